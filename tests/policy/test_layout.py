@@ -1,0 +1,139 @@
+"""Layouts: splits, what fits, and how many layers a KV group holds."""
+
+import re
+
+import pytest
+
+from vllm_kvx.policy.layout import (
+    GroupChoice,
+    Layout,
+    check_fits,
+    choose_group_size,
+    layout_of,
+)
+from vllm_kvx.policy.spec import PolicyError, parse_policy
+
+
+@pytest.mark.parametrize(
+    ("names", "splits", "sidecar"),
+    [
+        ([], (), False),
+        (["full"], (), False),
+        (["speed-24"], (24,), False),
+        (["speed-24", "speed-16", "speed-24:anchors=0", "full"], (16, 24), False),
+        (["snapkv", "streamingllm"], (), False),
+        (["fastkv"], (), False),
+        (["fastkv:tsp_layer=15"], (), False),
+        (["fastkv:tsp_layer=15,kv_rate=0.2"], (), False),
+        (["fastkv:tsp_layer=15,kv_rate=0.3"], (16,), False),
+        (["fastkv:tsp_layer=15,kv_rate=1"], (16,), False),
+        (["fastkv:tsp_layer=15,kv_budget=512"], (16,), False),
+        (["fastkv:tsp_layer=31,kv_rate=1"], (), False),
+        (["fastkv:tsp_rate=1,kv_budget=512"], (), False),
+        (["structkv"], (), False),
+        (["structkv:pivot=online"], (), False),
+        (["structkv:pivot=10,kv_rate=0.3"], (11,), False),
+        (["structkv:pivot=10,granularity=block"], (11,), False),
+        (["structkv:pivot=31,granularity=block"], (), False),
+        (["fier-64"], (), True),
+        (["quest-64", "speed-8"], (8,), True),
+        (["speed-24+fier-64", "structkv:pivot=10,granularity=block"], (11, 24), True),
+    ],
+)
+def test_layout_of(names: list[str], splits: tuple[int, ...], sidecar: bool) -> None:
+    assert layout_of(map(parse_policy, names), 32) == Layout(splits, sidecar)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("speed-32", "use speed-1 .. speed-31"),
+        ("fastkv:kv_rate=0.3", "write tsp_layer=<int>, or kv_rate no higher than tsp_rate"),
+        ("fastkv:kv_budget=512", "write tsp_layer=<int>"),
+        ("structkv:granularity=block", "write pivot=<int>, or granularity=token"),
+        ("structkv:pivot=online,kv_rate=1", "write pivot=<int>"),
+    ],
+)
+def test_no_layout(name: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=re.escape(message)):
+        layout_of([parse_policy(name)], 32)
+
+
+def test_segment_sizes() -> None:
+    assert Layout((), False).segment_sizes(32) == (32,)
+    assert Layout((24,), False).segment_sizes(32) == (24, 8)
+    assert Layout((1, 16, 27), True).segment_sizes(28) == (1, 15, 11, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("full", Layout((), False)),
+        ("full", Layout((16,), True)),
+        ("speed-16:anchors=4", Layout((16, 24), False)),
+        ("snapkv", Layout((16,), False)),
+        ("speed-24+fier-64", Layout((24,), True)),
+    ],
+)
+def test_fits(name: str, layout: Layout) -> None:
+    check_fits(parse_policy(name), layout, 32)
+
+
+def test_does_not_fit() -> None:
+    with pytest.raises(PolicyError) as error:
+        check_fits(parse_policy("speed-16"), Layout((24,), False), 32)
+    assert str(error.value) == (
+        "speed-16 does not fit this server: its layout has KV groups split at layer 24, no "
+        "sidecar; speed-16 needs a split at layer 16: start the server with --kv-policy speed-16, "
+        'or make room with --additional-config \'{"kv_layout": ["speed-16"]}\''
+    )
+    with pytest.raises(PolicyError, match=r"has no split, no sidecar; .* needs a sidecar: start"):
+        check_fits(parse_policy("fier-64"), Layout((), False), 32)
+    with pytest.raises(PolicyError, match="needs a split at layer 8 and a sidecar"):
+        check_fits(parse_policy("speed-8+fier-64"), Layout((16, 24), False), 32)
+    with pytest.raises(PolicyError, match="this model has 32 layers; use speed-1"):
+        check_fits(parse_policy("speed-40"), Layout((24,), False), 32)
+
+
+@pytest.mark.parametrize(
+    ("segments", "expected"),
+    [
+        ((32,), GroupChoice(32, (1,), 0, 0)),
+        ((24, 8), GroupChoice(8, (3, 1), 0, 0)),
+        ((16, 16), GroupChoice(16, (1, 1), 0, 0)),
+        ((24, 12), GroupChoice(12, (2, 1), 0, 0)),
+        ((24, 4), GroupChoice(4, (6, 1), 0, 0)),
+        ((20, 12), GroupChoice(4, (5, 3), 0, 0)),
+        ((28, 4), GroupChoice(4, (7, 1), 0, 0)),
+        ((21, 7), GroupChoice(7, (3, 1), 0, 0)),
+        ((48, 16), GroupChoice(16, (3, 1), 0, 0)),
+        # 6 pads as little as 12 does, with twice the groups; 8 pads 8 layers, 23 pads 14.
+        ((23, 9), GroupChoice(12, (2, 1), 4, 1)),
+        ((31, 1), GroupChoice(8, (4, 1), 8, 1)),
+        # Any padding would double the lower layers, and 8 groups cannot do without it.
+        ((1, 31), GroupChoice(1, (1, 31), 0, 0)),
+        ((8, 8, 16), GroupChoice(8, (1, 1, 2), 0, 0)),
+    ],
+)
+def test_choose_group_size(segments: tuple[int, ...], expected: GroupChoice) -> None:
+    assert choose_group_size(segments) == expected
+
+
+def test_choose_group_size_keeps_its_rule() -> None:
+    for num_layers in range(2, 81):
+        for cutoff in range(1, num_layers):
+            segments = (cutoff, num_layers - cutoff)
+            choice = choose_group_size(segments)
+            held = [n * choice.size for n in choice.groups_per_segment]
+            assert all(h >= s > h - choice.size for h, s in zip(held, segments, strict=True))
+            assert choice.padding_layers == sum(held) - num_layers
+            assert choice.first_segment_padding == held[0] - cutoff
+            assert choice.first_segment_padding <= 0.05 * cutoff
+            # More than 8 groups only where 8 cannot be had, and then nothing is wasted.
+            assert sum(choice.groups_per_segment) <= 8 or choice.padding_layers == 0
+
+
+@pytest.mark.parametrize("segments", [(), (0,), (24, 0), (-1, 4)])
+def test_choose_group_size_refuses(segments: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least one layer"):
+        choose_group_size(segments)

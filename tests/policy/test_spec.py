@@ -1,0 +1,379 @@
+"""Policy names: grammar, limits, canonical form, and errors that say what to do."""
+
+import dataclasses
+import json
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from vllm_kvx.policy.fastkv import FastKV
+from vllm_kvx.policy.fier import FIER
+from vllm_kvx.policy.parameters import Method
+from vllm_kvx.policy.quest import Quest
+from vllm_kvx.policy.snapkv import SnapKV
+from vllm_kvx.policy.spec import (
+    AVAILABLE,
+    METHODS,
+    KVPolicy,
+    PolicyError,
+    check_served,
+    parse_policy,
+)
+from vllm_kvx.policy.speed import Speed
+from vllm_kvx.policy.streamingllm import StreamingLLM
+from vllm_kvx.policy.structkv import StructKV
+
+# name -> (canonical name, policy)
+VALID = {
+    "full": ("full", KVPolicy()),
+    "speed-24": ("speed-24", KVPolicy(propagate=Speed(24))),
+    "speed-24:anchors=0": ("speed-24:anchors=0", KVPolicy(propagate=Speed(24, anchors=0))),
+    "speed-24:tail=1,anchors=1": ("speed-24", KVPolicy(propagate=Speed(24))),
+    "speed-7:tail=4,anchors=2": ("speed-7:anchors=2,tail=4", KVPolicy(propagate=Speed(7, 2, 4))),
+    "fastkv": ("fastkv", KVPolicy(propagate=FastKV(), retain=FastKV())),
+    "fastkv:tsp_layer=15,tsp_rate=0.2,kv_rate=0.1": (
+        "fastkv:tsp_layer=15",
+        KVPolicy(propagate=FastKV(tsp_layer=15), retain=FastKV(tsp_layer=15)),
+    ),
+    "fastkv:kv_rate=0.2": ("fastkv:kv_rate=0.2", KVPolicy.of([FastKV(kv_rate=0.2)])),
+    "fastkv:kv_rate=1": ("fastkv:kv_rate=1", KVPolicy(propagate=FastKV(kv_rate=1))),
+    "fastkv:kv_rate=1.0": ("fastkv:kv_rate=1", KVPolicy(propagate=FastKV(kv_rate=1))),
+    "fastkv:tsp_rate=1": ("fastkv:tsp_rate=1", KVPolicy(retain=FastKV(tsp_rate=1))),
+    "fastkv:tsp_rate=1,kv_rate=1": ("full", KVPolicy()),
+    "fastkv:kv_budget=512": ("fastkv:kv_budget=512", KVPolicy.of([FastKV(kv_budget=512)])),
+    "snapkv": ("snapkv", KVPolicy(retain=SnapKV())),
+    "snapkv:kv_rate=1": ("full", KVPolicy()),
+    "snapkv:kv_rate=1e-05": ("snapkv:kv_rate=1e-05", KVPolicy(retain=SnapKV(kv_rate=1e-5))),
+    "snapkv:window=16,kernel=5": (
+        "snapkv:window=16,kernel=5",
+        KVPolicy(retain=SnapKV(window=16, kernel=5)),
+    ),
+    "structkv": ("structkv", KVPolicy(propagate=StructKV(), retain=StructKV())),
+    "structkv:pivot=online": ("structkv:pivot=online", KVPolicy.of([StructKV("online")])),
+    "structkv:pivot=0,granularity=block": (
+        "structkv:pivot=0,granularity=block",
+        KVPolicy.of([StructKV(0, granularity="block")]),
+    ),
+    "structkv:struct_rate=1": ("structkv:struct_rate=1", KVPolicy(retain=StructKV(struct_rate=1))),
+    "structkv:entropy_weight=0": (
+        "structkv:entropy_weight=0",
+        KVPolicy.of([StructKV(entropy_weight=0)]),
+    ),
+    "streamingllm": ("streamingllm", KVPolicy(retain=StreamingLLM())),
+    "streamingllm:sinks=4,recent=252": (
+        "streamingllm:recent=252",
+        KVPolicy(retain=StreamingLLM(recent=252)),
+    ),
+    "fier-1024": ("fier-1024", KVPolicy(retrieve=FIER(1024))),
+    "fier-64:group=64,reduction=sum": (
+        "fier-64:group=64,reduction=sum",
+        KVPolicy(retrieve=FIER(64, 64, "sum")),
+    ),
+    "quest-1024": ("quest-1024", KVPolicy(retrieve=Quest(1024))),
+    "speed-24+fier-2048": (
+        "speed-24+fier-2048",
+        KVPolicy(propagate=Speed(24), retrieve=FIER(2048)),
+    ),
+    "fier-2048+speed-24": (
+        "speed-24+fier-2048",
+        KVPolicy(propagate=Speed(24), retrieve=FIER(2048)),
+    ),
+    "fastkv+fier-512": ("fastkv+fier-512", KVPolicy(FastKV(), FastKV(), FIER(512))),
+    "quest-512+snapkv+speed-16": (
+        "speed-16+snapkv+quest-512",
+        KVPolicy(Speed(16), SnapKV(), Quest(512)),
+    ),
+    "speed-8+fastkv:tsp_rate=1": (
+        "speed-8+fastkv:tsp_rate=1",
+        KVPolicy(Speed(8), FastKV(tsp_rate=1)),
+    ),
+}
+
+# name -> what the message must contain
+INVALID = {
+    "": ["empty policy name", "full, speed-K, fastkv"],
+    "ful": ["unknown policy 'ful'", "did you mean full?"],
+    "spede-24": ["unknown policy 'spede-24'", "did you mean speed-K?", "fier-BUDGET"],
+    "speed24": ["unknown policy 'speed24'", "did you mean speed-K?"],
+    "zzz": ["unknown policy 'zzz'", "allowed: full, speed-K"],
+    "24": ["unknown policy '24'"],
+    "-24": ["unknown policy '-24'"],
+    "Speed-24": ["lower case", "write 'speed-24'"],
+    " speed-24": ["no whitespace"],
+    "speed-24\n": ["no whitespace"],
+    "speed-24 + fier-1024": ["no whitespace"],
+    "speed": ["speed needs a number, speed-K; for example speed-24"],
+    "fier": ["fier needs a number", "for example fier-1024"],
+    "quest:page=16": ["quest needs a number", "for example quest-1024"],
+    "speed-": ["speed-K: K must be an integer of at least 1, got ''; for example speed-24"],
+    "speed-0": ["K must be an integer of at least 1, got 0"],
+    "speed--1": ["K must be an integer of at least 1, got '-1'"],
+    "speed-1.5": ["K must be an integer of at least 1, got 1.5"],
+    "speed-abc": ["K must be an integer of at least 1, got 'abc'"],
+    "speed-024": ["K must be an integer"],
+    "speed-２４": ["K must be an integer"],
+    "speed-1e1": ["K must be an integer"],
+    "speed-2_4": ["K must be an integer"],
+    "speed-24-8": ["K must be an integer", "'24-8'"],
+    "speed-9999999999": ["too large", "at most 9 digits"],
+    "speed-" + "9" * 480: ["too large"],
+    "fastkv:kv_rate=" + "9" * 480: ["too large"],
+    "fastkv:kv_rate=1e999": ["(0, 1]"],
+    "speed-24:" + "x" * 600: ["at most 512 characters"],
+    "speed-24:": ["'' is not key=value", "anchors, tail"],
+    "speed-24:tail": ["'tail' is not key=value"],
+    "speed-24:tail=": ["'tail=' is not key=value"],
+    "speed-24:=1": ["'=1' is not key=value"],
+    "speed-24:tail=1,": ["'' is not key=value"],
+    "speed-24:tail=1,,anchors=1": ["'' is not key=value"],
+    "speed-24:tail==1": ["tail must be an integer of at least 1, got '=1'"],
+    "speed-24:tail=1:anchors=1": ["tail must be an integer of at least 1, got '1:anchors=1'"],
+    "speed-24:tail=0": ["tail must be an integer of at least 1, got 0"],
+    "speed-24:tail=-1": ["tail must be an integer of at least 1, got '-1'"],
+    "speed-24:anchors=-1": ["anchors must be an integer of at least 0, got '-1'"],
+    "speed-24:anchors=-0": ["anchors must be an integer"],
+    "speed-24:anchors=+1": ["anchors"],
+    "speed-24:anchors=x": ["anchors must be an integer of at least 0, got 'x'"],
+    "speed-24:tail=1,tail=1": ["parameter 'tail' is given twice"],
+    "speed-24:anchor=1": ["unknown parameter 'anchor'; did you mean anchors?", "anchors, tail"],
+    "speed-24:cutoff=24": ["unknown parameter 'cutoff'"],
+    "speed-24+": ["empty part"],
+    "+": ["empty part"],
+    "speed-24++fier-64": ["empty part"],
+    "full+speed-24": ["drop it or the rest"],
+    "full+full": ["drop it or the rest"],
+    "full-1": ["full takes no number and no parameters"],
+    "full:": ["full takes no number and no parameters"],
+    "fastkv-24": ["fastkv takes no number", "tsp_layer"],
+    "speed-24+speed-24": ["two answers on the propagate axis, speed-24 and speed-24"],
+    "fastkv:kv_rate=1+fastkv:tsp_rate=1": ["fastkv is given twice"],
+    "snapkv:kv_rate=1+snapkv:kv_rate=1": ["snapkv is given twice"],
+    "speed-24+fastkv": ["two answers on the propagate axis, speed-24 and fastkv"],
+    "fastkv+snapkv": ["two answers on the retain axis, fastkv and snapkv"],
+    "fier-64+quest-64": ["two answers on the retrieve axis"],
+    "fastkv:tsp_rate=0": ["tsp_rate must be a number in (0, 1], got 0"],
+    "fastkv:tsp_rate=1.01": ["tsp_rate must be a number in (0, 1], got 1.01"],
+    "fastkv:kv_rate=-0.1": ["kv_rate must be a number in (0, 1], got '-0.1'"],
+    "fastkv:kv_rate=nan": ["kv_rate must be a number in (0, 1], got 'nan'"],
+    "fastkv:kv_rate=inf": ["kv_rate must be a number in (0, 1], got 'inf'"],
+    "fastkv:kv_rate=1e-999": ["kv_rate must be a number in (0, 1], got 0.0"],
+    "fastkv:tsp_layer=-1": ["tsp_layer must be an integer of at least 0 or auto, got '-1'"],
+    "fastkv:tsp_layer=1.5": ["tsp_layer"],
+    "fastkv:window=0": ["window must be an integer of at least 1, got 0"],
+    "fastkv:kernel=0": ["kernel must be an odd integer of at least 1, got 0"],
+    "snapkv:kernel=4": ["kernel must be an odd integer of at least 1, got 4"],
+    "fastkv:kv_rate=0.1,kv_budget=512": ["kv_rate and kv_budget both", "keep one"],
+    "snapkv:kv_budget=7": ["kv_budget must be at least the window of 8 tokens, got 7"],
+    "snapkv:kv_budget=0": ["kv_budget must be an integer of at least 1, got 0"],
+    "structkv:struct_rate=0": ["struct_rate must be a number in (0, 1]"],
+    "structkv:decay=1.5": ["decay must be a number in (0, 1], got 1.5"],
+    "structkv:pivot=offline": ["an integer of at least 0 or calibrated or online, got 'offline'"],
+    "structkv:granularity=page": ["granularity must be one of token, block, got 'page'"],
+    "structkv:granularity=block,pivot=online": ["pivot=online cannot be had", "pivot=<int>"],
+    "structkv:entropy_weight=2": ["entropy_weight must be a number in [0, 1], got 2"],
+    "structkv:entropy_weight=0,sparsity_weight=0,variance_weight=0": ["must be above 0"],
+    "streamingllm:sinks=0": ["sinks must be an integer of at least 1, got 0"],
+    "streamingllm:recent=0": ["recent must be an integer of at least 1, got 0"],
+    "fier-63": ["BUDGET must be an integer of at least 64, got 63"],
+    "fier-64:group=33": ["group must be a multiple of 32 of at least 32, got 33"],
+    "fier-64:reduction=mean": ["reduction must be one of max, sum, softmax, got 'mean'"],
+    "fier-64:reduction=1": ["reduction must be one of"],
+    "quest-8": ["BUDGET must be an integer of at least 64, got 8"],
+    "quest-64:page=0": ["page must be an integer of at least 1, got 0"],
+    "quest-64:page=65": ["page must be no larger than the budget of 64 tokens, got 65"],
+}
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_valid(name: str) -> None:
+    canonical, policy = VALID[name]
+    assert parse_policy(name) == policy
+    assert str(policy) == canonical
+    assert parse_policy(canonical) == policy
+    assert hash(parse_policy(canonical)) == hash(policy)
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid(name: str) -> None:
+    with pytest.raises(PolicyError) as error:
+        parse_policy(name)
+    for wanted in INVALID[name]:
+        assert wanted in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, 24, 2.4, True, b"speed-24", ["full"], {}, object()])
+def test_not_a_string(value: object) -> None:
+    with pytest.raises(PolicyError, match=f"a policy is a string.*got {type(value).__name__}"):
+        parse_policy(value)  # type: ignore[arg-type]
+
+
+def _malformed(rng: random.Random) -> str:
+    """A string outside the grammar, whatever the draw: no mutation here can yield a valid name."""
+    name = rng.choice([n for n in VALID if n != "full"])
+    cut = rng.randrange(len(name) + 1)
+    separators = [i for i, c in enumerate(name) if c in "-:=,+"] or [len(name)]
+    at = rng.choice(separators)
+    foreign = chr(rng.choice([*range(0x21), *b"!#$%&/;<>?@ABZ[]^`{|}~", *range(0x7F, 0x3000)]))
+    noise = [chr(b) for b in rng.randbytes(rng.randrange(40))]
+    noise.insert(rng.randrange(len(noise) + 1), foreign)
+    return rng.choice(
+        [
+            name[:cut] + foreign + name[cut:],  # a character that no name has
+            "".join(noise),  # bytes, one of them such a character
+            name[: at + 1] + name[at : at + 1] + name[at + 1 :] + ":",  # doubled and trailing
+            name[:at] + rng.choice(["+", ":", ",", "="]),  # cut short at a separator
+            rng.choice("+:=,-") + name,  # a separator first
+            name[0] + name,  # a misspelt method
+            name + "+" + name,  # two answers on one axis
+            name + rng.choice(["+full", "+", "+-", ":x=1", ",tail", "=1=", "+nosuch-1"]),
+        ]
+    )
+
+
+def test_fuzz_is_never_valid_and_never_crashes() -> None:
+    rng = random.Random(20)
+    for _ in range(5000):
+        text = _malformed(rng)
+        # Not pytest.raises: another exception type must name the text that caused it.
+        try:
+            policy = parse_policy(text)
+        except PolicyError as error:
+            assert len(str(error)) > 20
+        except Exception as error:
+            pytest.fail(f"{text!r} raised {error!r}")
+        else:
+            pytest.fail(f"{text!r} passed as {policy}")
+
+
+def test_round_trip_of_random_policies() -> None:
+    rng = random.Random(21)
+    fractions = [1, 1e-6, 0.05, 0.1, 0.2, 1 / 3, 0.999999999]
+    for _ in range(500):
+        rate, other = rng.choices(fractions, k=2)
+        snapkv = SnapKV(kv_rate=rate) if rng.random() < 0.5 else SnapKV(kv_budget=77)
+        speed = Speed(rng.randrange(1, 99), rng.randrange(3), rng.randrange(1, 4))
+        layer: int | str = 3 if rng.random() < 0.5 else "auto"
+        fastkv = FastKV(snapkv.kv_rate, snapkv.kv_budget, tsp_layer=layer, tsp_rate=other)
+        structkv = StructKV("online", rate, other)
+        streamingllm = StreamingLLM(rng.randrange(1, 9))
+        lower: list[list[Method]] = [[speed, snapkv], [fastkv], [structkv], [streamingllm], []]
+        upper: list[list[Method]] = [[FIER(rng.randrange(64, 999))], [Quest(64, 8)], []]
+        policy = KVPolicy.of([*rng.choice(upper), *rng.choice(lower)])
+        assert parse_policy(str(policy)) == policy
+
+
+def test_python_calls_are_checked_like_names() -> None:
+    for wrong in (0, -1, 2.0, True, None, "24"):
+        with pytest.raises(PolicyError, match="K must be an integer of at least 1"):
+            Speed(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match=re.escape("tsp_rate must be a number in (0, 1]")):
+        FastKV(tsp_rate=float("nan"))
+    with pytest.raises(PolicyError, match="speed-24 does not answer retain"):
+        KVPolicy(retain=Speed(24))  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="fastkv answers retain too"):
+        KVPolicy(propagate=FastKV())
+    with pytest.raises(PolicyError, match="fastkv answers retain too"):
+        KVPolicy(propagate=FastKV(), retain=SnapKV())
+    with pytest.raises(PolicyError, match="fastkv is given twice"):
+        KVPolicy(propagate=FastKV(kv_rate=1), retain=FastKV(tsp_rate=1))
+
+
+def test_a_layer_can_be_filled_in_later() -> None:
+    for fastkv in (FastKV(), FastKV(kv_budget=64), FastKV(kv_rate=0.3)):
+        assert dataclasses.replace(fastkv, tsp_layer=15).kv_budget == fastkv.kv_budget
+    assert dataclasses.replace(StructKV(), pivot=3).pivot == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "lossy", "axes"),
+    [
+        ("full", True, False, []),
+        ("speed-24", False, False, ["propagate"]),
+        ("fastkv", False, True, ["propagate", "retain"]),
+        ("fastkv:kv_rate=1", False, False, ["propagate"]),
+        ("structkv", False, True, ["propagate", "retain"]),
+        ("snapkv", False, True, ["retain"]),
+        ("streamingllm", False, True, ["retain"]),
+        ("speed-24+fier-64", False, True, ["propagate", "retrieve"]),
+    ],
+)
+def test_properties(name: str, full: bool, lossy: bool, axes: list[str]) -> None:
+    policy = parse_policy(name)
+    assert policy.is_full is full
+    assert policy.is_lossy_decode is lossy
+    assert list(policy.parameters()) == axes
+    json.dumps(policy.parameters())
+
+
+def test_parameters_are_complete() -> None:
+    assert parse_policy("speed-24+snapkv:kv_budget=64").parameters() == {
+        "propagate": {"method": "speed", "cutoff": 24, "anchors": 1, "tail": 1},
+        "retain": {"method": "snapkv", "kv_budget": 64, "window": 8, "kernel": 7},
+    }
+    assert parse_policy("fastkv").parameters()["retain"] == {
+        "method": "fastkv",
+        "kv_rate": 0.1,
+        "window": 8,
+        "kernel": 7,
+        "tsp_layer": "auto",
+        "tsp_rate": 0.2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "message"),
+    [
+        ("speed-40", 32, "speed-40: this model has 32 layers; use speed-1 .. speed-31"),
+        ("speed-32", 32, "speed-32: this model has 32 layers; use speed-1 .. speed-31"),
+        ("speed-2", 2, "speed-2: this model has 2 layers; use speed-1"),
+        ("speed-1", 1, "speed-1: this model has 1 layer; speed needs at least 2; use full"),
+        (
+            "fastkv:tsp_layer=32",
+            32,
+            "fastkv:tsp_layer=32: this model has 32 layers; use tsp_layer=0 .. tsp_layer=31",
+        ),
+        (
+            "fier-64+structkv:pivot=28",
+            28,
+            "structkv:pivot=28: this model has 28 layers; use pivot=0 .. pivot=27",
+        ),
+    ],
+)
+def test_model_too_shallow(name: str, num_layers: int, message: str) -> None:
+    with pytest.raises(PolicyError, match=f"^{re.escape(message)}$"):
+        parse_policy(name).check_model(num_layers)
+
+
+def test_model_deep_enough() -> None:
+    for name in ("speed-1", "speed-31", "fastkv", "fastkv:tsp_layer=31", "structkv:pivot=31"):
+        parse_policy(name).check_model(32)
+
+
+def test_served() -> None:
+    assert sorted(AVAILABLE) == ["full", "speed"]
+    check_served(parse_policy("full"))
+    check_served(parse_policy("speed-24:tail=3"))
+    for name in METHODS.keys() - AVAILABLE:
+        policy = parse_policy(METHODS[name].example or name)
+        message = f"{name} is not served by this version of vllm-kvx; served: full, speed-K"
+        with pytest.raises(PolicyError, match=f"^{message}$"):
+            check_served(policy)
+    with pytest.raises(PolicyError, match="fier is not served"):
+        check_served(parse_policy("speed-24+fier-2048"))
+
+
+def test_every_parameter_is_documented() -> None:
+    for method in METHODS.values():
+        # FastKV inherits four parameters and refers to them.
+        text = (method.__doc__ or "").replace("\n", " ")
+        for field in dataclasses.fields(method):
+            assert re.search(rf"\b{field.name}\b", text), f"{method.name}: {field.name}"
+
+
+def test_no_vllm_import() -> None:
+    code = "import sys, vllm_kvx.policy.layout, vllm_kvx.accounting; print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,1 @@
+"""Independent dense references: plain transformers models and masks, no code from vllm_kvx."""

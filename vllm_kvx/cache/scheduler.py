@@ -1,0 +1,113 @@
+"""vLLM's schedulers, told what each request's policy stores and shares."""
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_kvx.accounting import gap_of
+from vllm_kvx.cache.policy_cache import PolicyKVCacheManager, RequestKV, anchor_hash
+from vllm_kvx.policy.spec import KVPolicy
+from vllm_kvx.policy.speed import Speed
+from vllm_kvx.settings import KVSettings, request_policy
+
+
+class _PolicyScheduling:
+    """Mixin over vLLM's schedulers; scheduling itself stays theirs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = KVSettings.from_vllm_config(self.vllm_config)  # type: ignore[attr-defined]
+        assert settings is not None
+        self.kv_settings = settings
+        self.policy_managers: list[PolicyKVCacheManager] = [
+            manager
+            for manager in self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+            if isinstance(manager, PolicyKVCacheManager)
+        ]
+        self._unshared: dict[str, int] = {}
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:  # type: ignore[attr-defined]
+            policy = self._policy_of(request)
+            for manager in self.policy_managers:
+                manager.add_request(request.request_id, self._request_kv(request, policy, manager))
+        super().add_request(request)  # type: ignore[misc]
+
+    def _policy_of(self, request: Request) -> KVPolicy:
+        return request_policy(self.kv_settings, request.sampling_params)
+
+    def _request_kv(
+        self, request: Request, policy: KVPolicy, manager: PolicyKVCacheManager
+    ) -> RequestKV:
+        gap = gap_of(policy, request.num_prompt_tokens, manager.spec.start_layer)
+        anchors = policy.propagate.anchors if isinstance(policy.propagate, Speed) else 0
+        key = None
+        if manager.enable_caching and 0 < anchors <= manager.block_size and gap.size:
+            key = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
+        return RequestKV(gap, anchors, key)
+
+    def _get_local_prefix_cache_hit(
+        self, request: Request
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
+        if not manager.prefix_cache_lookup_enabled(request):
+            return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+        policy = self._policy_of(request)
+        limit = self._sharable_tokens(request, policy)
+        if limit == 0:
+            name = str(policy)
+            self._unshared[name] = self._unshared.get(name, 0) + 1
+            return manager.empty_kv_cache_blocks, 0, 0, False
+        blocks, num_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+        if num_tokens > limit:
+            blocks, num_tokens = manager.truncate_computed_blocks(blocks, limit), limit
+        if num_tokens == 0:
+            return manager.empty_kv_cache_blocks, 0, 0, False
+        return blocks, num_tokens, boundary, diverged
+
+    def _sharable_tokens(self, request: Request, policy: KVPolicy) -> int:
+        """Longest prefix, in whole blocks, that the request may take from the cache.
+
+        The upper layers of a hit are not computed: every token they must hold has to lie past
+        it, or be an anchor whose entries somebody published.
+        """
+        if not self.policy_managers:
+            return request.num_tokens
+        if not isinstance(policy.propagate, Speed):
+            return 0
+        anchors, tail = policy.propagate.anchors, policy.propagate.tail
+        block_size: int = self.kv_cache_manager.coordinator.scheduler_block_size  # type: ignore[attr-defined]
+        limit = max(request.num_prompt_tokens - tail, 0) // block_size * block_size
+        if limit < anchors or anchors > block_size:
+            return 0
+        for manager in self.policy_managers:
+            kv = manager.requests[request.request_id]
+            if kv.gap.size == 0 and kv.gap.start == 0:
+                return 0
+            if anchors and (kv.anchor_hash is None or manager.find_anchors(kv.anchor_hash) is None):
+                return 0
+        return limit
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self._unshared:
+            # Rides to the workers, whose counters the metrics read.
+            output.kv_policy_unshared, self._unshared = self._unshared, {}
+        return output
+
+    def _free_blocks(self, request: Request) -> None:
+        super()._free_blocks(request)  # type: ignore[misc]
+        for manager in self.policy_managers:
+            manager.remove_request(request.request_id)
+
+
+class PolicyScheduler(_PolicyScheduling, Scheduler):
+    """``Scheduler`` under a KV policy."""
+
+
+class AsyncPolicyScheduler(_PolicyScheduling, AsyncScheduler):
+    """``AsyncScheduler`` under a KV policy."""

@@ -1,0 +1,51 @@
+"""Runs vLLM's Model Runner V2 on CPU, under Triton's interpreter.
+
+V2 is the runner that GPUs use and the only one vllm-kvx extends. On CPU vLLM falls back to
+the older V1, because Triton has no CPU backend. With ``VLLM_KVX_CPU=1`` this module puts a
+stand-in backend in Triton's table and turns the interpreter on, so that one code path serves
+both. It is slow: a mode for development, tests and demos.
+
+It has to run before ``vllm.triton_utils`` is imported, which first resolves the platform;
+hence it is loaded as a ``vllm.platform_plugins`` entry point that names no platform.
+"""
+
+import os
+import sys
+
+CPU_MODE_VARIABLE = "VLLM_KVX_CPU"
+
+
+def cpu_mode_requested() -> bool:
+    """Whether the environment asks for Model Runner V2 on CPU."""
+    return os.environ.get(CPU_MODE_VARIABLE, "0") not in ("", "0")
+
+
+def platform_plugin() -> None:
+    """Entry point of ``vllm.platform_plugins``; never names a platform, so returns None."""
+    if cpu_mode_requested():
+        _install_interpreter_backend()
+
+
+def _install_interpreter_backend() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        os.environ["TRITON_INTERPRET"] = "1"
+        # What torch imported by now holds compiled functions, which the interpreter cannot call.
+        # Triton reads the variable when a function is defined, so its Python side has to be
+        # imported anew; the native side can be loaded only once.
+        for name in list(sys.modules):
+            if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+                del sys.modules[name]
+    try:
+        from triton.backends import Backend, backends
+    except ImportError:
+        return  # vLLM itself reports a missing Triton.
+    if "cpu" not in backends:
+        backends["cpu"] = Backend(compiler=None, driver=_InterpreterDriver)
+
+
+class _InterpreterDriver:
+    """What vLLM asks of a Triton driver at import: whether it is usable here."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True

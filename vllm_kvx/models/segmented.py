@@ -1,0 +1,223 @@
+"""Decoders that run in segments of layers, each on its own set of rows.
+
+A segment is a range of decoder layers compiled on its own. Between two segments the rows whose
+layers end there leave the batch: hidden state and residual are gathered, the next segment's
+attention runs on its own slots and metadata, and at the end the result is scattered back to the
+batch's rows. With no rows to drop this is the stock decoder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import (
+    get_forward_context,
+    is_forward_context_available,
+    override_forward_context,
+)
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.sequence import IntermediateTensors
+
+from vllm_kvx.cache.policy_cache import policy_kv_cache_specs
+from vllm_kvx.settings import KVSettings
+
+
+@dataclass
+class StepRows:
+    """Rows that one segment runs in the current step.
+
+    Attributes:
+        from_previous: (N,) int64 rows of the previous segment's output.
+        in_batch: (N,) int64 rows of the whole batch.
+        positions: (N,) int64 token positions.
+        slot_mapping: (N,) int64 slots per attention layer of the segment, by layer name.
+    """
+
+    from_previous: torch.Tensor
+    in_batch: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: dict[str, torch.Tensor]
+
+    @property
+    def num_rows(self) -> int:
+        return self.in_batch.shape[0]
+
+
+@support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": 0, "hidden_states": 0, "residual": 0}
+)
+class DecoderSegment(nn.Module):
+    """Layers ``[start, end)`` of a decoder; the first embeds, the last normalises."""
+
+    def __init__(
+        self, *, vllm_config: VllmConfig, prefix: str = "", decoder: nn.Module, start: int, end: int
+    ) -> None:
+        super().__init__()
+        # Plain references: the decoder stays the owner of its modules and of their names.
+        self.__dict__["layers"] = list(decoder.layers[start:end])  # type: ignore[index]
+        self.__dict__["embed"] = decoder.embed_tokens if start == 0 else None
+        last = end == len(decoder.layers)  # type: ignore[arg-type]
+        self.__dict__["norm"] = decoder.norm if last else None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """(N,) ids or (N, hidden) states -> states and residual, or normed states at the end."""
+        if self.embed is not None:
+            hidden_states = self.embed(input_ids)
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        if self.norm is not None:
+            hidden_states, _ = self.norm(hidden_states, residual)
+            return hidden_states
+        return hidden_states, residual
+
+
+class SegmentedModel(nn.Module):
+    """Mixin over a vLLM ``*ForCausalLM`` that runs ``self.model`` in segments."""
+
+    segments: nn.ModuleList
+    step_rows: Sequence[StepRows | None]
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
+        settings = KVSettings.from_vllm_config(vllm_config)
+        assert settings is not None, "segmented models are loaded under a KV policy only"
+        decoder = self.model
+        # The stock forward is not called any more; only its weights and layers are used.
+        decoder.do_not_compile = True
+        bounds = (0, *settings.layout.splits, len(decoder.layers))
+        segments = []
+        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            with set_model_tag(f"kvx_segment_{index}"):
+                segments.append(
+                    DecoderSegment(
+                        vllm_config=vllm_config,
+                        prefix=f"{prefix}.segments.{index}",
+                        decoder=decoder,
+                        start=start,
+                        end=end,
+                    )
+                )
+        self.segments = nn.ModuleList(segments)
+        self.step_rows = ()
+        attention = [_attention_of(layer) for layer in decoder.layers]
+        policy_kv_cache_specs(attention, settings)
+        self._boundary = _BoundaryBuffers(len(segments) - 1)
+
+    def get_model_state_cls(self) -> type:
+        from vllm_kvx.worker.model_state import PolicyModelState
+
+        return PolicyModelState
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(T,) ids and positions -> (T, hidden) final states; rows dropped on the way are 0."""
+        # Consumed once: a dummy run that prepares no attention must not see an old plan.
+        step_rows, self.step_rows = self.step_rows, ()
+        num_tokens = positions.shape[0]
+        hidden, residual = self.segments[0](input_ids, positions, None, None)
+        in_batch: torch.Tensor | None = None
+        for index, segment in enumerate(self.segments[1:]):
+            rows = step_rows[index] if step_rows else None
+            if rows is not None:
+                if rows.num_rows == 0:
+                    return hidden.new_zeros(num_tokens, hidden.shape[1])
+                hidden = hidden.index_select(0, rows.from_previous)
+                residual = residual.index_select(0, rows.from_previous)
+                positions, in_batch = rows.positions, rows.in_batch
+            if in_batch is None:
+                hidden, residual = self._boundary.persist(index, hidden, residual)
+                out = segment(None, positions, hidden, residual)
+            else:
+                slots = rows.slot_mapping if rows is not None else {}
+                with override_forward_context(_trimmed_context(slots)):
+                    out = segment(None, positions, hidden, residual)
+            if index < len(self.segments) - 2:
+                hidden, residual = out
+            else:
+                hidden = out
+        if in_batch is None:
+            return hidden
+        output = hidden.new_zeros(num_tokens, hidden.shape[1])
+        return output.index_copy_(0, in_batch, hidden)
+
+
+class _BoundaryBuffers:
+    """Fixed addresses for what passes between two segments under piecewise CUDA graphs.
+
+    A captured piece reads its inputs where they were at capture, and the previous segment's
+    output goes back to the graph pool as soon as its last piece is captured.
+    """
+
+    def __init__(self, num_boundaries: int) -> None:
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_boundaries
+
+    def persist(
+        self, index: int, hidden: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if (
+            not is_forward_context_available()
+            or get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE
+        ):
+            return hidden, residual
+        num_rows = hidden.shape[0]
+        buffers = self._buffers[index]
+        if buffers is None or buffers[0].shape[0] < num_rows:
+            # Captures run from the largest size down, so this happens once, before replay.
+            buffers = (torch.empty_like(hidden), torch.empty_like(residual))
+            self._buffers[index] = buffers
+        return buffers[0][:num_rows].copy_(hidden), buffers[1][:num_rows].copy_(residual)
+
+
+def _trimmed_context(slot_mapping: dict[str, torch.Tensor]) -> Any:
+    context = get_forward_context()
+    assert isinstance(context.slot_mapping, dict)
+    return replace(
+        context,
+        slot_mapping={**context.slot_mapping, **slot_mapping},
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        batch_descriptor=None,
+        is_padding=None,
+    )
+
+
+def _attention_of(layer: nn.Module) -> Attention:
+    found = [module for module in layer.modules() if isinstance(module, Attention)]
+    assert len(found) == 1, f"expected one attention per layer, found {len(found)}"
+    return found[0]
+
+
+class SegmentedLlamaForCausalLM(SegmentedModel, LlamaForCausalLM):
+    """Llama in segments."""
+
+
+class SegmentedMistralForCausalLM(SegmentedModel, MistralForCausalLM):
+    """Mistral in segments."""
+
+
+class SegmentedQwen2ForCausalLM(SegmentedModel, Qwen2ForCausalLM):
+    """Qwen2 and Qwen2.5 in segments."""
+
+
+class SegmentedQwen3ForCausalLM(SegmentedModel, Qwen3ForCausalLM):
+    """Qwen3 in segments."""

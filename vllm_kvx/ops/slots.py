@@ -1,0 +1,141 @@
+"""Slot mappings and stored lengths of KV segments that hold only part of a prompt.
+
+vLLM computes one slot per token and one length per request, both from token positions. A
+segment with a gap (``accounting.Gap``) stores its entries contiguously without the gap, so its
+slots and lengths are rewritten here, on device, in place of vLLM's.
+"""
+
+import torch
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.buffer_utils import _load_ptr
+
+
+def map_slots(
+    group_ids: torch.Tensor,
+    group_segments: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gap_starts: torch.Tensor,
+    gap_sizes: torch.Tensor,
+    block_table_ptrs: torch.Tensor,
+    block_table_strides: torch.Tensor,
+    block_sizes: torch.Tensor,
+    slot_mappings: torch.Tensor,
+    stored_lens: torch.Tensor,
+    num_reqs_padded: int,
+) -> None:
+    """Rewrites ``slot_mappings`` of the given KV groups and fills ``stored_lens``.
+
+    Args:
+        group_ids: (U,) int32, KV groups to rewrite.
+        group_segments: (U,) int32, row of ``gap_starts`` that each of them follows.
+        idx_mapping: (R,) int64, request-state index of each request in the batch.
+        query_start_loc: (R + 1,) int32.
+        positions: (T,) int64, token positions.
+        seq_lens: (R,) int32, logical lengths including this step's tokens.
+        gap_starts, gap_sizes: (S, max_num_reqs) int32, by segment and request state.
+        block_table_ptrs, block_table_strides, block_sizes: (G,), vLLM's block table layout.
+        slot_mappings: (G, max_num_tokens) int64, overwritten; the gap gets ``PAD_SLOT_ID``.
+        stored_lens: (S, max_num_reqs) int32, overwritten in batch order; padding gets 0.
+        num_reqs_padded: rows of ``stored_lens`` to fill.
+    """
+    _map_slots_kernel[(group_ids.shape[0], num_reqs_padded)](
+        group_ids,
+        group_segments,
+        idx_mapping,
+        query_start_loc,
+        positions,
+        seq_lens,
+        gap_starts,
+        gap_sizes,
+        gap_starts.stride(0),
+        block_table_ptrs,
+        block_table_strides,
+        block_sizes,
+        slot_mappings,
+        slot_mappings.stride(0),
+        stored_lens,
+        stored_lens.stride(0),
+        idx_mapping.shape[0],
+        PAD_ID=PAD_SLOT_ID,
+        BLOCK=1024,  # type: ignore[arg-type]
+    )
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _map_slots_kernel(
+    group_ids,
+    group_segments,
+    idx_mapping,
+    query_start_loc,
+    positions,
+    seq_lens,
+    gap_starts,
+    gap_sizes,
+    gap_stride,
+    block_table_ptrs,
+    block_table_strides,
+    block_sizes,
+    slot_mappings,
+    slot_mappings_stride,
+    stored_lens,
+    stored_lens_stride,
+    num_reqs,
+    PAD_ID: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group_index = tl.program_id(0)
+    batch_index = tl.program_id(1)
+    group_id = tl.load(group_ids + group_index)
+    segment = tl.load(group_segments + group_index)
+    stored_len_ptr = stored_lens + segment * stored_lens_stride + batch_index
+    if batch_index >= num_reqs:
+        tl.store(stored_len_ptr, 0)
+        return
+
+    request = tl.load(idx_mapping + batch_index)
+    gap_start = tl.load(gap_starts + segment * gap_stride + request)
+    gap_size = tl.load(gap_sizes + segment * gap_stride + request)
+    gap_end = gap_start + gap_size
+
+    # Groups of one segment store the same value, so the race between them is harmless.
+    length = tl.load(seq_lens + batch_index)
+    in_gap = tl.minimum(tl.maximum(length - gap_start, 0), gap_size)
+    tl.store(stored_len_ptr, length - in_gap)
+
+    table = _load_ptr(block_table_ptrs + group_id, tl.int32)
+    table += request * tl.load(block_table_strides + group_id)
+    block_size = tl.load(block_sizes + group_id)
+    slots = slot_mappings + group_id.to(tl.int64) * slot_mappings_stride
+    begin = tl.load(query_start_loc + batch_index)
+    end = tl.load(query_start_loc + batch_index + 1)
+    for i in range(begin, end, BLOCK):
+        token = i + tl.arange(0, BLOCK)
+        mask = token < end
+        position = tl.load(positions + token, mask=mask, other=0)
+        kept = (position < gap_start) | (position >= gap_end)
+        index = tl.where(position < gap_start, position, position - gap_size)
+        block = tl.load(table + index // block_size, mask=mask & kept, other=0)
+        slot = block.to(tl.int64) * block_size + index % block_size
+        tl.store(slots + token, tl.where(kept, slot, PAD_ID), mask=mask)
+
+
+def map_slots_reference(
+    positions: torch.Tensor,
+    seq_len: int,
+    gap_start: int,
+    gap_size: int,
+    block_table: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, int]:
+    """One request of one group in plain torch: (T,) int64 slots and the stored length."""
+    gap_end = gap_start + gap_size
+    kept = (positions < gap_start) | (positions >= gap_end)
+    index = torch.where(positions < gap_start, positions, positions - gap_size)
+    index = torch.where(kept, index, torch.zeros_like(index))
+    slots = block_table[index // block_size].long() * block_size + index % block_size
+    stored_len = seq_len - min(max(seq_len - gap_start, 0), gap_size)
+    return torch.where(kept, slots, torch.full_like(slots, PAD_SLOT_ID)), stored_len

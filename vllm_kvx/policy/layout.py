@@ -1,0 +1,114 @@
+"""Layouts: which KV groups a server has, fixed when the engine starts, and what fits into them."""
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_kvx.policy.spec import KVPolicy, PolicyError
+
+MAX_GROUPS = 8
+# Share of the first segment's layers: what padding may cost to stay within MAX_GROUPS.
+MAX_FIRST_PADDING = 0.05
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where KV groups begin.
+
+    splits: sorted layers, above 0 and below the number of layers, where a new segment begins.
+    sidecar: True if KV pages hold a compressed copy of their keys for retrieval.
+    """
+
+    splits: tuple[int, ...]
+    sidecar: bool
+
+    def segment_sizes(self, num_layers: int) -> tuple[int, ...]:
+        """Layers in each segment, lowest first: splits (24,) of 32 layers are (24, 8)."""
+        edges = (0, *self.splits, num_layers)
+        return tuple(end - begin for begin, end in itertools.pairwise(edges))
+
+    def __str__(self) -> str:
+        groups = f"KV groups split at {_layers(self.splits)}" if self.splits else "no split"
+        return f"{groups}, {'a' if self.sidecar else 'no'} sidecar"
+
+
+def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
+    """The smallest layout that all `policies` fit.
+
+    Raises PolicyError for a policy that a model of `num_layers` layers cannot run, or whose split
+    depends on a layer still to be calibrated (put the layer's number into the policy first).
+    """
+    splits: set[int] = set()
+    sidecar = False
+    for policy in policies:
+        policy.check_model(num_layers)
+        for part in policy.parts:
+            # A method may propagate only after the last layer: nothing lies above that split.
+            splits.update(layer for layer in part.splits() if layer < num_layers)
+            sidecar |= part.sidecar
+    return Layout(tuple(sorted(splits)), sidecar)
+
+
+def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
+    """Raise PolicyError, saying what to change, unless a server with `layout` can run `policy`."""
+    needed = layout_of([policy], num_layers)
+    missing = [layer for layer in needed.splits if layer not in layout.splits]
+    needs = [f"a split at {_layers(missing)}"] if missing else []
+    if needed.sidecar and not layout.sidecar:
+        needs.append("a sidecar")
+    if needs:
+        room = json.dumps({"kv_layout": [str(policy)]})
+        raise PolicyError(
+            f"{policy} does not fit this server: its layout has {layout}; {policy} needs "
+            f"{' and '.join(needs)}: start the server with --kv-policy {policy}, or make room with "
+            f"--additional-config '{room}'"
+        )
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """How the layers of each segment are shared out to KV groups.
+
+    size: layers that every group holds, padding included.
+    groups_per_segment: groups of each segment, lowest first.
+    padding_layers: layers that hold no KV, over all groups; first_segment_padding: those of the
+    first segment.
+    """
+
+    size: int
+    groups_per_segment: tuple[int, ...]
+    padding_layers: int
+    first_segment_padding: int
+
+
+def choose_group_size(segment_sizes: Sequence[int]) -> GroupChoice:
+    """How many layers a KV group holds, given the layers of each segment, lowest first.
+
+    Every group holds the same number of layers, and a segment's last group is padded. The lower
+    layers hold nearly all KV of a long prompt, so padding costs most there; every group costs a
+    block table. Hence: of the sizes that give at most 8 groups with padding of at most 5% of the
+    first segment's layers in that segment, the one with the fewest padding layers over all
+    segments; if no size does, the one with the fewest padding layers of all sizes. Ties go to
+    fewer groups. Raises ValueError unless all segments have layers.
+    """
+    if not segment_sizes or min(segment_sizes) < 1:
+        raise ValueError(f"every segment needs at least one layer, got {tuple(segment_sizes)}")
+    choices = [_grouped(segment_sizes, size) for size in range(1, max(segment_sizes) + 1)]
+    few = [
+        choice
+        for choice in choices
+        if sum(choice.groups_per_segment) <= MAX_GROUPS
+        and choice.first_segment_padding <= MAX_FIRST_PADDING * segment_sizes[0]
+    ]
+    return min(few or choices, key=lambda c: (c.padding_layers, sum(c.groups_per_segment)))
+
+
+def _grouped(segment_sizes: Sequence[int], size: int) -> GroupChoice:
+    groups = tuple(-(-layers // size) for layers in segment_sizes)
+    padding = [n * size - layers for n, layers in zip(groups, segment_sizes, strict=True)]
+    return GroupChoice(size, groups, sum(padding), padding[0])
+
+
+def _layers(layers: Sequence[int]) -> str:
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"

@@ -1,0 +1,195 @@
+"""What a method is: the axes it answers, its parameters and which values they take.
+
+A method is one frozen dataclass whose fields are made by `integer`, `rate`, `weight` or `choice`.
+Those carry the limits, so that a name, a Python call and a config file are checked alike.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+AXES = ("propagate", "retain", "retrieve")
+Value = int | float | str
+MAX_DIGITS = 9
+
+_INTEGER = re.compile(r"0|[1-9][0-9]*")
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?")
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be meant, or cannot be had here; the message says what can."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The values one parameter takes: `wanted` in words, `allows` in code."""
+
+    wanted: str
+    allows: Callable[[Any], bool]
+
+
+def _declare(default: Value | None, limits: Limits) -> Any:
+    if default is None:
+        return dataclasses.field(metadata={"limits": limits})
+    return dataclasses.field(default=default, metadata={"limits": limits})
+
+
+def integer(
+    default: int | str | None = None,
+    at_least: int = 1,
+    words: tuple[str, ...] = (),
+    odd: bool = False,
+    multiple_of: int = 1,
+) -> Any:
+    """An integer field of at least `at_least`, or one of `words`; required without a default."""
+
+    def allows(value: Any) -> bool:
+        if type(value) is not int:
+            return value in words
+        return value >= at_least and value % multiple_of == 0 and (value % 2 == 1 or not odd)
+
+    kind = "an odd integer" if odd else "an integer"
+    if multiple_of > 1:
+        kind = f"a multiple of {multiple_of}"
+    wanted = " or ".join([f"{kind} of at least {at_least}", *words])
+    return _declare(default, Limits(wanted, allows))
+
+
+def rate(default: float) -> Any:
+    """A share of the prompt's tokens, in (0, 1]."""
+    return _declare(default, Limits("a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1))
+
+
+def weight(default: float) -> Any:
+    """A factor in [0, 1]."""
+    return _declare(default, Limits("a number in [0, 1]", lambda v: _is_number(v) and 0 <= v <= 1))
+
+
+def choice(default: str, words: tuple[str, ...]) -> Any:
+    """One of `words`."""
+    return _declare(default, Limits("one of " + ", ".join(words), lambda v: v in words))
+
+
+def optional(field: Any) -> Any:
+    """`field` with None as its default: not given."""
+    return dataclasses.field(default=None, metadata=field.metadata)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One answer on one or more axes. Subclasses inherit from the axes that they can answer.
+
+    name: the method's name, lower case.
+    number: the field that `name-<int>` fills, if the method takes one; it is then mandatory.
+    letter: what messages call that number.
+    example: a complete name to show where the number is missing.
+    sidecar: True if the method reads a compressed copy of the keys beside the KV cache.
+
+    Raises PolicyError where a parameter is outside its limits.
+    """
+
+    name: ClassVar[str]
+    number: ClassVar[str] = ""
+    letter: ClassVar[str] = ""
+    example: ClassVar[str] = ""
+    sidecar: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, limits = getattr(self, field.name), field.metadata["limits"]
+            if (value is None and field.default is None) or limits.allows(value):
+                continue
+            if field.name == self.number:
+                raise PolicyError(
+                    f"{self.usage()}: {self.letter} must be {limits.wanted}, got {value!r}; "
+                    f"for example {self.example}"
+                )
+            raise PolicyError(f"{self.name}: {field.name} must be {limits.wanted}, got {value!r}")
+
+    def __str__(self) -> str:
+        """The canonical name: parameters at their defaults are left out."""
+        head, required = self.name, {}
+        if self.number:
+            required = {self.number: getattr(self, self.number)}
+            head = f"{self.name}-{required[self.number]}"
+        defaults = type(self)(**required).parameters()
+        written = [
+            f"{key}={write_value(value)}"
+            for key, value in self.parameters().items()
+            if defaults.get(key) != value
+        ]
+        return f"{head}:{','.join(written)}" if written else head
+
+    @classmethod
+    def usage(cls) -> str:
+        """The shape of the name, for messages: `speed-K`, `fastkv`."""
+        return f"{cls.name}-{cls.letter}" if cls.number else cls.name
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """The parameters that may follow the colon."""
+        return tuple(f.name for f in dataclasses.fields(cls) if f.name != cls.number)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes answered with these parameters, in the order of AXES."""
+        bases = {"propagate": Propagate, "retain": Retain, "retrieve": Retrieve}
+        return tuple(axis for axis in AXES if isinstance(self, bases[axis]))
+
+    def parameters(self) -> dict[str, Value]:
+        """Every parameter that has a value, by name."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def check_model(self, num_layers: int) -> None:
+        """Raise PolicyError if a model of `num_layers` layers cannot run this method."""
+
+    def splits(self) -> tuple[int, ...]:
+        """Layers where a new KV group must begin; PolicyError where they are not known yet."""
+        return ()
+
+
+class Propagate(Method):
+    """Which tokens' hidden states go on to the layers above layer x? Answered in prefill."""
+
+
+class Retain(Method):
+    """Which computed KV entries stay in the cache? Answered when the prompt is in."""
+
+
+class Retrieve(Method):
+    """Which stored entries does this decode step read? Answered in every decode step."""
+
+
+def check_layer(method: Method, key: str, layer: int | str, num_layers: int) -> None:
+    """Raise PolicyError unless `layer` is a word or the index of one of `num_layers` layers."""
+    if isinstance(layer, int) and layer >= num_layers:
+        raise PolicyError(
+            f"{method}: this model has {num_layers} layers; use {key}=0 .. {key}={num_layers - 1}"
+        )
+
+
+def read_value(text: str) -> Value:
+    """`text` as an int or a float where it is written as one, else unchanged.
+
+    Raises PolicyError for an integer beyond MAX_DIGITS.
+    """
+    if _INTEGER.fullmatch(text):
+        # Token counts are int32 on the device.
+        if len(text) > MAX_DIGITS:
+            raise PolicyError(f"{text} is too large: integers have at most {MAX_DIGITS} digits")
+        return int(text)
+    return float(text) if _NUMBER.fullmatch(text) else text
+
+
+def write_value(value: Value) -> str:
+    """The shortest text that `read_value` turns into an equal value."""
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else repr(value)
+    return str(value)

@@ -1,0 +1,81 @@
+"""StructKV: centrality over the lower layers chooses the tokens that go on."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_kvx.policy.parameters import (
+    PolicyError,
+    Propagate,
+    Retain,
+    check_layer,
+    choice,
+    integer,
+    rate,
+    weight,
+)
+
+
+@dataclass(frozen=True)
+class StructKV(Propagate, Retain):
+    """StructKV: structural propagation at a detected pivot, retention by local saliency.
+
+    Layers 0..pivot process all N prompt tokens and add up centrality, `C = decay * C + S` (Eq. 3);
+    later layers process the `max(int(N * struct_rate), window)` most central tokens. Each layer
+    retains `max(int(N * kv_rate), window)` entries by its own saliency S (Eq. 2, 13). The rates are
+    independent: struct_rate = 1 only retains, kv_rate = 1 only propagates.
+
+    pivot: the last layer that processes every token: `calibrated` (default; measured before
+        serving by Eq. 4-9), `online` (found within the pass) or a layer counted from 0.
+    struct_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
+    kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1).
+    granularity: `token` (default), or `block` to keep whole blocks without copying.
+    window: last prompt tokens, whose queries score the keys and which always stay (default 8).
+    decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
+    entropy_weight, sparsity_weight, variance_weight: w1, w2, w3 of the transition score, Eq. 8
+        (defaults 0.2, 0.3, 0.5).
+    """
+
+    name: ClassVar[str] = "structkv"
+
+    pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))
+    struct_rate: float = rate(0.2)
+    kv_rate: float = rate(0.1)
+    granularity: str = choice("token", ("token", "block"))
+    window: int = integer(8)
+    decay: float = rate(0.9)
+    entropy_weight: float = weight(0.2)
+    sparsity_weight: float = weight(0.3)
+    variance_weight: float = weight(0.5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pivot == "online" and self.granularity == "block":
+            raise PolicyError(
+                "structkv: pivot=online cannot be had with granularity=block, whose KV groups are "
+                "fixed at start; use pivot=calibrated, pivot=<int> or granularity=token"
+            )
+        if not (self.entropy_weight or self.sparsity_weight or self.variance_weight):
+            raise PolicyError(
+                "structkv: one of entropy_weight, sparsity_weight and variance_weight must be "
+                "above 0"
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        gates = {"propagate": self.struct_rate, "retain": self.kv_rate}
+        return tuple(a for a in super().axes if gates[a] != 1)
+
+    def check_model(self, num_layers: int) -> None:
+        check_layer(self, "pivot", self.pivot, num_layers)
+
+    def splits(self) -> tuple[int, ...]:
+        unequal = self.struct_rate < self.kv_rate
+        if not unequal and self.granularity == "token":
+            return ()
+        if isinstance(self.pivot, str):
+            raise PolicyError(
+                f"{self}: layers above the pivot form a KV group of their own, so it must be known "
+                "before serving: write pivot=<int>, or granularity=token with kv_rate no higher "
+                "than struct_rate"
+            )
+        return (self.pivot + 1,)

@@ -1,0 +1,181 @@
+"""What cannot work under a KV policy yet, and what to change: one row each."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+class Refusal(NamedTuple):
+    """applies: whether the configuration asks for it; reason: what it is and what to change."""
+
+    applies: Callable[["VllmConfig"], Any]
+    reason: str
+
+
+# A server of `full` alone runs vLLM's own code, but its requests are checked all the same.
+ALWAYS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.model_config.runner_type == "pooling",
+        "pooling models generate nothing that a KV policy could save: drop the KV policy",
+    ),
+    Refusal(
+        lambda c: not c.use_v2_model_runner and _is_cpu(),
+        "this CPU server uses vLLM's Model Runner V1: set VLLM_KVX_CPU=1, which runs Model Runner "
+        "V2 under Triton's interpreter, and do not set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    Refusal(
+        lambda c: not c.use_v2_model_runner and not _is_cpu(),
+        "this server uses vLLM's Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER or set it to 1",
+    ),
+    Refusal(
+        lambda c: _env("VLLM_USE_RUST_FRONTEND"),
+        "the Rust front end does not check a request's KV policy: unset VLLM_USE_RUST_FRONTEND",
+    ),
+)
+
+WITH_POLICY: tuple[Refusal, ...] = (
+    Refusal(lambda c: c.lora_config, "LoRA is not supported yet: drop --enable-lora"),
+    Refusal(
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "pipeline parallelism is not supported yet: set --pipeline-parallel-size 1 and use "
+        "--tensor-parallel-size",
+    ),
+    Refusal(
+        lambda c: c.parallel_config.decode_context_parallel_size > 1,
+        "decode context parallelism is not supported yet: set --decode-context-parallel-size 1",
+    ),
+    Refusal(
+        lambda c: c.parallel_config.prefill_context_parallel_size > 1,
+        "prefill context parallelism is not supported yet: set --prefill-context-parallel-size 1",
+    ),
+    Refusal(
+        lambda c: c.parallel_config.data_parallel_size > 1,
+        "data parallelism is not supported yet: set --data-parallel-size 1 and run one server for "
+        "each replica",
+    ),
+    Refusal(
+        lambda c: c.parallel_config.enable_elastic_ep,
+        "elastic expert parallelism is not supported: drop --enable-elastic-ep",
+    ),
+    Refusal(
+        lambda c: c.parallel_config.use_ubatching,
+        "microbatching is not supported yet: drop --enable-dbo and --ubatch-size",
+    ),
+    Refusal(
+        lambda c: c.parallel_config.enable_hc_sp,
+        "sequence parallelism is not supported yet: drop --enable-hc-sp",
+    ),
+    Refusal(
+        lambda c: c.speculative_config,
+        "speculative decoding is not supported yet: drop --speculative-config",
+    ),
+    Refusal(
+        lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,
+        "KV connectors and KV offloading are not supported yet: drop --kv-transfer-config and "
+        "--kv-offloading-size",
+    ),
+    Refusal(
+        lambda c: c.ec_transfer_config and c.ec_transfer_config.ec_connector,
+        "encoder cache connectors are not supported: drop --ec-transfer-config",
+    ),
+    Refusal(
+        lambda c: c.kv_events_config and c.kv_events_config.enable_kv_cache_events,
+        "KV cache events would promise prefixes that only requests of the same policy may read: "
+        "drop --kv-events-config",
+    ),
+    Refusal(
+        lambda c: c.model_config.is_multimodal_model,
+        "multimodal models are not supported yet: serve a text model, or drop the KV policy",
+    ),
+    Refusal(
+        lambda c: c.model_config.is_encoder_decoder,
+        "encoder-decoder models are not supported: serve a decoder-only model",
+    ),
+    Refusal(
+        lambda c: c.model_config.enable_prompt_embeds,
+        "prompt embeddings are not supported yet: drop --enable-prompt-embeds",
+    ),
+    Refusal(
+        lambda c: c.model_config.use_mla,
+        "multi-head latent attention is not supported yet: serve another model",
+    ),
+    Refusal(
+        lambda c: _slides(c),
+        "sliding-window attention is not supported yet: set --disable-sliding-window (which caps "
+        "the context at the window) or serve another model",
+    ),
+    Refusal(
+        lambda c: getattr(c.model_config.hf_text_config, "dual_chunk_attention_config", None),
+        "dual chunk attention is not supported: remove dual_chunk_attention_config from the "
+        "model's config.json",
+    ),
+    Refusal(
+        lambda c: c.model_config.model_class_overrides,
+        "KV policies bring their own model class: drop --model-class-overrides",
+    ),
+    Refusal(
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
+        "fast prefill by KV sharing is not supported: drop --kv-sharing-fast-prefill",
+    ),
+    Refusal(
+        lambda c: c.cache_config.cache_dtype not in KV_CACHE_DTYPES,
+        f"this KV cache type is not supported yet: set --kv-cache-dtype to one of "
+        f"{', '.join(KV_CACHE_DTYPES)}",
+    ),
+    Refusal(
+        lambda c: c.cache_config.kv_cache_dtype_skip_layers,
+        "KV cache types that differ by layer are not supported yet: drop "
+        "--kv-cache-dtype-skip-layers",
+    ),
+    Refusal(
+        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager,
+        "a policy's layers need KV cache groups of their own: drop "
+        "--disable-hybrid-kv-cache-manager",
+    ),
+    Refusal(
+        lambda c: c.compilation_config.cudagraph_mode.name == "FULL",
+        "CUDA graphs of whole mixed batches cannot leave out rows: set --compilation-config "
+        "'{\"cudagraph_mode\": \"FULL_AND_PIECEWISE\"}' or FULL_DECODE_ONLY",
+    ),
+    Refusal(
+        lambda c: c.attention_config.use_non_causal,
+        "bidirectional attention is not supported: drop use_non_causal from --attention-config",
+    ),
+    Refusal(
+        lambda c: c.attention_config.hisparse_config,
+        "HiSparse is not supported: drop hisparse_config from --attention-config",
+    ),
+    Refusal(
+        lambda c: c.scheduler_config.scheduler_cls is not None,
+        "KV policies bring their own scheduler: drop --scheduler-cls",
+    ),
+)
+
+
+def reasons(table: tuple[Refusal, ...], vllm_config: "VllmConfig") -> list[str]:
+    """The reasons of all rows of `table` that apply, so that one start shows them all."""
+    return [row.reason for row in table if row.applies(vllm_config)]
+
+
+def _slides(c: "VllmConfig") -> bool:
+    """Whether any layer's attention has a window; a window that no layer uses is fine."""
+    if c.cache_config.sliding_window is not None:
+        return True
+    layer_types = getattr(c.model_config.hf_text_config, "layer_types", None) or ()
+    return c.model_config.get_sliding_window() is not None and "sliding_attention" in layer_types
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def _env(name: str) -> Any:
+    import vllm.envs
+
+    return getattr(vllm.envs, name)

@@ -1,0 +1,130 @@
+"""Checks a request's policy in the API process, so that a bad one is a 400.
+
+vLLM calls ``validate_params`` of every custom logits processor when a request comes in and turns
+its ValueError into a 400. So the check is a logits processor that processes no logits. vLLM loads
+the class by name in several processes, and one process may hold several engines: the name itself
+carries the server's settings, and this module's ``__getattr__`` makes the class.
+"""
+
+import difflib
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+from vllm_kvx.policy.layout import Layout, check_fits
+from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+from vllm_kvx.settings import POLICY_KEY, KVSettings, parse_cached
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+
+_PREFIX = "RequestCheck_"
+
+
+class RequestCheck(LogitsProcessor):
+    """A logits processor that checks ``kv_policy`` of a request and leaves logits alone."""
+
+    settings: KVSettings
+
+    @classmethod
+    def validate_params(cls, sampling_params: "SamplingParams") -> None:
+        """Checks the policy that the request names, and what it asks for besides.
+
+        Raises:
+            PolicyError: a policy that does not parse, is not served or does not fit the server.
+            ValueError: a policy that is no string, or one with which the request cannot be
+                answered correctly.
+        """
+        check_request(cls.settings, sampling_params)
+
+    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+        return False  # Not one request of ours needs its logits processed.
+
+    def apply(self, logits: "torch.Tensor", ctx: "LogitsContext") -> "torch.Tensor":
+        return logits
+
+
+def check_request(settings: KVSettings, sampling_params: "SamplingParams") -> None:
+    """See ``RequestCheck.validate_params``.
+
+    Raises:
+        PolicyError, ValueError: as there.
+    """
+    extra = sampling_params.extra_args or {}
+    name = extra.get(POLICY_KEY)
+    if name is None:
+        _refuse_misspelling(extra)
+        policy = settings.policy
+    else:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{POLICY_KEY} must be a string such as 'speed-24' or 'full', got {name!r}"
+            )
+        policy = _checked(settings, name)
+    if policy.propagate is None:
+        return
+    for parameter in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        if getattr(sampling_params, parameter) is not None:
+            raise ValueError(
+                f"{parameter} (in completions also echo with logprobs) needs every prompt token "
+                f"at full depth, and KV policy {policy} skips some: "
+                f"""send vllm_xargs={{"{POLICY_KEY}": "full"}} with the request, or drop it"""
+            )
+
+
+@lru_cache(maxsize=1024)
+def _checked(settings: KVSettings, name: str) -> KVPolicy:
+    policy = parse_cached(name)
+    if policy.is_full:
+        return policy
+    check_served(policy)
+    policy.check_model(settings.num_layers)
+    if settings.stock:
+        raise PolicyError(
+            f"{policy} does not fit this server, which runs full alone: start it with "
+            f"""--kv-policy {policy}, or make room with --additional-config """
+            f"""'{json.dumps({"kv_policy": "full", "kv_layout": [str(policy)]})}'"""
+        )
+    check_fits(policy, settings.layout, settings.num_layers)
+    return policy
+
+
+def _refuse_misspelling(extra: dict[str, Any]) -> None:
+    for key in extra:
+        if difflib.get_close_matches(key, [POLICY_KEY], cutoff=0.8):
+            raise ValueError(f"unknown key {key!r} in vllm_xargs; did you mean {POLICY_KEY!r}?")
+
+
+def class_path(settings: KVSettings) -> str:
+    """Where vLLM finds the check for a server with `settings`."""
+    facts = {
+        "policy": str(settings.policy),
+        "splits": settings.layout.splits,
+        "sidecar": settings.layout.sidecar,
+        "num_layers": settings.num_layers,
+        "stock": settings.stock,
+    }
+    return f"{__name__}:{_PREFIX}{json.dumps(facts).encode().hex()}"
+
+
+def __getattr__(name: str) -> type[RequestCheck]:
+    if not name.startswith(_PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _class_of(name)
+
+
+@lru_cache(maxsize=64)
+def _class_of(name: str) -> type[RequestCheck]:
+    facts = json.loads(bytes.fromhex(name.removeprefix(_PREFIX)))
+    settings = KVSettings(
+        policy=parse_policy(facts["policy"]),
+        layout=Layout(tuple(facts["splits"]), facts["sidecar"]),
+        num_layers=facts["num_layers"],
+        debug=False,
+        stock=facts["stock"],
+    )
+    return type(name, (RequestCheck,), {"settings": settings, "__module__": __name__})

@@ -1,0 +1,106 @@
+"""Makes a finished vLLM configuration one that runs the policy, or says why it cannot."""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvx.policy.speed import Speed
+from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, reasons
+from vllm_kvx.settings import KVSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# vLLM's own worker, as its platforms set it -> ours.
+WORKERS = {
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvx.worker.worker.PolicyWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvx.worker.cpu_worker.CPUPolicyWorker",
+}
+SCHEDULER = "vllm_kvx.cache.scheduler.PolicyScheduler"
+ASYNC_SCHEDULER = "vllm_kvx.cache.scheduler.AsyncPolicyScheduler"
+
+
+def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
+    """Sets scheduler, worker and request check for the policy in ``additional_config``.
+
+    Returns `vllm_config`, changed in place.
+
+    Raises:
+        PolicyError: the policy does not parse, is not served or does not suit the model.
+        ValueError: the configuration asks for what does not work under a policy yet; the message
+            names every such setting and what to change.
+    """
+    settings = KVSettings.from_vllm_config(vllm_config)
+    if settings is None:
+        return vllm_config
+    problems = reasons(ALWAYS, vllm_config)
+    if not settings.stock:
+        problems += _machinery_problems(vllm_config)
+    if problems:
+        raise ValueError(
+            f"KV policy {settings.policy} cannot run in this configuration:"
+            + "".join(f"\n  - {problem}" for problem in problems)
+        )
+    if not settings.stock:
+        scheduler_config = vllm_config.scheduler_config
+        scheduler_config.scheduler_cls = (
+            ASYNC_SCHEDULER if scheduler_config.async_scheduling else SCHEDULER
+        )
+        parallel_config = vllm_config.parallel_config
+        parallel_config.worker_cls = WORKERS[parallel_config.worker_cls]
+    _add_request_check(vllm_config, settings)
+    if vllm_config.parallel_config._api_process_rank <= 0:
+        _log(settings)
+    return vllm_config
+
+
+def _machinery_problems(vllm_config: "VllmConfig") -> list[str]:
+    from vllm_kvx.models.registry import SEGMENTED
+
+    problems = reasons(WITH_POLICY, vllm_config)
+    architecture = vllm_config.model_config.architecture
+    if architecture not in SEGMENTED:
+        hint = " or --model-impl vllm" if architecture.startswith("Transformers") else ""
+        problems.insert(
+            0,
+            f"{architecture} cannot be run in segments: serve a model of one of "
+            f"{', '.join(SEGMENTED)}{hint}, or drop the KV policy",
+        )
+    worker_cls = vllm_config.parallel_config.worker_cls
+    if worker_cls not in WORKERS:
+        problems.append(
+            f"KV policies bring their own worker, for CUDA and CPU, and cannot extend "
+            f"{worker_cls}: drop --worker-cls"
+        )
+    return problems
+
+
+def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings) -> None:
+    from vllm_kvx.server.request_check import class_path
+
+    others = vllm_config.model_config.logits_processors or []
+    vllm_config.model_config.logits_processors = [*others, class_path(settings)]
+
+
+def _log(settings: KVSettings) -> None:
+    from vllm.logger import init_logger
+
+    # A child of vLLM's logger, so that it is formatted and filtered as the rest of the log.
+    logger = init_logger("vllm.kvx")
+    policy = settings.policy
+    if settings.stock:
+        logger.info("KV policy full: stock vLLM; requests may name no other policy.")
+        return
+    logger.info(
+        "KV policy %s on %d layers: %s. Requests may name any policy that fits.",
+        policy,
+        settings.num_layers,
+        settings.layout,
+    )
+    if isinstance(policy.propagate, Speed):
+        cutoff = policy.propagate.cutoff
+        logger.warning(
+            "KV policy %s: layers %d to %d see only anchors, tail and generated tokens. Answers "
+            "keep their quality with weights tuned for that (see README); other weights lose it.",
+            policy,
+            cutoff,
+            settings.num_layers - 1,
+        )

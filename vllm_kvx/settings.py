@@ -1,0 +1,147 @@
+"""What a server's policy is: read from vLLM's configuration, in any of its processes.
+
+``additional_config`` carries three keys of ours, all plain JSON: ``kv_policy`` names the policy of
+every request that does not name one; ``kv_layout`` lists further policies to make room for;
+``kv_debug`` lets scheduler and worker compare their block counts in every step.
+"""
+
+import difflib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvx.policy.layout import Layout, layout_of
+from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+POLICY_KEY = "kv_policy"
+LAYOUT_KEY = "kv_layout"
+DEBUG_KEY = "kv_debug"
+KEYS = (POLICY_KEY, LAYOUT_KEY, DEBUG_KEY)
+
+parse_cached = lru_cache(maxsize=1024)(parse_policy)
+
+
+@dataclass(frozen=True)
+class KVSettings:
+    """A server's policy and what its KV groups have room for.
+
+    stock: True if every policy the server was started for is ``full``; then scheduler, worker and
+        model are vLLM's own.
+    """
+
+    policy: KVPolicy
+    layout: Layout
+    num_layers: int
+    debug: bool
+    stock: bool = False
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
+        """The settings in ``additional_config``; None if no policy is set.
+
+        Raises:
+            PolicyError: a policy that does not parse, is not served or does not suit the model.
+            ValueError: a key of ours with a value of the wrong type, or a key that looks like one.
+        """
+        config = vllm_config.additional_config
+        if not policy_is_set(config):
+            return None
+        assert isinstance(config, dict)
+        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        return cls.of(config, num_layers)
+
+    @classmethod
+    def of(cls, config: dict[str, Any], num_layers: int) -> "KVSettings":
+        """The settings in `config`, which has a ``kv_policy``, for a model of `num_layers`.
+
+        Raises:
+            PolicyError, ValueError: as ``from_vllm_config``.
+        """
+        debug = config.get(DEBUG_KEY, False)
+        if not isinstance(debug, bool):
+            raise ValueError(f"{DEBUG_KEY} must be true or false, got {debug!r}")
+        names = config.get(LAYOUT_KEY, [])
+        if not isinstance(names, (list, tuple)):
+            raise ValueError(
+                f'{LAYOUT_KEY} must be a list of policies, for example ["speed-24"], got {names!r}'
+            )
+        policy = _policy(POLICY_KEY, config[POLICY_KEY], num_layers)
+        room = [_policy(f"{LAYOUT_KEY}[{i}]", n, num_layers) for i, n in enumerate(names)]
+        policies = [policy, *room]
+        return cls(
+            policy=policy,
+            layout=layout_of(policies, num_layers),
+            num_layers=num_layers,
+            debug=debug,
+            stock=all(p.is_full for p in policies),
+        )
+
+
+def policy_is_set(config: Any) -> bool:
+    """Whether ``additional_config`` sets a policy.
+
+    Keys of others are theirs, unless they look like ours: a typo must not start a stock server.
+
+    Raises:
+        ValueError: a key that is or resembles one of ours, yet sets no policy; with a policy set,
+            any other key that begins with ``kv_``.
+    """
+    if not isinstance(config, dict):
+        return False
+    is_set = config.get(POLICY_KEY) is not None
+    for key in config:
+        if not isinstance(key, str) or key in KEYS or not key.startswith("kv_"):
+            continue
+        near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)
+        if is_set or near:
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"unknown key {key!r} in additional_config; {hint}vllm-kvx knows {', '.join(KEYS)}"
+            )
+    without = [key for key in (LAYOUT_KEY, DEBUG_KEY) if key in config]
+    if without and not is_set:
+        raise ValueError(
+            f"{' and '.join(without)} in additional_config without {POLICY_KEY}; "
+            f"set {POLICY_KEY} too ('full' runs every request in full by default)"
+        )
+    return is_set
+
+
+def merge_flag(flag: str, config: Any) -> dict[str, Any]:
+    """`config`, the user's ``--additional-config``, with the policy of ``--kv-policy`` in it.
+
+    Raises:
+        ValueError: the two name different policies, or `config` is not a JSON object.
+    """
+    config = {} if config is None else config
+    if not isinstance(config, dict):
+        raise ValueError(f"--additional-config must be a JSON object, got {config!r}")
+    other = config.get(POLICY_KEY)
+    if other is not None and other != flag and parse_policy(other) != parse_policy(flag):
+        raise ValueError(
+            f"--kv-policy {flag} and --additional-config with {POLICY_KEY} {other!r} name "
+            "different policies; drop one of them"
+        )
+    return {**config, POLICY_KEY: flag}
+
+
+def request_policy(settings: KVSettings, sampling_params: "SamplingParams | None") -> KVPolicy:
+    """The policy of a request that the API process has validated: its own or the server's."""
+    extra = sampling_params.extra_args if sampling_params is not None else None
+    name = extra.get(POLICY_KEY) if extra else None
+    return settings.policy if name is None else parse_cached(name)
+
+
+def _policy(where: str, name: Any, num_layers: int) -> KVPolicy:
+    """The policy `name`, found at `where`; its errors say where."""
+    try:
+        policy = parse_policy(name)
+        policy.check_model(num_layers)
+        check_served(policy)
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from None
+    return policy

@@ -1,0 +1,68 @@
+"""Counters of what each policy computed and skipped, kept on the host."""
+
+from typing import Any
+
+import numpy as np
+
+from vllm_kvx.policy.spec import KVPolicy
+
+
+class PolicyStats:
+    """Cumulative counters per policy; a policy gets its row when first seen."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.names: list[str] = []
+        self._rows: dict[KVPolicy, int] = {}
+        self.requests: list[int] = []
+        self.prompt_tokens = np.zeros(0, dtype=np.int64)
+        self.tokens = np.zeros(0, dtype=np.int64)
+        self.layer_tokens_computed = np.zeros(0, dtype=np.int64)
+        self.prefix_not_shared: dict[str, int] = {}
+
+    def row_of(self, policy: KVPolicy) -> int:
+        """The policy's row in the counters."""
+        row = self._rows.get(policy)
+        if row is None:
+            row = self._rows[policy] = len(self.names)
+            self.names.append(str(policy))
+            self.requests.append(0)
+            grown = np.zeros(1, dtype=np.int64)
+            self.prompt_tokens = np.append(self.prompt_tokens, grown)
+            self.tokens = np.append(self.tokens, grown)
+            self.layer_tokens_computed = np.append(self.layer_tokens_computed, grown)
+        return row
+
+    def add_step(
+        self, rows: np.ndarray, tokens: np.ndarray, prompt_tokens: np.ndarray, computed: np.ndarray
+    ) -> None:
+        """Adds one step. All arguments are (R,): policy row, tokens, of them prompt tokens,
+        and layer-tokens computed."""
+        np.add.at(self.tokens, rows, tokens)
+        np.add.at(self.prompt_tokens, rows, prompt_tokens)
+        np.add.at(self.layer_tokens_computed, rows, computed)
+
+    def add_unshared(self, counts: dict[str, int]) -> None:
+        """Requests that could neither read nor publish a prefix, by policy name."""
+        for name, count in counts.items():
+            self.prefix_not_shared[name] = self.prefix_not_shared.get(name, 0) + count
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """JSON-able totals by policy name."""
+        total = self.tokens * self.num_layers
+        counters = {
+            name: {
+                "requests": self.requests[row],
+                "prompt_tokens": int(self.prompt_tokens[row]),
+                "layer_tokens_computed": int(self.layer_tokens_computed[row]),
+                "layer_tokens_skipped": int(total[row] - self.layer_tokens_computed[row]),
+                "blocks_held": 0,
+                "blocks_saved": 0,
+                "prefix_not_shared": 0,
+            }
+            for row, name in enumerate(self.names)
+        }
+        for name, count in self.prefix_not_shared.items():
+            if name in counters:
+                counters[name]["prefix_not_shared"] = count
+        return counters
