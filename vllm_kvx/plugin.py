@@ -6,7 +6,6 @@ imported. With one, the version gate comes first: vllm-kvx reaches into vLLM and
 one release line of it. ``VLLM_KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the user's risk.
 """
 
-import copy
 import functools
 import inspect
 import os
@@ -23,7 +22,7 @@ _GROUP_HELP = "KV policies of vllm-kvx: spend less on long prompts."
 _FLAG_HELP = (
     "KV policy of the server: full (stock vLLM) or speed-K, for example speed-24; parameters "
     "follow a colon and policies compose with '+', for example speed-24:anchors=1,tail=1. The "
-    "same as --additional-config '{\"kv_policy\": \"...\"}'. A request may choose another policy "
+    'same as --additional-config \'{"kv_policy": "..."}\'. A request may choose another policy '
     'that fits the server\'s layout: vllm_xargs={"kv_policy": "full"}.'
 )
 
@@ -119,12 +118,12 @@ def _with_flag(original: Callable) -> Callable:
 
 def _with_flag_value(original: Callable) -> Callable:
     def from_cli_args(cls: type, args: Namespace) -> Any:
-        # The namespace is copied: API server processes parse the same one again.
         flag = getattr(args, "kv_policy", None)
         if flag is not None:
             from vllm_kvx.settings import merge_flag
 
-            args = copy.copy(args)
+            # Into the namespace itself: further API server processes get it pickled, and call
+            # from_cli_args before vLLM has loaded its plugins there.
             args.additional_config = merge_flag(flag, getattr(args, "additional_config", None))
         return original(cls, args)
 

@@ -21,8 +21,8 @@ class Shape:
     """Sizes, under the names of a transformers LlamaConfig."""
 
     vocab_size: int
-    hidden_size: int = 192
-    intermediate_size: int = 512
+    hidden_size: int
+    intermediate_size: int
     num_hidden_layers: int = 8
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
@@ -48,6 +48,9 @@ LAYER_NAMES = {
 
 class Llama(nn.Module):
     """Weights stacked over layers (first dimension), so that an optimizer step is a few kernels."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

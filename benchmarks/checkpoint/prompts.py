@@ -1,28 +1,21 @@
 """Prompts for the demo checkpoint: a document of public-domain text with notes scattered in it.
 
-A note is a line `- walrus lantern.`, the question at the end is `Question: walrus`, and the answer
-` lantern.` followed by the end-of-sequence token. Standard library only.
+A note is a line `- zebra coffee.`, the question at the end is `Question: zebra`, and the answer
+` coffee.` followed by the end-of-sequence token. Standard library only.
 """
 
 from __future__ import annotations
 
 import lzma
 import random
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 QUESTION = "Question:"
 MAX_NOTES = 128
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that this file uses."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @lru_cache(maxsize=1)
@@ -37,13 +30,12 @@ def words() -> tuple[str, ...]:
     return tuple((HERE / "words.txt").read_text().split())
 
 
-def make_prompt(
-    seed: int, length_tokens: int, tokenizer: Tokenizer, values: int = 1
-) -> tuple[str, str]:
+def make_prompt(seed: int, length_tokens: int, tokenizer: Any, values: int = 1) -> tuple[str, str]:
     """A prompt of exactly `length_tokens` tokens (BOS included) and the text that answers it.
 
     The document holds `length_tokens // 32` notes (2 to 128) of `values` words (1 to 3) each; one
-    of them, at a random depth, is asked for.
+    of them, at a random depth, is asked for. `tokenizer` is the checkpoint's, as transformers loads
+    it: any object with `encode(text, add_special_tokens=...)` that returns ids.
     """
     rng = random.Random(seed)
 
@@ -52,7 +44,10 @@ def make_prompt(
 
     notes = max(2, min(length_tokens // 32, MAX_NOTES))
     names = rng.sample(words(), notes * (1 + values))
-    pairs = [(names[i], " ".join(names[i + 1 : i + 1 + values])) for i in range(0, len(names), 1 + values)]
+    pairs = [
+        (names[i], " ".join(names[i + 1 : i + 1 + values]))
+        for i in range(0, len(names), 1 + values)
+    ]
     lines = [f"- {key} {value}.\n" for key, value in pairs]
     key, value = rng.choice(pairs)
     question = f"{QUESTION} {key}"
@@ -90,7 +85,7 @@ def make_prompt(
     return prompt, f" {value}."
 
 
-def _shortened(size: int, start: int, count) -> str:  # type: ignore[no-untyped-def]
+def _shortened(size: int, start: int, count: Callable[[str], int]) -> str:
     """A line of exactly `size` tokens: the first words of a sentence at or after `start`."""
     text = sentences()
     for i in range(len(text)):

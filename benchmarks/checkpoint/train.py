@@ -5,7 +5,7 @@ others at full depth, so that the same weights answer under `full` and under `sp
 
     python -m benchmarks.checkpoint.train --output tests/checkpoints/lookup-8l
     python -m benchmarks.checkpoint.train --evaluate tests/checkpoints/lookup-8l
-    python -m benchmarks.checkpoint.train --smoke --device cpu --output /tmp/lookup
+    python -m benchmarks.checkpoint.train --smoke --device cpu --output lookup
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -191,7 +190,9 @@ def greedy(model: Llama, prompts: Tensor, shallow: int, dtype: torch.dtype, most
     return tokens[:, tail + 1 :]
 
 
-def evaluate(directory: Path, device: torch.device, samples: int, longest: int) -> dict:  # type: ignore[type-arg]
+def evaluate(
+    directory: Path, device: torch.device, samples: int, longest: int
+) -> dict[str, object]:
     """Greedy exact match of the saved weights on `make_prompt`, per length and policy."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -259,7 +260,9 @@ def log(message: str) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="train, and write the checkpoint here")
     parser.add_argument("--evaluate", type=Path, help="evaluate this checkpoint")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON file to write")
@@ -276,10 +279,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.02)
     parser.add_argument("--text-weight", type=float, default=0.3)
     parser.add_argument("--noise", type=float, default=0.15, help="share of sequences without text")
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--hidden-size", type=int, default=192)
-    parser.add_argument("--intermediate-size", type=int, default=512)
-    parser.add_argument("--log-every", type=int, default=250)
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--hidden-size", type=int, default=96)
+    parser.add_argument("--intermediate-size", type=int, default=256)
+    parser.add_argument("--log-every", type=int, default=500)
     args = parser.parse_args()
     if (args.output is None) == (args.evaluate is None):
         parser.error("give --output to train or --evaluate to measure a checkpoint")

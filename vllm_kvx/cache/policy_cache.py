@@ -274,9 +274,8 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
             if not blocks or blocks[0].block_hash is not None:
                 continue
             if self.find_anchors(anchor_hash) is None:
-                self.block_pool._insert_block_hash(
-                    make_block_hash_with_group_id(anchor_hash, self.kv_cache_group_id), blocks[0]
-                )
+                key = make_block_hash_with_group_id(anchor_hash, self.kv_cache_group_id)
+                self.block_pool._insert_block_hash(key, blocks[0], num_tokens=self.block_size)
         self._to_publish.clear()
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

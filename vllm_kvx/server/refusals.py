@@ -139,7 +139,7 @@ WITH_POLICY: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.compilation_config.cudagraph_mode.name == "FULL",
         "CUDA graphs of whole mixed batches cannot leave out rows: set --compilation-config "
-        "'{\"cudagraph_mode\": \"FULL_AND_PIECEWISE\"}' or FULL_DECODE_ONLY",
+        '\'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\' or FULL_DECODE_ONLY',
     ),
     Refusal(
         lambda c: c.attention_config.use_non_causal,

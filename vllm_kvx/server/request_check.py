@@ -72,7 +72,7 @@ def check_request(settings: KVSettings, sampling_params: "SamplingParams") -> No
             raise ValueError(
                 f"{parameter} (in completions also echo with logprobs) needs every prompt token "
                 f"at full depth, and KV policy {policy} skips some: "
-                f"""send vllm_xargs={{"{POLICY_KEY}": "full"}} with the request, or drop it"""
+                f"""send vllm_xargs={{"{POLICY_KEY}": "full"}} too, or ask without it"""
             )
 
 
@@ -95,7 +95,7 @@ def _checked(settings: KVSettings, name: str) -> KVPolicy:
 
 def _refuse_misspelling(extra: dict[str, Any]) -> None:
     for key in extra:
-        if difflib.get_close_matches(key, [POLICY_KEY], cutoff=0.8):
+        if difflib.get_close_matches(key.lower(), [POLICY_KEY], cutoff=0.8):
             raise ValueError(f"unknown key {key!r} in vllm_xargs; did you mean {POLICY_KEY!r}?")
 
 

@@ -47,7 +47,9 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
         parallel_config = vllm_config.parallel_config
         parallel_config.worker_cls = WORKERS[parallel_config.worker_cls]
     _add_request_check(vllm_config, settings)
-    if vllm_config.parallel_config._api_process_rank <= 0:
+    parallel_config = vllm_config.parallel_config
+    # Of several API server processes only their parent, of rank -1, speaks.
+    if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
         _log(settings)
     return vllm_config
 

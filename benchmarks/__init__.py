@@ -1,0 +1,1 @@
+"""Benchmarks of KV policies against stock vLLM."""

@@ -1,0 +1,319 @@
+"""Stock vLLM and KV policies side by side: same shape, same prompts, one run, one JSON.
+
+python -m benchmarks.compare --model llama-3.1-8b --engines stock speed-24 \\
+    --cases ttft:32768 tpot:130000 pool_decode:128000 ttft:32768@full --out results.json
+
+See benchmarks/README.md. A new policy needs no code here: name it under --engines, and give it
+a row in benchmarks/ideal.py to be held against its ideal.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import write_json
+from benchmarks.ideal import SHAPES, Case, Shape, case_ratio, pool_ratio
+
+STOCK = "stock"
+ROOT = Path(__file__).resolve().parent.parent
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.compare", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--model", required=True, help=f"{', '.join(SHAPES)} (dummy weights), or a checkpoint")
+    add("--engines", nargs="+", required=True, help=f"{STOCK}, and policies such as speed-24")
+    add("--cases", nargs="*", default=[], help="ttft:N tpot:N pool_decode:N decode:BxN, @policy")
+    add("--out", type=Path, help="results file; default: that of --append")
+    add("--append", type=Path, help="results to add to, made with the same model and settings")
+    add("--repeats", type=int, default=0, help="per length; default 5, and 3 beyond 64K")
+    add("--tokens", type=int, default=129, help="output tokens of tpot cases")
+    add("--steps", type=int, default=64, help="steps of decode cases")
+    add("--seed", type=int, default=0)
+    add("--time-limit", type=float, help="seconds, after which the engine is stopped")
+    add("--commit", help="what is measured, where the tree is no git checkout")
+    add("--dtype", default="bfloat16", choices=_DTYPE_BYTES)
+    add("--max-model-len", type=int, help="default: the model's, at most 131072")
+    add("--max-num-batched-tokens", type=int, default=8192, help="prefill chunk")
+    add("--max-num-seqs", type=int, default=64)
+    add("--gpu-memory-utilization", type=float, default=0.92)
+    add("--tensor-parallel-size", type=int, default=1)
+    add("--kv-cache-dtype", default="auto")
+    add("--kv-cache-memory-bytes", type=int)
+    add("--block-size", type=int)
+    add("--enforce-eager", action="store_true")
+    args = parser.parse_args(argv)
+    args.out = args.out or args.append
+    if args.out is None:
+        parser.error("give --out or --append")
+    if args.tokens < 2 or args.steps < 2:
+        parser.error("--tokens and --steps must be at least 2")
+    try:
+        args.cases = [Case.parse(text) for text in args.cases]
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def prepare_model(model: str, folder: Path) -> tuple[Shape, dict[str, Any]]:
+    """The shape, and the engine options that load it: a written config.json or a checkpoint."""
+    if model not in SHAPES:
+        config = Path(model) / "config.json"
+        if not config.is_file():
+            raise SystemExit(f"no {config}; --model is a checkpoint or one of {', '.join(SHAPES)}")
+        return Shape.from_config(json.loads(config.read_text())), {"model": model}
+    (folder / "config.json").write_text(json.dumps(SHAPES[model].config(), indent=1))
+    return SHAPES[model], {"model": str(folder), "load_format": "dummy"}
+
+
+def engine_options(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """What every engine of this run is started with."""
+    # YaRN's recipe keeps the short length in the config and multiplies it.
+    factor = (shape.extra.get("rope_scaling") or {}).get("factor", 1)
+    longest = int(shape.max_position * max(1, factor))
+    options = {
+        "dtype": args.dtype,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": args.max_model_len or min(131072, longest),
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_num_seqs": args.max_num_seqs,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "enforce_eager": args.enforce_eager,
+        "seed": args.seed,
+    }
+    for name in ("kv_cache_memory_bytes", "block_size"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    return options
+
+
+def cases_of(engine: str, cases: list[Case]) -> list[str]:
+    """An engine's cases: stock knows no policies, and runs each measurement once."""
+    names = [str(case.stock if engine == STOCK else case) for case in cases]
+    return list(dict.fromkeys(names))
+
+
+def run_engine(
+    spec: dict[str, Any], log: Path, on_report: Any, deadline: float | None
+) -> dict[str, Any]:
+    """Runs one engine in its own process and hands on its report whenever that changes."""
+    report_path, spec_path = Path(spec["report"]), Path(spec["report"]).with_suffix(".spec.json")
+    write_json(spec_path, spec)
+    environment = dict(os.environ)
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    report: dict[str, Any] = {"status": "starting", "cases": {}}
+    stopped = False
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine", str(spec_path)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            ended = False
+            while not ended:
+                ended = process.poll() is not None
+                if report_path.exists():
+                    new = json.loads(report_path.read_text())
+                    if new != report:
+                        report = new
+                        on_report(report)
+                if deadline is not None and time.monotonic() > deadline and not ended:
+                    stopped = True
+                    break
+                time.sleep(0.2)
+        finally:
+            # vLLM's own processes are of the same group; none may keep device memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if report["status"] not in ("done", "failed"):
+        where = f"in {report['status']}"
+        why = "stopped by --time-limit" if stopped else f"exit status {process.returncode}"
+        report["error"] = [f"{why} {where}"]
+    missing = [name for name in spec["cases"] if name not in report["cases"]]
+    report["cases"].update({name: {"error": ["not run"]} for name in missing})
+    failed = report.get("error") or any("error" in case for case in report["cases"].values())
+    if failed:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        report["log_tail"] = lines[-25:]
+    return report
+
+
+def derive(results: dict[str, Any], shape: Shape) -> None:
+    """Adds ratio to stock, ideal and fraction of ideal to all that was measured."""
+    settings = results["settings"]["engine"]
+    fp8 = str(settings["kv_cache_dtype"]).startswith("fp8")
+    weight_bytes = _DTYPE_BYTES[settings["dtype"]]
+    sizes = {"weight_bytes": weight_bytes, "kv_bytes": 1 if fp8 else weight_bytes}
+    stock = results["engines"].get(STOCK, {})
+    for name, engine in results["engines"].items():
+        policy = None if name == STOCK else name
+        pool, stock_pool = engine.get("pool"), stock.get("pool")
+        if pool and stock_pool:
+            ratio, ideal = pool["tokens"] / stock_pool["tokens"], pool_ratio(shape, policy)
+            pool.update(against(ratio, ideal))
+        for text, result in engine.get("cases", {}).items():
+            case = Case.parse(text)
+            base = stock.get("cases", {}).get(str(case.stock), {})
+            if "median" not in result or "median" not in base:
+                continue
+            key = "tokens_per_s" if "tokens_per_s" in result else "median"
+            ratio = result[key] / base[key] if key != "median" else base[key] / result[key]
+            steps = results["settings"]["tokens" if case.kind == "tpot" else "steps"]
+            ideal = case_ratio(
+                *(shape, case, case.policy or policy),
+                batch=result.get("batch", 1),
+                stock_batch=base.get("batch", 1),
+                generated=steps / 2,
+                **sizes,
+            )
+            result.update(against(ratio, ideal))
+
+
+def against(ratio: float, ideal: float | None) -> dict[str, float | None]:
+    """Larger is better in every ratio."""
+    return {
+        "ratio_to_stock": round(ratio, 4),
+        "ideal": round(ideal, 4) if ideal else None,
+        "fraction_of_ideal": round(ratio / ideal, 4) if ideal else None,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """A line per engine and case."""
+
+    def number(value: Any, digits: int = 3) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    rows = [("engine", "case", "median", "spread", "vs stock", "ideal", "of ideal", "notes")]
+    for name, engine in results["engines"].items():
+        lines: dict[str, Any] = {"pool tokens": engine.get("pool") or {}, **engine["cases"]}
+        for case, result in lines.items():
+            value = result["tokens"] if "tokens" in result else result.get("median")
+            notes = [f"{count}x{mode}" for mode, count in result.get("decode_graphs", {}).items()]
+            if "tokens_per_s" in result:
+                notes[:0] = [f"batch {result['batch']}", f"{result['tokens_per_s']:.0f} tok/s"]
+            if result.get("preemptions"):
+                notes.append(f"{result['preemptions']} PREEMPTED")
+            if "error" in result:
+                notes.append("ERROR " + result["error"][-1][:90])
+            ideal = [number(result.get(k)) for k in ("ratio_to_stock", "ideal")]
+            spread, of_ideal = (result.get(k) for k in ("spread", "fraction_of_ideal"))
+            percent = [f"{100 * x:.1f}%" if x is not None else "-" for x in (spread, of_ideal)]
+            shown = str(value) if isinstance(value, int) else number(value)
+            rows.append((name, case, shown, percent[0], *ideal, percent[1], ", ".join(notes)))
+        if engine.get("error"):
+            rows.append((name, "ERROR", "", "", "", "", "", engine["error"][-1][:90]))
+    widths = [max(len(row[i]) for row in rows) for i in range(7)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:7], widths, strict=True)), row[7]])
+        for row in rows
+    )
+
+
+def git_commit() -> str | None:
+    """The checkout's commit, marked if files differ from it; None outside a checkout."""
+    run = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True)
+        dirty = subprocess.run([*run, "status", "--porcelain"], capture_output=True, text=True)
+    except OSError:
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+def gpu() -> str | None:
+    """Name and driver version of the first GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True)
+    except OSError:
+        return None
+    return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout else None
+
+
+def main(argv: list[str]) -> int:
+    began = time.monotonic()
+    args = parse_args(argv)
+    deadline = began + args.time_limit if args.time_limit else None
+    with tempfile.TemporaryDirectory() as folder:
+        shape, model = prepare_model(args.model, Path(folder))
+        settings = {
+            "engine": engine_options(args, shape),
+            **{key: getattr(args, key) for key in ("tokens", "steps", "seed")},
+        }
+        info = {"name": args.model, "dummy_weights": "load_format" in model, **shape.as_dict()}
+        results: dict[str, Any] = {"model": info, "settings": settings, "runs": [], "engines": {}}
+        machine = {"gpu": gpu()}
+        if args.append and args.append.exists():
+            results = json.loads(args.append.read_text())
+            if results["model"] != info or results["settings"] != settings:
+                raise SystemExit(f"{args.append} has another model or other settings")
+            if results["runs"] and results["runs"][-1]["gpu"] != machine["gpu"]:
+                raise SystemExit(f"{args.append} was measured on {results['runs'][-1]['gpu']}")
+        run = {
+            "command": shlex.join(["python", "-m", "benchmarks.compare", *argv]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": args.commit or git_commit(),
+            **machine,
+        }
+        results["runs"].append(run)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        for index, name in enumerate(args.engines):
+            old = results["engines"].get(name, {}).get("cases", {})
+            shown: set[str] = set()
+
+            def on_report(
+                report: dict[str, Any], name: str = name, old: dict = old, shown: set = shown
+            ) -> None:
+                entry = {**report, "run": len(results["runs"]) - 1}
+                entry["cases"] = {**old, **report["cases"]}
+                results["engines"][name] = entry
+                derive(results, shape)
+                write_json(args.out, results)
+                line = report["status"]
+                for case in report["cases"].keys() - shown:
+                    result = report["cases"][case]
+                    line = f"{case} {result.get('median', 'ERROR')}, then {report['status']}"
+                    shown.add(case)
+                print(f"[{time.monotonic() - began:6.1f}s] {name}: {line}", flush=True)
+
+            spec = {
+                "policy": None if name == STOCK else name,
+                "engine": {**model, **settings["engine"]},
+                "cases": cases_of(name, args.cases),
+                "report": f"{folder}/engine{index}.json",
+                "repeats": args.repeats,
+                "vocab": shape.vocab,
+                **{key: settings[key] for key in ("tokens", "steps", "seed")},
+            }
+            log = args.out.with_name(f"{args.out.stem}.{name.replace(':', '_')}.log")
+            on_report(run_engine(spec, log, on_report, deadline))
+    print(table(results))
+    wrong = [e for e in results["engines"].values() if e.get("log_tail")]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,298 @@
+"""One engine, started once in a process of its own, and all that is measured on it.
+
+`python -m benchmarks.engine SPEC.json` is started by `benchmarks.compare`. It rewrites the report
+file after every case. Times are vLLM's own: per request from `RequestOutput.metrics`, per step from
+the statistics that the engine core sends with each step's output.
+"""
+
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ideal import Case
+
+# Steps right after the last prefill may still wait for what was scheduled beside it.
+_SETTLE_STEPS = 3
+
+
+@dataclass
+class Step:
+    """One engine step: the intervals since the previous token, new prompts done, CUDA graph."""
+
+    intervals: list[float]
+    first_tokens: int
+    tokens: int | None
+    graph: str | None
+
+    @property
+    def is_decode(self) -> bool:
+        """Every token of the step is a decode token."""
+        some = bool(self.intervals) and not self.first_tokens
+        return some and self.tokens in (None, len(self.intervals))
+
+
+@dataclass
+class StepRecorder:
+    """A stat logger of vLLM (duck-typed: this module imports no vLLM) that keeps each step."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        graph = scheduler_stats.cudagraph_stats if scheduler_stats is not None else None
+        if iteration_stats is None:
+            return
+        self.steps.append(
+            Step(
+                intervals=list(iteration_stats.inter_token_latencies_iter),
+                first_tokens=len(iteration_stats.time_to_first_tokens_iter),
+                tokens=graph.num_unpadded_tokens if graph is not None else None,
+                graph=graph.runtime_mode.rpartition(".")[2] if graph is not None else None,
+            )
+        )
+
+    def log(self) -> None:
+        """Nothing to log; vLLM calls it."""
+
+    def graphs(self) -> dict[str, int]:
+        """How many pure-decode steps ran in each CUDA graph mode."""
+        return dict(Counter(str(step.graph) for step in self.steps if step.is_decode))
+
+
+class Bench:
+    """The engine of one spec and its measurements."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.cases = [Case.parse(text) for text in spec["cases"]]
+        self.report: dict[str, Any] = {"status": "starting", "cases": {}}
+        self._latency: dict[tuple[int, str | None], dict[str, Any]] = {}
+
+    def run(self) -> None:
+        began = time.monotonic()
+        try:
+            self._start()
+            self.report["start_s"] = round(time.monotonic() - began, 1)
+            self.report["resolved"] = self._resolved()
+            self.report["pool"] = self._pool()
+        except Exception:
+            self.report["error"] = _last_lines(traceback.format_exc())
+            self._save("failed")
+            raise
+        for case in self.cases:
+            self._save(str(case))
+            start = time.monotonic()
+            try:
+                result = getattr(self, f"_measure_{case.kind}")(case)
+            except Exception:
+                result = {"error": _last_lines(traceback.format_exc())}
+            result["took_s"] = round(time.monotonic() - start, 1)
+            self.report["cases"][str(case)] = result
+        self._save("done")
+
+    def _save(self, status: str) -> None:
+        self.report["status"] = status
+        write_json(Path(self.spec["report"]), self.report)
+
+    def _start(self) -> None:
+        policy = self.spec["policy"]
+        options = dict(self.spec["engine"])
+        if policy is not None:
+            check_plugin()
+            options["additional_config"] = {"kv_policy": policy}
+        from vllm import LLM
+
+        self.llm = LLM(disable_log_stats=False, cudagraph_metrics=True, **options)
+        self.recorder = StepRecorder()
+        self.llm.llm_engine.logger_manager.stat_loggers.append(self.recorder)
+        self.config = self.llm.llm_engine.vllm_config
+
+    def _resolved(self) -> dict[str, Any]:
+        """What vLLM made of the settings, and the versions it ran with."""
+        import torch
+        import triton
+        import vllm
+
+        compilation, scheduler = self.config.compilation_config, self.config.scheduler_config
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": sys.version.split()[0],
+            "cudagraph_mode": str(compilation.cudagraph_mode).rpartition(".")[2],
+            "async_scheduling": bool(scheduler.async_scheduling),
+            "block_size": self.config.cache_config.block_size,
+            "max_model_len": self.config.model_config.max_model_len,
+        }
+
+    def _pool(self) -> dict[str, Any]:
+        """Prompt tokens that the KV pool holds; `stock_tokens` without a policy, same memory."""
+        cache = self.config.cache_config
+        if self.spec["policy"] in (None, "full"):
+            tokens = (cache.num_gpu_blocks - 1) * cache.block_size
+            return {"num_blocks": cache.num_gpu_blocks, "tokens": tokens, "stock_tokens": tokens}
+        layout = self.llm.collective_rpc("kv_policy_stats")[0]["layout"]
+        return {
+            "num_blocks": layout["num_blocks"],
+            "tokens": layout["pool_prompt_tokens"],
+            "stock_tokens": layout["stock_pool_tokens"],
+            "groups": [{**g, "layers": len(g["layers"])} for g in layout["groups"]],
+        }
+
+    def _generate(self, case: Case, tokens: list[int], first: int = 0) -> list[Any]:
+        """Runs one request per entry of `tokens`, its output length; gives their metrics.
+
+        The prompts depend on seed, length and index only: every engine gets the same.
+        """
+        import numpy as np
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        prompts, params = [], []
+        for index, count in enumerate(tokens, first):
+            rng = np.random.default_rng((self.spec["seed"], case.length, index))
+            ids = rng.integers(0, self.spec["vocab"], case.length).tolist()
+            prompts.append(TokensPrompt(prompt_token_ids=ids))
+            extra = {"kv_policy": case.policy} if case.policy else None
+            params.append(
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=count,
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args=extra,
+                )
+            )
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        for output, count in zip(outputs, tokens, strict=True):
+            got = len(output.outputs[0].token_ids)
+            if got != count:
+                raise RuntimeError(f"asked for {count} tokens, got {got}")
+        return [output.metrics for output in outputs]
+
+    def _requests_alone(self, case: Case) -> dict[str, Any]:
+        """TTFT and TPOT of single requests; `ttft:N` and `tpot:N` share the same runs."""
+        key = (case.length, case.policy)
+        if key in self._latency:
+            return self._latency[key]
+        decodes = any(c.kind == "tpot" and (c.length, c.policy) == key for c in self.cases)
+        count = self.spec["tokens"] if decodes else 1
+        self._generate(case, [min(count, 8)])
+        self.recorder.steps.clear()
+        repeats = self.spec["repeats"] or (3 if case.length > 65536 else 5)
+        runs = [self._generate(case, [count], first=1 + i)[0] for i in range(repeats)]
+        result = {
+            "ttft": [1e3 * m.first_token_latency for m in runs],
+            "prefill": [1e3 * (m.first_token_ts - m.scheduled_ts) for m in runs],
+            "tpot": [1e3 * (m.last_token_ts - m.first_token_ts) / max(1, count - 1) for m in runs],
+            "graphs": self.recorder.graphs(),
+        }
+        self._latency[key] = result
+        return result
+
+    def _measure_ttft(self, case: Case) -> dict[str, Any]:
+        runs = self._requests_alone(case)
+        return {**summary(runs["ttft"]), "prefill_ms": summary(runs["prefill"])["samples"]}
+
+    def _measure_tpot(self, case: Case) -> dict[str, Any]:
+        runs = self._requests_alone(case)
+        return {**summary(runs["tpot"]), "decode_graphs": runs["graphs"]}
+
+    def _measure_decode(self, case: Case) -> dict[str, Any]:
+        assert case.batch is not None
+        return self._decode_together(case, case.batch)
+
+    def _measure_pool_decode(self, case: Case) -> dict[str, Any]:
+        pool = self.report["pool"]
+        limit = self.spec["engine"]["max_num_seqs"]
+        batch = pool_batch(pool, case, limit, self._output_lengths)
+        if not batch:
+            raise ValueError(f"the pool of {pool['tokens']} tokens holds no {case.length}")
+        return self._decode_together(case, batch)
+
+    def _output_lengths(self, case: Case, batch: int) -> list[int]:
+        """Output lengths such that the first request still decodes `steps` after the last starts.
+
+        Prompts are served in order; while the later ones prefill, the earlier ones decode. With
+        these lengths all end together, so no time goes to a shrinking batch.
+        """
+        chunk = self.spec["engine"]["max_num_batched_tokens"] - batch
+        chunks = -(-case.length // max(1, chunk))
+        steps = self.spec["steps"] + _SETTLE_STEPS
+        return [steps + (batch - 1 - index) * chunks for index in range(batch)]
+
+    def _decode_together(self, case: Case, batch: int) -> dict[str, Any]:
+        """Step times while the whole batch decodes: one run, a sample a step."""
+        self.recorder.steps.clear()
+        metrics = self._generate(case, self._output_lengths(case, batch))
+        steps = [step for step in self.recorder.steps if step.is_decode]
+        together = max((len(step.intervals) for step in steps), default=0)
+        settled = [step for step in steps if len(step.intervals) == together][_SETTLE_STEPS:]
+        if len(settled) < self.spec["steps"] // 2:
+            raise RuntimeError(f"only {len(settled)} steps with {together} of {batch} decoding")
+        result = summary([1e3 * statistics.median(step.intervals) for step in settled])
+        return {
+            **result,
+            "batch": together,
+            "requests": batch,
+            "tokens_per_s": round(1e3 * together / result["median"], 2),
+            "preemptions": sum(m.num_preemptions for m in metrics),
+            "decode_graphs": dict(Counter(str(step.graph) for step in settled)),
+        }
+
+
+def pool_batch(pool: dict[str, Any], case: Case, limit: int, output_lengths: Any) -> int:
+    """The most requests of `case` whose prompts and outputs the pool holds at once.
+
+    A generated token is stored in every layer, so it takes the room of tokens / stock_tokens
+    prompt tokens. Each request may leave some blocks partly filled.
+    """
+    per_output = pool["tokens"] / pool["stock_tokens"]
+    for batch in range(min(limit, pool["tokens"] // case.length), 0, -1):
+        outputs = sum(output_lengths(case, batch))
+        if batch * (case.length + 64) + outputs * per_output <= pool["tokens"]:
+            return batch
+    return 0
+
+
+def summary(samples: list[float]) -> dict[str, Any]:
+    """Samples in ms, their median, and their spread (max - min) / median."""
+    median = statistics.median(samples)
+    spread = (max(samples) - min(samples)) / median if median else 0.0
+    return {
+        "samples": [round(sample, 4) for sample in samples],
+        "median": round(median, 4),
+        "spread": round(spread, 4),
+    }
+
+
+def check_plugin() -> None:
+    """vLLM finds vllm-kvx by its entry point; without it a policy would be ignored in silence."""
+    found = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if not any(entry.value.startswith("vllm_kvx.") for entry in found):
+        raise RuntimeError(
+            "vLLM would not load vllm-kvx: no entry point of it is installed. Run "
+            "`pip install --no-deps -e .`, or put the folder with vllm_kvx.egg-info on PYTHONPATH."
+        )
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes the whole file or nothing: readers never see half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def _last_lines(text: str, count: int = 12) -> list[str]:
+    return text.strip().splitlines()[-count:]
+
+
+if __name__ == "__main__":
+    Bench(json.loads(Path(sys.argv[1]).read_text())).run()

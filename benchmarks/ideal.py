@@ -1,0 +1,268 @@
+"""What is measured, and what a policy could gain at best: FLOPs, bytes, KV entries.
+
+The model is a dense decoder with grouped-query attention and a gated MLP. Counted are matrix
+products and the bytes of weights and KV cache; norms, activations and biases are left out, far
+below a percent at the shapes measured here. A policy enters through `Work` alone, so a new
+policy is one function and one row in `WORK`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_kvx.policy.parameters import Method
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.speed import Speed
+
+KINDS = ("ttft", "tpot", "pool_decode", "decode")
+_CASE = re.compile(r"(?P<kind>[a-z_]+):((?P<batch>\d+)x)?(?P<length>\d+)(@(?P<policy>.+))?")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a model, by the names of its config.json."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_position: int
+    rope_theta: float = 500000.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of one layer's matrices: q, k, v and o projections; gate, up and down."""
+        attention = 2 * self.heads + 2 * self.kv_heads
+        return self.hidden * (attention * self.head_dim + 3 * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the output projection; the embedding is looked up, not multiplied."""
+        return self.hidden * self.vocab
+
+    def config(self) -> dict[str, Any]:
+        """The config.json of a model of this shape."""
+        name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+        return {
+            "architectures": [f"{name[self.model_type]}ForCausalLM"],
+            "model_type": self.model_type,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_position,
+            "rope_theta": self.rope_theta,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            **self.extra,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Shape":
+        """The shape of a checkpoint, from its config.json."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return cls(
+            model_type=config["model_type"],
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            max_position=config["max_position_embeddings"],
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+# Qwen's own recipe for prompts beyond 32K.
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+SHAPES: dict[str, Shape] = {
+    "llama-3.1-8b": Shape(
+        "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, extra={"rope_scaling": _LLAMA3_ROPE}
+    ),
+    "qwen2.5-7b": Shape(
+        "qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e6, {"rms_norm_eps": 1e-6}
+    ),
+    "qwen3-8b": Shape(
+        *("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960, 1e6),
+        {"rms_norm_eps": 1e-6, "rope_scaling": _YARN},
+    ),
+    "tiny": Shape("llama", 8, 64, 4, 2, 32, 128, 512, 4096),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one prompt of N tokens costs; every field is a tuple over the L layers.
+
+    rows: prompt rows that the layer computes in prefill.
+    pairs: query-key pairs among them under causal attention.
+    stored: prompt entries that the layer's KV cache holds after prefill.
+    read: prompt entries that one decode step reads, in units of a full K and V entry.
+    """
+
+    rows: tuple[int, ...]
+    pairs: tuple[int, ...]
+    stored: tuple[int, ...]
+    read: tuple[float, ...]
+
+    @classmethod
+    def of_rows(cls, rows: tuple[int, ...]) -> "Work":
+        """Every computed row is stored, and read by every step; n rows make n (n + 1) / 2 pairs."""
+        return cls(rows, tuple(n * (n + 1) // 2 for n in rows), rows, rows)
+
+
+def full_work(layers: int, length: int) -> Work:
+    """Stock vLLM: N rows in each layer."""
+    return Work.of_rows((length,) * layers)
+
+
+def speed_work(method: Method, layers: int, length: int) -> Work:
+    """SPEED-K: N rows in layers 0..K-1, min(N, anchors + tail) in layers K..L-1."""
+    assert isinstance(method, Speed)
+    kept = min(length, method.anchors + method.tail)
+    return Work.of_rows((length,) * method.cutoff + (kept,) * (layers - method.cutoff))
+
+
+WORK: dict[str, Callable[[Method, int, int], Work]] = {Speed.name: speed_work}
+
+
+def work_of(policy: str | None, layers: int, length: int) -> Work | None:
+    """The work of a policy by name (None is stock); None if no row of `WORK` describes it."""
+    parts = parse_policy(policy or "full").parts
+    if not parts:
+        return full_work(layers, length)
+    if len(parts) > 1 or parts[0].name not in WORK:
+        return None
+    return WORK[parts[0].name](parts[0], layers, length)
+
+
+def prefill_flops(shape: Shape, work: Work) -> float:
+    """FLOPs from prompt to first token.
+
+    sum over layers of 2 W rows + 4 H d pairs, plus 2 h V once; W elements of a layer's matrices,
+    H query heads of size d (q k^T and p v, 2 FLOPs each), h hidden size, V vocabulary.
+    """
+    linear = 2 * shape.layer_weights * sum(work.rows)
+    attention = 4 * shape.heads * shape.head_dim * sum(work.pairs)
+    return float(linear + attention + 2 * shape.head_weights)
+
+
+def decode_bytes(
+    shape: Shape,
+    work: Work,
+    batch: int = 1,
+    generated: float = 0,
+    weight_bytes: float = 2,
+    kv_bytes: float = 2,
+) -> float:
+    """Bytes that one decode step of `batch` requests has to read.
+
+    (L W + h V) weight_bytes + batch * sum over layers of (read + generated) * 2 G d kv_bytes, with
+    G KV heads; `generated` tokens are in the cache of every layer.
+    """
+    weights = shape.layers * shape.layer_weights + shape.head_weights
+    entries = sum(work.read) + generated * shape.layers
+    return weights * weight_bytes + batch * entries * 2 * shape.kv_heads * shape.head_dim * kv_bytes
+
+
+def prefill_ratio(shape: Shape, policy: str | None, length: int) -> float | None:
+    """FLOPs of stock over FLOPs of the policy: the ideal speed-up of time to first token."""
+    work = work_of(policy, shape.layers, length)
+    if work is None:
+        return None
+    return prefill_flops(shape, full_work(shape.layers, length)) / prefill_flops(shape, work)
+
+
+def decode_ratio(
+    shape: Shape,
+    policy: str | None,
+    length: int,
+    batch: int = 1,
+    stock_batch: int | None = None,
+    **options: float,
+) -> float | None:
+    """The ideal gain in decode tokens per second: (B / bytes) of the policy over that of stock.
+
+    With the same batch it is the ratio of step times. `options` go to `decode_bytes`.
+    """
+    work = work_of(policy, shape.layers, length)
+    if work is None:
+        return None
+    stock_batch = stock_batch or batch
+    stock = decode_bytes(shape, full_work(shape.layers, length), stock_batch, **options)
+    return (batch / decode_bytes(shape, work, batch, **options)) / (stock_batch / stock)
+
+
+def pool_ratio(shape: Shape, policy: str | None, length: int = 1 << 20) -> float | None:
+    """Prompt tokens that a KV pool holds, over stock: N L / (entries stored in all layers)."""
+    work = work_of(policy, shape.layers, length)
+    return None if work is None else length * shape.layers / sum(work.stored)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: `ttft:N`, `tpot:N`, `pool_decode:N` or `decode:BxN`, then `@policy`.
+
+    policy: what the requests ask for themselves; None leaves them to the engine's policy.
+    """
+
+    kind: str
+    length: int
+    batch: int | None = None
+    policy: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        match = _CASE.fullmatch(text)
+        if match is None or match["kind"] not in KINDS:
+            raise ValueError(f"{text!r}: write one of {', '.join(KINDS)}, a colon and a length")
+        if (match["kind"] == "decode") != (match["batch"] is not None):
+            raise ValueError(f"{text!r}: decode, and only decode, takes a batch: decode:16x32768")
+        batch = int(match["batch"]) if match["batch"] else None
+        return cls(match["kind"], int(match["length"]), batch, match["policy"])
+
+    @property
+    def stock(self) -> "Case":
+        """The same measurement without a policy."""
+        return Case(self.kind, self.length, self.batch)
+
+    def __str__(self) -> str:
+        batch = f"{self.batch}x" if self.batch else ""
+        return f"{self.kind}:{batch}{self.length}" + (f"@{self.policy}" if self.policy else "")
+
+
+def case_ratio(
+    shape: Shape,
+    case: Case,
+    policy: str | None,
+    batch: int = 1,
+    stock_batch: int | None = None,
+    **options: float,
+) -> float | None:
+    """The ideal gain of `policy` over stock in one case; `options` go to `decode_bytes`."""
+    if case.kind == "ttft":
+        return prefill_ratio(shape, policy, case.length)
+    return decode_ratio(shape, policy, case.length, batch, stock_batch, **options)

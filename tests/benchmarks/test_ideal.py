@@ -1,0 +1,100 @@
+"""The ideals that measurements are held against, checked by hand-made numbers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import ideal
+
+LLAMA = ideal.SHAPES["llama-3.1-8b"]
+
+
+def test_llama_shape_has_the_weights_of_an_8b_model() -> None:
+    embedding = LLAMA.head_weights
+    assert LLAMA.layers * LLAMA.layer_weights + 2 * embedding == pytest.approx(8.03e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ideal.SHAPES)
+def test_shape_survives_its_config(name: str) -> None:
+    shape = ideal.SHAPES[name]
+    again = ideal.Shape.from_config(shape.config())
+    assert {**again.as_dict(), "extra": {}, "rope_theta": 0.0} == {
+        **shape.as_dict(),
+        "extra": {},
+        "rope_theta": 0.0,
+    }
+
+
+def test_prefill_flops_by_hand() -> None:
+    shape = ideal.Shape("llama", 2, 8, 2, 1, 4, 16, 10, 64)
+    weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16  # q; k and v; o; gate, up, down
+    pairs = 1 + 2 + 3
+    expected = 2 * (3 * 2 * weights + 4 * 2 * 4 * pairs) + 2 * 8 * 10
+    assert ideal.prefill_flops(shape, ideal.full_work(2, 3)) == expected
+
+
+@pytest.mark.parametrize("length", [32768, 130000])
+@pytest.mark.parametrize(("policy", "ratio"), [("speed-24", 32 / 24), ("speed-16", 2.0)])
+def test_prefill_ratio_of_speed(policy: str, ratio: float, length: int) -> None:
+    assert ideal.prefill_ratio(LLAMA, policy, length) == pytest.approx(ratio, rel=1e-3)
+
+
+@pytest.mark.parametrize(("policy", "ratio"), [("speed-24", 1.15), ("speed-16", 1.36)])
+def test_decode_ratio_of_speed_at_130k(policy: str, ratio: float) -> None:
+    assert ideal.decode_ratio(LLAMA, policy, 130000) == pytest.approx(ratio, abs=0.005)
+
+
+def test_decode_ratio_tends_to_layers_over_cutoff_with_the_batch() -> None:
+    ratios = [ideal.decode_ratio(LLAMA, "speed-16", 130000, batch=b) for b in (1, 8, 64, 4096)]
+    assert ratios == sorted(ratios)
+    assert ratios[-1] == pytest.approx(2.0, rel=1e-3)
+
+
+def test_decode_ratio_counts_the_larger_batch() -> None:
+    same = ideal.decode_ratio(LLAMA, "speed-16", 128000, batch=7)
+    larger = ideal.decode_ratio(LLAMA, "speed-16", 128000, batch=14, stock_batch=7)
+    assert same is not None and larger is not None
+    work = ideal.work_of("speed-16", 32, 128000)
+    assert work is not None
+    bytes_7, bytes_14 = (ideal.decode_bytes(LLAMA, work, b) for b in (7, 14))
+    assert larger == pytest.approx(same * 2 * bytes_7 / bytes_14)
+
+
+def test_decode_bytes_by_hand() -> None:
+    work = ideal.full_work(32, 130000)
+    weights = 32 * LLAMA.layer_weights + LLAMA.head_weights
+    cache = 130000 * 32 * 2 * 8 * 128
+    assert ideal.decode_bytes(LLAMA, work) == 2 * (weights + cache)
+    assert ideal.decode_bytes(LLAMA, work, kv_bytes=1) == 2 * weights + cache
+    more = ideal.decode_bytes(LLAMA, work, batch=3, generated=100)
+    assert more == 2 * weights + 3 * 2 * cache * 130100 / 130000
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [("llama-3.1-8b", "speed-24"), ("qwen2.5-7b", "speed-24"), ("qwen3-8b", "speed-12")],
+)
+def test_pool_ratio_is_layers_over_cutoff(model: str, policy: str) -> None:
+    shape = ideal.SHAPES[model]
+    cutoff = int(policy.removeprefix("speed-"))
+    assert ideal.pool_ratio(shape, policy) == pytest.approx(shape.layers / cutoff, rel=1e-4)
+
+
+@pytest.mark.parametrize("policy", [None, "full"])
+def test_full_gains_nothing(policy: str | None) -> None:
+    assert ideal.prefill_ratio(LLAMA, policy, 32768) == 1
+    assert ideal.decode_ratio(LLAMA, policy, 32768, batch=4) == 1
+    assert ideal.pool_ratio(LLAMA, policy) == 1
+
+
+def test_prompt_within_anchors_and_tail_gains_nothing() -> None:
+    assert ideal.prefill_ratio(LLAMA, "speed-16:anchors=8,tail=8", 16) == 1
+
+
+def test_policy_without_a_row_has_no_ideal() -> None:
+    assert ideal.prefill_ratio(LLAMA, "fier-1024", 32768) is None
+    assert ideal.decode_ratio(LLAMA, "speed-24+fier-1024", 32768) is None
+    assert ideal.pool_ratio(LLAMA, "fier-1024") is None

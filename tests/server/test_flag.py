@@ -1,0 +1,167 @@
+"""--kv-policy, --additional-config and their agreement."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.settings import KVSettings, policy_is_set, request_policy
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
+
+
+def parsed(parser: FlexibleArgumentParser, llama: str, *flags: str) -> EngineArgs:
+    args = parser.parse_args(["--model", llama, "--skip-tokenizer-init", *flags])
+    return AsyncEngineArgs.from_cli_args(args)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-policy", "speed-4"],
+        ["--kv_policy=speed-4"],
+        ["--additional-config", '{"kv_policy": "speed-4"}'],
+        ["--additional-config.kv_policy", "speed-4"],
+        ["--kv-policy", "speed-4", "--additional-config", '{"kv_policy": "speed-4"}'],
+    ],
+)
+def test_spellings_mean_the_same(parser, llama: str, flags: list[str]) -> None:
+    assert parsed(parser, llama, *flags).additional_config == {"kv_policy": "speed-4"}
+
+
+@pytest.mark.parametrize("flag_first", [True, False])
+def test_the_flag_joins_other_keys(parser, llama: str, flag_first: bool) -> None:
+    flag = ["--kv-policy", "speed-4"]
+    config = ["--additional-config", '{"kv_layout": ["speed-2"], "theirs": {"a": 1}}']
+    flags = [*flag, *config] if flag_first else [*config, *flag]
+    assert parsed(parser, llama, *flags).additional_config == {
+        "kv_layout": ["speed-2"],
+        "theirs": {"a": 1},
+        "kv_policy": "speed-4",
+    }
+
+
+def test_two_policies_are_an_error(parser, llama: str) -> None:
+    config = ["--additional-config", '{"kv_policy": "speed-5"}']
+    with pytest.raises(ValueError, match=r"speed-4.*speed-5.*drop one"):
+        parsed(parser, llama, "--kv-policy", "speed-4", *config)
+    spelled_out = ["--additional-config", '{"kv_policy": "speed-4:anchors=1"}']
+    parsed(parser, llama, "--kv-policy", "speed-4", *spelled_out)
+
+
+def test_further_api_servers_see_the_flag(parser, llama: str) -> None:
+    # They get the namespace pickled and read it before plugins are loaded there.
+    args = parser.parse_args(["--model", llama, "--skip-tokenizer-init", "--kv-policy", "speed-4"])
+    AsyncEngineArgs.from_cli_args(args)
+    again = pickle.loads(pickle.dumps(args))
+    unwrapped = EngineArgs.from_cli_args.__func__.__wrapped__
+    assert unwrapped(AsyncEngineArgs, again).additional_config == {"kv_policy": "speed-4"}
+    assert AsyncEngineArgs.from_cli_args(again).additional_config == {"kv_policy": "speed-4"}
+
+
+def test_without_the_flag_nothing_is_set(parser, llama: str) -> None:
+    assert parsed(parser, llama).additional_config == {}
+
+
+@pytest.mark.parametrize("name", ["sped-4", "speed-0", "speed-4.5", "speed", "", "fier-1024"])
+def test_a_bad_name_is_a_usage_error(parser, capsys, name: str) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-policy", name])
+    error = capsys.readouterr().err
+    assert "argument --kv-policy" in error
+    assert "Traceback" not in error
+
+
+def test_help_has_a_group_of_its_own(parser) -> None:
+    text = parser.format_help()
+    assert "KVPolicy" in text
+    for keyword in ("KVPolicy", "kv-policy", "all"):
+        parser._search_keyword = keyword
+        try:
+            text = parser.format_help()
+        finally:
+            parser._search_keyword = None
+        assert "--kv-policy POLICY" in text, keyword
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        {},
+        {"kv_policy": None},
+        {"theirs": 1},
+        {"kv_cache_reshape": 1},
+        "not a dictionary",
+    ],
+)
+def test_no_policy_is_set(config) -> None:
+    assert not policy_is_set(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"kv_polcy": "speed-4"}, "'kv_polcy'.*'kv_policy'"),
+        ({"kv_policies": ["speed-4"]}, "'kv_policies'.*'kv_policy'"),
+        ({"kv_policy": "speed-4", "kv_other": 1}, "'kv_other'.*kv_policy, kv_layout, kv_debug"),
+        ({"kv_policy": "speed-4", "kv_layouts": []}, "'kv_layouts'.*'kv_layout'"),
+        ({"kv_layout": ["speed-4"]}, "kv_layout.*without kv_policy"),
+        ({"kv_debug": True}, "kv_debug.*without kv_policy"),
+    ],
+)
+def test_a_misspelled_key_is_an_error(config: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        policy_is_set(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"kv_policy": "sped-4"}, "^kv_policy: .*sped-4"),
+        ({"kv_policy": 4}, "^kv_policy: .*string"),
+        ({"kv_policy": ["speed-4"]}, "^kv_policy: .*string"),
+        ({"kv_policy": "speed-8"}, "^kv_policy: .*8 layers"),
+        ({"kv_policy": "fier-1024"}, "^kv_policy: .*not served"),
+        ({"kv_policy": "full", "kv_layout": ["speed-2", "speed-x"]}, r"^kv_layout\[1\]: .*speed-x"),
+        ({"kv_policy": "full", "kv_layout": ["speed-9"]}, r"^kv_layout\[0\]: .*8 layers"),
+        ({"kv_policy": "full", "kv_layout": [3]}, r"^kv_layout\[0\]: .*string"),
+        ({"kv_policy": "full", "kv_layout": "speed-2"}, "kv_layout must be a list"),
+        ({"kv_policy": "full", "kv_debug": "yes"}, "kv_debug must be true or false"),
+    ],
+)
+def test_a_bad_value_is_an_error(config: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        KVSettings.of(config, num_layers=8)
+
+
+def test_settings_of_a_config() -> None:
+    settings = KVSettings.of(
+        {"kv_policy": "speed-4", "kv_layout": ["speed-2", "full"], "kv_debug": True, "x": 1}, 8
+    )
+    assert settings.policy == parse_policy("speed-4")
+    assert settings.layout.splits == (2, 4)
+    assert (settings.num_layers, settings.debug, settings.stock) == (8, True, False)
+    assert KVSettings.of({"kv_policy": "full"}, 8).stock
+    assert KVSettings.of({"kv_policy": "full", "kv_layout": ["full"]}, 8).stock
+    assert not KVSettings.of({"kv_policy": "full", "kv_layout": ["speed-2"]}, 8).stock
+
+
+def test_request_policy() -> None:
+    settings = KVSettings.of({"kv_policy": "speed-4"}, 8)
+
+    def of(extra_args) -> str:
+        return str(request_policy(settings, SimpleNamespace(extra_args=extra_args)))
+
+    assert of(None) == of({}) == of({"theirs": 1}) == of({"kv_policy": None}) == "speed-4"
+    assert of({"kv_policy": "full"}) == "full"
+    assert of({"kv_policy": "speed-4:tail=2"}) == "speed-4:tail=2"
+    assert request_policy(settings, None) == settings.policy
+    with pytest.raises(PolicyError):
+        of({"kv_policy": "nonsense"})

@@ -1,0 +1,165 @@
+"""The plugin itself: wrapping, the version gate, and that it is inert without a policy."""
+
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_kvx import plugin
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.32.0", True),
+        ("0.32.1", True),
+        ("0.32.0+cpu", True),
+        ("0.32.1.dev5+g0123", True),
+        ("0.32", True),
+        ("v0.32.0", True),
+        ("0.31.9", False),
+        ("0.33.0", False),
+        ("0.320.0", False),
+        ("1.0.32", False),
+        ("10.32.0", False),
+        ("dev", False),
+        ("", False),
+    ],
+)
+def test_supported_versions(version: str, supported: bool) -> None:
+    assert plugin.vllm_is_supported(version) is supported
+
+
+def test_version_gate_stops_a_policy_alone(make_config, monkeypatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    assert make_config().scheduler_config.scheduler_cls is None
+    with pytest.raises(RuntimeError) as error:
+        make_config("speed-4")
+    for part in ("0.33.1", "0.32", "VLLM_KVX_ALLOW_UNTESTED_VLLM=1"):
+        assert part in str(error.value)
+    monkeypatch.setenv("VLLM_KVX_ALLOW_UNTESTED_VLLM", "1")
+    assert make_config("speed-4").scheduler_config.scheduler_cls
+
+
+def test_wrap_once_wraps_each_kind_of_method_once() -> None:
+    class Owner:
+        @staticmethod
+        def static(a: int) -> int:
+            "Doc."
+            return a
+
+        @classmethod
+        def of(cls, a: int) -> tuple:
+            return cls, a
+
+        def plain(self, a: int = 3) -> tuple:
+            return self, a
+
+    def twice(original):
+        def wrapper(*args, **kwargs):
+            return original(*args, **kwargs), "wrapped"
+
+        return wrapper
+
+    class Child(Owner):
+        pass
+
+    for name in ("static", "of", "plain"):
+        before = inspect.signature(getattr(Owner, name))
+        assert plugin.wrap_once(Owner, name, twice)
+        assert not plugin.wrap_once(Owner, name, twice)
+        assert inspect.signature(getattr(Owner, name)) == before
+    owner = Owner()
+    assert Owner.static.__doc__ == "Doc."
+    assert owner.static(1) == (1, "wrapped")
+    assert Child.of(2) == ((Child, 2), "wrapped")
+    assert owner.plain() == ((owner, 3), "wrapped")
+    with pytest.raises(AttributeError):
+        plugin.wrap_once(Owner, "missing", twice)
+
+
+def test_register_again_changes_nothing(make_config) -> None:
+    make_config("speed-4")
+    names = ("add_cli_args", "from_cli_args", "create_engine_config")
+    before = [inspect.getattr_static(EngineArgs, name) for name in names]
+    routes = vllm.plugins.load_endpoint_plugins
+    plugin.register()
+    make_config("speed-4")
+    assert [inspect.getattr_static(EngineArgs, name) for name in names] == before
+    assert vllm.plugins.load_endpoint_plugins is routes
+    assert list(inspect.signature(EngineArgs.create_engine_config).parameters) == [
+        "self",
+        "usage_context",
+        "headless",
+    ]
+
+
+def test_another_vllm_without_our_seams_still_works(monkeypatch) -> None:
+    def fail(*args):
+        raise AttributeError("no such seam")
+
+    monkeypatch.setattr(plugin, "wrap_once", fail)
+    with pytest.raises(AttributeError):
+        plugin.register()
+    monkeypatch.setattr(vllm, "__version__", "0.40.0")
+    plugin.register()
+
+
+INERT = """
+    import sys
+    from vllm.engine.arg_utils import EngineArgs
+    import vllm.plugins
+
+    routes = vllm.plugins.load_endpoint_plugins
+    def config(**additional):
+        return EngineArgs(
+            model=sys.argv[1], skip_tokenizer_init=True, load_format="dummy", enforce_eager=True,
+            additional_config=additional,
+        ).create_engine_config()
+
+    for stock in (config(), config(theirs=1)):
+        assert stock.scheduler_config.scheduler_cls is None
+        assert stock.parallel_config.worker_cls.startswith("vllm.")
+        assert stock.model_config.logits_processors is None
+    assert vllm.plugins.load_endpoint_plugins is routes
+    ours = {name for name in sys.modules if name.startswith("vllm_kvx")}
+    assert ours <= {"vllm_kvx", "vllm_kvx.plugin", "vllm_kvx.cpu_mode"}, ours
+    try:
+        config(kv_policy="speed-4")
+    except ValueError as error:
+        print("REFUSED", error)
+    else:
+        print("ACCEPTED")
+"""
+
+
+def run(code: str, *args: str, **environment: str) -> str:
+    """Output of `code` in a process of its own, out of the tests' CPU mode."""
+    env = {k: v for k, v in os.environ.items() if k not in ("VLLM_KVX_CPU", "TRITON_INTERPRET")}
+    command = [sys.executable, "-c", textwrap.dedent(code), *args]
+    result = subprocess.run(
+        command, env=env | environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def test_inert_without_a_policy(llama: str) -> None:
+    out = run(INERT, llama)
+    if torch.cuda.is_available():
+        assert "ACCEPTED" in out
+    else:
+        # Without the CPU mode vLLM runs Model Runner V1 on CPU.
+        assert "REFUSED" in out
+        assert "set VLLM_KVX_CPU=1" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a mode of the CPU platform")
+def test_cpu_mode_runs_model_runner_v2(llama: str) -> None:
+    assert "ACCEPTED" in run(INERT, llama, VLLM_KVX_CPU="1")

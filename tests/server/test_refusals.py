@@ -1,0 +1,218 @@
+"""Configurations under a policy: what is set, and what is refused with the flag to change."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+
+from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, reasons
+from vllm_kvx.server.validate import WORKERS
+
+
+class Changed:
+    """`base` with some attributes replaced; vLLM's own objects would check the values."""
+
+    def __init__(self, base: Any, **changes: Any) -> None:
+        self._base = base
+        self.__dict__.update(changes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+def changed(config: Any, path: str, value: Any) -> Any:
+    head, _, rest = path.partition(".")
+    return Changed(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
+
+
+class Connector:
+    kv_connector = ec_connector = "SomeConnector"
+    enable_kv_cache_events = True
+
+
+# Attribute, value -> what the message must name.
+CASES = [
+    ("lora_config", object(), "--enable-lora"),
+    ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
+    ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 1"),
+    ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 1"),
+    ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1"),
+    ("parallel_config.enable_elastic_ep", True, "--enable-elastic-ep"),
+    ("parallel_config.use_ubatching", True, "--enable-dbo"),
+    ("parallel_config.enable_hc_sp", True, "--enable-hc-sp"),
+    ("speculative_config", object(), "--speculative-config"),
+    ("kv_transfer_config", Connector(), "--kv-transfer-config"),
+    ("ec_transfer_config", Connector(), "--ec-transfer-config"),
+    ("kv_events_config", Connector(), "--kv-events-config"),
+    ("model_config.is_multimodal_model", True, "multimodal"),
+    ("model_config.is_encoder_decoder", True, "encoder-decoder"),
+    ("model_config.enable_prompt_embeds", True, "--enable-prompt-embeds"),
+    ("model_config.use_mla", True, "latent attention"),
+    ("model_config.hf_text_config.dual_chunk_attention_config", {"a": 1}, "dual_chunk"),
+    ("model_config.model_class_overrides", {"a": "b"}, "--model-class-overrides"),
+    ("cache_config.sliding_window", 64, "--disable-sliding-window"),
+    ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+    ("cache_config.cache_dtype", "nvfp4", "--kv-cache-dtype"),
+    ("cache_config.cache_dtype", "int8_per_token_head", "--kv-cache-dtype"),
+    ("cache_config.kv_cache_dtype_skip_layers", ["0"], "--kv-cache-dtype-skip-layers"),
+    ("scheduler_config.disable_hybrid_kv_cache_manager", True, "--disable-hybrid-kv-cache"),
+    ("scheduler_config.scheduler_cls", "their.Scheduler", "--scheduler-cls"),
+    ("compilation_config.cudagraph_mode", CUDAGraphMode.FULL, "FULL_AND_PIECEWISE"),
+    ("attention_config.use_non_causal", True, "use_non_causal"),
+    ("attention_config.hisparse_config", object(), "hisparse_config"),
+]
+
+
+@pytest.fixture(scope="module")
+def stock(llama: str, engine_args) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**engine_args(llama)).create_engine_config()
+
+
+@pytest.mark.parametrize(("path", "value", "names"), CASES)
+def test_each_row_refuses(stock, path: str, value: Any, names: str) -> None:
+    assert not reasons(WITH_POLICY, stock)
+    found = reasons(WITH_POLICY, changed(stock, path, value))
+    assert len(found) == 1
+    assert names in found[0]
+
+
+def test_every_row_has_a_case(stock) -> None:
+    refused = {
+        r for path, value, _ in CASES for r in reasons(WITH_POLICY, changed(stock, path, value))
+    }
+    assert refused == {row.reason for row in WITH_POLICY}
+
+
+def test_rows_for_every_policy(stock, monkeypatch) -> None:
+    assert not reasons(ALWAYS, stock)
+    (found,) = reasons(ALWAYS, changed(stock, "model_config.runner_type", "pooling"))
+    assert "pooling" in found
+    (found,) = reasons(ALWAYS, changed(stock, "use_v2_model_runner", False))
+    assert "VLLM_USE_V2_MODEL_RUNNER" in found
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    (found,) = reasons(ALWAYS, stock)
+    assert "VLLM_USE_RUST_FRONTEND" in found
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
+def test_kv_cache_types_that_work(stock, dtype: str) -> None:
+    assert not reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", dtype))
+
+
+@pytest.mark.parametrize("mode", [m for m in CUDAGraphMode if m is not CUDAGraphMode.FULL])
+def test_graph_modes_that_work(stock, mode: CUDAGraphMode) -> None:
+    assert not reasons(WITH_POLICY, changed(stock, "compilation_config.cudagraph_mode", mode))
+
+
+def test_a_policy_sets_scheduler_worker_and_check(make_config) -> None:
+    stock = make_config()
+    config = make_config("speed-4", additional_config={"theirs": 1})
+    kind = "Async" if config.scheduler_config.async_scheduling else ""
+    assert config.scheduler_config.async_scheduling == stock.scheduler_config.async_scheduling
+    assert (
+        config.scheduler_config.scheduler_cls == f"vllm_kvx.cache.scheduler.{kind}PolicyScheduler"
+    )
+    assert config.parallel_config.worker_cls == WORKERS[stock.parallel_config.worker_cls]
+    (check,) = config.model_config.logits_processors
+    assert check.startswith("vllm_kvx.server.request_check:")
+    assert config.additional_config == {"kv_policy": "speed-4", "theirs": 1}
+
+
+def test_full_alone_is_stock_but_for_the_check(make_config) -> None:
+    stock, config = make_config(), make_config("full")
+    assert config.scheduler_config.scheduler_cls is None
+    assert config.parallel_config.worker_cls == stock.parallel_config.worker_cls
+    assert len(config.model_config.logits_processors) == 1
+    roomy = make_config("full", additional_config={"kv_layout": ["speed-4"]})
+    assert roomy.scheduler_config.scheduler_cls
+
+
+def test_users_logits_processors_stay(make_config) -> None:
+    config = make_config("speed-4", logits_processors=["their.module:Processor"])
+    assert config.model_config.logits_processors[0] == "their.module:Processor"
+    assert len(config.model_config.logits_processors) == 2
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "names"),
+    [
+        ({"enable_lora": True}, "--enable-lora"),
+        pytest.param(
+            {"pipeline_parallel_size": 2},
+            "--pipeline-parallel-size 1",
+            marks=pytest.mark.skipif(
+                torch.cuda.device_count() == 1, reason="vLLM itself refuses it on one GPU"
+            ),
+        ),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+        ({"scheduler_cls": "their.Scheduler"}, "--scheduler-cls"),
+        ({"worker_cls": "their.Worker"}, "--worker-cls"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "--speculative-config",
+        ),
+    ],
+)
+def test_real_settings_are_refused(make_config, kwargs: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        make_config("speed-4", **kwargs)
+    make_config(None, **kwargs)
+
+
+def test_all_reasons_at_once(make_config) -> None:
+    with pytest.raises(ValueError) as error:
+        make_config("speed-4", enable_lora=True, scheduler_cls="their.Scheduler")
+    assert "--enable-lora" in str(error.value)
+    assert "--scheduler-cls" in str(error.value)
+
+
+def test_full_alone_refuses_little(make_config) -> None:
+    make_config("full", enable_lora=True, scheduler_cls="their.Scheduler")
+
+
+def model(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), **changes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        model("Mistral", sliding_window=None),
+        model("Qwen2"),
+        # Qwen2 checkpoints name a window and do not use it.
+        model("Qwen2", sliding_window=64, use_sliding_window=False, max_window_layers=4),
+        model("Qwen3", head_dim=32),
+    ],
+)
+def test_models_that_work(make_config, model_dir, changes: dict) -> None:
+    assert make_config("speed-4", model=model_dir(**changes)).scheduler_config.scheduler_cls
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        (model("GPT2", n_layer=8, n_embd=128, n_head=4), "GPT2LMHeadModel|GPT2.*LlamaForCausalLM"),
+        (model("Gemma2", head_dim=32), "Gemma2ForCausalLM.*LlamaForCausalLM"),
+        (model("Mistral", sliding_window=64), "--disable-sliding-window"),
+    ],
+)
+def test_models_that_do_not(make_config, model_dir, changes: dict, names: str) -> None:
+    if changes["model_type"] == "gpt2":
+        changes = changes | {"architectures": ["GPT2LMHeadModel"]}
+    with pytest.raises(ValueError, match=names):
+        make_config("speed-4", model=model_dir(**changes))
+
+
+def test_a_disabled_window_works(make_config, model_dir) -> None:
+    directory = model_dir(**model("Mistral", sliding_window=64))
+    make_config("speed-4", model=directory, disable_sliding_window=True, max_model_len=64)
+
+
+def test_the_policy_must_suit_the_model(make_config) -> None:
+    with pytest.raises(ValueError, match=r"8 layers; use speed-1 \.\. speed-7"):
+        make_config("speed-8")

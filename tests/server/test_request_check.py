@@ -1,0 +1,146 @@
+"""A request's policy is checked where vLLM admits it, and costs nothing in the worker."""
+
+import pickle
+import random
+import string
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.worker.gpu.sample.logits_processor import (
+    LogitsProcessor,
+    build_custom_logits_processors_params_validator,
+)
+
+from vllm_kvx.policy.spec import AVAILABLE, METHODS
+from vllm_kvx.server import request_check
+from vllm_kvx.server.request_check import class_path
+from vllm_kvx.settings import KVSettings
+
+
+def settings_of(policy: str, *layout: str) -> KVSettings:
+    return KVSettings.of({"kv_policy": policy, "kv_layout": list(layout)}, num_layers=8)
+
+
+def validator(policy: str, *layout: str) -> Any:
+    """What vLLM's front end calls for each request."""
+    return build_custom_logits_processors_params_validator(
+        [class_path(settings_of(policy, *layout))]
+    )
+
+
+def params(policy: Any = None, **kwargs: Any) -> SamplingParams:
+    extra_args = None if policy is None else {"kv_policy": policy}
+    return SamplingParams(extra_args=extra_args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["full", "speed-4", "speed-4:tail=2", "speed-4:anchors=0,tail=3"])
+def test_what_fits_passes(name: str) -> None:
+    validator("speed-4")(params(name))
+    validator("full", "speed-4")(params(name))
+
+
+def test_no_policy_of_its_own_passes() -> None:
+    for check in (validator("speed-4"), validator("full")):
+        check(params())
+        check(SamplingParams(extra_args={"kv_transfer_params": {}, "session_id": "a"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("speed-5", "does not fit this server.*kv_layout"),
+        ("speed-8", "8 layers"),
+        ("sped-4", "did you mean speed-K"),
+        ("speed-4:tail=0", "tail"),
+        ("", "empty"),
+        ("speed-4 ", "whitespace"),
+        (4, "must be a string.*4"),
+        (True, "must be a string"),
+        (["speed-4"], "must be a string"),
+        ({"a": 1}, "must be a string"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: Any, names: str) -> None:
+    with pytest.raises(VLLMValidationError, match=names):
+        validator("speed-4")(params(name))
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - AVAILABLE))
+def test_methods_of_later_versions_are_refused(method: str) -> None:
+    example = METHODS[method].example or method
+    with pytest.raises(VLLMValidationError, match="not served"):
+        validator("speed-4")(params(example))
+
+
+def test_a_full_server_runs_full_alone() -> None:
+    check = validator("full")
+    check(params("full"))
+    with pytest.raises(VLLMValidationError, match=r"--kv-policy speed-4.*kv_layout"):
+        check(params("speed-4"))
+
+
+@pytest.mark.parametrize("key", ["kv_polcy", "kv-policy", "kvpolicy", "KV_policy", "kv_policies"])
+def test_a_misspelled_key_is_refused(key: str) -> None:
+    with pytest.raises(VLLMValidationError, match="did you mean 'kv_policy'"):
+        validator("speed-4")(SamplingParams(extra_args={key: "full"}))
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}])
+def test_prompt_logprobs_need_every_layer(asked: dict) -> None:
+    on_speed, on_full = validator("speed-4"), validator("full", "speed-4")
+    for check, name in ((on_speed, None), (on_speed, "speed-4"), (on_full, "speed-4")):
+        with pytest.raises(VLLMValidationError, match=r'prompt_logprobs.*"kv_policy": "full"'):
+            check(params(name, **asked))
+    on_speed(params("full", **asked))
+    on_full(params(**asked))
+
+
+def test_prompt_logprob_token_ids_too() -> None:
+    asked = SimpleNamespace(extra_args=None, prompt_logprobs=None, prompt_logprob_token_ids=[1])
+    with pytest.raises(VLLMValidationError, match="prompt_logprob_token_ids"):
+        validator("speed-4")(asked)
+
+
+def test_random_strings_never_crash_and_never_pass() -> None:
+    rng = random.Random(0)
+    check = validator("speed-4")
+    alphabet = "speedfulkvtr0123456789-+:=,. " + string.punctuation + "é\n\0"
+    for _ in range(200):
+        name = "".join(rng.choices(alphabet, k=rng.randrange(40)))
+        with pytest.raises(VLLMValidationError):
+            check(params(name))
+
+
+def test_the_name_carries_the_server() -> None:
+    paths = {class_path(settings_of(p)) for p in ("full", "speed-4", "speed-5", "speed-4:tail=2")}
+    assert len(paths) == 4
+    for path in paths:
+        module, name = path.split(":")
+        assert module == request_check.__name__
+        cls = getattr(request_check, name)
+        assert issubclass(cls, LogitsProcessor)
+        assert cls is getattr(request_check, name)
+        assert pickle.loads(pickle.dumps(cls)) is cls
+    with pytest.raises(AttributeError):
+        request_check.nothing  # noqa: B018
+
+
+def test_two_engines_in_one_process_do_not_mix() -> None:
+    four, five = validator("speed-4"), validator("speed-5")
+    four(params("speed-4"))
+    five(params("speed-5"))
+    with pytest.raises(VLLMValidationError):
+        four(params("speed-5"))
+    with pytest.raises(VLLMValidationError):
+        five(params("speed-4"))
+
+
+def test_the_worker_skips_it() -> None:
+    name = class_path(settings_of("speed-4")).split(":")[1]
+    processor = getattr(request_check, name)(None, None)
+    assert processor.add_request(0, params("full")) is False
+    logits = object()
+    assert processor.apply(logits, None) is logits

@@ -1,0 +1,206 @@
+"""The status route and the metrics, against an engine that is not there."""
+
+import asyncio
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import prometheus_client
+import pytest
+from fastapi import FastAPI
+
+from vllm_kvx.server import metrics, route, stats
+from vllm_kvx.server.metrics import PolicyMetrics
+from vllm_kvx.server.route import KVPolicyEndpoint
+
+
+def worker_stats(**policies: dict[str, int]) -> dict[str, Any]:
+    return {
+        "layout": {"num_blocks": 9, "pool_prompt_tokens": 200, "stock_pool_tokens": 100},
+        "policies": policies,
+    }
+
+
+class Engine:
+    """An engine client whose workers answer with `stats`, or fail, or never answer."""
+
+    def __init__(self, policy: str | None, rank: int = 0, count: int = 1, model: str = "m") -> None:
+        self.stats: Any = worker_stats()
+        self.calls = 0
+        self.vllm_config = SimpleNamespace(
+            additional_config={"kv_policy": policy} if policy else {},
+            model_config=SimpleNamespace(
+                served_model_name=model, get_total_num_hidden_layers=lambda: 8
+            ),
+            parallel_config=SimpleNamespace(_api_process_rank=rank, _api_process_count=count),
+        )
+
+    async def collective_rpc(self, method: str) -> list:
+        assert method == "kv_policy_stats"
+        self.calls += 1
+        if isinstance(self.stats, Exception):
+            raise self.stats
+        if self.stats is None:
+            await asyncio.sleep(3600)
+        return [self.stats, {"rank": 1}]
+
+
+async def serve(engine: Engine) -> httpx.AsyncClient:
+    app = FastAPI()
+    app.mount("/metrics", prometheus_client.make_asgi_app())
+    (endpoint,) = KVPolicyEndpoint.for_tasks(("generate",))
+    endpoint.attach_router(app)
+    await endpoint.init_state(engine, app.state, Namespace())
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server")
+
+
+@pytest.fixture(autouse=True)
+def always_read(monkeypatch) -> None:
+    monkeypatch.setattr(stats, "FRESH_S", 0.0)
+
+
+def sample(name: str, model: str, policy: str) -> float | None:
+    labels = {"model_name": model, "policy": policy}
+    return prometheus_client.REGISTRY.get_sample_value(f"vllm_kvx:{name}", labels)
+
+
+def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
+    monkeypatch.setattr(stats, "FRESH_S", 60.0)
+
+    async def main() -> None:
+        engine = Engine("speed-4")
+        engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": 5}})
+        client = await serve(engine)
+        answer = (await client.get("/v1/kv_policy")).json()
+        assert answer == {
+            "policy": "speed-4",
+            "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
+            "num_layers": 8,
+            "layout": {"splits": [4], "sidecar": False, **engine.stats["layout"]},
+            "counters": {"speed-4": {"prompt_tokens": 5}},
+            "current": True,
+        }
+        await asyncio.gather(*(client.get("/v1/kv_policy") for _ in range(5)))
+        assert engine.calls == 1
+
+    asyncio.run(main())
+
+
+def test_metrics_are_those_of_the_scrape() -> None:
+    async def main() -> None:
+        engine = Engine("speed-4", model="scrape")
+        client = await serve(engine)
+        text = (await client.get("/metrics/")).text
+        assert 'vllm_kvx:prompt_tokens_total{model_name="scrape",policy="speed-4"} 0.0' in text
+        for total in (10, 25):
+            engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": total, "blocks_held": 3}})
+            text = (await client.get("/metrics/")).text
+            assert f'policy="speed-4"}} {total}.0' in text
+        assert sample("kv_blocks_held", "scrape", "speed-4") == 3
+        assert sample("kv_pool_tokens", "scrape", "speed-4") == 200
+        assert sample("stock_kv_pool_tokens", "scrape", "speed-4") == 100
+
+    asyncio.run(main())
+
+
+def test_a_dead_or_busy_engine_leaves_the_last_values(monkeypatch) -> None:
+    monkeypatch.setattr(stats, "WAIT_S", 0.05)
+
+    async def main() -> None:
+        engine = Engine("speed-4", model="dead")
+        client = await serve(engine)
+        engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": 7}})
+        await client.get("/v1/kv_policy")
+        for broken in (RuntimeError("engine is dead"), {"policies": 3}, None, None):
+            engine.stats = broken
+            response = await client.get("/v1/kv_policy")
+            assert response.status_code == 200
+            assert response.json()["counters"] == {"speed-4": {"prompt_tokens": 7}}
+            assert response.json()["current"] is False
+            response = await client.get("/metrics/")
+            assert response.status_code == 200
+            assert 'vllm_kvx:prompt_tokens_total{model_name="dead",policy="speed-4"} 7.0' in (
+                response.text
+            )
+
+    asyncio.run(main())
+
+
+def test_of_several_api_servers_one_exports() -> None:
+    async def main() -> None:
+        first, second = (Engine("speed-4", rank, 2, "several") for rank in (0, 1))
+        first.stats = second.stats = worker_stats(**{"speed-4": {"prompt_tokens": 4}})
+        clients = [await serve(engine) for engine in (first, second)]
+        for client in clients:
+            await client.get("/metrics/")
+            assert (await client.get("/v1/kv_policy")).json()["counters"]
+        assert sample("prompt_tokens_total", "several", "speed-4") == 4
+
+    asyncio.run(main())
+
+
+def test_the_exporter_of_several_polls(monkeypatch) -> None:
+    monkeypatch.setattr(route, "POLL_S", 0.01)
+
+    async def main() -> None:
+        engine = Engine("speed-4", 0, 2, "poll")
+        await serve(engine)
+        engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": 4}})
+        await asyncio.sleep(0.2)
+        assert sample("prompt_tokens_total", "poll", "speed-4") == 4
+
+    asyncio.run(main())
+
+
+def test_servers_without_a_policy() -> None:
+    async def main() -> None:
+        stock = Engine(None)
+        response = await (await serve(stock)).get("/v1/kv_policy")
+        assert response.status_code == 404
+        full = Engine("full", model="full")
+        client = await serve(full)
+        answer = (await client.get("/v1/kv_policy")).json()
+        assert (answer["policy"], answer["counters"], answer["current"]) == ("full", {}, True)
+        assert (await client.get("/metrics/")).status_code == 200
+        assert stock.calls == full.calls == 0
+        app = FastAPI()
+        await KVPolicyEndpoint().init_state(None, app.state, Namespace())
+
+    asyncio.run(main())
+    assert KVPolicyEndpoint.for_tasks(("render",)) == []
+    assert KVPolicyEndpoint.for_tasks(None) == []
+
+
+def test_vllm_takes_the_endpoint_for_a_plugin(make_config) -> None:
+    import vllm.plugins
+    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin, attach_endpoint_plugins
+
+    make_config("speed-4")
+    assert isinstance(KVPolicyEndpoint(), EndpointPlugin)
+    assert [p.name for p in vllm.plugins.load_endpoint_plugins(("generate",))] == ["kvx"]
+    assert vllm.plugins.load_endpoint_plugins(("render",)) == []
+    app = FastAPI()
+    attach_endpoint_plugins(app, ("generate",))
+    assert "/v1/kv_policy" in {getattr(route, "path", None) for route in app.routes}
+
+
+def test_counters_never_fall() -> None:
+    own = PolicyMetrics("monotonic", "speed-4")
+    seen = []
+    for total in (5, 9, 9, 2, 3):
+        own.update(worker_stats(**{"speed-4": {"layer_tokens_skipped": total}}))
+        seen.append(sample("layer_tokens_skipped_total", "monotonic", "speed-4"))
+    assert seen == [5, 9, 9, 11, 12]
+
+
+def test_many_policies_share_a_series(monkeypatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_POLICIES", 2)
+    own = PolicyMetrics("many", "speed-4")
+    names = [f"speed-4:tail={n}" for n in range(2, 6)]
+    own.update(worker_stats(**{n: {"prompt_tokens": 10, "blocks_held": 1} for n in names}))
+    assert sample("prompt_tokens_total", "many", "speed-4") == 0
+    assert sample("prompt_tokens_total", "many", names[0]) == 10
+    assert sample("prompt_tokens_total", "many", names[1]) is None
+    assert sample("prompt_tokens_total", "many", "other") == 30
+    assert sample("kv_blocks_held", "many", "other") == 3

@@ -1,0 +1,119 @@
+"""Prometheus metrics, per policy, in the registry behind the server's ``/metrics``.
+
+The workers keep running totals; Prometheus counters are moved up by what was added since. With
+several API server processes only one exports, or their sum would count everything several times.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from prometheus_client import Counter, Gauge
+
+PREFIX = "vllm_kvx:"
+LABELS = ("model_name", "policy")
+# Clients may name many policies, and a series for each would fill the memory.
+MAX_POLICIES = 64
+OTHER = "other"
+
+# Field of the workers' statistics -> (metric, help).
+COUNTERS = {
+    "requests": ("requests", "Requests started under the policy."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens prefilled, at whatever depth."),
+    "layer_tokens_computed": (
+        "layer_tokens_computed",
+        "Tokens times the layers that computed them, prompt and generated.",
+    ),
+    "layer_tokens_skipped": (
+        "layer_tokens_skipped",
+        "Prompt tokens times the layers that the policy spared them.",
+    ),
+    "prefix_not_shared": (
+        "prefix_cache_requests_not_shared",
+        "Requests that could not use the prefix cache because of their policy.",
+    ),
+}
+GAUGES = {
+    "blocks_held": ("kv_blocks_held", "KV cache blocks held by running requests."),
+    "blocks_saved": (
+        "kv_blocks_saved",
+        "KV cache blocks that running requests would hold besides under full.",
+    ),
+}
+POOL_GAUGES = {
+    "pool_prompt_tokens": (
+        "kv_pool_tokens",
+        "Prompt tokens that the KV cache holds under the server's policy.",
+    ),
+    "stock_pool_tokens": (
+        "stock_kv_pool_tokens",
+        "Prompt tokens that the same memory would hold in stock vLLM.",
+    ),
+}
+
+
+class _Metrics(NamedTuple):
+    counters: dict[str, Counter]
+    gauges: dict[str, Gauge]
+    pool: dict[str, Gauge]
+
+
+@functools.cache
+def _metrics() -> _Metrics:
+    """The metrics of this process; Prometheus refuses to have them twice."""
+
+    def gauge(name: str, text: str) -> Gauge:
+        return Gauge(PREFIX + name, text, LABELS, multiprocess_mode="mostrecent")
+
+    return _Metrics(
+        {field: Counter(PREFIX + name, text, LABELS) for field, (name, text) in COUNTERS.items()},
+        {field: gauge(name, text) for field, (name, text) in GAUGES.items()},
+        {field: gauge(name, text) for field, (name, text) in POOL_GAUGES.items()},
+    )
+
+
+class PolicyMetrics:
+    """The metrics of one server.
+
+    model_name: the served model name, vLLM's own label.
+    policy: the server's policy; its series are there from the start.
+    """
+
+    def __init__(self, model_name: str, policy: str) -> None:
+        self.model_name = model_name
+        self.policy = policy
+        self._seen: dict[tuple[str, str], int] = {}
+        self._labels: set[str] = set()
+        label = self._label(policy)
+        for metric in (*_metrics().counters.values(), *_metrics().gauges.values()):
+            metric.labels(model_name, label)
+
+    def update(self, stats: dict[str, Any]) -> None:
+        """Takes over the totals in `stats`, as ``kv_policy_stats`` of the worker gives them."""
+        policies = stats.get("policies", {})
+        gauges: dict[tuple[str, str], int] = {}
+        for name, values in policies.items():
+            label = self._label(name)
+            for field, counter in _metrics().counters.items():
+                added = self._added(name, field, values.get(field, 0))
+                if added:
+                    counter.labels(self.model_name, label).inc(added)
+            for field in GAUGES:
+                key = (field, label)
+                gauges[key] = gauges.get(key, 0) + values.get(field, 0)
+        for (field, label), value in gauges.items():
+            _metrics().gauges[field].labels(self.model_name, label).set(value)
+        for field, gauge in _metrics().pool.items():
+            if (tokens := stats.get("layout", {}).get(field)) is not None:
+                gauge.labels(self.model_name, self.policy).set(tokens)
+
+    def _added(self, name: str, field: str, total: int) -> int:
+        """How far a total moved; one that fell was restarted, and counts from 0 again."""
+        seen = self._seen.get((name, field), 0)
+        self._seen[name, field] = total
+        return total - seen if total >= seen else total
+
+    def _label(self, name: str) -> str:
+        if name in self._labels or len(self._labels) < MAX_POLICIES:
+            self._labels.add(name)
+            return name
+        return OTHER

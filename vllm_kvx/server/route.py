@@ -1,0 +1,123 @@
+"""``GET /v1/kv_policy``, and metrics that are fresh when ``/metrics`` is read."""
+
+import asyncio
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, HTTPException, Request
+from starlette.datastructures import State
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_kvx.server.metrics import PolicyMetrics
+from vllm_kvx.server.stats import StatsReader
+from vllm_kvx.settings import KVSettings
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+PATH = "/v1/kv_policy"
+METRICS_PATH = "/metrics"
+POLL_S = 5.0
+
+
+class KVPolicyEndpoint:
+    """vLLM's ``EndpointPlugin`` for the two; it has effect on servers with a policy alone."""
+
+    name = "kvx"
+    required_tasks = ("generate",)
+
+    @classmethod
+    def for_tasks(cls, supported_tasks: Any) -> list["KVPolicyEndpoint"]:
+        """One endpoint for a server that generates; none for others, such as renderers."""
+        return [cls()] if set(cls.required_tasks) & set(supported_tasks or ()) else []
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Adds the route and the middleware; vLLM calls it while it builds the app."""
+        app.add_api_route(PATH, kv_policy, methods=["GET"])
+        app.add_middleware(FreshMetrics, state=app.state)
+
+    async def init_state(
+        self, engine_client: "EngineClient | None", state: State, args: Namespace
+    ) -> None:
+        """Called once the engine is up."""
+        if engine_client is None:
+            return
+        settings = KVSettings.from_vllm_config(engine_client.vllm_config)
+        if settings is not None:
+            state.kv_policy = PolicyStatus(settings, engine_client)
+
+
+class PolicyStatus:
+    """What a server says about its policy."""
+
+    def __init__(self, settings: KVSettings, engine_client: "EngineClient") -> None:
+        config = engine_client.vllm_config
+        self.settings = settings
+        self.reader: StatsReader | None = None
+        self.exports = config.parallel_config._api_process_rank == 0
+        self._poller: asyncio.Task[None] | None = None
+        if settings.stock:
+            return  # Stock workers count nothing.
+        metrics = None
+        if self.exports:
+            metrics = PolicyMetrics(
+                str(config.model_config.served_model_name), str(settings.policy)
+            )
+        self.reader = StatsReader(engine_client, metrics.update if metrics else lambda stats: None)
+        if self.exports and config.parallel_config._api_process_count > 1:
+            # /metrics may be read from another process, which sees what this one last exported.
+            self._poller = asyncio.create_task(self._poll())
+
+    async def refresh_metrics(self) -> None:
+        """Brings the Prometheus metrics up to date."""
+        if self.reader is not None and self.exports:
+            await self.reader.read()
+
+    async def as_json(self) -> dict[str, Any]:
+        """The answer of ``GET /v1/kv_policy``.
+
+        ``current`` is false if the engine did not answer in time: the counters are older then.
+        """
+        stats = await self.reader.read() if self.reader else {}
+        settings = self.settings
+        return {
+            "policy": str(settings.policy),
+            "parameters": settings.policy.parameters(),
+            "num_layers": settings.num_layers,
+            "layout": {
+                "splits": list(settings.layout.splits),
+                "sidecar": settings.layout.sidecar,
+                **stats.get("layout", {}),
+            },
+            "counters": stats.get("policies", {}),
+            "current": self.reader is None or self.reader.is_current,
+        }
+
+    async def _poll(self) -> None:
+        assert self.reader is not None
+        while True:
+            await self.reader.read()
+            await asyncio.sleep(POLL_S)
+
+
+class FreshMetrics:
+    """ASGI middleware: has the metrics brought up to date before they are served."""
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self.app = app
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].rstrip("/").endswith(METRICS_PATH):
+            status: PolicyStatus | None = getattr(self.state, "kv_policy", None)
+            if status is not None:
+                await status.refresh_metrics()
+        await self.app(scope, receive, send)
+
+
+async def kv_policy(request: Request) -> dict[str, Any]:
+    """The server's KV policy: parameters, layout, and counters per policy."""
+    status: PolicyStatus | None = getattr(request.app.state, "kv_policy", None)
+    if status is None:
+        raise HTTPException(404, "this server has no KV policy")
+    return await status.as_json()
