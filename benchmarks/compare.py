@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.engine import write_json
 from benchmarks.ideal import SHAPES, Case, Shape, case_ratio, pool_ratio
+from benchmarks.plot import table
 
 STOCK = "stock"
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,13 +47,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=_DTYPE_BYTES)
     add("--max-model-len", type=int, help="default: the model's, at most 131072")
     add("--max-num-batched-tokens", type=int, default=8192, help="prefill chunk")
-    add("--max-num-seqs", type=int, default=64)
-    add("--gpu-memory-utilization", type=float, default=0.92)
-    add("--tensor-parallel-size", type=int, default=1)
-    add("--kv-cache-dtype", default="auto")
-    add("--kv-cache-memory-bytes", type=int)
-    add("--block-size", type=int)
     add("--enforce-eager", action="store_true")
+    add("--engine-args", type=json.loads, default={}, help="JSON: further arguments of vllm.LLM")
     args = parser.parse_args(argv)
     args.out = args.out or args.append
     if args.out is None:
@@ -82,23 +78,17 @@ def engine_options(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     # YaRN's recipe keeps the short length in the config and multiplies it.
     factor = (shape.extra.get("rope_scaling") or {}).get("factor", 1)
     longest = int(shape.max_position * max(1, factor))
-    options = {
+    return {
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "max_model_len": args.max_model_len or min(131072, longest),
         "max_num_batched_tokens": args.max_num_batched_tokens,
-        "max_num_seqs": args.max_num_seqs,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "kv_cache_dtype": args.kv_cache_dtype,
+        "max_num_seqs": 64,
         "enforce_eager": args.enforce_eager,
         "seed": args.seed,
+        **args.engine_args,
     }
-    for name in ("kv_cache_memory_bytes", "block_size"):
-        if getattr(args, name) is not None:
-            options[name] = getattr(args, name)
-    return options
 
 
 def cases_of(engine: str, cases: list[Case]) -> list[str]:
@@ -118,7 +108,7 @@ def run_engine(
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     report: dict[str, Any] = {"status": "starting", "cases": {}}
-    stopped = False
+    seen, stopped = "", False
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine", str(spec_path)],
@@ -131,11 +121,10 @@ def run_engine(
             ended = False
             while not ended:
                 ended = process.poll() is not None
-                if report_path.exists():
-                    new = json.loads(report_path.read_text())
-                    if new != report:
-                        report = new
-                        on_report(report)
+                text = report_path.read_text() if report_path.exists() else ""
+                if text != seen:
+                    seen, report = text, json.loads(text)
+                    on_report(report)
                 if deadline is not None and time.monotonic() > deadline and not ended:
                     stopped = True
                     break
@@ -161,9 +150,9 @@ def run_engine(
 def derive(results: dict[str, Any], shape: Shape) -> None:
     """Adds ratio to stock, ideal and fraction of ideal to all that was measured."""
     settings = results["settings"]["engine"]
-    fp8 = str(settings["kv_cache_dtype"]).startswith("fp8")
-    weight_bytes = _DTYPE_BYTES[settings["dtype"]]
-    sizes = {"weight_bytes": weight_bytes, "kv_bytes": 1 if fp8 else weight_bytes}
+    fp8 = str(settings.get("kv_cache_dtype")).startswith("fp8")
+    weight_bytes: float = _DTYPE_BYTES[settings["dtype"]]
+    kv_bytes: float = 1 if fp8 else weight_bytes
     stock = results["engines"].get(STOCK, {})
     for name, engine in results["engines"].items():
         policy = None if name == STOCK else name
@@ -180,11 +169,14 @@ def derive(results: dict[str, Any], shape: Shape) -> None:
             ratio = result[key] / base[key] if key != "median" else base[key] / result[key]
             steps = results["settings"]["tokens" if case.kind == "tpot" else "steps"]
             ideal = case_ratio(
-                *(shape, case, case.policy or policy),
+                shape,
+                case,
+                case.policy or policy,
                 batch=result.get("batch", 1),
                 stock_batch=base.get("batch", 1),
                 generated=steps / 2,
-                **sizes,
+                weight_bytes=weight_bytes,
+                kv_bytes=kv_bytes,
             )
             result.update(against(ratio, ideal))
 
@@ -196,38 +188,6 @@ def against(ratio: float, ideal: float | None) -> dict[str, float | None]:
         "ideal": round(ideal, 4) if ideal else None,
         "fraction_of_ideal": round(ratio / ideal, 4) if ideal else None,
     }
-
-
-def table(results: dict[str, Any]) -> str:
-    """A line per engine and case."""
-
-    def number(value: Any, digits: int = 3) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    rows = [("engine", "case", "median", "spread", "vs stock", "ideal", "of ideal", "notes")]
-    for name, engine in results["engines"].items():
-        lines: dict[str, Any] = {"pool tokens": engine.get("pool") or {}, **engine["cases"]}
-        for case, result in lines.items():
-            value = result["tokens"] if "tokens" in result else result.get("median")
-            notes = [f"{count}x{mode}" for mode, count in result.get("decode_graphs", {}).items()]
-            if "tokens_per_s" in result:
-                notes[:0] = [f"batch {result['batch']}", f"{result['tokens_per_s']:.0f} tok/s"]
-            if result.get("preemptions"):
-                notes.append(f"{result['preemptions']} PREEMPTED")
-            if "error" in result:
-                notes.append("ERROR " + result["error"][-1][:90])
-            ideal = [number(result.get(k)) for k in ("ratio_to_stock", "ideal")]
-            spread, of_ideal = (result.get(k) for k in ("spread", "fraction_of_ideal"))
-            percent = [f"{100 * x:.1f}%" if x is not None else "-" for x in (spread, of_ideal)]
-            shown = str(value) if isinstance(value, int) else number(value)
-            rows.append((name, case, shown, percent[0], *ideal, percent[1], ", ".join(notes)))
-        if engine.get("error"):
-            rows.append((name, "ERROR", "", "", "", "", "", engine["error"][-1][:90]))
-    widths = [max(len(row[i]) for row in rows) for i in range(7)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:7], widths, strict=True)), row[7]])
-        for row in rows
-    )
 
 
 def git_commit() -> str | None:
@@ -253,66 +213,86 @@ def gpu() -> str | None:
     return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout else None
 
 
+class Results:
+    """The results file; rewritten on every change, so that a killed run keeps what it measured."""
+
+    def __init__(self, args: argparse.Namespace, argv: list[str], shape: Shape, dummy: bool):
+        self.began = time.monotonic()
+        self.path: Path = args.out
+        self.shape = shape
+        info = {"name": args.model, "dummy_weights": dummy, **shape.as_dict()}
+        settings = {key: getattr(args, key) for key in ("tokens", "steps", "seed")}
+        settings["engine"] = engine_options(args, shape)
+        self.content: dict[str, Any] = {"model": info, "settings": settings}
+        self.content.update(runs=[], engines={})
+        machine = gpu()
+        if args.append and args.append.exists():
+            self.content = json.loads(args.append.read_text())
+            if self.content["model"] != info or self.content["settings"] != settings:
+                raise SystemExit(f"{args.append} has another model or other settings")
+            if any(run["gpu"] != machine for run in self.content["runs"]):
+                raise SystemExit(f"{args.append} was measured on another GPU or driver")
+        self.content["runs"].append(
+            {
+                "command": shlex.join(["python", "-m", "benchmarks.compare", *argv]),
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "commit": args.commit or git_commit(),
+                "gpu": machine,
+            }
+        )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def measure(self, name: str, options: dict[str, Any], deadline: float | None) -> bool:
+        """Runs an engine and adds what it reports; whether all went well."""
+        settings = self.content["settings"]
+        earlier = self.content["engines"].get(name, {}).get("cases", {})
+        shown: set[str] = set()
+
+        def on_report(report: dict[str, Any]) -> None:
+            entry = {**report, "run": len(self.content["runs"]) - 1}
+            entry["cases"] = {**earlier, **report["cases"]}
+            self.content["engines"][name] = entry
+            derive(self.content, self.shape)
+            write_json(self.path, self.content)
+            done = [case for case in report["cases"] if case not in shown]
+            shown.update(done)
+            values = [f"{case} {report['cases'][case].get('median', 'ERROR')}" for case in done]
+            line = "; ".join([*values, report["status"]])
+            print(f"[{time.monotonic() - self.began:6.1f}s] {name}: {line}", flush=True)
+
+        spec = {
+            "policy": None if name == STOCK else name,
+            "vocab": self.shape.vocab,
+            **settings,
+            **options,
+            "engine": {**settings["engine"], **options["engine"]},
+        }
+        safe = name.replace(":", "_").replace("/", "_")
+        log = self.path.with_name(f"{self.path.stem}.{safe}.log")
+        report = run_engine(spec, log, on_report, deadline)
+        on_report(report)
+        return "log_tail" not in report
+
+
 def main(argv: list[str]) -> int:
-    began = time.monotonic()
     args = parse_args(argv)
-    deadline = began + args.time_limit if args.time_limit else None
+    deadline = time.monotonic() + args.time_limit if args.time_limit else None
+    # Ending by a signal must end the engine too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         shape, model = prepare_model(args.model, Path(folder))
-        settings = {
-            "engine": engine_options(args, shape),
-            **{key: getattr(args, key) for key in ("tokens", "steps", "seed")},
-        }
-        info = {"name": args.model, "dummy_weights": "load_format" in model, **shape.as_dict()}
-        results: dict[str, Any] = {"model": info, "settings": settings, "runs": [], "engines": {}}
-        machine = {"gpu": gpu()}
-        if args.append and args.append.exists():
-            results = json.loads(args.append.read_text())
-            if results["model"] != info or results["settings"] != settings:
-                raise SystemExit(f"{args.append} has another model or other settings")
-            if results["runs"] and results["runs"][-1]["gpu"] != machine["gpu"]:
-                raise SystemExit(f"{args.append} was measured on {results['runs'][-1]['gpu']}")
-        run = {
-            "command": shlex.join(["python", "-m", "benchmarks.compare", *argv]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": args.commit or git_commit(),
-            **machine,
-        }
-        results["runs"].append(run)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
+        results = Results(args, argv, shape, dummy="load_format" in model)
+        well = True
         for index, name in enumerate(args.engines):
-            old = results["engines"].get(name, {}).get("cases", {})
-            shown: set[str] = set()
-
-            def on_report(
-                report: dict[str, Any], name: str = name, old: dict = old, shown: set = shown
-            ) -> None:
-                entry = {**report, "run": len(results["runs"]) - 1}
-                entry["cases"] = {**old, **report["cases"]}
-                results["engines"][name] = entry
-                derive(results, shape)
-                write_json(args.out, results)
-                line = report["status"]
-                for case in report["cases"].keys() - shown:
-                    result = report["cases"][case]
-                    line = f"{case} {result.get('median', 'ERROR')}, then {report['status']}"
-                    shown.add(case)
-                print(f"[{time.monotonic() - began:6.1f}s] {name}: {line}", flush=True)
-
-            spec = {
-                "policy": None if name == STOCK else name,
-                "engine": {**model, **settings["engine"]},
+            options = {
+                "engine": model,
                 "cases": cases_of(name, args.cases),
                 "report": f"{folder}/engine{index}.json",
                 "repeats": args.repeats,
-                "vocab": shape.vocab,
-                **{key: settings[key] for key in ("tokens", "steps", "seed")},
             }
-            log = args.out.with_name(f"{args.out.stem}.{name.replace(':', '_')}.log")
-            on_report(run_engine(spec, log, on_report, deadline))
-    print(table(results))
-    wrong = [e for e in results["engines"].values() if e.get("log_tail")]
-    return 1 if wrong else 0
+            well &= results.measure(name, options, deadline)
+    print(table(results.content))
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.ideal import Case
 
@@ -109,7 +109,7 @@ class Bench:
             options["additional_config"] = {"kv_policy": policy}
         from vllm import LLM
 
-        self.llm = LLM(disable_log_stats=False, cudagraph_metrics=True, **options)
+        self.llm = cast(Any, LLM(disable_log_stats=False, cudagraph_metrics=True, **options))
         self.recorder = StepRecorder()
         self.llm.llm_engine.logger_manager.stat_loggers.append(self.recorder)
         self.config = self.llm.llm_engine.vllm_config
@@ -210,12 +210,25 @@ class Bench:
         return self._decode_together(case, case.batch)
 
     def _measure_pool_decode(self, case: Case) -> dict[str, Any]:
-        pool = self.report["pool"]
-        limit = self.spec["engine"]["max_num_seqs"]
-        batch = pool_batch(pool, case, limit, self._output_lengths)
+        tokens = self.report["pool"]["tokens"]
+        most = min(self.spec["engine"]["max_num_seqs"], tokens // case.length)
+        fitting = (batch for batch in range(most, 0, -1) if self._room(case, batch) <= tokens)
+        batch = next(fitting, 0)
         if not batch:
-            raise ValueError(f"the pool of {pool['tokens']} tokens holds no {case.length}")
+            raise ValueError(
+                f"the pool's {tokens} tokens have no room for {case.length} and output"
+            )
         return self._decode_together(case, batch)
+
+    def _room(self, case: Case, batch: int) -> float:
+        """Prompt tokens whose room in the pool a batch takes, outputs included.
+
+        A generated token is stored in every layer, hence takes the room of tokens / stock_tokens
+        prompt tokens. Each request may leave some blocks partly filled.
+        """
+        pool = self.report["pool"]
+        per_output = pool["tokens"] / pool["stock_tokens"]
+        return batch * (case.length + 64) + per_output * sum(self._output_lengths(case, batch))
 
     def _output_lengths(self, case: Case, batch: int) -> list[int]:
         """Output lengths such that the first request still decodes `steps` after the last starts.
@@ -242,24 +255,11 @@ class Bench:
             **result,
             "batch": together,
             "requests": batch,
+            "pool_filled": round(self._room(case, batch) / self.report["pool"]["tokens"], 3),
             "tokens_per_s": round(1e3 * together / result["median"], 2),
             "preemptions": sum(m.num_preemptions for m in metrics),
             "decode_graphs": dict(Counter(str(step.graph) for step in settled)),
         }
-
-
-def pool_batch(pool: dict[str, Any], case: Case, limit: int, output_lengths: Any) -> int:
-    """The most requests of `case` whose prompts and outputs the pool holds at once.
-
-    A generated token is stored in every layer, so it takes the room of tokens / stock_tokens
-    prompt tokens. Each request may leave some blocks partly filled.
-    """
-    per_output = pool["tokens"] / pool["stock_tokens"]
-    for batch in range(min(limit, pool["tokens"] // case.length), 0, -1):
-        outputs = sum(output_lengths(case, batch))
-        if batch * (case.length + 64) + outputs * per_output <= pool["tokens"]:
-            return batch
-    return 0
 
 
 def summary(samples: list[float]) -> dict[str, Any]:

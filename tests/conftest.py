@@ -6,7 +6,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("VLLM_KVX_CPU", "1")
+    os.environ.setdefault("KVX_CPU", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

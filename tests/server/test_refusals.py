@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 
 from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, reasons
 from vllm_kvx.server.validate import WORKERS
@@ -59,6 +59,7 @@ CASES = [
     ("scheduler_config.disable_hybrid_kv_cache_manager", True, "--disable-hybrid-kv-cache"),
     ("scheduler_config.scheduler_cls", "their.Scheduler", "--scheduler-cls"),
     ("compilation_config.cudagraph_mode", CUDAGraphMode.FULL, "FULL_AND_PIECEWISE"),
+    ("compilation_config.mode", CompilationMode.VLLM_COMPILE, "--enforce-eager"),
     ("attention_config.use_non_causal", True, "use_non_causal"),
     ("attention_config.hisparse_config", object(), "hisparse_config"),
 ]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -12,7 +13,9 @@ from vllm_kvx.accounting import gap_of
 from vllm_kvx.cache.policy_cache import PolicyKVCacheManager, RequestKV, anchor_hash
 from vllm_kvx.policy.spec import KVPolicy
 from vllm_kvx.policy.speed import Speed
-from vllm_kvx.settings import KVSettings, request_policy
+from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
+
+logger = init_logger("vllm.kvx.scheduler")
 
 
 class _PolicyScheduling:
@@ -32,10 +35,16 @@ class _PolicyScheduling:
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
+            if request.resumable:
+                _run_in_full(request)
             policy = self._policy_of(request)
             for manager in self.policy_managers:
                 manager.add_request(request.request_id, self._request_kv(request, policy, manager))
         super().add_request(request)  # type: ignore[misc]
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        super()._update_request_as_session(session, update)  # type: ignore[misc]
+        _run_in_full(session)
 
     def _policy_of(self, request: Request) -> KVPolicy:
         return request_policy(self.kv_settings, request.sampling_params)
@@ -58,9 +67,10 @@ class _PolicyScheduling:
             return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
         policy = self._policy_of(request)
         limit = self._sharable_tokens(request, policy)
-        if limit == 0:
+        if limit is None:
             name = str(policy)
             self._unshared[name] = self._unshared.get(name, 0) + 1
+        if not limit or not self._anchors_published(request):
             return manager.empty_kv_cache_blocks, 0, 0, False
         blocks, num_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
         if num_tokens > limit:
@@ -69,28 +79,33 @@ class _PolicyScheduling:
             return manager.empty_kv_cache_blocks, 0, 0, False
         return blocks, num_tokens, boundary, diverged
 
-    def _sharable_tokens(self, request: Request, policy: KVPolicy) -> int:
-        """Longest prefix, in whole blocks, that the request may take from the cache.
+    def _sharable_tokens(self, request: Request, policy: KVPolicy) -> int | None:
+        """Longest prefix, in whole blocks, that the request may take; None if it cannot share.
 
         The upper layers of a hit are not computed: every token they must hold has to lie past
-        it, or be an anchor whose entries somebody published.
+        it, or be an anchor, whose entries are handed over in one block.
         """
         if not self.policy_managers:
             return request.num_tokens
         if not isinstance(policy.propagate, Speed):
-            return 0
+            return None
         anchors, tail = policy.propagate.anchors, policy.propagate.tail
         block_size: int = self.kv_cache_manager.coordinator.scheduler_block_size  # type: ignore[attr-defined]
-        limit = max(request.num_prompt_tokens - tail, 0) // block_size * block_size
-        if limit < anchors or anchors > block_size:
-            return 0
+        if anchors > block_size:
+            return None
         for manager in self.policy_managers:
-            kv = manager.requests[request.request_id]
-            if kv.gap.size == 0 and kv.gap.start == 0:
-                return 0
-            if anchors and (kv.anchor_hash is None or manager.find_anchors(kv.anchor_hash) is None):
-                return 0
-        return limit
+            gap = manager.requests[request.request_id].gap
+            if gap.size == 0 and policy.propagate.cutoff > manager.spec.start_layer:
+                return None  # A segment below the request's cutoff, where it stores everything.
+        limit = max(request.num_prompt_tokens - tail, 0) // block_size * block_size
+        return limit if limit > anchors else 0
+
+    def _anchors_published(self, request: Request) -> bool:
+        for manager in self.policy_managers:
+            key = manager.requests[request.request_id].anchor_hash
+            if key is not None and manager.find_anchors(key) is None:
+                return False
+        return True
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -103,6 +118,14 @@ class _PolicyScheduling:
         super()._free_blocks(request)  # type: ignore[misc]
         for manager in self.policy_managers:
             manager.remove_request(request.request_id)
+
+
+def _run_in_full(session: Request) -> None:
+    """Streaming input moves the end of the prompt, and with it what a policy keeps."""
+    params = session.sampling_params
+    if params is not None:
+        params.extra_args = {**(params.extra_args or {}), POLICY_KEY: "full"}
+    logger.warning_once("Streaming-input sessions run under `full`: their prompt has no end yet.")
 
 
 class PolicyScheduler(_PolicyScheduling, Scheduler):

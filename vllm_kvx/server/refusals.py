@@ -24,7 +24,7 @@ ALWAYS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: not c.use_v2_model_runner and _is_cpu(),
-        "this CPU server uses vLLM's Model Runner V1: set VLLM_KVX_CPU=1, which runs Model Runner "
+        "this CPU server uses vLLM's Model Runner V1: set KVX_CPU=1, which runs Model Runner "
         "V2 under Triton's interpreter, and do not set VLLM_USE_V2_MODEL_RUNNER=0",
     ),
     Refusal(
@@ -38,6 +38,11 @@ ALWAYS: tuple[Refusal, ...] = (
 )
 
 WITH_POLICY: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: _is_cpu() and c.use_v2_model_runner and c.compilation_config.mode.name != "NONE",
+        "on CPU Triton's interpreter stands in for a compiler, which torch.compile cannot use: add "
+        "--enforce-eager",
+    ),
     Refusal(lambda c: c.lora_config, "LoRA is not supported yet: drop --enable-lora"),
     Refusal(
         lambda c: c.parallel_config.pipeline_parallel_size > 1,

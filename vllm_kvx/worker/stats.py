@@ -7,6 +7,11 @@ import numpy as np
 from vllm_kvx.policy.spec import KVPolicy
 
 
+# Clients choose policies, so names are bounded; what comes later is counted together.
+MAX_POLICIES = 64
+OTHER = "other"
+
+
 class PolicyStats:
     """Cumulative counters per policy; a policy gets its row when first seen."""
 
@@ -23,9 +28,11 @@ class PolicyStats:
     def row_of(self, policy: KVPolicy) -> int:
         """The policy's row in the counters."""
         row = self._rows.get(policy)
+        if row is None and len(self.names) > MAX_POLICIES:
+            return MAX_POLICIES
         if row is None:
             row = self._rows[policy] = len(self.names)
-            self.names.append(str(policy))
+            self.names.append(str(policy) if row < MAX_POLICIES else OTHER)
             self.requests.append(0)
             grown = np.zeros(1, dtype=np.int64)
             self.prompt_tokens = np.append(self.prompt_tokens, grown)
@@ -45,6 +52,7 @@ class PolicyStats:
     def add_unshared(self, counts: dict[str, int]) -> None:
         """Requests that could neither read nor publish a prefix, by policy name."""
         for name, count in counts.items():
+            name = name if name in self.names else OTHER
             self.prefix_not_shared[name] = self.prefix_not_shared.get(name, 0) + count
 
     def as_dict(self) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,108 @@
+"""SPEED compiled, under CUDA graphs, on the engine's default path. Skipped without a GPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.conftest import (
+    EDGES,
+    Engine,
+    assert_matches,
+    in_process,  # noqa: F401
+    prompts_of,
+    running,
+    tiny,  # noqa: F401
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LOOKUP = Path(__file__).parents[1] / "checkpoints" / "lookup-8l"
+COMPILED: dict[str, Any] = dict(enforce_eager=False, block_size=16, gpu_memory_utilization=0.3)
+# float32 has no FlashAttention kernel; Triton's is exact.
+EXACT: dict[str, Any] = dict(COMPILED, attention_config={"backend": "TRITON_ATTN"})
+
+
+def count_graph_replays(engine: Engine) -> dict[str, int]:
+    """Counts FULL replays against all forward passes of real batches."""
+    counts = {"full": 0, "steps": 0}
+    manager, state = engine.runner.cudagraph_manager, engine.runner.model_state
+    run, preprocess = manager.run_fullgraph, state.preprocess_state
+
+    def run_fullgraph(desc: Any) -> Any:
+        counts["full"] += 1
+        return run(desc)
+
+    def preprocess_state(*args: Any) -> None:
+        counts["steps"] += 1
+        preprocess(*args)
+
+    manager.run_fullgraph, state.preprocess_state = run_fullgraph, preprocess_state
+    return counts
+
+
+def test_parity_compiled(tiny: Callable[..., Path]) -> None:  # noqa: F811
+    model = tiny(head_dim=64, hidden=128)
+    prompts = prompts_of((*EDGES, 500, 1999, 2000))
+    policies = ["full" if i % 3 == 2 else None for i in range(len(prompts))]
+    with running(
+        model, "speed-4", enable_prefix_caching=True, max_num_seqs=32, **EXACT
+    ) as engine:
+        counts = count_graph_replays(engine)
+        answers = engine.generate(prompts, max_tokens=24, policies=policies)
+        again = engine.generate([p + [7, 8, 9] for p in prompts], max_tokens=4)
+        chunks = engine.generate(prompts_of((97, 193), seed=3), max_tokens=4)
+        before = dict(counts)
+        decode = engine.generate(prompts_of((40,), seed=4), max_tokens=33)
+        engine.assert_idle()
+    assert_matches(model, [a for a, p in zip(answers, policies, strict=True) if not p], cutoff=4)
+    assert_matches(model, [a for a, p in zip(answers, policies, strict=True) if p], cutoff=None)
+    assert_matches(model, [*again, *chunks, *decode], cutoff=4)
+    assert any(answer.cached for answer in again)
+    steps, full = counts["steps"] - before["steps"], counts["full"] - before["full"]
+    # One prefill step; every other one decodes and replays a FULL graph.
+    assert full >= 32 and full == steps - 1, (full, steps)
+
+
+def test_full_is_stock_bit_for_bit() -> None:
+    prompts = prompts_of((5, 33, 130, 700, 1500, 17, 64, 250))
+    answers = []
+    for policy in (None, "speed-4"):
+        with running(LOOKUP, policy, dtype="bfloat16", **COMPILED) as engine:
+            names = [None if policy is None else "full"] * len(prompts)
+            answers.append(engine.generate(prompts, max_tokens=24, policies=names))
+    for stock, ours in zip(*answers, strict=True):
+        assert stock.tokens == ours.tokens
+        assert torch.equal(stock.logprobs, ours.logprobs)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_checkpoint_answers(kv_cache_dtype: str) -> None:
+    from benchmarks.checkpoint.prompts import make_prompt
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
+    questions = [make_prompt(seed, 1024, tokenizer) for seed in range(100)]
+    prompts = [tokenizer(text).input_ids for text, _ in questions]
+    score = {}
+    with running(
+        LOOKUP,
+        "speed-4",
+        dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_seqs=64,
+        **(COMPILED | {"max_num_batched_tokens": 2048}),
+    ) as engine:
+        for name in (None, "full"):
+            answers = engine.generate(prompts, max_tokens=2, policies=[name] * len(prompts))
+            right = [
+                tokenizer.decode(answer.tokens) == expected
+                for answer, (_, expected) in zip(answers, questions, strict=True)
+            ]
+            score[name or "speed-4"] = sum(right) / len(right)
+        engine.assert_idle()
+    print(json.dumps({"kv_cache_dtype": kv_cache_dtype, "accuracy": score}))
+    assert min(score.values()) >= 0.95, score
