@@ -75,14 +75,11 @@ def prepare_model(model: str, folder: Path) -> tuple[Shape, dict[str, Any]]:
 
 def engine_options(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """What every engine of this run is started with."""
-    # YaRN's recipe keeps the short length in the config and multiplies it.
-    factor = (shape.extra.get("rope_scaling") or {}).get("factor", 1)
-    longest = int(shape.max_position * max(1, factor))
     return {
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
-        "max_model_len": args.max_model_len or min(131072, longest),
+        "max_model_len": args.max_model_len or min(131072, shape.max_position),
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "max_num_seqs": 64,
         "enforce_eager": args.enforce_eager,
@@ -142,8 +139,9 @@ def run_engine(
     report["cases"].update({name: {"error": ["not run"]} for name in missing})
     failed = report.get("error") or any("error" in case for case in report["cases"].values())
     if failed:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        report["log_tail"] = lines[-25:]
+        lines = [line[:300] for line in log.read_text(errors="replace").splitlines() if line]
+        # The cause is in an engine core's traceback, far above the end.
+        report["log_tail"] = [line for line in lines if "Error: " in line][-8:] + lines[-8:]
     return report
 
 
@@ -284,12 +282,9 @@ def main(argv: list[str]) -> int:
         results = Results(args, argv, shape, dummy="load_format" in model)
         well = True
         for index, name in enumerate(args.engines):
-            options = {
-                "engine": model,
-                "cases": cases_of(name, args.cases),
-                "report": f"{folder}/engine{index}.json",
-                "repeats": args.repeats,
-            }
+            report = f"{folder}/engine{index}.json"
+            options = {"engine": model, "report": report, "repeats": args.repeats}
+            options["cases"] = cases_of(name, args.cases)
             well &= results.measure(name, options, deadline)
     print(table(results.content))
     return 0 if well else 1

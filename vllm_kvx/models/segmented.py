@@ -53,9 +53,6 @@ class StepRows:
         return self.in_batch.shape[0]
 
 
-@support_torch_compile(
-    dynamic_arg_dims={"input_ids": 0, "positions": 0, "hidden_states": 0, "residual": 0}
-)
 class DecoderSegment(nn.Module):
     """Layers ``[start, end)`` of a decoder; the first embeds, the last normalises."""
 
@@ -69,7 +66,7 @@ class DecoderSegment(nn.Module):
         last = end == len(decoder.layers)  # type: ignore[arg-type]
         self.__dict__["norm"] = decoder.norm if last else None
 
-    def forward(
+    def run(
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
@@ -85,6 +82,29 @@ class DecoderSegment(nn.Module):
             hidden_states, _ = self.norm(hidden_states, residual)
             return hidden_states
         return hidden_states, residual
+
+
+def compiled_segment(index: int) -> type[DecoderSegment]:
+    """A class for the segment at this place.
+
+    vLLM finds a compiled artifact by the qualified name of ``forward``, so two segments of one
+    class would load each other's.
+    """
+
+    class Segment(DecoderSegment):
+        def forward(
+            self,
+            input_ids: torch.Tensor | None,
+            positions: torch.Tensor,
+            hidden_states: torch.Tensor | None,
+            residual: torch.Tensor | None,
+        ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+            return self.run(input_ids, positions, hidden_states, residual)
+
+    Segment.__qualname__ = Segment.__name__ = f"Segment{index}"
+    Segment.forward.__qualname__ = f"Segment{index}.forward"
+    dims = {"input_ids": 0, "positions": 0, "hidden_states": 0, "residual": 0}
+    return support_torch_compile(dynamic_arg_dims=dims)(Segment)
 
 
 class SegmentedModel(nn.Module):
@@ -105,7 +125,7 @@ class SegmentedModel(nn.Module):
         for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
             with set_model_tag(f"kvx_segment_{index}"):
                 segments.append(
-                    DecoderSegment(
+                    compiled_segment(index)(
                         vllm_config=vllm_config,
                         prefix=f"{prefix}.segments.{index}",
                         decoder=decoder,
