@@ -83,7 +83,7 @@ class Bench:
             self.report["resolved"] = self._resolved()
             self.report["pool"] = self._pool()
         except Exception:
-            self.report["error"] = _last_lines(traceback.format_exc())
+            self.report["error"] = last_lines()
             self._save("failed")
             raise
         for case in self.cases:
@@ -92,7 +92,7 @@ class Bench:
             try:
                 result = getattr(self, f"_measure_{case.kind}")(case)
             except Exception:
-                result = {"error": _last_lines(traceback.format_exc())}
+                result = {"error": last_lines()}
             result["took_s"] = round(time.monotonic() - start, 1)
             self.report["cases"][str(case)] = result
         self._save("done")
@@ -160,16 +160,10 @@ class Bench:
             rng = np.random.default_rng((self.spec["seed"], case.length, index))
             ids = rng.integers(0, self.spec["vocab"], case.length).tolist()
             prompts.append(TokensPrompt(prompt_token_ids=ids))
-            extra = {"kv_policy": case.policy} if case.policy else None
-            params.append(
-                SamplingParams(
-                    temperature=0,
-                    max_tokens=count,
-                    ignore_eos=True,
-                    detokenize=False,
-                    extra_args=extra,
-                )
-            )
+            sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+            if case.policy:
+                sampling["extra_args"] = {"kv_policy": case.policy}
+            params.append(SamplingParams(max_tokens=count, **sampling))
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         for output, count in zip(outputs, tokens, strict=True):
             got = len(output.outputs[0].token_ids)
@@ -207,18 +201,22 @@ class Bench:
 
     def _measure_decode(self, case: Case) -> dict[str, Any]:
         assert case.batch is not None
+        if case.batch > self._largest_batch(case):
+            raise ValueError(f"{case}: this engine runs {self._largest_batch(case)} at once")
         return self._decode_together(case, case.batch)
 
     def _measure_pool_decode(self, case: Case) -> dict[str, Any]:
+        batch = self._largest_batch(case)
+        if not batch:
+            raise ValueError(f"{case}: the pool has no room for one prompt and its output")
+        return self._decode_together(case, batch)
+
+    def _largest_batch(self, case: Case) -> int:
+        """The most requests that the pool holds, within max_num_seqs."""
         tokens = self.report["pool"]["tokens"]
         most = min(self.spec["engine"]["max_num_seqs"], tokens // case.length)
         fitting = (batch for batch in range(most, 0, -1) if self._room(case, batch) <= tokens)
-        batch = next(fitting, 0)
-        if not batch:
-            raise ValueError(
-                f"the pool's {tokens} tokens have no room for {case.length} and output"
-            )
-        return self._decode_together(case, batch)
+        return next(fitting, 0)
 
     def _room(self, case: Case, batch: int) -> float:
         """Prompt tokens whose room in the pool a batch takes, outputs included.
@@ -290,8 +288,9 @@ def write_json(path: Path, content: Any) -> None:
     os.replace(temporary, path)
 
 
-def _last_lines(text: str, count: int = 12) -> list[str]:
-    return text.strip().splitlines()[-count:]
+def last_lines() -> list[str]:
+    """The end of the current exception's traceback."""
+    return traceback.format_exc().strip().splitlines()[-12:]
 
 
 if __name__ == "__main__":

@@ -187,18 +187,19 @@ def test_upper_layers_run_exactly_anchors_tail_and_decode_rows(tiny: Callable[..
 
 
 def record_rows(engine: Engine) -> tuple[list[int], list[int]]:
-    """Rows that each of the two segments runs, per step; 0 where it does not run."""
+    """Rows that the layers below and above the cutoff run, per step; 0 where they do not run."""
     rows: tuple[list[int], list[int]] = ([], [])
-    for index, segment in enumerate(engine.runner.model.segments):
-        forward = segment.forward
+    layers = engine.runner.model.model.layers
+    for part, layer in enumerate((layers[0], layers[4])):
+        forward = layer.forward
 
-        def counted(ids, positions, hidden, residual, *, index=index, forward=forward):  # type: ignore[no-untyped-def]
-            if index == 0:
+        def counted(positions, *args, part=part, forward=forward, **kwargs):  # type: ignore[no-untyped-def]
+            if part == 0:
                 rows[0].append(positions.shape[0])
                 rows[1].append(0)
             else:
                 rows[1][-1] = positions.shape[0]
-            return forward(ids, positions, hidden, residual)
+            return forward(positions, *args, **kwargs)
 
-        segment.forward = counted
+        layer.forward = counted
     return rows

@@ -3,7 +3,8 @@
 A segment is a range of decoder layers compiled on its own. Between two segments the rows whose
 layers end there leave the batch: hidden state and residual are gathered, the next segment's
 attention runs on its own slots and metadata, and at the end the result is scattered back to the
-batch's rows. With no rows to drop this is the stock decoder.
+batch's rows. A step with no row to drop (every decode step) runs the stock decoder instead, with
+its own compiled graph and CUDA graphs: a cut through the compiled graph rounds differently.
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import (
-    get_forward_context,
-    is_forward_context_available,
-    override_forward_context,
-)
+from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -112,14 +109,13 @@ class SegmentedModel(nn.Module):
 
     segments: nn.ModuleList
     step_rows: Sequence[StepRows | None]
+    is_dummy_step: bool
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
         settings = KVSettings.from_vllm_config(vllm_config)
         assert settings is not None, "segmented models are loaded under a KV policy only"
         decoder = self.model
-        # The stock forward is not called any more; only its weights and layers are used.
-        decoder.do_not_compile = True
         bounds = (0, *settings.layout.splits, len(decoder.layers))
         segments = []
         for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -135,9 +131,9 @@ class SegmentedModel(nn.Module):
                 )
         self.segments = nn.ModuleList(segments)
         self.step_rows = ()
+        self.is_dummy_step = False
         attention = [_attention_of(layer) for layer in decoder.layers]
         policy_kv_cache_specs(attention, settings)
-        self._boundary = _BoundaryBuffers(len(segments) - 1)
 
     def get_model_state_cls(self) -> type:
         from vllm_kvx.worker.model_state import PolicyModelState
@@ -154,62 +150,47 @@ class SegmentedModel(nn.Module):
         """(T,) ids and positions -> (T, hidden) final states; rows dropped on the way are 0."""
         # Consumed once: a dummy run that prepares no attention must not see an old plan.
         step_rows, self.step_rows = self.step_rows, ()
+        if any(rows is not None for rows in step_rows):
+            return self._run_segments(input_ids, positions, step_rows)
+        context = get_forward_context()
+        if context.attn_metadata is None:
+            # The profiling run: what can run later has to be compiled, and its memory counted.
+            self._run_segments(input_ids, positions, [None] * (len(self.segments) - 1))
+        elif self.is_dummy_step and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+            # Small prefills replay the first segment's pieces; captured here beside the stock ones.
+            self.segments[0](input_ids, positions, None, None)
+        return super().forward(  # type: ignore[misc]
+            input_ids, positions, intermediate_tensors, inputs_embeds
+        )
+
+    def _run_segments(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        step_rows: Sequence[StepRows | None],
+    ) -> torch.Tensor:
         num_tokens = positions.shape[0]
-        hidden, residual = self.segments[0](input_ids, positions, None, None)
+        out = self.segments[0](input_ids, positions, None, None)
         in_batch: torch.Tensor | None = None
-        for index, segment in enumerate(self.segments[1:]):
-            rows = step_rows[index] if step_rows else None
+        for rows, segment in zip(step_rows, self.segments[1:], strict=True):
+            hidden, residual = out
+            slot_mapping: dict[str, torch.Tensor] = {}
             if rows is not None:
                 if rows.num_rows == 0:
                     return hidden.new_zeros(num_tokens, hidden.shape[1])
                 hidden = hidden.index_select(0, rows.from_previous)
                 residual = residual.index_select(0, rows.from_previous)
-                positions, in_batch = rows.positions, rows.in_batch
-            if in_batch is None:
-                hidden, residual = self._boundary.persist(index, hidden, residual)
+                positions, in_batch, slot_mapping = rows.positions, rows.in_batch, rows.slot_mapping
+            with override_forward_context(_without_graphs(slot_mapping)):
                 out = segment(None, positions, hidden, residual)
-            else:
-                slots = rows.slot_mapping if rows is not None else {}
-                with override_forward_context(_trimmed_context(slots)):
-                    out = segment(None, positions, hidden, residual)
-            if index < len(self.segments) - 2:
-                hidden, residual = out
-            else:
-                hidden = out
         if in_batch is None:
-            return hidden
-        output = hidden.new_zeros(num_tokens, hidden.shape[1])
-        return output.index_copy_(0, in_batch, hidden)
+            return out
+        output = out.new_zeros(num_tokens, out.shape[1])
+        return output.index_copy_(0, in_batch, out)
 
 
-class _BoundaryBuffers:
-    """Fixed addresses for what passes between two segments under piecewise CUDA graphs.
-
-    A captured piece reads its inputs where they were at capture, and the previous segment's
-    output goes back to the graph pool as soon as its last piece is captured.
-    """
-
-    def __init__(self, num_boundaries: int) -> None:
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_boundaries
-
-    def persist(
-        self, index: int, hidden: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if (
-            not is_forward_context_available()
-            or get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE
-        ):
-            return hidden, residual
-        num_rows = hidden.shape[0]
-        buffers = self._buffers[index]
-        if buffers is None or buffers[0].shape[0] < num_rows:
-            # Captures run from the largest size down, so this happens once, before replay.
-            buffers = (torch.empty_like(hidden), torch.empty_like(residual))
-            self._buffers[index] = buffers
-        return buffers[0][:num_rows].copy_(hidden), buffers[1][:num_rows].copy_(residual)
-
-
-def _trimmed_context(slot_mapping: dict[str, torch.Tensor]) -> Any:
+def _without_graphs(slot_mapping: dict[str, torch.Tensor]) -> Any:
+    """The forward context with these slots; rows vary per step, so no piecewise CUDA graph."""
     context = get_forward_context()
     assert isinstance(context.slot_mapping, dict)
     return replace(

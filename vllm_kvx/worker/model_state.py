@@ -228,6 +228,7 @@ class PolicyModelState(DefaultModelState):
                 )
             )
         self.model.step_rows = step_rows
+        self.model.is_dummy_step = not real
         return metadata
 
     def _trim(
