@@ -9,9 +9,11 @@ It has to run before ``vllm.triton_utils`` is imported, which first resolves the
 hence it is loaded as a ``vllm.platform_plugins`` entry point that names no platform.
 """
 
+import functools
 import os
 import sys
 from importlib import metadata
+from typing import Any
 
 CPU_MODE_VARIABLE = "KVX_CPU"
 
@@ -25,6 +27,7 @@ def platform_plugin() -> None:
     """Entry point of ``vllm.platform_plugins``; never names a platform, so returns None."""
     if cpu_mode_requested():
         _install_interpreter_backend()
+        _correct_interpreter()
         _name_cpu_distribution()
 
 
@@ -43,6 +46,49 @@ def _install_interpreter_backend() -> None:
         return  # vLLM itself reports a missing Triton.
     if "cpu" not in backends:
         backends["cpu"] = Backend(compiler=None, driver=_InterpreterDriver)
+    # Inductor would ask that backend to compile. vLLM compiles some small functions even where
+    # the model runs eagerly; they run as they are.
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+class _LoopScalar(int):
+    """A loop counter of an interpreted kernel, with the one tensor method that kernels call."""
+
+    def to(self, dtype: Any) -> int:
+        return self
+
+
+def _correct_interpreter() -> None:
+    """Lets vLLM's kernels for top-k, top-p and structured output run interpreted."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    builder = interpreter.InterpreterBuilder
+    patch_core, splat = interpreter._patch_lang_core, builder.create_splat
+    if hasattr(patch_core, "__wrapped__"):
+        return
+
+    @functools.wraps(patch_core)
+    def patch_lang_core(lang: Any, scope: Any) -> None:
+        # The counter of a `tl.range` is a plain int here, and kernels convert it.
+        patch_core(lang, scope)
+        plain = lang.range
+        scope.set_attr(lang, "range", lambda *args, **kw: map(_LoopScalar, plain(*args, **kw)))
+
+    @functools.wraps(splat)
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        # What a comparison returns is labelled with the type of its operands, and becomes a block
+        # of that type, which no mask may be.
+        if arg.data.dtype == bool:
+            arg = interpreter.TensorHandle(arg.data, tl.int1)
+        return splat(self, ret_ty, arg)
+
+    interpreter._patch_lang_core = patch_lang_core
+    builder.create_splat = create_splat
 
 
 def _name_cpu_distribution() -> None:

@@ -53,7 +53,9 @@ class Engine:
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.pool = core.scheduler.kv_cache_manager.block_pool
-        self.runner = core.model_executor.driver_worker.worker.model_runner
+        executor = core.model_executor
+        if hasattr(executor, "driver_worker"):  # Not with several ranks: they are processes.
+            self.runner = executor.driver_worker.worker.model_runner
         self._count_preemptions()
 
     def generate(

@@ -41,7 +41,7 @@ class LowerAttentionSpec(FullAttentionSpec):
     bucket: int
 
     @classmethod
-    def merge(cls, specs: list["LowerAttentionSpec"]) -> "LowerAttentionSpec":  # type: ignore[override]
+    def merge(cls, specs: list["LowerAttentionSpec"]) -> "LowerAttentionSpec":
         return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined]
 
 
@@ -170,7 +170,7 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
     published under the anchors' tokens, and a request with a hit copies it into its own.
     """
 
-    def __init__(self, kv_cache_spec: PolicyAttentionSpec, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, kv_cache_spec: PolicyAttentionSpec, **kwargs) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.spec = kv_cache_spec
         self.requests: dict[str, RequestKV] = {}
@@ -285,7 +285,7 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         return blocks if source is None else [*blocks, source]
 
     @classmethod
-    def find_longest_cache_hit(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def find_longest_cache_hit(cls, *args, **kwargs):
         raise AssertionError("groups of a policy segment take no part in prefix lookups")
 
 
@@ -296,6 +296,6 @@ def anchor_hash(token_ids: Sequence[int], salt: str | None) -> BlockHash:
 
 
 # The registry fills itself only while it is empty, so vLLM's own specs have to go in first.
-register_all_kvcache_specs(None)  # type: ignore[arg-type]
+register_all_kvcache_specs(None)
 KVCacheSpecRegistry.register(LowerAttentionSpec, FullAttentionManager, FullAttentionSpec)
 KVCacheSpecRegistry.register(PolicyAttentionSpec, PolicyKVCacheManager, PolicyAttentionSpec)

@@ -9,6 +9,7 @@ its own compiled graph and CUDA graphs: a cut through the compiled graph rounds 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,15 +54,18 @@ class StepRows:
 class DecoderSegment(nn.Module):
     """Layers ``[start, end)`` of a decoder; the first embeds, the last normalises."""
 
+    layers: list[nn.Module]
+    embed: nn.Module | None
+    norm: nn.Module | None
+
     def __init__(
-        self, *, vllm_config: VllmConfig, prefix: str = "", decoder: nn.Module, start: int, end: int
+        self, *, vllm_config: VllmConfig, prefix: str = "", decoder: Any, start: int, end: int
     ) -> None:
         super().__init__()
         # Plain references: the decoder stays the owner of its modules and of their names.
-        self.__dict__["layers"] = list(decoder.layers[start:end])  # type: ignore[index]
+        self.__dict__["layers"] = list(decoder.layers[start:end])
         self.__dict__["embed"] = decoder.embed_tokens if start == 0 else None
-        last = end == len(decoder.layers)  # type: ignore[arg-type]
-        self.__dict__["norm"] = decoder.norm if last else None
+        self.__dict__["norm"] = decoder.norm if end == len(decoder.layers) else None
 
     def run(
         self,
@@ -100,25 +104,26 @@ def compiled_segment(index: int) -> type[DecoderSegment]:
 
     Segment.__qualname__ = Segment.__name__ = f"Segment{index}"
     Segment.forward.__qualname__ = f"Segment{index}.forward"
-    dims = {"input_ids": 0, "positions": 0, "hidden_states": 0, "residual": 0}
+    dims: dict[str, Any] = {"input_ids": 0, "positions": 0, "hidden_states": 0, "residual": 0}
     return support_torch_compile(dynamic_arg_dims=dims)(Segment)
 
 
 class SegmentedModel(nn.Module):
     """Mixin over a vLLM ``*ForCausalLM`` that runs ``self.model`` in segments."""
 
+    model: Any
     segments: nn.ModuleList
     step_rows: Sequence[StepRows | None]
     is_dummy_step: bool
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
         settings = KVSettings.from_vllm_config(vllm_config)
         assert settings is not None, "segmented models are loaded under a KV policy only"
         decoder = self.model
         bounds = (0, *settings.layout.splits, len(decoder.layers))
         segments = []
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for index, (start, end) in enumerate(pairwise(bounds)):
             with set_model_tag(f"kvx_segment_{index}"):
                 segments.append(
                     compiled_segment(index)(
@@ -159,7 +164,7 @@ class SegmentedModel(nn.Module):
         elif self.is_dummy_step and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
             # Small prefills replay the first segment's pieces; captured here beside the stock ones.
             self.segments[0](input_ids, positions, None, None)
-        return super().forward(  # type: ignore[misc]
+        return super().forward(
             input_ids, positions, intermediate_tensors, inputs_embeds
         )
 

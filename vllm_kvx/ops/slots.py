@@ -61,7 +61,7 @@ def map_slots(
         stored_lens.stride(0),
         idx_mapping.shape[0],
         PAD_ID=PAD_SLOT_ID,
-        BLOCK=1024,  # type: ignore[arg-type]
+        BLOCK=1024,
     )
 
 

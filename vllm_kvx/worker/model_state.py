@@ -7,7 +7,7 @@ model. Counts are known on the host throughout: nothing is read back from the de
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvx import accounting
 from vllm_kvx.cache.policy_cache import PolicyAttentionSpec
-from vllm_kvx.models.segmented import StepRows
+from vllm_kvx.models.segmented import SegmentedModel, StepRows
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
 from vllm_kvx.worker.rows import SegmentRows, plan_rows
@@ -47,6 +48,7 @@ class PolicyModelState(DefaultModelState):
         settings = KVSettings.from_vllm_config(vllm_config)
         assert settings is not None
         self.settings = settings
+        self.segmented = cast(SegmentedModel, model)
         self.segment_starts = settings.layout.splits
         bounds = (0, *self.segment_starts, settings.num_layers)
         self.segment_sizes = np.diff(np.array(bounds, dtype=np.int64))
@@ -66,7 +68,7 @@ class PolicyModelState(DefaultModelState):
         self._req_index: dict[str, int] = {}
         self._batch: InputBatch | None = None
         self._plan: list[SegmentRows | None] = []
-        self._stored_lens_np = np.zeros((num_upper, 0), dtype=np.int64)
+        self._stored_lens_np: accounting.IntArray = np.zeros((num_upper, 0), dtype=np.int64)
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -181,7 +183,7 @@ class PolicyModelState(DefaultModelState):
         kv_cache_config: KVCacheConfig,
         for_capture: bool = False,
         ubatch_idx: int = 0,
-        **kwargs: Any,
+        model_specific_attn_metadata: ModelSpecificAttnMetadata | None = None,
     ) -> dict[str, Any]:
         real = self._batch is input_batch
         self._batch = None
@@ -224,11 +226,11 @@ class PolicyModelState(DefaultModelState):
                     kv_cache_config,
                     for_capture,
                     ubatch_idx,
-                    **kwargs,
+                    model_specific_attn_metadata,
                 )
             )
-        self.model.step_rows = step_rows
-        self.model.is_dummy_step = not real
+        self.segmented.step_rows = step_rows
+        self.segmented.is_dummy_step = not real
         return metadata
 
     def _trim(

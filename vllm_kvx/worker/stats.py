@@ -6,7 +6,6 @@ import numpy as np
 
 from vllm_kvx.policy.spec import KVPolicy
 
-
 # Clients choose policies, so names are bounded; what comes later is counted together.
 MAX_POLICIES = 64
 OTHER = "other"
