@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from vllm_kvx.accounting import gap_of
 from vllm_kvx.cache.policy_cache import PolicyKVCacheManager, RequestKV, anchor_hash
+from vllm_kvx.cache.pool import pool_tokens
 from vllm_kvx.policy.spec import KVPolicy
 from vllm_kvx.policy.speed import Speed
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
@@ -32,6 +33,15 @@ class _PolicyScheduling:
             if isinstance(manager, PolicyKVCacheManager)
         ]
         self._unshared: dict[str, int] = {}
+        pool = pool_tokens(self.kv_cache_config, settings)  # type: ignore[attr-defined]
+        logger.info(
+            "KV pool: %s blocks hold %s prompt tokens under %s, %.2fx the %s of stock vLLM",
+            f"{pool.num_blocks:,}",
+            f"{pool.policy:,}",
+            settings.policy,
+            pool.policy / max(pool.stock, 1),
+            f"{pool.stock:,}",
+        )
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ class DecoderSegment(nn.Module):
         positions: torch.Tensor,
         hidden_states: torch.Tensor | None,
         residual: torch.Tensor | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:
         """(N,) ids or (N, hidden) states -> states and residual, or normed states at the end."""
         if self.embed is not None:
             hidden_states = self.embed(input_ids)
@@ -99,7 +99,7 @@ def compiled_segment(index: int) -> type[DecoderSegment]:
             positions: torch.Tensor,
             hidden_states: torch.Tensor | None,
             residual: torch.Tensor | None,
-        ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ) -> Any:
             return self.run(input_ids, positions, hidden_states, residual)
 
     Segment.__qualname__ = Segment.__name__ = f"Segment{index}"

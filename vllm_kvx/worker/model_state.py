@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvx import accounting
-from vllm_kvx.cache.policy_cache import PolicyAttentionSpec
+from vllm_kvx.cache.pool import pool_tokens, segment_of
 from vllm_kvx.models.segmented import SegmentedModel, StepRows
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
@@ -77,10 +77,7 @@ class PolicyModelState(DefaultModelState):
         self.block_tables = block_tables
         self.kv_cache_config = kv_cache_config
         self.group_segments = [
-            group.kv_cache_spec.segment
-            if isinstance(group.kv_cache_spec, PolicyAttentionSpec)
-            else 0
-            for group in kv_cache_config.kv_cache_groups
+            segment_of(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups
         ]
         upper = [(g, s - 1) for g, s in enumerate(self.group_segments) if s > 0]
         ids, segments = zip(*upper, strict=True)
@@ -284,30 +281,13 @@ class PolicyModelState(DefaultModelState):
                 self.kv_cache_config.kv_cache_groups, sizes, self.group_segments, strict=True
             )
         ]
+        pool = pool_tokens(self.kv_cache_config, self.settings)
         return {
-            "layout": {"groups": groups, **self.pool_tokens()},
+            "layout": {
+                "groups": groups,
+                "num_blocks": pool.num_blocks,
+                "pool_prompt_tokens": pool.policy,
+                "stock_pool_tokens": pool.stock,
+            },
             "policies": policies,
-        }
-
-    def pool_tokens(self) -> dict[str, int]:
-        """Prompt tokens that fit in the KV pool under the server's policy and under stock vLLM.
-
-        A prompt far longer than anchors and tail takes blocks in the groups without a gap only.
-        """
-        config = self.kv_cache_config
-        sizes = self.block_tables.block_sizes
-        policy = self.settings.policy
-        long_prompt = 1 << 20
-        per_token = 0.0
-        for size, segment in zip(sizes, self.group_segments, strict=True):
-            start = 0 if segment == 0 else self.segment_starts[segment - 1]
-            stored = accounting.stored_len(policy, long_prompt, long_prompt, start)
-            per_token += stored / long_prompt / size
-        usable = config.num_blocks - 1  # Block 0 is vLLM's null block.
-        group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
-        stock = usable * sizes[0] * group_layers / self.settings.num_layers
-        return {
-            "num_blocks": config.num_blocks,
-            "pool_prompt_tokens": int(usable / per_token),
-            "stock_pool_tokens": int(stock),
         }

@@ -1,0 +1,63 @@
+"""`full` on a policy server against stock vLLM, and the KV types a server may ask for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from reference import speed
+
+from .conftest import Answer, assert_matches, prompts_of, running
+
+LENGTHS = (2, 33, 97, 200, 64)
+
+
+def assert_identical(ours: list[Answer], theirs: list[Answer]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.tokens == b.tokens
+        assert torch.equal(a.logprobs, b.logprobs)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}])
+def test_bit_for_bit(tiny: Callable[..., Path], options: dict[str, str]) -> None:
+    model = tiny()
+    prompts = prompts_of(LENGTHS)
+    with running(model, None, **options) as engine:
+        stock = engine.generate(prompts, max_tokens=8)
+    with running(model, "speed-4", **options) as engine:
+        ours = engine.generate(prompts, max_tokens=8, policies=["full"] * len(prompts))
+        under_speed = engine.generate(prompts, max_tokens=8)
+        alone = [engine.generate([prompt], max_tokens=8)[0] for prompt in prompts[:3]]
+        engine.assert_idle()
+    assert_identical(ours, stock)
+    # The shortest prompt has nothing to drop; the long ones must not be the stock's answers.
+    assert under_speed[0].tokens == stock[0].tokens
+    assert any(a.tokens != b.tokens for a, b in zip(under_speed, stock, strict=True))
+    if options.get("dtype") != "bfloat16":
+        assert [a.tokens for a in alone] == [a.tokens for a in under_speed[:3]]
+
+
+def test_server_of_full_alone_is_stock(tiny: Callable[..., Path]) -> None:
+    model = tiny()
+    with running(model, "full") as engine:
+        answers = engine.generate(prompts_of((33, 97)))
+        assert type(engine.scheduler).__module__.startswith("vllm.")
+        assert type(engine.runner.model).__name__ == "LlamaForCausalLM"
+    assert_matches(model, answers, cutoff=None)
+
+
+def test_seeded_sampling_and_parallel_samples(tiny: Callable[..., Path]) -> None:
+    """n > 1 shares the prompt's blocks; each sample keeps its own upper entries."""
+    model = tiny()
+    (prompt,) = prompts_of((130,))
+    with running(model, "speed-4", enable_prefix_caching=True) as engine:
+        samples = engine.generate([prompt], max_tokens=6, n=3, temperature=1.0, seed=7)
+        greedy = engine.generate([prompt], max_tokens=6, n=1)
+        engine.assert_idle()
+    assert len(samples) == 3
+    assert len({tuple(sample.tokens) for sample in samples}) > 1
+    loaded = speed.load(model)
+    for sample in samples:
+        expected = speed.score(loaded, prompt, sample.tokens, cutoff=4)
+        assert (sample.logprobs - expected.chosen_logprob).abs().max() < 1e-4
+    assert_matches(model, greedy, cutoff=4)

@@ -1,0 +1,51 @@
+"""What the KV pool holds under a policy, against stock vLLM in the same memory."""
+
+from dataclasses import dataclass
+
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_kvx import accounting
+from vllm_kvx.cache.policy_cache import PolicyAttentionSpec
+from vllm_kvx.settings import KVSettings
+
+# Long enough that anchors, tail and a last partial block do not show.
+_LONG_PROMPT = 1 << 20
+
+
+def segment_of(spec: object) -> tuple[int, int]:
+    """Index and first layer of the segment that a KV group's spec belongs to."""
+    if isinstance(spec, PolicyAttentionSpec):
+        return spec.segment, spec.start_layer
+    return 0, 0
+
+
+@dataclass(frozen=True)
+class PoolTokens:
+    """Prompt tokens that fit, of prompts far longer than anchors and tail.
+
+    Attributes:
+        num_blocks: blocks of the pool, vLLM's null block included.
+        policy: tokens under the server's policy.
+        stock: tokens that stock vLLM would hold in the same memory.
+    """
+
+    num_blocks: int
+    policy: int
+    stock: int
+
+
+def pool_tokens(config: KVCacheConfig, settings: KVSettings) -> PoolTokens:
+    """Counts from the groups that vLLM formed, their padding included."""
+    usable = config.num_blocks - 1
+    blocks_per_token = 0.0
+    for group in config.kv_cache_groups:
+        _, start = segment_of(group.kv_cache_spec)
+        stored = accounting.stored_len(settings.policy, _LONG_PROMPT, _LONG_PROMPT, start)
+        blocks_per_token += stored / _LONG_PROMPT / group.kv_cache_spec.block_size
+    group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
+    block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
+    return PoolTokens(
+        num_blocks=config.num_blocks,
+        policy=int(usable / blocks_per_token),
+        stock=int(usable * block_size * group_layers / settings.num_layers),
+    )
