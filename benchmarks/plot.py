@@ -70,12 +70,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
         marks = [(case, ideal) for case, _, ideal in lines if ideal is not None]
         if marks:
             cases, ideals = zip(*marks, strict=True)
-            axis.plot(ideals, cases, "|", color="black", markersize=14, label="ideal")
-            axis.legend(loc="lower right")
+            axis.plot(ideals, cases, "|", color="black", markersize=14)
         for index, (_, ratio, _) in enumerate(lines):
             axis.text(ratio, index, f" {ratio:.2f}x", va="center", fontsize=8)
         axis.axvline(1, color="gray", linewidth=0.8, linestyle=":")
-        axis.set_title(f"{results['model']['name']}, {name}", loc="left")
+        axis.set_title(f"{results['model']['name']}, {name} (| is the ideal)", loc="left")
+        axis.margins(x=0.12)
         axis.invert_yaxis()
     axes[-1, 0].set_xlabel("gain over stock vLLM (larger is better)")
     figure.tight_layout()
