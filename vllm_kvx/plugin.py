@@ -143,6 +143,7 @@ def _with_policy(original: Callable) -> Callable:
         from vllm_kvx.server.validate import prepare_engine_config
 
         wrap_once(_plugins_module(), "load_endpoint_plugins", _with_route)
+        _refuse_beam_search()
         return prepare_engine_config(vllm_config)
 
     return create_engine_config
@@ -155,6 +156,14 @@ def _with_route(original: Callable) -> Callable:
         return [*original(supported_tasks), *KVPolicyEndpoint.for_tasks(supported_tasks)]
 
     return load_endpoint_plugins
+
+
+def _refuse_beam_search() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_kvx.server.beam_search import refuse_beam_search
+
+    wrap_once(InputProcessor, "resolve_watermarking", refuse_beam_search)
 
 
 def _plugins_module() -> Any:

@@ -60,6 +60,7 @@ CASES = [
     ("scheduler_config.scheduler_cls", "their.Scheduler", "--scheduler-cls"),
     ("compilation_config.cudagraph_mode", CUDAGraphMode.FULL, "FULL_AND_PIECEWISE"),
     ("compilation_config.mode", CompilationMode.VLLM_COMPILE, "--enforce-eager"),
+    ("offload_config.offload_backend", "prefetch", "--offload-group-size"),
     ("attention_config.use_non_causal", True, "use_non_causal"),
     ("attention_config.hisparse_config", object(), "hisparse_config"),
 ]
@@ -80,10 +81,14 @@ def test_each_row_refuses(stock, path: str, value: Any, names: str) -> None:
     assert names in found[0]
 
 
-def test_every_row_has_a_case(stock) -> None:
+def test_every_row_has_a_case(stock, monkeypatch) -> None:
     refused = {
         r for path, value, _ in CASES for r in reasons(WITH_POLICY, changed(stock, path, value))
     }
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    (breakable,) = reasons(WITH_POLICY, stock)
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH=0" in breakable
+    refused.add(breakable)
     assert refused == {row.reason for row in WITH_POLICY}
 
 

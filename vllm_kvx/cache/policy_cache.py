@@ -259,7 +259,10 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         kv = self.requests.get(request.request_id)
-        if kv is not None and kv.anchor_hash is not None and num_tokens >= kv.anchors:
+        if kv is None or kv.anchor_hash is None or num_tokens < kv.anchors:
+            return
+        blocks = self.req_to_blocks.get(request.request_id)
+        if blocks and blocks[0].block_hash is None:
             self._to_publish.setdefault(request.request_id, kv.anchor_hash)
 
     def new_step_starts(self) -> None:

@@ -12,7 +12,8 @@ from vllm.v1.request import Request
 from vllm_kvx.accounting import gap_of
 from vllm_kvx.cache.policy_cache import PolicyKVCacheManager, RequestKV, anchor_hash
 from vllm_kvx.cache.pool import pool_tokens
-from vllm_kvx.policy.spec import KVPolicy
+from vllm_kvx.policy.layout import check_fits
+from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
 from vllm_kvx.policy.speed import Speed
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
 
@@ -33,6 +34,7 @@ class _PolicyScheduling:
             if isinstance(manager, PolicyKVCacheManager)
         ]
         self._unshared: dict[str, int] = {}
+        self._counted_unshared: set[str] = set()
         pool = pool_tokens(self.kv_cache_config, settings)  # type: ignore[attr-defined]
         logger.info(
             "KV pool: %s blocks hold %s prompt tokens under %s, %.2fx the %s of stock vLLM",
@@ -42,11 +44,23 @@ class _PolicyScheduling:
             pool.policy / max(pool.stock, 1),
             f"{pool.stock:,}",
         )
+        propagate = settings.policy.propagate
+        if self.kv_cache_manager.enable_caching and isinstance(propagate, Speed):  # type: ignore[attr-defined]
+            lower = [m.spec.start_layer for m in self.policy_managers]
+            if min(lower) < propagate.cutoff:
+                logger.warning(
+                    "%s shares no prefix here: kv_layout splits at layer %d, below its cutoff, "
+                    "and that segment's entries are not in the prefix cache.",
+                    settings.policy,
+                    min(lower),
+                )
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
             if request.resumable:
-                _run_in_full(request)
+                _run_in_full(request, "its prompt has no end yet")
+            elif problem := self._misfit(request):
+                _run_in_full(request, problem)
             policy = self._policy_of(request)
             for manager in self.policy_managers:
                 manager.add_request(request.request_id, self._request_kv(request, policy, manager))
@@ -54,7 +68,17 @@ class _PolicyScheduling:
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         super()._update_request_as_session(session, update)  # type: ignore[misc]
-        _run_in_full(session)
+        _run_in_full(session, "its prompt has no end yet")
+
+    def _misfit(self, request: Request) -> str | None:
+        """Why the server cannot run the request's policy; callers may bypass the API's check."""
+        try:
+            policy = self._policy_of(request)
+            check_served(policy)
+            check_fits(policy, self.kv_settings.layout, self.kv_settings.num_layers)
+        except PolicyError as error:
+            return str(error)
+        return None
 
     def _policy_of(self, request: Request) -> KVPolicy:
         return request_policy(self.kv_settings, request.sampling_params)
@@ -77,7 +101,9 @@ class _PolicyScheduling:
             return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
         policy = self._policy_of(request)
         limit = self._sharable_tokens(request, policy)
-        if limit is None:
+        # A waiting request is looked up in every step, and again once preempted.
+        if limit is None and request.request_id not in self._counted_unshared:
+            self._counted_unshared.add(request.request_id)
             name = str(policy)
             self._unshared[name] = self._unshared.get(name, 0) + 1
         if not limit or not self._anchors_published(request):
@@ -90,13 +116,14 @@ class _PolicyScheduling:
         return blocks, num_tokens, boundary, diverged
 
     def _sharable_tokens(self, request: Request, policy: KVPolicy) -> int | None:
-        """Longest prefix, in whole blocks, that the request may take; None if it cannot share.
+        """Longest prefix, in whole blocks, that the request may take.
 
-        The upper layers of a hit are not computed: every token they must hold has to lie past
-        it, or be an anchor, whose entries are handed over in one block.
+        None if its policy cannot share at all: some segment above the first stores every token
+        (`full`, or a cutoff above that segment), or the anchors do not fit in one block.
+
+        The upper layers of a hit are not computed: every token they must hold has to lie past it,
+        or be an anchor, whose entries are handed over in one block.
         """
-        if not self.policy_managers:
-            return request.num_tokens
         if not isinstance(policy.propagate, Speed):
             return None
         anchors, tail = policy.propagate.anchors, policy.propagate.tail
@@ -126,16 +153,16 @@ class _PolicyScheduling:
 
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)  # type: ignore[misc]
+        self._counted_unshared.discard(request.request_id)
         for manager in self.policy_managers:
             manager.remove_request(request.request_id)
 
 
-def _run_in_full(session: Request) -> None:
-    """Streaming input moves the end of the prompt, and with it what a policy keeps."""
-    params = session.sampling_params
+def _run_in_full(request: Request, why: str) -> None:
+    params = request.sampling_params
     if params is not None:
         params.extra_args = {**(params.extra_args or {}), POLICY_KEY: "full"}
-    logger.warning_once("Streaming-input sessions run under `full`: their prompt has no end yet.")
+    logger.warning("Request %s runs under `full`: %s.", request.request_id, why)
 
 
 class PolicyScheduler(_PolicyScheduling, Scheduler):

@@ -113,8 +113,6 @@ class SegmentedModel(nn.Module):
 
     model: Any
     segments: nn.ModuleList
-    step_rows: Sequence[StepRows | None]
-    is_dummy_step: bool
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
@@ -135,10 +133,18 @@ class SegmentedModel(nn.Module):
                     )
                 )
         self.segments = nn.ModuleList(segments)
-        self.step_rows = ()
-        self.is_dummy_step = False
+        self.begin_step((), is_dummy=False)
         attention = [_attention_of(layer) for layer in decoder.layers]
         policy_kv_cache_specs(attention, settings)
+
+    def begin_step(self, rows: Sequence[StepRows | None], is_dummy: bool) -> None:
+        """Says what the next forward pass runs.
+
+        Args:
+            rows: those of every segment above the first; None runs all of the batch.
+            is_dummy: the step captures graphs or warms up.
+        """
+        self._step_rows, self._is_dummy_step = rows, is_dummy
 
     def get_model_state_cls(self) -> type:
         from vllm_kvx.worker.model_state import PolicyModelState
@@ -154,14 +160,15 @@ class SegmentedModel(nn.Module):
     ) -> torch.Tensor:
         """(T,) ids and positions -> (T, hidden) final states; rows dropped on the way are 0."""
         # Consumed once: a dummy run that prepares no attention must not see an old plan.
-        step_rows, self.step_rows = self.step_rows, ()
+        step_rows, is_dummy = self._step_rows, self._is_dummy_step
+        self.begin_step((), is_dummy=False)
         if any(rows is not None for rows in step_rows):
             return self._run_segments(input_ids, positions, step_rows)
         context = get_forward_context()
         if context.attn_metadata is None:
             # The profiling run: what can run later has to be compiled, and its memory counted.
             self._run_segments(input_ids, positions, [None] * (len(self.segments) - 1))
-        elif self.is_dummy_step and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+        elif is_dummy and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
             # Small prefills replay the first segment's pieces; captured here beside the stock ones.
             self.segments[0](input_ids, positions, None, None)
         return super().forward(

@@ -147,6 +147,17 @@ WITH_POLICY: tuple[Refusal, ...] = (
         '\'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\' or FULL_DECODE_ONLY',
     ),
     Refusal(
+        lambda c: _env("VLLM_USE_BREAKABLE_CUDAGRAPH"),
+        "breakable CUDA graphs would replay past a policy's prefill: set "
+        "VLLM_USE_BREAKABLE_CUDAGRAPH=0 (VLLM_BATCH_INVARIANT=1 may have set it)",
+    ),
+    Refusal(
+        lambda c: c.offload_config.offload_backend == "prefetch"
+        or c.offload_config.prefetch.offload_group_size > 0,
+        "prefetched weights assume that every step runs every layer: drop --offload-group-size; "
+        "--cpu-offload-gb works",
+    ),
+    Refusal(
         lambda c: c.attention_config.use_non_causal,
         "bidirectional attention is not supported: drop use_non_causal from --attention-config",
     ),

@@ -141,14 +141,18 @@ class PolicyModelState(DefaultModelState):
         self._plan = plan_rows(begins, counts, gap_starts, gap_sizes)
         self._stored_lens_np = accounting.stored_lens(ends, gap_starts, gap_sizes)
         self._batch = input_batch
-        self._count(requests, begins, counts)
         self.seq_lens[requests] = ends
         if self.settings.debug:
             self._check_blocks(requests, ends)
 
-    def _count(self, requests: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> None:
+    def _count(self, batch: InputBatch, plan: list[SegmentRows | None] | None) -> None:
+        requests = batch.idx_mapping_np
+        begins = batch.num_computed_tokens_np.astype(np.int64)
+        counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
         computed = counts * self.segment_sizes[0]
-        for rows, size in zip(self._plan, self.segment_sizes[1:], strict=True):
+        for rows, size in zip(
+            plan or [None] * len(self.segment_starts), self.segment_sizes[1:], strict=True
+        ):
             computed = computed + (counts if rows is None else rows.counts) * size
         prompt = np.clip(self.prompt_lens[requests] - begins, 0, counts)
         self.stats.add_step(self.policy_rows[requests], counts, prompt, computed)
@@ -187,6 +191,8 @@ class PolicyModelState(DefaultModelState):
         # A FULL graph runs every row of the batch; its rows are decodes or one-token chunks,
         # for which slots and lengths alone are exact.
         plan = self._plan if real and cudagraph_mode != CUDAGraphMode.FULL else None
+        if real:
+            self._count(input_batch, plan)
         num_reqs = input_batch.num_reqs_after_padding
         metadata: dict[str, Any] = {}
         step_rows: list[StepRows | None] = []
@@ -195,7 +201,7 @@ class PolicyModelState(DefaultModelState):
                 group if self.group_segments[g] == segment else []
                 for g, group in enumerate(attn_groups)
             ]
-            batch, slots, rows = input_batch, slot_mappings, None
+            batch, slots, rows, tables = input_batch, slot_mappings, None, block_tables
             if segment > 0:
                 stored_lens = self.stored_lens[segment - 1]
                 if not real:
@@ -208,6 +214,8 @@ class PolicyModelState(DefaultModelState):
                 rows = plan[segment - 1] if plan is not None else None
                 if rows is not None:
                     batch, slots, device_rows = self._trim(batch, slots, rows, groups)
+                    if device_rows.num_rows > 0 and (rows.counts == 0).any():
+                        batch, tables = _drop_idle_requests(batch, block_tables, groups)
                     step_rows.append(device_rows)
                     if device_rows.num_rows == 0:
                         continue
@@ -217,7 +225,7 @@ class PolicyModelState(DefaultModelState):
                 super().prepare_attn(
                     batch,
                     cudagraph_mode,
-                    block_tables,
+                    tables,
                     slots,
                     groups,
                     kv_cache_config,
@@ -226,8 +234,7 @@ class PolicyModelState(DefaultModelState):
                     model_specific_attn_metadata,
                 )
             )
-        self.segmented.step_rows = step_rows
-        self.segmented.is_dummy_step = not real
+        self.segmented.begin_step(step_rows, is_dummy=not real)
         return metadata
 
     def _trim(
@@ -291,3 +298,35 @@ class PolicyModelState(DefaultModelState):
             },
             "policies": policies,
         }
+
+
+def _drop_idle_requests(
+    batch: InputBatch,
+    block_tables: tuple[torch.Tensor, ...],
+    groups: list[list[AttentionGroup]],
+) -> tuple[InputBatch, tuple[torch.Tensor, ...]]:
+    """Leaves out requests without a row: backends know them at the end of a batch only."""
+    busy = np.flatnonzero(batch.num_scheduled_tokens)
+    device = batch.seq_lens.device
+    index = async_tensor_h2d(busy, device=device)
+    counts = batch.num_scheduled_tokens[busy]
+    starts = np.zeros(len(busy) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    assert batch.seq_lens_cpu_upper_bound is not None
+    dropped = replace(
+        batch,
+        num_reqs=len(busy),
+        num_reqs_after_padding=len(busy),
+        idx_mapping_np=batch.idx_mapping_np[busy],
+        num_scheduled_tokens=counts,
+        query_start_loc=async_tensor_h2d(starts, device=device),
+        query_start_loc_np=starts,
+        seq_lens=batch.seq_lens.index_select(0, index),
+        seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[torch.from_numpy(busy)],
+        is_prefilling_np=batch.is_prefilling_np[busy],
+    )
+    tables = tuple(
+        table.index_select(0, index) if group else table
+        for table, group in zip(block_tables, groups, strict=True)
+    )
+    return dropped, tables

@@ -51,7 +51,8 @@ class PolicyStats:
     def add_unshared(self, counts: dict[str, int]) -> None:
         """Requests that could neither read nor publish a prefix, by policy name."""
         for name, count in counts.items():
-            name = name if name in self.names else OTHER
+            if name not in self.prefix_not_shared and len(self.prefix_not_shared) >= MAX_POLICIES:
+                name = OTHER
             self.prefix_not_shared[name] = self.prefix_not_shared.get(name, 0) + count
 
     def as_dict(self) -> dict[str, dict[str, Any]]:

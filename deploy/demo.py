@@ -1,0 +1,171 @@
+"""Serves the demo checkpoint on CPU, asks it a long question twice, and shows what was saved.
+
+Run it by `bash deploy/demo.sh`, which sets up what it needs.
+"""
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+from transformers import AutoTokenizer
+
+from benchmarks.checkpoint.prompts import QUESTION, make_prompt
+from deploy.server import CHECKPOINT, ServerError, cpu_environment, serving
+
+MODEL = "lookup-8l"
+FULL = "full"
+MAX_MODEL_LEN = 2048
+ANSWER_TOKENS = 4
+# Long enough that the request is still running when its blocks are counted.
+HOLD_TOKENS = 96
+# The server answers with what it read up to 0.25 s ago.
+STALE_S = 0.3
+
+
+@dataclass
+class Run:
+    """One policy's answer and what it took, as the server counted it."""
+
+    policy: str
+    answer: str
+    layer_tokens: int
+    blocks: int
+    seconds: float
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="deploy/demo.sh", description="Asks one long question under a KV policy and in full."
+    )
+    parser.add_argument("--policy", default="speed-4", help="KV policy (default: speed-4)")
+    parser.add_argument("--tokens", type=int, default=1500, help="prompt length (default: 1500)")
+    parser.add_argument("--seed", type=int, default=7, help="which document (default: 7)")
+    args = parser.parse_args()
+    if args.policy == FULL:
+        parser.error("--policy: full is what the policy is compared with; name another")
+    if not 128 <= args.tokens <= MAX_MODEL_LEN - HOLD_TOKENS:
+        parser.error(f"--tokens: choose 128 .. {MAX_MODEL_LEN - HOLD_TOKENS}")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    prompt, expected = make_prompt(args.seed, args.tokens, tokenizer)
+    flags = [
+        str(CHECKPOINT),
+        *("--served-model-name", MODEL),
+        *("--kv-policy", args.policy),
+        *("--max-model-len", str(MAX_MODEL_LEN)),
+        *("--dtype", "float32"),
+        *("--block-size", "32"),
+        "--enforce-eager",
+    ]
+    say(f"Starting vllm serve tests/checkpoints/{MODEL} --kv-policy {args.policy} on CPU (~30 s)")
+    with tempfile.TemporaryDirectory(prefix="kvx-demo-") as directory:
+        log = Path(directory) / "server.log"
+        try:
+            with serving(flags, log, cpu_environment()) as url:
+                show_document(prompt, expected, args.tokens)
+                # Another document first: it takes what only a first request costs.
+                other, _ = make_prompt(args.seed + 1, args.tokens, tokenizer)
+                # The policy before full, which can use no prefix that lacks the upper layers' KV.
+                for question in (other, prompt):
+                    runs = [ask(url, question, policy) for policy in (args.policy, FULL)]
+                layout = status(url)["layout"]
+        except ServerError as error:
+            say(str(error))
+            return 1
+    return report(runs, expected, layout)
+
+
+def ask(url: str, prompt: str, policy: str) -> Run:
+    """Asks under `policy`, then again with a long answer, to count blocks while it runs."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    options: dict[str, Any] = {"model": MODEL, "prompt": prompt, "temperature": 0, "stream": True}
+    xargs = {"vllm_xargs": {"kv_policy": policy}}
+
+    before = counters(url, policy)
+    begin, seconds, answer = time.perf_counter(), 0.0, ""
+    for chunk in client.completions.create(**options, max_tokens=ANSWER_TOKENS, extra_body=xargs):
+        seconds = seconds or time.perf_counter() - begin
+        answer += chunk.choices[0].text
+    after = counters(url, policy)
+
+    holding = xargs | {"ignore_eos": True}
+    time.sleep(STALE_S)
+    with client.completions.create(**options, max_tokens=HOLD_TOKENS, extra_body=holding) as stream:
+        next(iter(stream))
+        blocks = status(url)["counters"][policy]["blocks_held"]
+    return Run(
+        policy=policy,
+        answer=answer.strip(),
+        layer_tokens=after["layer_tokens_computed"] - before.get("layer_tokens_computed", 0),
+        blocks=blocks,
+        seconds=seconds,
+    )
+
+
+def counters(url: str, policy: str) -> dict[str, int]:
+    time.sleep(STALE_S)
+    return status(url)["counters"].get(policy, {})
+
+
+def status(url: str) -> dict[str, Any]:
+    return httpx.get(f"{url}/v1/kv_policy", timeout=30).raise_for_status().json()
+
+
+def show_document(prompt: str, expected: str, tokens: int) -> None:
+    """The question, and the document around the line that answers it."""
+    *lines, question = prompt.splitlines()
+    key = question.removeprefix(QUESTION).strip()
+    at = lines.index(f"- {key}{expected}")
+    say(f"\nA document of {tokens:,} tokens, {len(lines)} lines; the answer is in line {at + 1}:\n")
+    for i in range(max(at - 3, 0), min(at + 4, len(lines))):
+        line = lines[i] if len(lines[i]) <= 84 else f"{lines[i][:81]}..."
+        say(f"  {i + 1:>4} {'>' if i == at else ' '} {line}")
+    say(f"\n{question}")
+
+
+def report(runs: list[Run], expected: str, layout: dict[str, Any]) -> int:
+    """Prints answers and savings; 0 if every answer is right."""
+    policy, full = runs
+    right = {run.policy: run.answer == expected.strip() for run in runs}
+    rows = [("", *right, "saved")]
+    rows.append(("answer", *(run.answer for run in runs), ""))
+    rows.append(("right", *("yes" if ok else "NO" for ok in right.values()), ""))
+    for label, field in (("layer-tokens computed", "layer_tokens"), ("KV blocks held", "blocks")):
+        spent, all_of_it = getattr(policy, field), getattr(full, field)
+        saved = f"{1 - spent / all_of_it:.1%}"
+        rows.append((label, f"{spent:,}", f"{all_of_it:,}", saved))
+    pool, stock = layout["pool_prompt_tokens"], layout["stock_pool_tokens"]
+    rows.append(("prompt tokens the KV pool holds", f"{pool:,}", f"{stock:,}", ""))
+    rows.append(("seconds to first token *", *(f"{run.seconds:.2f}" for run in runs), ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    say("")
+    for label, *cells in rows:
+        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        say(f"  {label.ljust(widths[0])}   {'   '.join(cells)}".rstrip())
+    say("\n  * Triton's interpreter on a CPU: this shows that it runs, not how fast a GPU is.\n")
+    say("Both answers are right." if all(right.values()) else f"Expected:{expected}")
+    return 0 if all(right.values()) else 1
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

