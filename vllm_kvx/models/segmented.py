@@ -8,6 +8,7 @@ its own compiled graph and CUDA graphs: a cut through the compiled graph rounds 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -133,6 +134,7 @@ class SegmentedModel(nn.Module):
                     )
                 )
         self.segments = nn.ModuleList(segments)
+        self._captured_sizes: set[int] = set()
         self.begin_step((), is_dummy=False)
         attention = [_attention_of(layer) for layer in decoder.layers]
         policy_kv_cache_specs(attention, settings)
@@ -142,7 +144,8 @@ class SegmentedModel(nn.Module):
 
         Args:
             rows: those of every segment above the first; None runs all of the batch.
-            is_dummy: the step captures graphs or warms up.
+            is_dummy: the step captures graphs or warms up. Holds until the next step begins: vLLM
+                warms up and captures with one preparation.
         """
         self._step_rows, self._is_dummy_step = rows, is_dummy
 
@@ -160,17 +163,17 @@ class SegmentedModel(nn.Module):
     ) -> torch.Tensor:
         """(T,) ids and positions -> (T, hidden) final states; rows dropped on the way are 0."""
         # Consumed once: a dummy run that prepares no attention must not see an old plan.
-        step_rows, is_dummy = self._step_rows, self._is_dummy_step
-        self.begin_step((), is_dummy=False)
+        step_rows, self._step_rows = self._step_rows, ()
         if any(rows is not None for rows in step_rows):
             return self._run_segments(input_ids, positions, step_rows)
         context = get_forward_context()
         if context.attn_metadata is None:
             # The profiling run: what can run later has to be compiled, and its memory counted.
             self._run_segments(input_ids, positions, [None] * (len(self.segments) - 1))
-        elif is_dummy and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+        elif self._is_dummy_step and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
             # Small prefills replay the first segment's pieces; captured here beside the stock ones.
             self.segments[0](input_ids, positions, None, None)
+            self._captured_sizes.add(positions.shape[0])
         return super().forward(
             input_ids, positions, intermediate_tensors, inputs_embeds
         )
@@ -182,7 +185,10 @@ class SegmentedModel(nn.Module):
         step_rows: Sequence[StepRows | None],
     ) -> torch.Tensor:
         num_tokens = positions.shape[0]
-        out = self.segments[0](input_ids, positions, None, None)
+        # A size without captured pieces would be captured now, amid serving, which CUDA refuses.
+        captured = num_tokens in self._captured_sizes
+        with nullcontext() if captured else override_forward_context(_without_graphs({})):
+            out = self.segments[0](input_ids, positions, None, None)
         in_batch: torch.Tensor | None = None
         for rows, segment in zip(step_rows, self.segments[1:], strict=True):
             hidden, residual = out
