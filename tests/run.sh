@@ -5,4 +5,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
 cd "$KVX_ROOT"
-exec "$KVX_PYTHON" -m pytest tests "$@"
+exec "$KVX_PYTHON" -m pytest "$@"
