@@ -22,6 +22,10 @@ LAYOUT_KEY = "kv_layout"
 DEBUG_KEY = "kv_debug"
 KEYS = (POLICY_KEY, LAYOUT_KEY, DEBUG_KEY)
 
+# Clients choose policies, so what is counted by name is bounded; the rest is counted together.
+MAX_POLICIES = 64
+OTHER = "other"
+
 parse_cached = lru_cache(maxsize=1024)(parse_policy)
 
 

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from vllm_kvx.accounting import NO_GAP, Gap
-from vllm_kvx.policy.layout import GroupChoice, choose_group_size
+from vllm_kvx.policy.layout import GroupChoice, choose_group_size, grouped
 from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.cache")
@@ -99,13 +99,9 @@ def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) 
 
 def group_layers(segment_sizes: Sequence[int]) -> GroupChoice:
     """The KV groups that vLLM forms for these segments, with the buckets given to it."""
-    buckets = _buckets(segment_sizes)
-    if buckets is not None:
+    if _buckets(segment_sizes) is not None:
         return choose_group_size(segment_sizes)
-    size = _vllm_group_size(segment_sizes)
-    groups = tuple(cdiv(layers, size) for layers in segment_sizes)
-    padding = [n * size - layers for n, layers in zip(groups, segment_sizes, strict=True)]
-    return GroupChoice(size, groups, sum(padding), padding[0])
+    return grouped(segment_sizes, _vllm_group_size(segment_sizes))
 
 
 def _buckets(segment_sizes: Sequence[int]) -> tuple[int, ...] | None:

@@ -94,7 +94,7 @@ def choose_group_size(segment_sizes: Sequence[int]) -> GroupChoice:
     """
     if not segment_sizes or min(segment_sizes) < 1:
         raise ValueError(f"every segment needs at least one layer, got {tuple(segment_sizes)}")
-    choices = [_grouped(segment_sizes, size) for size in range(1, max(segment_sizes) + 1)]
+    choices = [grouped(segment_sizes, size) for size in range(1, max(segment_sizes) + 1)]
     few = [
         choice
         for choice in choices
@@ -104,7 +104,8 @@ def choose_group_size(segment_sizes: Sequence[int]) -> GroupChoice:
     return min(few or choices, key=lambda c: (c.padding_layers, sum(c.groups_per_segment)))
 
 
-def _grouped(segment_sizes: Sequence[int], size: int) -> GroupChoice:
+def grouped(segment_sizes: Sequence[int], size: int) -> GroupChoice:
+    """The groups and their padding if every one holds `size` layers."""
     groups = tuple(-(-layers // size) for layers in segment_sizes)
     padding = [n * size - layers for n, layers in zip(groups, segment_sizes, strict=True)]
     return GroupChoice(size, groups, sum(padding), padding[0])

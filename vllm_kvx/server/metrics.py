@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge
 
+from vllm_kvx.settings import MAX_POLICIES, OTHER
+
 PREFIX = "vllm_kvx:"
 LABELS = ("model_name", "policy")
-# Clients may name many policies, and a series for each would fill the memory.
-MAX_POLICIES = 64
-OTHER = "other"
 
 # Field of the workers' statistics -> (metric, help).
 COUNTERS = {

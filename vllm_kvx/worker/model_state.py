@@ -6,7 +6,7 @@ attention metadata of each segment from its own lengths and rows, and hands the 
 model. Counts are known on the host throughout: nothing is read back from the device.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +32,26 @@ from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
 from vllm_kvx.worker.rows import SegmentRows, plan_rows
 from vllm_kvx.worker.stats import PolicyStats
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A real batch between ``preprocess_state`` and ``prepare_attn``.
+
+    Attributes:
+        batch: the batch itself, which dummy batches are not.
+        requests: (R,) request-state indices.
+        begins, counts: (R,) int64 first position and tokens of each request.
+        plan: rows of every segment above the first; None runs all.
+        stored_lens: (S, R) stored lengths in these segments, this step's tokens included.
+    """
+
+    batch: InputBatch
+    requests: np.ndarray
+    begins: np.ndarray
+    counts: np.ndarray
+    plan: list[SegmentRows | None]
+    stored_lens: accounting.IntArray
 
 
 class PolicyModelState(DefaultModelState):
@@ -66,9 +86,7 @@ class PolicyModelState(DefaultModelState):
         )
         self.stats = PolicyStats(settings.num_layers)
         self._req_index: dict[str, int] = {}
-        self._batch: InputBatch | None = None
-        self._plan: list[SegmentRows | None] = []
-        self._stored_lens_np: accounting.IntArray = np.zeros((num_upper, 0), dtype=np.int64)
+        self._step: _Step | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -138,35 +156,35 @@ class PolicyModelState(DefaultModelState):
         gap_starts = self.gap_starts.np[:, requests]
         gap_sizes = self.gap_sizes.np[:, requests]
         ends = begins + counts
-        self._plan = plan_rows(begins, counts, gap_starts, gap_sizes)
-        self._stored_lens_np = accounting.stored_lens(ends, gap_starts, gap_sizes)
-        self._batch = input_batch
+        self._step = _Step(
+            input_batch,
+            requests,
+            begins,
+            counts,
+            plan_rows(begins, counts, gap_starts, gap_sizes),
+            accounting.stored_lens(ends, gap_starts, gap_sizes),
+        )
         self.seq_lens[requests] = ends
         if self.settings.debug:
-            self._check_blocks(requests, ends)
+            self._check_blocks(self._step, ends)
 
-    def _count(self, batch: InputBatch, plan: list[SegmentRows | None] | None) -> None:
-        requests = batch.idx_mapping_np
-        begins = batch.num_computed_tokens_np.astype(np.int64)
-        counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
-        computed = counts * self.segment_sizes[0]
-        for rows, size in zip(
-            plan or [None] * len(self.segment_starts), self.segment_sizes[1:], strict=True
-        ):
-            computed = computed + (counts if rows is None else rows.counts) * size
-        prompt = np.clip(self.prompt_lens[requests] - begins, 0, counts)
-        self.stats.add_step(self.policy_rows[requests], counts, prompt, computed)
+    def _count(self, step: _Step, plan: list[SegmentRows | None]) -> None:
+        computed = step.counts * self.segment_sizes[0]
+        for rows, size in zip(plan, self.segment_sizes[1:], strict=True):
+            computed = computed + (step.counts if rows is None else rows.counts) * size
+        prompt = np.clip(self.prompt_lens[step.requests] - step.begins, 0, step.counts)
+        self.stats.add_step(self.policy_rows[step.requests], step.counts, prompt, computed)
 
-    def _check_blocks(self, requests: np.ndarray, ends: np.ndarray) -> None:
+    def _check_blocks(self, step: _Step, ends: np.ndarray) -> None:
         """Compares the blocks the scheduler gave with what the stored lengths need.
 
         Raises:
             RuntimeError: the two sides disagree (debug switch ``kv_debug``).
         """
         for group, segment in enumerate(self.group_segments):
-            lens = ends if segment == 0 else self._stored_lens_np[segment - 1]
+            lens = ends if segment == 0 else step.stored_lens[segment - 1]
             block_size = self.block_tables.block_sizes[group]
-            held = self.block_tables.num_blocks.np[group, requests]
+            held = self.block_tables.num_blocks.np[group, step.requests]
             needed = -(-lens // block_size)
             if (held != needed).any():
                 raise RuntimeError(
@@ -186,13 +204,16 @@ class PolicyModelState(DefaultModelState):
         ubatch_idx: int = 0,
         model_specific_attn_metadata: ModelSpecificAttnMetadata | None = None,
     ) -> dict[str, Any]:
-        real = self._batch is input_batch
-        self._batch = None
+        step, self._step = self._step, None
+        if step is not None and step.batch is not input_batch:
+            step = None  # A dummy batch, which no preprocess_state preceded.
         # A FULL graph runs every row of the batch; its rows are decodes or one-token chunks,
         # for which slots and lengths alone are exact.
-        plan = self._plan if real and cudagraph_mode != CUDAGraphMode.FULL else None
-        if real:
-            self._count(input_batch, plan)
+        plan: list[SegmentRows | None] = [None] * len(self.segment_starts)
+        if step is not None:
+            if cudagraph_mode != CUDAGraphMode.FULL:
+                plan = step.plan
+            self._count(step, plan)
         num_reqs = input_batch.num_reqs_after_padding
         metadata: dict[str, Any] = {}
         step_rows: list[StepRows | None] = []
@@ -201,26 +222,26 @@ class PolicyModelState(DefaultModelState):
                 group if self.group_segments[g] == segment else []
                 for g, group in enumerate(attn_groups)
             ]
-            batch, slots, rows, tables = input_batch, slot_mappings, None, block_tables
+            batch, slots, tables = input_batch, slot_mappings, block_tables
             if segment > 0:
                 stored_lens = self.stored_lens[segment - 1]
-                if not real:
-                    stored_lens[:num_reqs].copy_(input_batch.seq_lens[:num_reqs])
                 batch = replace(input_batch, seq_lens=stored_lens[:num_reqs])
-                if real:
+                if step is None:
+                    stored_lens[:num_reqs].copy_(input_batch.seq_lens[:num_reqs])
+                else:
                     bounds = np.zeros(num_reqs, dtype=np.int32)
-                    bounds[: input_batch.num_reqs] = self._stored_lens_np[segment - 1]
+                    bounds[: input_batch.num_reqs] = step.stored_lens[segment - 1]
                     batch.seq_lens_cpu_upper_bound = torch.from_numpy(bounds)
-                rows = plan[segment - 1] if plan is not None else None
-                if rows is not None:
-                    batch, slots, device_rows = self._trim(batch, slots, rows, groups)
-                    if device_rows.num_rows > 0 and (rows.counts == 0).any():
-                        batch, tables = _drop_idle_requests(batch, block_tables, groups)
+                rows = plan[segment - 1]
+                if rows is None:
+                    step_rows.append(None)
+                else:
+                    batch, tables, slots, device_rows = self._trim(
+                        batch, block_tables, slots, rows, groups
+                    )
                     step_rows.append(device_rows)
                     if device_rows.num_rows == 0:
                         continue
-                else:
-                    step_rows.append(None)
             metadata.update(
                 super().prepare_attn(
                     batch,
@@ -234,23 +255,38 @@ class PolicyModelState(DefaultModelState):
                     model_specific_attn_metadata,
                 )
             )
-        self.segmented.begin_step(step_rows, is_dummy=not real)
+        self.segmented.begin_step(step_rows, is_dummy=step is None)
         return metadata
 
     def _trim(
         self,
         batch: InputBatch,
+        block_tables: tuple[torch.Tensor, ...],
         slot_mappings: torch.Tensor,
         rows: SegmentRows,
         groups: list[list[AttentionGroup]],
-    ) -> tuple[InputBatch, torch.Tensor, StepRows]:
-        """The batch, slot mappings (G, N) and device rows of a segment that runs N rows."""
+    ) -> tuple[InputBatch, tuple[torch.Tensor, ...], torch.Tensor, StepRows]:
+        """What a segment runs: batch, block tables, slot mappings (G, N) and its N device rows.
+
+        Requests without a row are left out: backends know them at the end of a batch only.
+        """
         indices = async_tensor_h2d(rows.indices, device=self.device)
         same = rows.from_previous is rows.indices
         previous = indices if same else async_tensor_h2d(rows.from_previous, device=self.device)
         num_rows = len(rows.indices)
-        starts = np.zeros(len(rows.counts) + 1, dtype=np.int32)
-        np.cumsum(rows.counts, out=starts[1:])
+        busy = np.flatnonzero(rows.counts)
+        counts = rows.counts[busy]
+        starts = np.zeros(len(busy) + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        seq_lens = batch.seq_lens[: batch.num_reqs]
+        if len(busy) < batch.num_reqs:
+            requests = async_tensor_h2d(busy, device=self.device)
+            seq_lens = seq_lens.index_select(0, requests)
+            block_tables = tuple(
+                table.index_select(0, requests) if group else table
+                for table, group in zip(block_tables, groups, strict=True)
+            )
+        assert batch.seq_lens_cpu_upper_bound is not None
         positions = batch.positions.index_select(0, indices)
         slots = slot_mappings.index_select(1, indices)
         names = {
@@ -261,16 +297,20 @@ class PolicyModelState(DefaultModelState):
         }
         trimmed = replace(
             batch,
-            num_reqs_after_padding=batch.num_reqs,
-            num_scheduled_tokens=rows.counts,
+            num_reqs=len(busy),
+            num_reqs_after_padding=len(busy),
+            idx_mapping_np=batch.idx_mapping_np[busy],
+            num_scheduled_tokens=counts,
             num_tokens=num_rows,
             num_tokens_after_padding=num_rows,
             query_start_loc=async_tensor_h2d(starts, device=self.device),
             query_start_loc_np=starts,
-            seq_lens=batch.seq_lens[: batch.num_reqs],
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[torch.from_numpy(busy)],
+            is_prefilling_np=batch.is_prefilling_np[busy],
             positions=positions,
         )
-        return trimmed, slots, StepRows(previous, indices, positions, names)
+        return trimmed, block_tables, slots, StepRows(previous, indices, positions, names)
 
     def kv_policy_stats(self) -> dict[str, Any]:
         """Layout, pool and cumulative counters, JSON-able."""
@@ -298,35 +338,3 @@ class PolicyModelState(DefaultModelState):
             },
             "policies": policies,
         }
-
-
-def _drop_idle_requests(
-    batch: InputBatch,
-    block_tables: tuple[torch.Tensor, ...],
-    groups: list[list[AttentionGroup]],
-) -> tuple[InputBatch, tuple[torch.Tensor, ...]]:
-    """Leaves out requests without a row: backends know them at the end of a batch only."""
-    busy = np.flatnonzero(batch.num_scheduled_tokens)
-    device = batch.seq_lens.device
-    index = async_tensor_h2d(busy, device=device)
-    counts = batch.num_scheduled_tokens[busy]
-    starts = np.zeros(len(busy) + 1, dtype=np.int32)
-    np.cumsum(counts, out=starts[1:])
-    assert batch.seq_lens_cpu_upper_bound is not None
-    dropped = replace(
-        batch,
-        num_reqs=len(busy),
-        num_reqs_after_padding=len(busy),
-        idx_mapping_np=batch.idx_mapping_np[busy],
-        num_scheduled_tokens=counts,
-        query_start_loc=async_tensor_h2d(starts, device=device),
-        query_start_loc_np=starts,
-        seq_lens=batch.seq_lens.index_select(0, index),
-        seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[torch.from_numpy(busy)],
-        is_prefilling_np=batch.is_prefilling_np[busy],
-    )
-    tables = tuple(
-        table.index_select(0, index) if group else table
-        for table, group in zip(block_tables, groups, strict=True)
-    )
-    return dropped, tables

@@ -5,10 +5,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvx.policy.spec import KVPolicy
-
-# Clients choose policies, so names are bounded; what comes later is counted together.
-MAX_POLICIES = 64
-OTHER = "other"
+from vllm_kvx.settings import MAX_POLICIES, OTHER
 
 
 class PolicyStats:
