@@ -1,0 +1,60 @@
+"""Which keys the end of a prompt attends to: the reference math of FastKV, SnapKV and StructKV.
+
+Plain torch on dense tensors, one request and one layer at a time. The paged kernels in ``ops/`` are
+tested against these functions, and the offline tools use them as they are.
+
+Shapes: H query heads, G KV heads (H a multiple of G; heads of one group are neighbours), N keys,
+w window queries, D channels. The window is the last w of the N tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def window_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Softmax rows of the window's queries over every key they may see.
+
+    queries (H, w, D), keys (G, N, D), any float dtype -> (H, w, N) float32; 0 at later keys.
+    """
+    heads, window, _ = queries.shape
+    keys = keys.repeat_interleave(heads // keys.shape[0], dim=0)
+    scores = queries.float() @ keys.float().transpose(1, 2) * scale
+    num_keys = keys.shape[1]
+    last_visible = torch.arange(num_keys - window, num_keys, device=keys.device)
+    hidden = torch.arange(num_keys, device=keys.device) > last_visible[:, None]
+    return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+
+
+def saliency(attention: Tensor) -> Tensor:
+    """Attention that each key outside the window gets from it (StructKV Eq. 2, per head).
+
+    (H, w, N) -> (H, N - w) float32: the sum over the window, without the window's own columns.
+    """
+    window = attention.shape[1]
+    return attention.sum(dim=1)[:, : attention.shape[2] - window]
+
+
+def max_pool(scores: Tensor, kernel: int) -> Tensor:
+    """Maximum over `kernel` neighbours, an odd number; (H, n) -> (H, n), edges see fewer."""
+    if scores.shape[-1] == 0:
+        return scores
+    return F.max_pool1d(scores[None], kernel, stride=1, padding=kernel // 2)[0]
+
+
+def per_kv_head(scores: Tensor, num_kv_heads: int) -> Tensor:
+    """Sum over the query heads that share a KV head: (H, n) -> (G, n)."""
+    return scores.view(num_kv_heads, -1, scores.shape[-1]).sum(dim=1)
+
+
+def kept_indices(scores: Tensor, count: int, window: int) -> Tensor:
+    """The `count - window` best of n keys and the `window` keys that follow them, ascending.
+
+    scores (..., n) float -> (..., count) int64, count >= window; of equal scores the lower index
+    wins. All n + window keys if there are no more than `count`.
+    """
+    num_scored = scores.shape[-1]
+    best = min(count - window, num_scored)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :best]
+    recent = torch.arange(num_scored, num_scored + window, device=scores.device)
+    return torch.cat([order.sort(dim=-1).values, recent.expand(*order.shape[:-1], window)], dim=-1)
