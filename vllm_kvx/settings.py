@@ -1,15 +1,18 @@
 """What a server's policy is: read from vLLM's configuration, in any of its processes.
 
-``additional_config`` carries three keys of ours, all plain JSON: ``kv_policy`` names the policy of
-every request that does not name one; ``kv_layout`` lists further policies to make room for;
-``kv_debug`` lets scheduler and worker compare their block counts in every step.
+``additional_config`` carries keys of ours, all plain JSON: ``kv_policy`` names the policy of every
+request that does not name one; ``kv_layout`` lists further policies to make room for;
+``kv_stash_tokens`` is how many prompt tokens may wait for their prompt's last chunk to select some;
+``kv_tsp_layer`` is what FastKV's ``tsp_layer=auto`` means for this model, set by the server itself
+where it is known; ``kv_debug`` lets scheduler and worker compare their block counts in every step.
 """
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.policy.fastkv import FastKV
 from vllm_kvx.policy.layout import Layout, layout_of
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
 
@@ -19,14 +22,28 @@ if TYPE_CHECKING:
 
 POLICY_KEY = "kv_policy"
 LAYOUT_KEY = "kv_layout"
+STASH_KEY = "kv_stash_tokens"
+TSP_LAYER_KEY = "kv_tsp_layer"
 DEBUG_KEY = "kv_debug"
-KEYS = (POLICY_KEY, LAYOUT_KEY, DEBUG_KEY)
+KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, TSP_LAYER_KEY, DEBUG_KEY)
 
 # Clients choose policies, so what is counted by name is bounded; the rest is counted together.
 MAX_POLICIES = 64
 OTHER = "other"
 
-parse_cached = lru_cache(maxsize=1024)(parse_policy)
+
+@lru_cache(maxsize=1024)
+def _parse(name: str, tsp_layer: int | None) -> KVPolicy:
+    policy = parse_policy(name)
+    if tsp_layer is None:
+        return policy
+    parts = [
+        replace(part, tsp_layer=tsp_layer)
+        if isinstance(part, FastKV) and part.tsp_layer == "auto"
+        else part
+        for part in policy.parts
+    ]
+    return KVPolicy.of(parts)
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,8 @@ class KVSettings:
 
     stock: True if every policy the server was started for is ``full``; then scheduler, worker and
         model are vLLM's own.
+    tsp_layer: what FastKV's ``tsp_layer=auto`` means; None if not known.
+    stash_tokens: prompt tokens whose hidden states the stash holds; 0 without one.
     """
 
     policy: KVPolicy
@@ -42,6 +61,8 @@ class KVSettings:
     num_layers: int
     debug: bool
     stock: bool = False
+    tsp_layer: int | None = None
+    stash_tokens: int = 0
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
@@ -56,7 +77,19 @@ class KVSettings:
             return None
         assert isinstance(config, dict)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        return cls.of(config, num_layers)
+        settings = cls.of(config, num_layers)
+        if not settings.layout.stash:
+            return settings
+        longest = vllm_config.model_config.max_model_len
+        # One prompt of the greatest length, and beside it those that are done in one step.
+        default = longest + vllm_config.scheduler_config.max_num_batched_tokens
+        tokens = config.get(STASH_KEY, default)
+        if type(tokens) is not int or tokens < longest:
+            raise ValueError(
+                f"{STASH_KEY} must be an integer of at least --max-model-len, {longest}: a longer "
+                f"prompt would wait for ever; got {tokens!r}"
+            )
+        return replace(settings, stash_tokens=tokens)
 
     @classmethod
     def of(cls, config: dict[str, Any], num_layers: int) -> "KVSettings":
@@ -73,8 +106,14 @@ class KVSettings:
             raise ValueError(
                 f'{LAYOUT_KEY} must be a list of policies, for example ["speed-24"], got {names!r}'
             )
-        policy = _policy(POLICY_KEY, config[POLICY_KEY], num_layers)
-        room = [_policy(f"{LAYOUT_KEY}[{i}]", n, num_layers) for i, n in enumerate(names)]
+        tsp_layer = config.get(TSP_LAYER_KEY)
+        if tsp_layer is not None and type(tsp_layer) is not int:
+            raise ValueError(f"{TSP_LAYER_KEY} must be a layer's number, got {tsp_layer!r}")
+        policy = _policy(POLICY_KEY, config[POLICY_KEY], num_layers, tsp_layer)
+        room = [
+            _policy(f"{LAYOUT_KEY}[{i}]", name, num_layers, tsp_layer)
+            for i, name in enumerate(names)
+        ]
         policies = [policy, *room]
         return cls(
             policy=policy,
@@ -82,7 +121,16 @@ class KVSettings:
             num_layers=num_layers,
             debug=debug,
             stock=all(p.is_full for p in policies),
+            tsp_layer=tsp_layer,
         )
+
+    def parse(self, name: str) -> KVPolicy:
+        """The policy `name` on this server, where ``auto`` is a number if it is known.
+
+        Raises:
+            PolicyError: it does not parse.
+        """
+        return _parse(name, self.tsp_layer)
 
 
 def policy_is_set(config: Any) -> bool:
@@ -106,7 +154,7 @@ def policy_is_set(config: Any) -> bool:
             raise ValueError(
                 f"unknown key {key!r} in additional_config; {hint}vllm-kvx knows {', '.join(KEYS)}"
             )
-    without = [key for key in (LAYOUT_KEY, DEBUG_KEY) if key in config]
+    without = [key for key in KEYS[1:] if key in config]
     if without and not is_set:
         raise ValueError(
             f"{' and '.join(without)} in additional_config without {POLICY_KEY}; "
@@ -137,15 +185,18 @@ def request_policy(settings: KVSettings, sampling_params: "SamplingParams | None
     """The policy of a request that the API process has validated: its own or the server's."""
     extra = sampling_params.extra_args if sampling_params is not None else None
     name = extra.get(POLICY_KEY) if extra else None
-    return settings.policy if name is None else parse_cached(name)
+    return settings.policy if name is None else settings.parse(name)
 
 
-def _policy(where: str, name: Any, num_layers: int) -> KVPolicy:
+def _policy(where: str, name: Any, num_layers: int, tsp_layer: int | None) -> KVPolicy:
     """The policy `name`, found at `where`; its errors say where."""
     try:
-        policy = parse_policy(name)
+        # Through the cache only what can be a key of it.
+        policy = _parse(name, tsp_layer) if isinstance(name, str) else parse_policy(name)
         policy.check_model(num_layers)
         check_served(policy)
+        for part in policy.parts:
+            part.splits()
     except PolicyError as error:
         raise PolicyError(f"{where}: {error}") from None
     return policy

@@ -38,7 +38,7 @@ def test_speed_above_the_cutoff(prompt_len: int, anchors: int, tail: int) -> Non
             assert stored_len(policy, prompt_len, logical_len, layer) == expected
 
 
-@pytest.mark.parametrize("name", ["full", "speed-3", "snapkv", "fastkv", "fier-64"])
+@pytest.mark.parametrize("name", ["full", "speed-3", "fastkv:tsp_layer=1,kv_rate=1", "fier-64"])
 def test_no_gap(name: str) -> None:
     policy = parse_policy(name)
     for prompt_len, layer, logical_len in itertools.product(range(1, 6), range(CUTOFF), range(8)):

@@ -15,41 +15,37 @@ from vllm_kvx.policy.spec import PolicyError, parse_policy
 
 
 @pytest.mark.parametrize(
-    ("names", "splits", "sidecar"),
+    ("names", "layout"),
     [
-        ([], (), False),
-        (["full"], (), False),
-        (["speed-24"], (24,), False),
-        (["speed-24", "speed-16", "speed-24:anchors=0", "full"], (16, 24), False),
-        (["snapkv", "streamingllm"], (), False),
-        (["fastkv"], (), False),
-        (["fastkv:tsp_layer=15"], (), False),
-        (["fastkv:tsp_layer=15,kv_rate=0.2"], (), False),
-        (["fastkv:tsp_layer=15,kv_rate=0.3"], (16,), False),
-        (["fastkv:tsp_layer=15,kv_rate=1"], (16,), False),
-        (["fastkv:tsp_layer=15,kv_budget=512"], (16,), False),
-        (["fastkv:tsp_layer=31,kv_rate=1"], (), False),
-        (["fastkv:tsp_rate=1,kv_budget=512"], (), False),
-        (["structkv"], (), False),
-        (["structkv:pivot=online"], (), False),
-        (["structkv:pivot=10,kv_rate=0.3"], (11,), False),
-        (["structkv:pivot=10,granularity=block"], (11,), False),
-        (["structkv:pivot=31,granularity=block"], (), False),
-        (["fier-64"], (), True),
-        (["quest-64", "speed-8"], (8,), True),
-        (["speed-24+fier-64", "structkv:pivot=10,granularity=block"], (11, 24), True),
+        ([], Layout(())),
+        (["full"], Layout(())),
+        (["speed-24"], Layout((24,))),
+        (["speed-24", "speed-16", "speed-24:anchors=0", "full"], Layout((16, 24))),
+        (["streamingllm"], Layout(())),
+        (["snapkv", "streamingllm"], Layout((), window=8)),
+        (["snapkv", "snapkv:window=16"], Layout((), window=16)),
+        (["fastkv:tsp_layer=15"], Layout((16,), window=8, stash=True)),
+        (["fastkv:tsp_layer=15,kv_rate=1"], Layout((16,), window=8, stash=True)),
+        (["fastkv:tsp_layer=31"], Layout((), window=8)),
+        (["fastkv:tsp_rate=1,kv_budget=512"], Layout((), window=8)),
+        (["fastkv:tsp_layer=15", "speed-24"], Layout((16, 24), window=8, stash=True)),
+        (["structkv:pivot=10,kv_rate=0.3"], Layout((11,), window=8, stash=True)),
+        (["structkv:pivot=10,granularity=block"], Layout((11,), window=8, stash=True)),
+        (["structkv:pivot=31,granularity=block"], Layout((), window=8)),
+        (["fier-64"], Layout((), sidecar=True)),
+        (["quest-64", "speed-8"], Layout((8,), sidecar=True)),
+        (["speed-24+fier-64", "snapkv"], Layout((24,), sidecar=True, window=8)),
     ],
 )
-def test_layout_of(names: list[str], splits: tuple[int, ...], sidecar: bool) -> None:
-    assert layout_of(map(parse_policy, names), 32) == Layout(splits, sidecar)
+def test_layout_of(names: list[str], layout: Layout) -> None:
+    assert layout_of(map(parse_policy, names), 32) == layout
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("speed-32", "use speed-1 .. speed-31"),
-        ("fastkv:kv_rate=0.3", "write tsp_layer=<int>, or kv_rate no higher than tsp_rate"),
-        ("fastkv:kv_budget=512", "write tsp_layer=<int>"),
+        ("fastkv", "write tsp_layer=<int>, or measure it once with `vllm-kvx calibrate"),
         ("structkv:granularity=block", "write pivot=<int>, or granularity=token"),
         ("structkv:pivot=online,kv_rate=1", "write pivot=<int>"),
     ],
@@ -71,7 +67,9 @@ def test_segment_sizes() -> None:
         ("full", Layout((), False)),
         ("full", Layout((16,), True)),
         ("speed-16:anchors=4", Layout((16, 24), False)),
-        ("snapkv", Layout((16,), False)),
+        ("streamingllm", Layout((16,), False)),
+        ("snapkv:window=4", Layout((16,), window=8)),
+        ("fastkv:tsp_layer=15,tsp_rate=0.5", Layout((16, 24), window=8, stash=True)),
         ("speed-24+fier-64", Layout((24,), True)),
     ],
 )
@@ -91,6 +89,10 @@ def test_does_not_fit() -> None:
         check_fits(parse_policy("fier-64"), Layout((), False), 32)
     with pytest.raises(PolicyError, match="needs a split at layer 8 and a sidecar"):
         check_fits(parse_policy("speed-8+fier-64"), Layout((16, 24), False), 32)
+    with pytest.raises(PolicyError, match="needs a window of 9 tokens: start"):
+        check_fits(parse_policy("snapkv:window=9"), Layout((), window=8), 32)
+    with pytest.raises(PolicyError, match="needs a window of 8 tokens and a stash: start"):
+        check_fits(parse_policy("fastkv:tsp_layer=15"), Layout((16,)), 32)
     with pytest.raises(PolicyError, match="this model has 32 layers; use speed-1"):
         check_fits(parse_policy("speed-40"), Layout((24,), False), 32)
 

@@ -162,7 +162,7 @@ INVALID = {
     "fastkv:kv_rate=1e-999": ["kv_rate must be a number in (0, 1], got 0.0"],
     "fastkv:tsp_layer=-1": ["tsp_layer must be an integer of at least 0 or auto, got '-1'"],
     "fastkv:tsp_layer=1.5": ["tsp_layer"],
-    "fastkv:window=0": ["window must be an integer of at least 1, got 0"],
+    "fastkv:window=0": ["window must be an integer from 1 to 64, got 0"],
     "fastkv:kernel=0": ["kernel must be an odd integer of at least 1, got 0"],
     "snapkv:kernel=4": ["kernel must be an odd integer of at least 1, got 4"],
     "fastkv:kv_rate=0.1,kv_budget=512": ["kv_rate and kv_budget both", "keep one"],
@@ -353,16 +353,25 @@ def test_model_deep_enough() -> None:
 
 
 def test_served() -> None:
-    assert sorted(AVAILABLE) == ["full", "speed"]
+    assert sorted(AVAILABLE) == ["fastkv", "full", "snapkv", "speed", "streamingllm"]
     check_served(parse_policy("full"))
     check_served(parse_policy("speed-24:tail=3"))
     for name in METHODS.keys() - AVAILABLE:
         policy = parse_policy(METHODS[name].example or name)
-        message = f"{name} is not served by this version of vllm-kvx; served: full, speed-K"
+        message = (
+            f"{name} is not served by this version of vllm-kvx; "
+            "served: full, speed-K, fastkv, snapkv, streamingllm"
+        )
         with pytest.raises(PolicyError, match=f"^{message}$"):
             check_served(policy)
     with pytest.raises(PolicyError, match="fier is not served"):
         check_served(parse_policy("speed-24+fier-2048"))
+    for name in ("speed-24+snapkv", "speed-24+streamingllm", "fastkv:kv_rate=1+snapkv"):
+        check_served(parse_policy(name))
+    with pytest.raises(PolicyError, match="chosen by data: compose it with speed-K, or retain"):
+        check_served(parse_policy("fastkv:kv_rate=1+streamingllm"))
+    with pytest.raises(PolicyError, match="give both the same window and kernel"):
+        check_served(parse_policy("fastkv:kv_rate=1+snapkv:window=4"))
 
 
 def test_every_parameter_is_documented() -> None:

@@ -110,7 +110,7 @@ def test_no_policy_is_set(config) -> None:
     [
         ({"kv_polcy": "speed-4"}, "'kv_polcy'.*'kv_policy'"),
         ({"kv_policies": ["speed-4"]}, "'kv_policies'.*'kv_policy'"),
-        ({"kv_policy": "speed-4", "kv_other": 1}, "'kv_other'.*kv_policy, kv_layout, kv_debug"),
+        ({"kv_policy": "speed-4", "kv_other": 1}, "'kv_other'.*kv_policy, kv_layout, kv_stash"),
         ({"kv_policy": "speed-4", "kv_layouts": []}, "'kv_layouts'.*'kv_layout'"),
         ({"kv_layout": ["speed-4"]}, "kv_layout.*without kv_policy"),
         ({"kv_debug": True}, "kv_debug.*without kv_policy"),

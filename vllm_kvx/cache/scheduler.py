@@ -9,8 +9,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_kvx.accounting import gap_of
-from vllm_kvx.cache.policy_cache import PolicyKVCacheManager, RequestKV, anchor_hash
+from vllm_kvx.accounting import selector_of, storage_of
+from vllm_kvx.cache.admission import PromptAdmission
+from vllm_kvx.cache.managers import (
+    LowerKVCacheManager,
+    PolicyKVCacheManager,
+    RequestKV,
+    anchor_hash,
+)
 from vllm_kvx.cache.pool import pool_tokens
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
@@ -33,6 +39,15 @@ class _PolicyScheduling:
             for manager in self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
             if isinstance(manager, PolicyKVCacheManager)
         ]
+        self.lower_managers: list[LowerKVCacheManager] = [
+            manager
+            for manager in self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+            if isinstance(manager, LowerKVCacheManager)
+        ]
+        # vLLM asks here where a chunk of a prompt may end; it does so for Mamba models alone.
+        self.need_mamba_block_aligned_split = True
+        self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)  # type: ignore[attr-defined]
+        self._to_shrink: list[Request] = []
         self._unshared: dict[str, int] = {}
         self._counted_unshared: set[str] = set()
         pool = pool_tokens(self.kv_cache_config, settings)  # type: ignore[attr-defined]
@@ -46,7 +61,7 @@ class _PolicyScheduling:
         )
         propagate = settings.policy.propagate
         if self.kv_cache_manager.enable_caching and isinstance(propagate, Speed):  # type: ignore[attr-defined]
-            lower = [m.spec.start_layer for m in self.policy_managers]
+            lower = [m.start_layer for m in self.policy_managers]
             if min(lower) < propagate.cutoff:
                 logger.warning(
                     "%s shares no prefix here: kv_layout splits at layer %d, below its cutoff, "
@@ -61,9 +76,7 @@ class _PolicyScheduling:
                 _run_in_full(request, "its prompt has no end yet")
             elif problem := self._misfit(request):
                 _run_in_full(request, problem)
-            policy = self._policy_of(request)
-            for manager in self.policy_managers:
-                manager.add_request(request.request_id, self._request_kv(request, policy, manager))
+            self._tell_managers(request, self._policy_of(request))
         super().add_request(request)  # type: ignore[misc]
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
@@ -83,15 +96,23 @@ class _PolicyScheduling:
     def _policy_of(self, request: Request) -> KVPolicy:
         return request_policy(self.kv_settings, request.sampling_params)
 
-    def _request_kv(
-        self, request: Request, policy: KVPolicy, manager: PolicyKVCacheManager
-    ) -> RequestKV:
-        gap = gap_of(policy, request.num_prompt_tokens, manager.spec.start_layer)
+    def _tell_managers(self, request: Request, policy: KVPolicy) -> None:
+        prompt_len = request.num_prompt_tokens
+        # What retention drops, or saliency leaves out, nobody else can use; see invariant 5.
+        lossy = policy.retain is not None or selector_of(policy, prompt_len) is not None
         anchors = policy.propagate.anchors if isinstance(policy.propagate, Speed) else 0
-        key = None
-        if manager.enable_caching and 0 < anchors <= manager.block_size and gap.size:
-            key = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
-        return RequestKV(gap, anchors, key)
+        storages = [storage_of(policy, prompt_len, 0)] * len(self.lower_managers)
+        storages += [storage_of(policy, prompt_len, m.start_layer) for m in self.policy_managers]
+        managers = [*self.lower_managers, *self.policy_managers]
+        for manager, storage in zip(managers, storages, strict=True):
+            key = None
+            if isinstance(manager, PolicyKVCacheManager):
+                fits = manager.enable_caching and 0 < anchors <= manager.block_size
+                if fits and storage.prefill.size and not lossy:
+                    key = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
+            kv = RequestKV(storage, not lossy, anchors if key else 0, key)
+            manager.add_request(request.request_id, kv)
+        self.admission.add_request(request, policy, any(s.changes for s in storages))
 
     def _get_local_prefix_cache_hit(
         self, request: Request
@@ -100,6 +121,8 @@ class _PolicyScheduling:
         if not manager.prefix_cache_lookup_enabled(request):
             return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
         policy = self._policy_of(request)
+        if policy.is_full and not self.policy_managers:
+            return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
         limit = self._sharable_tokens(request, policy)
         # A waiting request is looked up in every step, and again once preempted.
         if limit is None and request.request_id not in self._counted_unshared:
@@ -118,21 +141,22 @@ class _PolicyScheduling:
     def _sharable_tokens(self, request: Request, policy: KVPolicy) -> int | None:
         """Longest prefix, in whole blocks, that the request may take.
 
-        None if its policy cannot share at all: some segment above the first stores every token
-        (`full`, or a cutoff above that segment), or the anchors do not fit in one block.
+        None if its policy cannot share at all: it retains or selects, some segment above the first
+        stores every token (`full`, or a cutoff above that segment), or the anchors do not fit in
+        one block.
 
         The upper layers of a hit are not computed: every token they must hold has to lie past it,
         or be an anchor, whose entries are handed over in one block.
         """
-        if not isinstance(policy.propagate, Speed):
+        if not isinstance(policy.propagate, Speed) or policy.retain is not None:
             return None
         anchors, tail = policy.propagate.anchors, policy.propagate.tail
         block_size: int = self.kv_cache_manager.coordinator.scheduler_block_size  # type: ignore[attr-defined]
         if anchors > block_size:
             return None
         for manager in self.policy_managers:
-            gap = manager.requests[request.request_id].gap
-            if gap.size == 0 and policy.propagate.cutoff > manager.spec.start_layer:
+            gap = manager.requests[request.request_id].storage.prefill
+            if gap.size == 0 and policy.propagate.cutoff > manager.start_layer:
                 return None  # A segment below the request's cutoff, where it stores everything.
         limit = max(request.num_prompt_tokens - tail, 0) // block_size * block_size
         return limit if limit > anchors else 0
@@ -144,17 +168,49 @@ class _PolicyScheduling:
                 return False
         return True
 
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        start = request.num_computed_tokens + num_new_local_computed_tokens
+        return self.admission.clip(request, start, num_new_tokens)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        for request in self._to_shrink:
+            self._shrink(request)
+        self._to_shrink = []
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._to_shrink = [
+            self.requests[request_id]  # type: ignore[attr-defined]
+            for request_id in output.num_scheduled_tokens
+            if self.admission.is_past_prompt(self.requests[request_id])  # type: ignore[attr-defined]
+        ]
         if self._unshared:
             # Rides to the workers, whose counters the metrics read.
             output.kv_policy_unshared, self._unshared = self._unshared, {}
         return output
 
+    def _shrink(self, request: Request) -> None:
+        """Frees what a request's last prompt chunk, scheduled in the step before, leaves behind."""
+        self.admission.release(request.request_id)
+        for manager in (*self.lower_managers, *self.policy_managers):
+            if manager.req_to_blocks.get(request.request_id):
+                manager.shrink(request.request_id, request.num_computed_tokens)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        self.admission.restart(request.request_id)
+        self._to_shrink = [r for r in self._to_shrink if r is not request]
+
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)  # type: ignore[misc]
         self._counted_unshared.discard(request.request_id)
-        for manager in self.policy_managers:
+        self.admission.remove_request(request.request_id)
+        self._to_shrink = [r for r in self._to_shrink if r is not request]
+        for manager in (*self.lower_managers, *self.policy_managers):
             manager.remove_request(request.request_id)
 
 

@@ -3,15 +3,17 @@
 A segment is a range of decoder layers compiled on its own. Between two segments the rows whose
 layers end there leave the batch: hidden state and residual are gathered, the next segment's
 attention runs on its own slots and metadata, and at the end the result is scattered back to the
-batch's rows. A step with no row to drop (every decode step) runs the stock decoder instead, with
-its own compiled graph and CUDA graphs: a cut through the compiled graph rounds differently.
+batch's rows. Where saliency chooses who goes on, the states of all wait in a stash until the
+prompt is in; the chosen ones then run the upper segments in passes of their own. A step with no
+row to drop (every decode step) runs the stock decoder instead, with its own compiled graph and
+CUDA graphs: a cut through the compiled graph rounds differently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,8 +29,10 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
+from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.policy_cache import policy_kv_cache_specs
 from vllm_kvx.settings import KVSettings
+from vllm_kvx.worker.taps import SegmentTap, Taps
 
 
 @dataclass
@@ -50,6 +54,60 @@ class StepRows:
     @property
     def num_rows(self) -> int:
         return self.in_batch.shape[0]
+
+
+@dataclass
+class StashWrite:
+    """States of one segment's output that wait: its rows, and their rows in the stash, (N,)."""
+
+    rows: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass
+class SelectedPass:
+    """One pass of selected tokens over the upper segments.
+
+    Attributes:
+        first_segment: where it begins.
+        stash_rows: (N,) int64 rows of the stash.
+        positions: (N,) int64 token positions.
+        attn_metadata: by layer name. slot_mapping: (N,) int64 by layer name.
+        taps: by segment; see ``Taps.current``.
+        last_rows, in_batch: (F,) int64, last rows of prompts that end here, and the batch's rows
+            for them.
+    """
+
+    first_segment: int
+    stash_rows: torch.Tensor
+    positions: torch.Tensor
+    attn_metadata: dict[str, Any]
+    slot_mapping: dict[str, torch.Tensor]
+    taps: Sequence[SegmentTap | None] | None
+    last_rows: torch.Tensor
+    in_batch: torch.Tensor
+
+
+@dataclass
+class StepPlan:
+    """What the next forward pass runs.
+
+    Attributes:
+        rows: those of every segment above the first; None runs all of the batch.
+        is_dummy: the step captures graphs or warms up.
+        taps: by segment; None if the step brings no prompt in.
+        stash: (S, hidden) the stash; writes: what goes into it, by segment.
+        selected: passes over upper segments, made one by one once the direct pass has run: only
+            then is it known on the device which tokens they run, and backends keep the metadata
+            of one batch at a time.
+    """
+
+    rows: Sequence[StepRows | None] = ()
+    is_dummy: bool = False
+    taps: Sequence[SegmentTap | None] | None = None
+    stash: torch.Tensor | None = None
+    writes: Sequence[StashWrite | None] = ()
+    selected: Sequence[Callable[[], SelectedPass]] = field(default_factory=list)
 
 
 class DecoderSegment(nn.Module):
@@ -135,19 +193,25 @@ class SegmentedModel(nn.Module):
                 )
         self.segments = nn.ModuleList(segments)
         self._captured_sizes: set[int] = set()
-        self.begin_step((), is_dummy=False)
+        self.begin_step(StepPlan())
         attention = [_attention_of(layer) for layer in decoder.layers]
         policy_kv_cache_specs(attention, settings)
+        self.taps = Taps(
+            attention,
+            settings.layout.segment_sizes(len(attention)),
+            num_split_windows(settings, vllm_config.scheduler_config),
+            settings.layout.window,
+            cast(torch.dtype, vllm_config.model_config.dtype),
+            cast(torch.device, vllm_config.device_config.device),
+        )
 
-    def begin_step(self, rows: Sequence[StepRows | None], is_dummy: bool) -> None:
+    def begin_step(self, plan: StepPlan) -> None:
         """Says what the next forward pass runs.
 
-        Args:
-            rows: those of every segment above the first; None runs all of the batch.
-            is_dummy: the step captures graphs or warms up. Holds until the next step begins: vLLM
-                warms up and captures with one preparation.
+        Whether it is a dummy step holds until the next one begins: vLLM warms up and captures with
+        one preparation.
         """
-        self._step_rows, self._is_dummy_step = rows, is_dummy
+        self._plan, self._is_dummy_step = plan, plan.is_dummy
 
     def get_model_state_cls(self) -> type:
         from vllm_kvx.worker.model_state import PolicyModelState
@@ -163,34 +227,48 @@ class SegmentedModel(nn.Module):
     ) -> torch.Tensor:
         """(T,) ids and positions -> (T, hidden) final states; rows dropped on the way are 0."""
         # Consumed once: a dummy run that prepares no attention must not see an old plan.
-        step_rows, self._step_rows = self._step_rows, ()
-        if any(rows is not None for rows in step_rows):
-            return self._run_segments(input_ids, positions, step_rows)
+        plan, self._plan = self._plan, StepPlan()
+        self.taps.current = plan.taps
+        try:
+            if any(rows is not None for rows in plan.rows):
+                output = self._run_segments(input_ids, positions, plan)
+                return self._run_selected(output, plan)
+            return self._run_stock(input_ids, positions, intermediate_tensors, inputs_embeds)
+        finally:
+            self.taps.current = None
+
+    def _run_stock(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
         context = get_forward_context()
         if context.attn_metadata is None:
             # The profiling run: what can run later has to be compiled, and its memory counted.
-            self._run_segments(input_ids, positions, [None] * (len(self.segments) - 1))
+            self._run_segments(
+                input_ids, positions, StepPlan(rows=[None] * (len(self.segments) - 1))
+            )
         elif self._is_dummy_step and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
             # Small prefills replay the first segment's pieces; captured here beside the stock ones.
             self.segments[0](input_ids, positions, None, None)
             self._captured_sizes.add(positions.shape[0])
-        return super().forward(
-            input_ids, positions, intermediate_tensors, inputs_embeds
-        )
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def _run_segments(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        step_rows: Sequence[StepRows | None],
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, plan: StepPlan
     ) -> torch.Tensor:
         num_tokens = positions.shape[0]
         # A size without captured pieces would be captured now, amid serving, which CUDA refuses.
         captured = num_tokens in self._captured_sizes
         with nullcontext() if captured else override_forward_context(_without_graphs({})):
             out = self.segments[0](input_ids, positions, None, None)
+        _stash(plan, 0, out)
         in_batch: torch.Tensor | None = None
-        for rows, segment in zip(step_rows, self.segments[1:], strict=True):
+        for index, (rows, segment) in enumerate(
+            zip(plan.rows, self.segments[1:], strict=True), start=1
+        ):
             hidden, residual = out
             slot_mapping: dict[str, torch.Tensor] = {}
             if rows is not None:
@@ -201,10 +279,37 @@ class SegmentedModel(nn.Module):
                 positions, in_batch, slot_mapping = rows.positions, rows.in_batch, rows.slot_mapping
             with override_forward_context(_without_graphs(slot_mapping)):
                 out = segment(None, positions, hidden, residual)
+            _stash(plan, index, out)
         if in_batch is None:
             return out
         output = out.new_zeros(num_tokens, out.shape[1])
         return output.index_copy_(0, in_batch, out)
+
+    def _run_selected(self, output: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Runs the selected tokens of prompts that are in; their last rows go into `output`."""
+        for make in plan.selected:
+            now = make()
+            self.taps.current = now.taps
+            assert plan.stash is not None
+            hidden = plan.stash.index_select(0, now.stash_rows)
+            # The stash holds the sum already; the compiled segment wants both terms.
+            out: Any = (hidden, torch.zeros_like(hidden))
+            context = replace(
+                _without_graphs(now.slot_mapping), attn_metadata=now.attn_metadata
+            )
+            with override_forward_context(context):
+                for segment in self.segments[now.first_segment :]:
+                    out = segment(None, now.positions, *out)
+            output.index_copy_(0, now.in_batch, out.index_select(0, now.last_rows))
+        return output
+
+
+def _stash(plan: StepPlan, segment: int, out: Any) -> None:
+    write = plan.writes[segment] if plan.writes else None
+    if write is not None:
+        assert plan.stash is not None
+        hidden, residual = (part.index_select(0, write.rows) for part in out)
+        plan.stash.index_copy_(0, write.targets, hidden + residual)
 
 
 def _without_graphs(slot_mapping: dict[str, torch.Tensor]) -> Any:

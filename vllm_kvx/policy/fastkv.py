@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.parameters import PolicyError, Propagate, check_layer, integer, rate
+from vllm_kvx.policy.parameters import PolicyError, Select, check_layer, integer, rate, share_of
 from vllm_kvx.policy.snapkv import SnapKV
 
 
 @dataclass(frozen=True)
-class FastKV(Propagate, SnapKV):
+class FastKV(Select, SnapKV):
     """FastKV: token-selective propagation (TSP) and KV retention (Jo et al.).
 
     Layers 0..tsp_layer process all N prompt tokens, later layers the `max(int(N * tsp_rate),
@@ -33,15 +33,17 @@ class FastKV(Propagate, SnapKV):
     def check_model(self, num_layers: int) -> None:
         check_layer(self, "tsp_layer", self.tsp_layer, num_layers)
 
-    def splits(self) -> tuple[int, ...]:
-        # Groups store equally many entries, so only an unequal count needs two. A budget is unequal
-        # for every prompt whose propagated part is shorter than it.
-        unequal = self.kv_rate is None or self.kv_rate > self.tsp_rate
-        if self.tsp_rate == 1 or not unequal:
-            return ()
+    @property
+    def last_full_layer(self) -> int:
         if isinstance(self.tsp_layer, str):
             raise PolicyError(
-                f"{self}: layers above the TSP layer store fewer entries than those below, so that "
-                "layer must be known: write tsp_layer=<int>, or kv_rate no higher than tsp_rate"
+                f"{self}: the TSP layer of this model is not known: write tsp_layer=<int>, or "
+                "measure it once with `vllm-kvx calibrate MODEL --prompts FILE`"
             )
-        return (self.tsp_layer + 1,)
+        return self.tsp_layer
+
+    def num_propagated(self, prompt_len: int) -> int:
+        return share_of(prompt_len, self.tsp_rate, self.window)
+
+    def splits(self) -> tuple[int, ...]:
+        return () if self.tsp_rate == 1 else (self.last_full_layer + 1,)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm_kvx.policy.parameters import Retain, Select
 from vllm_kvx.policy.spec import KVPolicy, PolicyError
 
 MAX_GROUPS = 8
@@ -18,10 +19,14 @@ class Layout:
 
     splits: sorted layers, above 0 and below the number of layers, where a new segment begins.
     sidecar: True if KV pages hold a compressed copy of their keys for retrieval.
+    window: the longest window whose queries may score keys; 0 if no policy scores any.
+    stash: True if hidden states of prompts can be kept until their last chunk selects some.
     """
 
     splits: tuple[int, ...]
-    sidecar: bool
+    sidecar: bool = False
+    window: int = 0
+    stash: bool = False
 
     def segment_sizes(self, num_layers: int) -> tuple[int, ...]:
         """Layers in each segment, lowest first: splits (24,) of 32 layers are (24, 8)."""
@@ -30,7 +35,9 @@ class Layout:
 
     def __str__(self) -> str:
         groups = f"KV groups split at {_layers(self.splits)}" if self.splits else "no split"
-        return f"{groups}, {'a' if self.sidecar else 'no'} sidecar"
+        window = f", windows of up to {self.window} tokens" if self.window else ""
+        stash = ", a stash" if self.stash else ""
+        return f"{groups}, {'a' if self.sidecar else 'no'} sidecar{window}{stash}"
 
 
 def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
@@ -40,14 +47,18 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     depends on a layer still to be calibrated (put the layer's number into the policy first).
     """
     splits: set[int] = set()
-    sidecar = False
+    sidecar, stash, window = False, False, 0
     for policy in policies:
         policy.check_model(num_layers)
         for part in policy.parts:
             # A method may propagate only after the last layer: nothing lies above that split.
-            splits.update(layer for layer in part.splits() if layer < num_layers)
+            above = {layer for layer in part.splits() if layer < num_layers}
+            splits |= above
             sidecar |= part.sidecar
-    return Layout(tuple(sorted(splits)), sidecar)
+            stash |= isinstance(part, Select) and bool(above)
+            if isinstance(part, (Select, Retain)):
+                window = max(window, part.window)
+    return Layout(tuple(sorted(splits)), sidecar, window, stash)
 
 
 def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
@@ -57,6 +68,10 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     needs = [f"a split at {_layers(missing)}"] if missing else []
     if needed.sidecar and not layout.sidecar:
         needs.append("a sidecar")
+    if needed.window > layout.window:
+        needs.append(f"a window of {needed.window} tokens")
+    if needed.stash and not layout.stash:
+        needs.append("a stash")
     if needs:
         room = json.dumps({"kv_layout": [str(policy)]})
         raise PolicyError(

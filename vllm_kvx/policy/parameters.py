@@ -42,18 +42,22 @@ def integer(
     words: tuple[str, ...] = (),
     odd: bool = False,
     multiple_of: int = 1,
+    at_most: int | None = None,
 ) -> Any:
-    """An integer field of at least `at_least`, or one of `words`; required without a default."""
+    """An integer field within these limits, or one of `words`; required without a default."""
 
     def allows(value: Any) -> bool:
         if type(value) is not int:
             return value in words
-        return value >= at_least and value % multiple_of == 0 and (value % 2 == 1 or not odd)
+        if value < at_least or (at_most is not None and value > at_most):
+            return False
+        return value % multiple_of == 0 and (value % 2 == 1 or not odd)
 
     kind = "an odd integer" if odd else "an integer"
     if multiple_of > 1:
         kind = f"a multiple of {multiple_of}"
-    wanted = " or ".join([f"{kind} of at least {at_least}", *words])
+    limits = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    wanted = " or ".join([f"{kind} {limits}", *words])
     return _declare(default, Limits(wanted, allows))
 
 
@@ -159,8 +163,35 @@ class Propagate(Method):
     """Which tokens' hidden states go on to the layers above layer x? Answered in prefill."""
 
 
+class Select(Propagate):
+    """Propagates tokens chosen by their saliency to the prompt's last queries."""
+
+    window: int
+
+    @property
+    def last_full_layer(self) -> int:
+        """The layer after which only selected tokens go on; PolicyError if not known yet."""
+        raise NotImplementedError
+
+    def num_propagated(self, prompt_len: int) -> int:
+        """Tokens of a prompt that go on, the window included."""
+        raise NotImplementedError
+
+
 class Retain(Method):
     """Which computed KV entries stay in the cache? Answered when the prompt is in."""
+
+    # Last prompt tokens whose queries score the keys; 0 where nothing is scored.
+    window: int = 0
+
+    def cap(self, prompt_len: int) -> int:
+        """Entries of a prompt that a layer keeps at most."""
+        raise NotImplementedError
+
+
+def share_of(prompt_len: int, share: float, window: int) -> int:
+    """`max(int(N * rate), w)`, and never more than the N tokens there are."""
+    return min(max(int(prompt_len * share), window), prompt_len)
 
 
 class Retrieve(Method):

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.parameters import PolicyError, Retain, integer, optional, rate
+from vllm_kvx.policy.parameters import PolicyError, Retain, integer, optional, rate, share_of
 
 DEFAULT_KV_RATE = 0.1
+# Query rows that the saliency kernel takes in one pass over the keys.
+MAX_WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class SnapKV(Retain):
 
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1; 1 keeps all).
     kv_budget: the same in tokens, at least `window`, instead of a rate (default: not given).
-    window: last prompt tokens, whose queries score the keys and which always stay (default 8).
+    window: last prompt tokens, whose queries score the keys and which always stay (default 8, at
+        most 64).
     kernel: width in tokens of the max-pooling over scores, odd (default 7).
     """
 
@@ -25,7 +28,7 @@ class SnapKV(Retain):
 
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
     kv_budget: int | None = optional(integer())
-    window: int = integer(8)
+    window: int = integer(8, at_most=MAX_WINDOW)
     kernel: int = integer(7, odd=True)
 
     def __post_init__(self) -> None:
@@ -46,3 +49,9 @@ class SnapKV(Retain):
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(a for a in super().axes if a != "retain" or self.kv_rate != 1)
+
+    def cap(self, prompt_len: int) -> int:
+        if self.kv_budget is not None:
+            return min(self.kv_budget, prompt_len)
+        assert self.kv_rate is not None
+        return share_of(prompt_len, self.kv_rate, self.window)

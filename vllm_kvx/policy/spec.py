@@ -19,6 +19,7 @@ from vllm_kvx.policy.parameters import (
     Propagate,
     Retain,
     Retrieve,
+    Select,
     Value,
     read_value,
 )
@@ -33,10 +34,10 @@ __all__ = ["AVAILABLE", "METHODS", "KVPolicy", "PolicyError", "check_served", "p
 # Every method, and whether this version can serve it. A new method is its file and a row here.
 _TABLE: tuple[tuple[type[Method], bool], ...] = (
     (Speed, True),
-    (FastKV, False),
+    (FastKV, True),
     (StructKV, False),
-    (SnapKV, False),
-    (StreamingLLM, False),
+    (SnapKV, True),
+    (StreamingLLM, True),
     (FIER, False),
     (Quest, False),
 )
@@ -149,7 +150,7 @@ def parse_policy(text: str) -> KVPolicy:
 
 
 def check_served(policy: KVPolicy) -> None:
-    """Raise PolicyError if this version cannot serve a method of `policy`."""
+    """Raise PolicyError if this version cannot serve `policy`: a method, or two together."""
     for part in policy.parts:
         if part.name not in AVAILABLE:
             served = ["full", *(m.usage() for m in METHODS.values() if m.name in AVAILABLE)]
@@ -157,6 +158,19 @@ def check_served(policy: KVPolicy) -> None:
                 f"{part.name} is not served by this version of vllm-kvx; "
                 f"served: {', '.join(served)}"
             )
+    propagate, retain = policy.propagate, policy.retain
+    if not isinstance(propagate, Select) or retain is None or retain is propagate:
+        return
+    if not isinstance(retain, SnapKV):
+        raise PolicyError(
+            f"{retain} goes by position, and which positions {propagate} computes in its upper "
+            "layers is chosen by data: compose it with speed-K, or retain with snapkv"
+        )
+    if (retain.window, retain.kernel) != (propagate.window, getattr(propagate, "kernel", 0)):
+        raise PolicyError(
+            f"{propagate} and {retain} score keys by different windows or kernels: give both the "
+            "same window and kernel"
+        )
 
 
 def _check_once(parts: Sequence[Method]) -> None:

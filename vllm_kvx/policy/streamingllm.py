@@ -18,3 +18,6 @@ class StreamingLLM(Retain):
 
     sinks: int = integer(4)
     recent: int = integer(1020)
+
+    def cap(self, prompt_len: int) -> int:
+        return min(self.sinks + self.recent, prompt_len)

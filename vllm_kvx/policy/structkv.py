@@ -5,18 +5,20 @@ from typing import ClassVar
 
 from vllm_kvx.policy.parameters import (
     PolicyError,
-    Propagate,
     Retain,
+    Select,
     check_layer,
     choice,
     integer,
     rate,
+    share_of,
     weight,
 )
+from vllm_kvx.policy.snapkv import MAX_WINDOW
 
 
 @dataclass(frozen=True)
-class StructKV(Propagate, Retain):
+class StructKV(Select, Retain):
     """StructKV: structural propagation at a detected pivot, retention by local saliency.
 
     Layers 0..pivot process all N prompt tokens and add up centrality, `C = decay * C + S` (Eq. 3);
@@ -29,7 +31,8 @@ class StructKV(Propagate, Retain):
     struct_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1).
     granularity: `token` (default), or `block` to keep whole blocks without copying.
-    window: last prompt tokens, whose queries score the keys and which always stay (default 8).
+    window: last prompt tokens, whose queries score the keys and which always stay (default
+        8, at most 64).
     decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
     entropy_weight, sparsity_weight, variance_weight: w1, w2, w3 of the transition score, Eq. 8
         (defaults 0.2, 0.3, 0.5).
@@ -41,7 +44,7 @@ class StructKV(Propagate, Retain):
     struct_rate: float = rate(0.2)
     kv_rate: float = rate(0.1)
     granularity: str = choice("token", ("token", "block"))
-    window: int = integer(8)
+    window: int = integer(8, at_most=MAX_WINDOW)
     decay: float = rate(0.9)
     entropy_weight: float = weight(0.2)
     sparsity_weight: float = weight(0.3)
@@ -67,6 +70,18 @@ class StructKV(Propagate, Retain):
 
     def check_model(self, num_layers: int) -> None:
         check_layer(self, "pivot", self.pivot, num_layers)
+
+    @property
+    def last_full_layer(self) -> int:
+        if isinstance(self.pivot, str):
+            raise PolicyError(f"{self}: the pivot of this model is not known: write pivot=<int>")
+        return self.pivot
+
+    def num_propagated(self, prompt_len: int) -> int:
+        return share_of(prompt_len, self.struct_rate, self.window)
+
+    def cap(self, prompt_len: int) -> int:
+        return share_of(prompt_len, self.kv_rate, self.window)
 
     def splits(self) -> tuple[int, ...]:
         unequal = self.struct_rate < self.kv_rate

@@ -6,6 +6,7 @@ the class by name in several processes, and one process may hold several engines
 carries the server's settings, and this module's ``__getattr__`` makes the class.
 """
 
+import dataclasses
 import difflib
 import json
 from functools import lru_cache
@@ -15,7 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_kvx.policy.layout import Layout, check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
-from vllm_kvx.settings import POLICY_KEY, KVSettings, parse_cached
+from vllm_kvx.settings import POLICY_KEY, KVSettings
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ def check_request(settings: KVSettings, sampling_params: "SamplingParams") -> No
 
 @lru_cache(maxsize=1024)
 def _checked(settings: KVSettings, name: str) -> KVPolicy:
-    policy = parse_cached(name)
+    policy = settings.parse(name)
     if policy.is_full:
         return policy
     check_served(policy)
@@ -103,8 +104,8 @@ def class_path(settings: KVSettings) -> str:
     """Where vLLM finds the check for a server with `settings`."""
     facts = {
         "policy": str(settings.policy),
-        "splits": settings.layout.splits,
-        "sidecar": settings.layout.sidecar,
+        "layout": dataclasses.asdict(settings.layout),
+        "tsp_layer": settings.tsp_layer,
         "num_layers": settings.num_layers,
         "stock": settings.stock,
     }
@@ -122,9 +123,10 @@ def _class_of(name: str) -> type[RequestCheck]:
     facts = json.loads(bytes.fromhex(name.removeprefix(_PREFIX)))
     settings = KVSettings(
         policy=parse_policy(facts["policy"]),
-        layout=Layout(tuple(facts["splits"]), facts["sidecar"]),
+        layout=Layout(**{**facts["layout"], "splits": tuple(facts["layout"]["splits"])}),
         num_layers=facts["num_layers"],
         debug=False,
         stock=facts["stock"],
+        tsp_layer=facts["tsp_layer"],
     )
     return type(name, (RequestCheck,), {"settings": settings, "__module__": __name__})

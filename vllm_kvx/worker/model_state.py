@@ -26,11 +26,15 @@ from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvx import accounting
+from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.pool import pool_tokens, segment_of
-from vllm_kvx.models.segmented import SegmentedModel, StepRows
+from vllm_kvx.models.segmented import SegmentedModel, StepPlan, StepRows
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
+from vllm_kvx.worker.prompts import PromptChunk, PromptState
 from vllm_kvx.worker.rows import SegmentRows, plan_rows
+from vllm_kvx.worker.selected import PromptPasses, SelectedBatch
+from vllm_kvx.worker.stash import Stash
 from vllm_kvx.worker.stats import PolicyStats
 
 
@@ -43,7 +47,8 @@ class _Step:
         requests: (R,) request-state indices.
         begins, counts: (R,) int64 first position and tokens of each request.
         plan: rows of every segment above the first; None runs all.
-        stored_lens: (S, R) stored lengths in these segments, this step's tokens included.
+        stored_lens: (S, R) stored lengths in all segments, this step's tokens included.
+        chunks: prompts in the step that are scored, selected from or compacted.
     """
 
     batch: InputBatch
@@ -52,6 +57,7 @@ class _Step:
     counts: np.ndarray
     plan: list[SegmentRows | None]
     stored_lens: accounting.IntArray
+    chunks: list[PromptChunk]
 
 
 class PolicyModelState(DefaultModelState):
@@ -69,23 +75,32 @@ class PolicyModelState(DefaultModelState):
         assert settings is not None
         self.settings = settings
         self.segmented = cast(SegmentedModel, model)
-        self.segment_starts = settings.layout.splits
-        bounds = (0, *self.segment_starts, settings.num_layers)
-        self.segment_sizes = np.diff(np.array(bounds, dtype=np.int64))
-        num_upper = len(self.segment_starts)
+        self.segment_starts = (0, *settings.layout.splits)
+        self.segment_sizes = np.diff(np.array([*self.segment_starts, settings.num_layers]))
+        num_segments = len(self.segment_starts)
 
-        # By upper segment and request state. The host copy is the source of truth.
-        self.gap_starts = UvaBackedTensor((num_upper, self.max_num_reqs), dtype=torch.int32)
-        self.gap_sizes = UvaBackedTensor((num_upper, self.max_num_reqs), dtype=torch.int32)
+        # By segment and request state: the gap in force. The host copy is the source of truth.
+        self.gap_starts = UvaBackedTensor((num_segments, self.max_num_reqs), dtype=torch.int32)
+        self.gap_sizes = UvaBackedTensor((num_segments, self.max_num_reqs), dtype=torch.int32)
+        self._gaps_changed = True
         self.prompt_lens = np.zeros(self.max_num_reqs, dtype=np.int32)
         self.policy_rows = np.zeros(self.max_num_reqs, dtype=np.int64)
         self.seq_lens = np.zeros(self.max_num_reqs, dtype=np.int64)
-        # By upper segment, in batch order; at a fixed address for CUDA graphs.
+        # By segment, in batch order; at a fixed address for CUDA graphs.
         self.stored_lens = torch.zeros(
-            num_upper, self.max_num_reqs, dtype=torch.int32, device=device
+            num_segments, self.max_num_reqs, dtype=torch.int32, device=device
         )
-        self.stats = PolicyStats(settings.num_layers)
+        self.stash: Stash | None = None
+        if settings.layout.stash:
+            hidden = self.model_config.get_hidden_size()
+            self.stash = Stash(
+                settings.stash_tokens, hidden, cast(torch.dtype, self.dtype), device
+            )
+        self._free_slots = list(range(num_split_windows(settings, vllm_config.scheduler_config)))
+        self.stats = PolicyStats(self.segment_sizes)
         self._req_index: dict[str, int] = {}
+        # Prompts that are coming in, by request-state index.
+        self._prompts: dict[int, PromptState] = {}
         self._step: _Step | None = None
 
     def initialize_kv_cache(
@@ -97,33 +112,68 @@ class PolicyModelState(DefaultModelState):
         self.group_segments = [
             segment_of(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups
         ]
-        upper = [(g, s - 1) for g, s in enumerate(self.group_segments) if s > 0]
-        ids, segments = zip(*upper, strict=True)
-        self._upper_groups = torch.tensor(ids, dtype=torch.int32, device=self.device)
-        self._upper_segments = torch.tensor(segments, dtype=torch.int32, device=self.device)
+        for group, block_size in enumerate(block_tables.block_sizes):
+            wanted = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+            if block_size != wanted:
+                raise RuntimeError(
+                    f"KV group {group} has blocks of {wanted} tokens, its attention kernel of "
+                    f"{block_size}: set --block-size {block_size}"
+                )
+        groups = len(self.group_segments)
+        self._groups = torch.arange(groups, dtype=torch.int32, device=self.device)
+        self._segments = torch.tensor(self.group_segments, dtype=torch.int32, device=self.device)
+        names = {
+            name: group
+            for group, spec in enumerate(kv_cache_config.kv_cache_groups)
+            for name in spec.layer_names
+        }
+        taps = self.segmented.taps
+        for tap in taps.layers:
+            tap.group = names[tap.layer.layer_name]
+        self._passes = PromptPasses(
+            taps, self.stash, self.group_segments, block_tables.block_sizes, self.max_num_tokens
+        )
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
         policy = request_policy(self.settings, new_req_data.sampling_params)
         prompt_len = new_req_data.prompt_len
+        req_id = new_req_data.req_id
         for segment, start_layer in enumerate(self.segment_starts):
-            gap = accounting.gap_of(policy, prompt_len, start_layer)
+            gap = accounting.storage_of(policy, prompt_len, start_layer).prefill
             self.gap_starts.np[segment, req_index] = gap.start
             self.gap_sizes.np[segment, req_index] = gap.size
+        self._gaps_changed = True
+        prompt = PromptState.of(req_id, policy, prompt_len, self.segment_starts)
+        if prompt is not None:
+            self._prompts[req_index] = prompt
+            if prompt.first_selected is not None:
+                assert self.stash is not None
+                self.stash.take(req_id, prompt_len)
         self.prompt_lens[req_index] = prompt_len
         row = self.policy_rows[req_index] = self.stats.row_of(policy)
         if len(new_req_data.prefill_token_ids or ()) == prompt_len:  # Not one that resumes.
             self.stats.requests[row] += 1
-        self._req_index[new_req_data.req_id] = req_index
+        self._req_index[req_id] = req_index
 
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)
-        self._req_index.pop(req_id, None)
+        index = self._req_index.pop(req_id, None)
+        if index is not None:
+            self._prompt_is_over(index)
 
-    def apply_staged_writes(self) -> None:
-        super().apply_staged_writes()
-        self.gap_starts.copy_to_uva()
-        self.gap_sizes.copy_to_uva()
+    def _prompt_is_over(self, req_index: int) -> None:
+        prompt = self._prompts.pop(req_index, None)
+        if prompt is None:
+            return
+        if self.stash is not None:
+            self.stash.release(prompt.req_id)
+        if prompt.slot is not None:
+            self._free_slots.append(prompt.slot)
+
+    def needs_python(self, requests: np.ndarray) -> bool:
+        """Whether a step with these requests does more than a CUDA graph of decodes replays."""
+        return any(index in self._prompts for index in requests.tolist())
 
     def preprocess_state(
         self,
@@ -134,9 +184,13 @@ class PolicyModelState(DefaultModelState):
     ) -> None:
         super().preprocess_state(input_batch, block_tables, kv_cache_config, num_computed_tokens)
         tables = self.block_tables
+        if self._gaps_changed:
+            self._gaps_changed = False
+            self.gap_starts.copy_to_uva()
+            self.gap_sizes.copy_to_uva()
         map_slots(
-            self._upper_groups,
-            self._upper_segments,
+            self._groups,
+            self._segments,
             input_batch.idx_mapping,
             input_batch.query_start_loc,
             input_batch.positions,
@@ -156,24 +210,69 @@ class PolicyModelState(DefaultModelState):
         gap_starts = self.gap_starts.np[:, requests]
         gap_sizes = self.gap_sizes.np[:, requests]
         ends = begins + counts
-        self._step = _Step(
+        self._step = step = _Step(
             input_batch,
             requests,
             begins,
             counts,
-            plan_rows(begins, counts, gap_starts, gap_sizes),
+            plan_rows(begins, counts, gap_starts[1:], gap_sizes[1:]),
             accounting.stored_lens(ends, gap_starts, gap_sizes),
+            self._chunks(requests, begins, ends),
         )
         self.seq_lens[requests] = ends
         if self.settings.debug:
-            self._check_blocks(self._step, ends)
+            self._check_blocks(step, ends)
+        for chunk in step.chunks:
+            if chunk.is_last:
+                self._compact_tables(int(requests[chunk.batch_index]), chunk.state)
+
+    def _chunks(
+        self, requests: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> list[PromptChunk]:
+        chunks = []
+        for i, index in enumerate(requests.tolist() if self._prompts else ()):
+            prompt = self._prompts.get(index)
+            if prompt is None:
+                continue
+            chunk = PromptChunk(prompt, i, int(begins[i]), int(ends[i]))
+            assert chunk.end <= prompt.prompt_len, "a chunk crosses the end of its prompt"
+            if chunk.splits_window and prompt.slot is None:
+                prompt.slot = self._free_slots.pop()
+            chunks.append(chunk)
+        return chunks
+
+    def _compact_tables(self, req_index: int, prompt: PromptState) -> None:
+        """From the next step on: the gaps in force, and where new blocks are appended.
+
+        What this step reads was copied to the device before.
+        """
+        for segment, storage in enumerate(prompt.storages):
+            self.gap_starts.np[segment, req_index] = storage.decode.start
+            self.gap_sizes.np[segment, req_index] = storage.decode.size
+        self._gaps_changed = True
+        num_blocks = self.block_tables.num_blocks.np
+        for group, segment in enumerate(self.group_segments):
+            kept = -(-prompt.storages[segment].kept // self.block_tables.block_sizes[group])
+            self.stats.blocks_freed[self.policy_rows[req_index]] += (
+                num_blocks[group, req_index] - kept
+            )
+            num_blocks[group, req_index] = kept
 
     def _count(self, step: _Step, plan: list[SegmentRows | None]) -> None:
         computed = step.counts * self.segment_sizes[0]
         for rows, size in zip(plan, self.segment_sizes[1:], strict=True):
             computed = computed + (step.counts if rows is None else rows.counts) * size
+        for chunk in step.chunks:
+            first = chunk.state.first_selected
+            if chunk.is_last and first is not None:
+                propagated = chunk.state.num_propagated
+                computed[chunk.batch_index] += propagated * self.segment_sizes[first:].sum()
         prompt = np.clip(self.prompt_lens[step.requests] - step.begins, 0, step.counts)
-        self.stats.add_step(self.policy_rows[step.requests], step.counts, prompt, computed)
+        policies = self.policy_rows[step.requests]
+        self.stats.add_step(policies, step.counts, prompt, computed)
+        for chunk in step.chunks:
+            if chunk.is_last:
+                self.stats.add_prompt(int(policies[chunk.batch_index]), chunk.state)
 
     def _check_blocks(self, step: _Step, ends: np.ndarray) -> None:
         """Compares the blocks the scheduler gave with what the stored lengths need.
@@ -181,8 +280,11 @@ class PolicyModelState(DefaultModelState):
         Raises:
             RuntimeError: the two sides disagree (debug switch ``kv_debug``).
         """
+        rows = {chunk.batch_index: chunk.state.storages for chunk in step.chunks if chunk.is_last}
         for group, segment in enumerate(self.group_segments):
-            lens = ends if segment == 0 else step.stored_lens[segment - 1]
+            lens = step.stored_lens[segment].copy()
+            for index, storages in rows.items():
+                lens[index] = storages[segment].rows
             block_size = self.block_tables.block_sizes[group]
             held = self.block_tables.num_blocks.np[group, step.requests]
             needed = -(-lens // block_size)
@@ -209,7 +311,7 @@ class PolicyModelState(DefaultModelState):
             step = None  # A dummy batch, which no preprocess_state preceded.
         # A FULL graph runs every row of the batch; its rows are decodes or one-token chunks,
         # for which slots and lengths alone are exact.
-        plan: list[SegmentRows | None] = [None] * len(self.segment_starts)
+        plan: list[SegmentRows | None] = [None] * (len(self.segment_starts) - 1)
         if step is not None:
             if cudagraph_mode != CUDAGraphMode.FULL:
                 plan = step.plan
@@ -217,21 +319,20 @@ class PolicyModelState(DefaultModelState):
         num_reqs = input_batch.num_reqs_after_padding
         metadata: dict[str, Any] = {}
         step_rows: list[StepRows | None] = []
-        for segment in range(len(self.segment_starts) + 1):
+        for segment, stored_lens in enumerate(self.stored_lens):
             groups = [
                 group if self.group_segments[g] == segment else []
                 for g, group in enumerate(attn_groups)
             ]
-            batch, slots, tables = input_batch, slot_mappings, block_tables
+            slots, tables = slot_mappings, block_tables
+            batch = replace(input_batch, seq_lens=stored_lens[:num_reqs])
+            if step is None:
+                stored_lens[:num_reqs].copy_(input_batch.seq_lens[:num_reqs])
+            else:
+                bounds = np.zeros(num_reqs, dtype=np.int32)
+                bounds[: input_batch.num_reqs] = step.stored_lens[segment]
+                batch.seq_lens_cpu_upper_bound = torch.from_numpy(bounds)
             if segment > 0:
-                stored_lens = self.stored_lens[segment - 1]
-                batch = replace(input_batch, seq_lens=stored_lens[:num_reqs])
-                if step is None:
-                    stored_lens[:num_reqs].copy_(input_batch.seq_lens[:num_reqs])
-                else:
-                    bounds = np.zeros(num_reqs, dtype=np.int32)
-                    bounds[: input_batch.num_reqs] = step.stored_lens[segment - 1]
-                    batch.seq_lens_cpu_upper_bound = torch.from_numpy(bounds)
                 rows = plan[segment - 1]
                 if rows is None:
                     step_rows.append(None)
@@ -255,7 +356,28 @@ class PolicyModelState(DefaultModelState):
                     model_specific_attn_metadata,
                 )
             )
-        self.segmented.begin_step(step_rows, is_dummy=step is None)
+        step_plan = StepPlan(rows=step_rows, is_dummy=step is None)
+        if step is not None and step.chunks:
+
+            def metadata_of(batch: SelectedBatch, first_segment: int) -> dict[str, Any]:
+                groups = [
+                    group if self.group_segments[g] >= first_segment else []
+                    for g, group in enumerate(attn_groups)
+                ]
+                return super(PolicyModelState, self).prepare_attn(
+                    batch.of(input_batch),
+                    CUDAGraphMode.NONE,
+                    batch.block_tables,
+                    batch.slot_mappings,
+                    groups,
+                    kv_cache_config,
+                )
+
+            self._passes.plan(step_plan, step.chunks, step.counts, plan, block_tables, metadata_of)
+            for chunk in step.chunks:
+                if chunk.is_last:
+                    self._prompt_is_over(int(step.requests[chunk.batch_index]))
+        self.segmented.begin_step(step_plan)
         return metadata
 
     def _trim(
@@ -329,7 +451,11 @@ class PolicyModelState(DefaultModelState):
             )
         ]
         pool = pool_tokens(self.kv_cache_config, self.settings)
+        stash = self.stash
         return {
+            "seconds_in_retention": self.segmented.taps.timer.seconds,
+            "stash_tokens": self.settings.stash_tokens,
+            "stash_tokens_used": stash.used_tokens if stash is not None else 0,
             "layout": {
                 "groups": groups,
                 "num_blocks": pool.num_blocks,

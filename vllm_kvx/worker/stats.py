@@ -6,19 +6,26 @@ import numpy as np
 
 from vllm_kvx.policy.spec import KVPolicy
 from vllm_kvx.settings import MAX_POLICIES, OTHER
+from vllm_kvx.worker.prompts import PromptState
 
 
 class PolicyStats:
     """Cumulative counters per policy; a policy gets its row when first seen."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
+    def __init__(self, segment_sizes: np.ndarray) -> None:
+        self.segment_sizes = segment_sizes
+        self.num_layers = int(segment_sizes.sum())
         self.names: list[str] = []
         self._rows: dict[KVPolicy, int] = {}
         self.requests: list[int] = []
         self.prompt_tokens = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros(0, dtype=np.int64)
         self.layer_tokens_computed = np.zeros(0, dtype=np.int64)
+        self.tokens_propagated: list[int] = []
+        self.blocks_freed: list[int] = []
+        # By policy, for every layer the entries that prompts kept and had.
+        self.entries_kept: list[np.ndarray] = []
+        self.entries_computed: list[np.ndarray] = []
         self.prefix_not_shared: dict[str, int] = {}
 
     def row_of(self, policy: KVPolicy) -> int:
@@ -30,6 +37,10 @@ class PolicyStats:
             row = self._rows[policy] = len(self.names)
             self.names.append(str(policy) if row < MAX_POLICIES else OTHER)
             self.requests.append(0)
+            self.tokens_propagated.append(0)
+            self.blocks_freed.append(0)
+            for entries in (self.entries_kept, self.entries_computed):
+                entries.append(np.zeros(len(self.segment_sizes), dtype=np.int64))
             grown = np.zeros(1, dtype=np.int64)
             self.prompt_tokens = np.append(self.prompt_tokens, grown)
             self.tokens = np.append(self.tokens, grown)
@@ -44,6 +55,13 @@ class PolicyStats:
         np.add.at(self.tokens, rows, tokens)
         np.add.at(self.prompt_tokens, rows, prompt_tokens)
         np.add.at(self.layer_tokens_computed, rows, computed)
+
+    def add_prompt(self, row: int, prompt: PromptState) -> None:
+        """Adds a prompt that came in and was selected from or compacted."""
+        if prompt.first_selected is not None:
+            self.tokens_propagated[row] += prompt.num_propagated
+        self.entries_kept[row] += [storage.kept for storage in prompt.storages]
+        self.entries_computed[row] += [storage.rows for storage in prompt.storages]
 
     def add_unshared(self, counts: dict[str, int]) -> None:
         """Requests that could neither read nor publish a prefix, by policy name."""
@@ -61,6 +79,15 @@ class PolicyStats:
                 "prompt_tokens": int(self.prompt_tokens[row]),
                 "layer_tokens_computed": int(self.layer_tokens_computed[row]),
                 "layer_tokens_skipped": int(total[row] - self.layer_tokens_computed[row]),
+                "tokens_propagated": self.tokens_propagated[row],
+                "blocks_freed": int(self.blocks_freed[row]),
+                "entries_retained": int(self.entries_kept[row] @ self.segment_sizes),
+                "entries_dropped": int(
+                    (self.entries_computed[row] - self.entries_kept[row]) @ self.segment_sizes
+                ),
+                "entries_retained_by_layer": np.repeat(
+                    self.entries_kept[row], self.segment_sizes
+                ).tolist(),
                 "blocks_held": 0,
                 "blocks_saved": 0,
                 "prefix_not_shared": 0,

@@ -13,6 +13,7 @@ class _PolicyWorking:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         use_segmented_model(self.vllm_config.model_config)  # type: ignore[attr-defined]
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        _keep_prompts_off_graphs(self.model_runner)  # type: ignore[attr-defined]
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         unshared = getattr(scheduler_output, "kv_policy_unshared", None)
@@ -23,6 +24,23 @@ class _PolicyWorking:
     def kv_policy_stats(self) -> dict[str, Any]:
         """Layout and cumulative counters of this rank, for metrics and the status route."""
         return self.model_runner.model_state.kv_policy_stats()  # type: ignore[attr-defined]
+
+
+def _keep_prompts_off_graphs(runner: Any) -> None:
+    """No FULL CUDA graph for a step with a prompt that is scored or stashed.
+
+    vLLM runs a chunk of one token as a decode, and a graph would replay past what has to happen
+    beside its layers.
+    """
+    stock = runner.gather_batch_req_state
+
+    def gather_batch_req_state(scheduler_output: Any, dummy_run: bool) -> tuple[Any, int | None]:
+        state, uniform = stock(scheduler_output, dummy_run)
+        if state is not None and runner.model_state.needs_python(state.idx_mapping_np):
+            return state._replace(decode_graph_eligible=False), None
+        return state, uniform
+
+    runner.gather_batch_req_state = gather_batch_req_state
 
 
 class PolicyWorker(_PolicyWorking, Worker):

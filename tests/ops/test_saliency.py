@@ -1,0 +1,234 @@
+"""Saliency kernels against their torch references; under Triton's interpreter on CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
+from torch import Tensor
+
+from vllm_kvx.ops import saliency
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.saliency import (
+    pool_per_kv_head,
+    pool_per_kv_head_reference,
+    window_saliency,
+    window_saliency_reference,
+)
+
+UNUSED = 5
+SCALE = 0.3
+
+
+def scores_of(batch: Batch, key_scale: float = 1.0) -> Tensor:
+    """The kernel's scores; checks that it writes its own columns and no others."""
+    with poisoned_outputs():
+        scores = window_saliency(
+            batch.queries,
+            batch.paged,
+            batch.block_tables,
+            batch.num_keys,
+            batch.windows,
+            batch.offsets,
+            batch.max_num_keys,
+            batch.total_keys + UNUSED,
+            SCALE,
+            key_scale,
+        )
+    assert scores[:, batch.total_keys :].isnan().all(), "wrote past the batch"
+    return scores[:, : batch.total_keys]
+
+
+def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
+    expected = window_saliency_reference(
+        batch.queries,
+        batch.paged,
+        batch.block_tables,
+        batch.num_keys,
+        batch.windows,
+        batch.offsets,
+        SCALE,
+        key_scale,
+    )
+    torch.testing.assert_close(scores_of(batch, key_scale), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and splits per request, several tiles per split."""
+    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(saliency, "_SPLITS", (3, 3))
+
+
+CASES: list[dict[str, Any]] = [
+    dict(lengths=[700, 1, 64], windows=[8, 1, 64], heads=4, kv_heads=1, head_dim=64),
+    dict(lengths=[65, 300], windows=[1, 40], heads=8, kv_heads=1, head_dim=32, layout="nhd"),
+    dict(lengths=[513, 8], windows=[5, 8], heads=2, kv_heads=2, head_dim=128, block_size=32),
+    dict(lengths=[400, 7], windows=[16, 3], heads=6, kv_heads=2, head_dim=96, layout="layers"),
+    dict(lengths=[450, 31], windows=[8, 2], heads=4, kv_heads=2, head_dim=64, layout="cpu",
+         block_size=64),
+    dict(lengths=[350, 33], windows=[8, 7], heads=8, kv_heads=2, head_dim=128, layout="nhd",
+         dtype=torch.bfloat16),
+    dict(lengths=[200, 90], windows=[40, 9], heads=7, kv_heads=1, head_dim=64,
+         dtype=torch.bfloat16, max_window=64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['heads']}x{case['head_dim']}")
+def test_matches_reference(case: dict[str, Any], small_tiles: None, device: str) -> None:
+    assert_right(make_batch(0, device=device, **case))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches(seed: int, device: str) -> None:
+    rng = torch.Generator().manual_seed(seed)
+
+    def choose(*options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=rng))]
+
+    count = choose(1, 2, 4)
+    lengths = torch.randint(1, 700, (count,), generator=rng).tolist()
+    windows = [min(int(torch.randint(1, 41, (), generator=rng)), n) for n in lengths]
+    kv_heads = choose(1, 2)
+    batch = make_batch(
+        seed,
+        lengths,
+        windows,
+        heads=kv_heads * choose(1, 2, 4, 8),
+        kv_heads=kv_heads,
+        head_dim=choose(32, 64, 128),
+        max_window=40,
+        block_size=choose(16, 32, 64),
+        layout=choose("hnd", "nhd", "layers", "cpu"),
+        dtype=choose(torch.float32, torch.bfloat16),
+        device=device,
+    )
+    assert_right(batch)
+
+
+def test_window_of_several_turns(device: str) -> None:
+    shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
+    assert_right(make_batch(1, [300, 70, 129], [150, 64, 129], device=device, **shape))
+
+
+def test_padding_requests(device: str) -> None:
+    shape: dict[str, Any] = dict(heads=2, kv_heads=2, head_dim=32)
+    assert_right(make_batch(2, [0, 40, 0], [0, 8, 0], device=device, **shape))
+
+
+def test_float8_keys(device: str) -> None:
+    shape: dict[str, Any] = dict(heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    cache_dtype = torch.float8_e4m3fn
+    batch = make_batch(3, [200, 9], [8, 8], device=device, cache_dtype=cache_dtype, **shape)
+    assert_right(batch, key_scale=0.7)
+
+
+def test_large_scores_keep_their_row_sums(device: str) -> None:
+    """Softmax rows of scores in the hundreds: most of the attention on one key, the sum still 1."""
+    shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=64)
+    batch = make_batch(4, [333], [1], device=device, **shape)
+    batch.queries.mul_(30)
+    batch.paged.keys.mul_(3)
+    expected = window_saliency_reference(
+        batch.queries,
+        batch.paged,
+        batch.block_tables,
+        batch.num_keys,
+        batch.windows,
+        batch.offsets,
+        SCALE,
+    )
+    torch.testing.assert_close(scores_of(batch), expected, rtol=2e-4, atol=1e-6)
+
+
+def test_batched_is_alone_bit_for_bit(small_tiles: None, device: str) -> None:
+    shape: dict[str, Any] = dict(heads=4, kv_heads=2, head_dim=32, max_window=16)
+    batch = make_batch(5, [150, 700, 33], [8, 3, 16], device=device, **shape)
+    together = scores_of(batch)
+    for f in range(3):
+        first, last = batch.offsets[f : f + 2].tolist()
+        assert torch.equal(together[:, first:last], scores_of(batch.alone(f)))
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+@pytest.mark.parametrize("block_size", [32, 96])
+def test_cpu_layout_is_that_of_vllm(isa: str, block_size: int) -> None:
+    """Keys and values written by vLLM's own CPU operator are found where the views say."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        pytest.skip("needs vLLM's CPU build")
+    num_blocks, heads, head_dim = 3, 2, 64
+    cache = torch.full((num_blocks, heads, block_size, 2 * head_dim), float("nan"))
+    key_cache, value_cache = cache.view(num_blocks, heads, 2 * block_size, -1).chunk(2, dim=2)
+    keys, values = torch.randn(2, num_blocks * block_size, heads, head_dim)
+    slots = torch.randperm(num_blocks * block_size)
+    ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+
+    paged = PagedKV.of(cache, head_dim, cpu_isa=isa)
+    block, entry = slots // block_size, slots % block_size
+    assert torch.equal(paged.keys[block, :, entry], keys)
+    assert torch.equal(paged.values[block, :, entry], values)
+    assert paged.block_size == block_size and paged.head_dim == head_dim
+    table = torch.tensor([2, 0], dtype=torch.int32)
+    position = torch.empty_like(slots)
+    position[slots] = torch.arange(len(slots))
+    first = position[torch.cat([torch.arange(2 * block_size, 3 * block_size), torch.arange(9)])]
+    dense_keys = paged.dense_keys(table, block_size + 9)
+    assert torch.equal(dense_keys, keys[first].transpose(0, 1))
+
+
+def test_caches_that_cannot_be_addressed() -> None:
+    cache = torch.zeros(1, 1, 32, 128)
+    with pytest.raises(ValueError, match="width 128"):
+        PagedKV.of(cache, 32)
+    with pytest.raises(ValueError, match="'amx'"):
+        PagedKV.of(cache, 64, cpu_isa="amx")
+
+
+def pooled_of(scores: Tensor, kv_heads: int, sizes: tuple[Tensor, ...]) -> Tensor:
+    """The kernel's result; checks that it writes its own columns and no others."""
+    num_keys, windows, offsets, kernels = sizes
+    total = int(offsets[-1])
+    padded = torch.full((scores.shape[0], total + UNUSED), float("nan"), device=scores.device)
+    padded[:, :total] = scores
+    with poisoned_outputs():
+        pooled = pool_per_kv_head(
+            padded, kv_heads, num_keys, windows, offsets, kernels, int(num_keys.max())
+        )
+    assert pooled[:, total:].isnan().all(), "wrote past the batch"
+    return pooled[:, :total]
+
+
+@pytest.mark.parametrize("block", [32, 1024])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (6, 2), (3, 3)])
+def test_pooling_matches_reference(
+    heads: int, kv_heads: int, block: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saliency, "_POOL_BLOCK", {"cpu": block, "cuda": block})
+    lengths, windows, kernels = [100, 9, 8, 1, 0, 70], [8, 6, 8, 1, 0, 1], [7, 13, 7, 1, 3, 1]
+    num_keys, window, kernel = (
+        torch.tensor(sizes, dtype=torch.int32, device=device)
+        for sizes in (lengths, windows, kernels)
+    )
+    offsets = offsets_of(num_keys)
+    rng = torch.Generator(device).manual_seed(0)
+    scores = torch.rand(heads, int(offsets[-1]), generator=rng, device=device)
+    expected = pool_per_kv_head_reference(scores, kv_heads, num_keys, window, offsets, kernel)
+    # A neighbour across the window's edge or of another request would win every maximum.
+    for f, length in enumerate(lengths):
+        end = int(offsets[f]) + length
+        scores[:, end - windows[f] : end] = float("inf")
+    pooled = pooled_of(scores, kv_heads, (num_keys, window, offsets, kernel))
+    torch.testing.assert_close(pooled, expected, rtol=1e-6, atol=0)
+
+
+def test_pooled_heads_are_summed_in_order(device: str) -> None:
+    """Sums whose value depends on the order of their terms."""
+    scores = torch.tensor([1.0, 2.0**-24, 2.0**-24, 2.0**-24], device=device)[:, None].repeat(1, 3)
+    num_keys = torch.tensor([3], dtype=torch.int32, device=device)
+    sizes = (num_keys, num_keys * 0, offsets_of(num_keys), num_keys)
+    assert (pooled_of(scores, 1, sizes) == 1).all()
+    assert (pooled_of(scores.flip(0), 1, sizes) > 1).all()

@@ -1,0 +1,136 @@
+"""Where a prompt's chunks end, and when a prompt may begin, under policies that score its keys."""
+
+from dataclasses import dataclass
+
+from vllm.config import SchedulerConfig
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+from vllm_kvx.accounting import selector_of, stash_pages
+from vllm_kvx.policy.spec import KVPolicy
+from vllm_kvx.settings import KVSettings
+
+logger = init_logger("vllm.kvx.scheduler")
+
+# Requests whose window may be spread over several chunks at once: each keeps its window's queries
+# of every layer meanwhile. It happens only where less than a window is left of a step's budget.
+SPLIT_WINDOWS = 4
+
+
+def num_split_windows(settings: KVSettings, config: SchedulerConfig) -> int:
+    """Room for windows that are spread over chunks, on scheduler and worker alike."""
+    shortest = config.long_prefill_token_threshold or config.max_num_batched_tokens
+    if shortest < settings.layout.window:
+        return config.max_num_seqs  # Every prompt's window is spread.
+    return min(SPLIT_WINDOWS, config.max_num_seqs)
+
+
+@dataclass
+class _Prompt:
+    """A prompt that scores keys or changes what it stores when it is in."""
+
+    length: int
+    window: int
+    pages: int
+    is_in: bool = False
+    waits: bool = False
+
+
+class PromptAdmission:
+    """Clips chunks, and holds prompts back until the stash has room.
+
+    A chunk ends at the end of the prompt, if it reaches it: there entries go. It does not end
+    within the window if it can end before, so that the window's queries are in one chunk.
+    """
+
+    def __init__(self, settings: KVSettings, config: SchedulerConfig) -> None:
+        self.splits = settings.layout.splits
+        self.total_pages = stash_pages(settings.stash_tokens)
+        self.free_pages = self.total_pages
+        self.free_windows = num_split_windows(settings, config)
+        self._prompts: dict[str, _Prompt] = {}
+        self._pages: dict[str, int] = {}
+        self._split: set[str] = set()
+
+    def add_request(self, request: Request, policy: KVPolicy, changes: bool) -> None:
+        """`changes`: whether any segment stores something else once the prompt is in."""
+        length, window, pages = request.num_prompt_tokens, 0, 0
+        selector = selector_of(policy, length)
+        if selector is not None and selector.last_full_layer + 1 in self.splits:
+            window, pages = selector.window, stash_pages(length)
+        if policy.retain is not None and changes:
+            window = max(window, policy.retain.window)
+        if changes:
+            prompt = _Prompt(length, min(window, length), pages)
+            self._prompts[request.request_id] = prompt
+
+    def clip(self, request: Request, start: int, num_new_tokens: int) -> int:
+        """How many of `num_new_tokens` from position `start` on may run in this step."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or start >= prompt.length:
+            return num_new_tokens
+        if not self._has_stash(request.request_id, prompt):
+            return 0
+        end = min(start + num_new_tokens, prompt.length)
+        window_start = prompt.length - prompt.window
+        if window_start < end < prompt.length:
+            if start < window_start:
+                end = window_start
+            elif not self._may_split(request.request_id):
+                return 0
+        return end - start
+
+    def _has_stash(self, request_id: str, prompt: _Prompt) -> bool:
+        if prompt.pages == 0 or request_id in self._pages:
+            return True
+        if prompt.pages > self.free_pages:
+            if not prompt.waits:
+                prompt.waits = True
+                logger.info(
+                    "Request %s of %d tokens waits: prompts before it fill the stash of hidden "
+                    "states (kv_stash_tokens).",
+                    request_id,
+                    prompt.length,
+                )
+            return False
+        self._pages[request_id] = prompt.pages
+        self.free_pages -= prompt.pages
+        return True
+
+    def _may_split(self, request_id: str) -> bool:
+        if request_id not in self._split:
+            if self.free_windows == 0:
+                return False
+            self.free_windows -= 1
+            self._split.add(request_id)
+        return True
+
+    def is_past_prompt(self, request: Request) -> bool:
+        """True once, when the prompt's last chunk has been scheduled."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or prompt.is_in or request.num_computed_tokens < prompt.length:
+            return False
+        prompt.is_in = True
+        return True
+
+    def release(self, request_id: str) -> None:
+        """Takes back what the prompt needed while it was coming in."""
+        self.free_pages += self._pages.pop(request_id, 0)
+        if request_id in self._split:
+            self._split.remove(request_id)
+            self.free_windows += 1
+
+    def restart(self, request_id: str) -> None:
+        """A preempted request: its prompt comes in again."""
+        self.release(request_id)
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            prompt.is_in = False
+
+    def remove_request(self, request_id: str) -> None:
+        self.release(request_id)
+        self._prompts.pop(request_id, None)
+
+    @property
+    def used_pages(self) -> int:
+        return self.total_pages - self.free_pages

@@ -1,0 +1,213 @@
+"""What a step does for the prompts in it: stash their states, score their keys, run the selected.
+
+Planned on the host from counts alone; which tokens are selected is known on the device only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_kvx import accounting
+from vllm_kvx.accounting import Storage
+from vllm_kvx.policy.parameters import Retain, Select
+from vllm_kvx.policy.spec import KVPolicy
+from vllm_kvx.policy.streamingllm import StreamingLLM
+from vllm_kvx.worker.rows import SegmentRows
+from vllm_kvx.worker.taps import Prompt
+
+
+@dataclass
+class PromptState:
+    """A request whose prompt is scored, selected from or compacted.
+
+    Attributes:
+        storages: what it stores, by segment.
+        window, kernel: of the saliency; window 0 if nothing is scored.
+        first_selected: first segment that only selected tokens reach; None if all go on.
+        slot: where its window's queries are kept while it is spread over chunks.
+    """
+
+    req_id: str
+    prompt_len: int
+    storages: list[Storage]
+    window: int
+    kernel: int
+    first_selected: int | None
+    num_propagated: int
+    sinks: int | None
+    slot: int | None = None
+
+    @classmethod
+    def of(
+        cls, req_id: str, policy: KVPolicy, prompt_len: int, starts: Sequence[int]
+    ) -> "PromptState | None":
+        """The state of a request; None if the prompt is as in any other.
+
+        starts: first layer of every segment.
+        """
+        storages = [accounting.storage_of(policy, prompt_len, start) for start in starts]
+        if not any(s.changes for s in storages):
+            return None
+        retain, selector = policy.retain, accounting.selector_of(policy, prompt_len)
+        if selector is not None and selector.last_full_layer + 1 not in starts:
+            selector = None  # Nothing lies above its layer.
+        first_selected, num_propagated = None, 0
+        if selector is not None:
+            first_selected = list(starts).index(selector.last_full_layer + 1)
+            num_propagated = selector.num_propagated(prompt_len)
+        scorer: Select | Retain | None = selector
+        if retain is not None and any(s.compacts for s in storages):
+            scorer = retain if retain.window else scorer
+        return cls(
+            req_id=req_id,
+            prompt_len=prompt_len,
+            storages=storages,
+            window=min(scorer.window, prompt_len) if scorer is not None else 0,
+            kernel=getattr(scorer, "kernel", 1),
+            first_selected=first_selected,
+            num_propagated=num_propagated,
+            sinks=retain.sinks if isinstance(retain, StreamingLLM) else None,
+        )
+
+    def is_direct(self, segment: int) -> bool:
+        """Whether the segment computes the whole prompt, chunk by chunk."""
+        if self.first_selected is not None and segment >= self.first_selected:
+            return False
+        return self.storages[segment].prefill.size == 0
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """One prompt's part of a step: its place in the batch, and positions [begin, end)."""
+
+    state: PromptState
+    batch_index: int
+    begin: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.state.prompt_len
+
+    @property
+    def splits_window(self) -> bool:
+        """Whether a part of the window, not all of it, is in this chunk."""
+        state = self.state
+        window_start = state.prompt_len - state.window
+        if not state.window or self.end <= window_start:
+            return False
+        return self.begin > window_start or not self.is_last
+
+
+@dataclass
+class SegmentPlan:
+    """The direct pass over one segment, for these prompts.
+
+    Attributes:
+        prompts: those whose last chunk is in the step.
+        window_rows, window_slots, window_places: (n,) int64 queries to keep; see ``WindowRows``.
+        stash_rows: (n,) int64 rows of the segment's output whose states wait.
+        stash_targets: (n,) int64 rows of the stash for them.
+    """
+
+    prompts: list[Prompt] = field(default_factory=list)
+    window_rows: list[np.ndarray] = field(default_factory=list)
+    window_slots: list[np.ndarray] = field(default_factory=list)
+    window_places: list[np.ndarray] = field(default_factory=list)
+    stash_rows: list[np.ndarray] = field(default_factory=list)
+    stash_chunks: list[PromptChunk] = field(default_factory=list)
+
+
+def plan_direct(
+    chunks: Sequence[PromptChunk],
+    counts: np.ndarray,
+    rows: Sequence[SegmentRows | None],
+) -> list[SegmentPlan]:
+    """The direct pass of every segment.
+
+    Args:
+        chunks: prompts in the step.
+        counts: (R,) tokens scheduled per request.
+        rows: rows that each segment above the first runs.
+    """
+    plans = []
+    for segment in range(len(rows) + 1):
+        plan = SegmentPlan()
+        plans.append(plan)
+        trimmed = rows[segment - 1] if segment else None
+        run = counts if trimmed is None else trimmed.counts
+        starts = np.cumsum(run) - run
+        for chunk in chunks:
+            if chunk.state.is_direct(segment):
+                _plan_chunk(plan, chunk, segment, int(starts[chunk.batch_index]))
+    return plans
+
+
+def _plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: int) -> None:
+    state = chunk.state
+    storage = state.storages[segment]
+    selects = state.first_selected == segment + 1
+    if selects:
+        plan.stash_rows.append(np.arange(start_row, start_row + chunk.end - chunk.begin))
+        plan.stash_chunks.append(chunk)
+    if not (storage.compacts or selects):
+        return
+    window_start = state.prompt_len - state.window
+    first_row = start_row + window_start - chunk.begin
+    if chunk.splits_window:
+        begin = max(chunk.begin, window_start)
+        assert state.slot is not None
+        plan.window_rows.append(np.arange(begin, chunk.end) - chunk.begin + start_row)
+        plan.window_places.append(np.arange(begin, chunk.end) - window_start)
+        plan.window_slots.append(np.full(chunk.end - begin, state.slot))
+    if chunk.is_last:
+        plan.prompts.append(
+            Prompt(
+                batch_index=chunk.batch_index,
+                num_keys=storage.rows,
+                window=state.window,
+                kernel=state.kernel,
+                first_row=first_row,
+                slot=state.slot if chunk.splits_window else None,
+                cap=storage.kept,
+                sinks=state.sinks,
+                propagated=state.num_propagated if selects else 0,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Selected tokens [begin, end) of one prompt, counted among its selected tokens."""
+
+    chunk: PromptChunk
+    begin: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.chunk.state.num_propagated
+
+
+def pack_selected(chunks: Sequence[PromptChunk], max_tokens: int) -> list[list[Piece]]:
+    """Passes of at most `max_tokens` rows over the selected tokens of these prompts, in order.
+
+    A prompt's window stays in one pass, since its queries score the keys there.
+    """
+    passes: list[list[Piece]] = []
+    room = 0
+    for chunk in chunks:
+        total, window, begin = chunk.state.num_propagated, chunk.state.window, 0
+        while begin < total:
+            end = min(begin + room, total)
+            if 0 < total - end < window:
+                end = total - window
+            if end <= begin:
+                passes.append([])
+                room = max_tokens
+                continue
+            passes[-1].append(Piece(chunk, begin, end))
+            room -= end - begin
+            begin = end
+    return passes

@@ -1,0 +1,348 @@
+"""What happens beside a layer's attention in the step that brings a prompt in.
+
+A tap runs right after a layer's attention: the layer's keys are in the cache, its queries are at
+hand, and nobody needs the entries any more that retention is about to drop. So saliency,
+selection and compaction of a layer follow one another there, on device and without a copy of the
+scores beyond the layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.saliency import pool_per_kv_head, window_saliency
+from vllm_kvx.ops.select import move_entries, select_kept, select_moves
+from vllm_kvx.worker.timing import PhaseTimer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that comes in, as one pass over one segment sees it.
+
+    Attributes:
+        batch_index: its place in the batch.
+        num_keys: entries that the segment holds of it.
+        window: its last prompt tokens, whose queries score the keys; 0 if nothing is scored.
+        kernel: width of the max-pooling.
+        first_row: row of the pass that holds its first window query; may be negative where a part
+            of the window ran in an earlier chunk, which `slot` then holds.
+        slot: where its window's queries are kept, or None if they are all in this pass.
+        cap: entries that stay; `num_keys` if all do.
+        sinks: first entries that stay, where retention goes by position; None where by saliency.
+        propagated: tokens to choose for the layers above, after the segment's last layer; 0 if
+            none are chosen.
+    """
+
+    batch_index: int
+    num_keys: int
+    window: int
+    kernel: int
+    first_row: int
+    slot: int | None
+    cap: int
+    sinks: int | None = None
+    propagated: int = 0
+
+    @property
+    def is_scored_everywhere(self) -> bool:
+        return self.cap < self.num_keys and self.sinks is None
+
+
+@dataclass(frozen=True)
+class WindowRows:
+    """Window queries of one chunk that a later one needs: rows of the pass, and their places."""
+
+    rows: Tensor  # (n,) int64
+    slots: Tensor  # (n,) int64
+    places: Tensor  # (n,) int64, index within the window
+
+
+class _Batch:
+    """Prompts whose keys a layer scores, with everything about them on device."""
+
+    def __init__(self, prompts: Sequence[Prompt], device: torch.device) -> None:
+        self.prompts = prompts
+        self.max_num_keys = max(p.num_keys for p in prompts)
+        self.total_keys = sum(p.num_keys for p in prompts)
+        self.max_window = max(p.window for p in prompts)
+        self.max_moves = max(min(p.cap, p.num_keys - p.cap) for p in prompts)
+        self.total_caps = sum(p.cap for p in prompts)
+
+        def column(values: list[int]) -> Tensor:
+            return async_tensor_h2d(np.array(values, dtype=np.int32), device=device)
+
+        def offsets(counts: list[int]) -> Tensor:
+            return async_tensor_h2d(np.cumsum([0, *counts], dtype=np.int64), device=device)
+
+        self.num_keys = column([p.num_keys for p in prompts])
+        self.windows = column([p.window for p in prompts])
+        self.kernels = column([p.kernel for p in prompts])
+        self.caps = column([p.cap for p in prompts])
+        self.offsets = offsets([p.num_keys for p in prompts])
+        self.cap_offsets = offsets([p.cap for p in prompts])
+        self.indices = async_tensor_h2d(
+            np.array([p.batch_index for p in prompts], dtype=np.int64), device=device
+        )
+        # Rows that are not in this pass are read from row 0 and replaced.
+        rows = np.zeros((len(prompts), self.max_window), dtype=np.int64)
+        for row, prompt in zip(rows, prompts, strict=True):
+            row[: prompt.window] = np.maximum(
+                np.arange(prompt.first_row, prompt.first_row + prompt.window), 0
+            )
+        self.rows = async_tensor_h2d(rows.ravel(), device=device)
+        split = [(f, p.slot) for f, p in enumerate(prompts) if p.slot is not None]
+        self.split = None
+        if split:
+            self.split = (
+                async_tensor_h2d(np.array([f for f, _ in split], dtype=np.int64), device=device),
+                async_tensor_h2d(np.array([s for _, s in split], dtype=np.int64), device=device),
+            )
+
+    def block_tables(self, table: Tensor) -> Tensor:
+        """(R, B) tables of the batch's requests -> (F, B') of these prompts."""
+        return table.index_select(0, self.indices)
+
+
+class _Selection:
+    """The prompts of a batch that choose tokens for the layers above."""
+
+    def __init__(self, batch: _Batch, device: torch.device) -> None:
+        chosen = [f for f, p in enumerate(batch.prompts) if p.propagated]
+        counts = [batch.prompts[f].propagated for f in chosen]
+        index = async_tensor_h2d(np.array(chosen, dtype=np.int64), device=device)
+        self.num_keys = batch.num_keys.index_select(0, index)
+        self.windows = batch.windows.index_select(0, index)
+        self.offsets = batch.offsets.index_select(0, index)
+        self.counts = async_tensor_h2d(np.array(counts, dtype=np.int32), device=device)
+        self.out_offsets = async_tensor_h2d(np.cumsum([0, *counts], dtype=np.int64), device=device)
+        self.total = sum(counts)
+
+
+class _Moves:
+    """Moves that are the same in every layer and head: retention by position."""
+
+    def __init__(self, prompts: Sequence[Prompt], num_heads: int, device: torch.device) -> None:
+        sources: list[np.ndarray] = []
+        targets: list[np.ndarray] = []
+        for p in prompts:
+            # The last cap - sinks entries stay; those beyond the first `cap` slots fill the gap.
+            recent = p.num_keys - (p.cap - p.sinks)  # type: ignore[operator]
+            sources.append(np.arange(max(p.cap, recent), p.num_keys))
+            targets.append(np.arange(p.sinks, min(p.cap, recent)))
+        counts = [len(s) for s in sources]
+
+        def everywhere(columns: list[np.ndarray]) -> Tensor:
+            flat = async_tensor_h2d(np.concatenate(columns).astype(np.int32), device=device)
+            return flat.expand(num_heads, -1).contiguous()
+
+        self.sources, self.targets = everywhere(sources), everywhere(targets)
+        count = async_tensor_h2d(np.array(counts, dtype=np.int32), device=device)
+        self.num_moves = count.expand(num_heads, -1).contiguous()
+        self.offsets = async_tensor_h2d(np.cumsum([0, *counts], dtype=np.int64), device=device)
+        self.max_moves = max(counts)
+        self.indices = async_tensor_h2d(
+            np.array([p.batch_index for p in prompts], dtype=np.int64), device=device
+        )
+
+
+@dataclass
+class SegmentTap:
+    """The work of one pass beside the attention of one segment's layers.
+
+    Attributes:
+        block_tables: (R, B) int32 of the batch, by KV group.
+        every: prompts scored in every layer; `last`: those scored in the segment's last layer.
+        kept: (total,) int32, the tokens chosen there, ascending, one prompt after the other;
+            written by the last layer.
+    """
+
+    block_tables: Sequence[Tensor]
+    every: _Batch | None = None
+    last: _Batch | None = None
+    selection: _Selection | None = None
+    moves: _Moves | None = None
+    windows: WindowRows | None = None
+    kept: Tensor | None = field(default=None)
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        block_tables: Sequence[Tensor],
+        num_heads: int,
+        device: torch.device,
+        windows: WindowRows | None = None,
+    ) -> "SegmentTap | None":
+        """The tap for these prompts; None if there is nothing to do."""
+        scored = [p for p in prompts if p.is_scored_everywhere]
+        scored_last = [p for p in prompts if p.is_scored_everywhere or p.propagated]
+        by_position = [p for p in prompts if p.sinks is not None and p.cap < p.num_keys]
+        if not (scored_last or by_position or windows):
+            return None
+        tap = cls(block_tables, windows=windows)
+        if scored:
+            tap.every = _Batch(scored, device)
+        if scored_last:
+            same = len(scored_last) == len(scored)
+            tap.last = tap.every if same else _Batch(scored_last, device)
+        if any(p.propagated for p in scored_last):
+            assert tap.last is not None
+            tap.selection = _Selection(tap.last, device)
+        if by_position:
+            tap.moves = _Moves(by_position, num_heads, device)
+        return tap
+
+
+class LayerTap:
+    """Wraps one layer's attention implementation; does nothing unless its segment has a tap.
+
+    layer: vLLM's attention layer. index: its number. segment, is_last: the segment it is in, and
+    whether it is that one's last layer. group: its KV group, set once groups are formed.
+    """
+
+    def __init__(self, taps: "Taps", layer: Any, index: int, segment: int, is_last: bool) -> None:
+        self.taps, self.layer, self.index = taps, layer, index
+        self.segment, self.is_last = segment, is_last
+        self.group = 0
+        stock: Callable[..., Any] = layer.impl.forward
+
+        def forward(
+            layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, *args: Any, **kw: Any
+        ) -> Any:
+            out = stock(layer, query, key, value, kv_cache, *args, **kw)
+            if self.taps.current is not None:
+                tap = self.taps.current[self.segment]
+                if tap is not None:
+                    self._run(tap, query, kv_cache)
+            return out
+
+        layer.impl.forward = forward
+
+    def _run(self, tap: SegmentTap, query: Tensor, kv_cache: Tensor) -> None:
+        layer, impl = self.layer, self.layer.impl
+        with self.taps.timer:
+            query = query.view(query.shape[0], impl.num_heads, impl.head_size)
+            if query.dtype.itemsize == 1:  # Quantised for the attention kernel.
+                query = (query.to(torch.float32) * layer._q_scale).to(self.taps.dtype)
+            if tap.windows is not None:
+                rows = query.index_select(0, tap.windows.rows)
+                self.taps.queries[tap.windows.slots, self.index, tap.windows.places] = rows
+            paged = self.taps.paged(layer, kv_cache)
+            table = tap.block_tables[self.group]
+            batch = tap.last if self.is_last else tap.every
+            if batch is not None:
+                self._score(tap, batch, query, paged, batch.block_tables(table))
+            if tap.moves is not None:
+                moves = tap.moves
+                move_entries(
+                    paged,
+                    table.index_select(0, moves.indices),
+                    moves.sources,
+                    moves.targets,
+                    moves.num_moves,
+                    moves.offsets,
+                    moves.max_moves,
+                )
+
+    def _score(
+        self, tap: SegmentTap, batch: _Batch, query: Tensor, paged: PagedKV, tables: Tensor
+    ) -> None:
+        layer, impl = self.layer, self.layer.impl
+        queries = query.index_select(0, batch.rows)
+        queries = queries.view(len(batch.prompts), batch.max_window, *query.shape[1:])
+        if batch.split is not None:
+            here, slots = batch.split
+            queries[here] = self.taps.queries[slots, self.index, : batch.max_window]
+        scores = window_saliency(
+            queries,
+            paged,
+            tables,
+            batch.num_keys,
+            batch.windows,
+            batch.offsets,
+            batch.max_num_keys,
+            batch.total_keys,
+            impl.scale,
+            key_scale=layer._k_scale_float if paged.keys.dtype.itemsize == 1 else 1.0,
+        )
+        scores = pool_per_kv_head(
+            scores,
+            impl.num_kv_heads,
+            batch.num_keys,
+            batch.windows,
+            batch.offsets,
+            batch.kernels,
+            batch.max_num_keys,
+        )
+        if self.is_last and tap.selection is not None:
+            chosen = tap.selection
+            # Every rank has some of the heads, and all must choose the same tokens.
+            total = tensor_model_parallel_all_reduce(scores.sum(dim=0, keepdim=True))
+            tap.kept = select_kept(
+                total,
+                chosen.num_keys,
+                chosen.windows,
+                chosen.counts,
+                chosen.offsets,
+                chosen.out_offsets,
+                chosen.total,
+            )[0]
+        if batch.max_moves:
+            sources, targets, num_moves = select_moves(
+                scores,
+                batch.num_keys,
+                batch.windows,
+                batch.caps,
+                batch.offsets,
+                batch.cap_offsets,
+                batch.total_caps,
+            )
+            move_entries(
+                paged, tables, sources, targets, num_moves, batch.cap_offsets, batch.max_moves
+            )
+
+
+class Taps:
+    """The taps of a model's layers.
+
+    current: by segment, what the running pass does; None outside of such a pass.
+    queries: (slots, L, W, H, D) model dtype, windows that are spread over several chunks.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        segment_sizes: Sequence[int],
+        split_windows: int,
+        max_window: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.current: Sequence[SegmentTap | None] | None = None
+        self.dtype = dtype
+        self.timer = PhaseTimer(device)
+        impl = layers[0].impl
+        self.num_kv_heads: int = impl.num_kv_heads
+        shape = (split_windows, len(layers), max_window, impl.num_heads, impl.head_size)
+        self.queries = torch.empty(shape if max_window else (0,), dtype=dtype, device=device)
+        self.layers: list[LayerTap] = []
+        for segment, size in enumerate(segment_sizes):
+            for offset in range(size):
+                index = len(self.layers)
+                is_last = offset == size - 1
+                self.layers.append(LayerTap(self, layers[index], index, segment, is_last))
+
+    def paged(self, layer: Any, kv_cache: Tensor) -> PagedKV:
+        """The layer's cache, addressed entry by entry."""
+        if kv_cache.dtype == torch.uint8:
+            e5m2 = layer.kv_cache_dtype == "fp8_e5m2"
+            kv_cache = kv_cache.view(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
+        isa = getattr(layer, "isa", None) if kv_cache.device.type == "cpu" else None
+        return PagedKV.of(kv_cache, layer.impl.head_size, cpu_isa=isa)
