@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.ideal import Case
+from benchmarks.ideal import Case, work_of
 
 # Steps right after the last prefill may still wait for what was scheduled beside it.
 _SETTLE_STEPS = 3
@@ -146,19 +146,23 @@ class Bench:
             "groups": [{**g, "layers": len(g["layers"])} for g in layout["groups"]],
         }
 
-    def _generate(self, case: Case, tokens: list[int], first: int = 0) -> list[Any]:
+    def _generate(
+        self, case: Case, tokens: list[int], first: int = 0, lengths: list[int] | None = None
+    ) -> list[Any]:
         """Runs one request per entry of `tokens`, its output length; gives their metrics.
 
-        The prompts depend on seed, length and index only: every engine gets the same.
+        The prompts depend on seed, length and index only: every engine gets the same. `lengths`
+        are theirs where the case's own is not meant.
         """
+        lengths = lengths or [case.length] * len(tokens)
         import numpy as np
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         prompts, params = [], []
-        for index, count in enumerate(tokens, first):
-            rng = np.random.default_rng((self.spec["seed"], case.length, index))
-            ids = rng.integers(0, self.spec["vocab"], case.length).tolist()
+        for index, (count, length) in enumerate(zip(tokens, lengths, strict=True), first):
+            rng = np.random.default_rng((self.spec["seed"], length, index))
+            ids = rng.integers(0, self.spec["vocab"], length).tolist()
             prompts.append(TokensPrompt(prompt_token_ids=ids))
             sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
             if case.policy:
@@ -199,6 +203,24 @@ class Bench:
         runs = self._requests_alone(case)
         return {**summary(runs["tpot"]), "decode_graphs": runs["graphs"]}
 
+    def _measure_itl(self, case: Case) -> dict[str, Any]:
+        """The longest wait between two tokens of running requests while one long prompt comes in.
+
+        Four short requests decode throughout.
+        """
+        chunks = -(-case.length // (self.spec["engine"]["max_num_batched_tokens"] // 2))
+        tokens = [*[chunks + 16] * 4, 2]
+        lengths = [*[512] * 4, case.length]
+        self._generate(case, tokens, lengths=lengths)
+        longest = []
+        for first in range(1, 4):
+            self.recorder.steps.clear()
+            self._generate(case, tokens, first=first * 10, lengths=lengths)
+            waits = [max(step.intervals) for step in self.recorder.steps if step.intervals]
+            longest.append(1e3 * max(waits))
+        last = sorted(round(1e3 * wait, 2) for wait in waits)
+        return {**summary(longest), "longest_waits_of_last_run_ms": last[-8:]}
+
     def _measure_decode(self, case: Case) -> dict[str, Any]:
         assert case.batch is not None
         if case.batch > self._largest_batch(case):
@@ -226,7 +248,17 @@ class Bench:
         """
         pool = self.report["pool"]
         per_output = pool["tokens"] / pool["stock_tokens"]
-        return batch * (case.length + 64) + per_output * sum(self._output_lengths(case, batch))
+        room = batch * (case.length + 64) + per_output * sum(self._output_lengths(case, batch))
+        return room + self._peak(case)
+
+    def _peak(self, case: Case) -> float:
+        """Prompt tokens' room that the last prompt takes besides, before retention drops some."""
+        policy = case.policy or self.spec["policy"]
+        layers = self.config.model_config.get_total_num_hidden_layers()
+        work = work_of(policy, layers, case.length)
+        if work is None:
+            return 0
+        return (sum(work.rows) / sum(work.stored) - 1) * case.length
 
     def _output_lengths(self, case: Case, batch: int) -> list[int]:
         """Output lengths such that the first request still decodes `steps` after the last starts.

@@ -8,14 +8,17 @@ policy is one function and one row in `WORK`.
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from vllm_kvx.policy.parameters import Method
+from vllm_kvx.policy.fastkv import FastKV
+from vllm_kvx.policy.parameters import Method, Retain
+from vllm_kvx.policy.snapkv import SnapKV
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.speed import Speed
+from vllm_kvx.policy.streamingllm import StreamingLLM
 
-KINDS = ("ttft", "tpot", "pool_decode", "decode")
+KINDS = ("ttft", "tpot", "itl", "pool_decode", "decode")
 _CASE = re.compile(r"(?P<kind>[a-z_]+):((?P<batch>\d+)x)?(?P<length>\d+)(@(?P<policy>.+))?")
 
 
@@ -143,7 +146,32 @@ def speed_work(method: Method, layers: int, length: int) -> Work:
     return Work.of_rows((length,) * method.cutoff + (kept,) * (layers - method.cutoff))
 
 
-WORK: dict[str, Callable[[Method, int, int], Work]] = {Speed.name: speed_work}
+def snapkv_work(method: Method, layers: int, length: int) -> Work:
+    """SnapKV and StreamingLLM: N rows in each layer, of which at most the cap stays."""
+    assert isinstance(method, Retain)
+    return retained(full_work(layers, length), method.cap(length))
+
+
+def fastkv_work(method: Method, layers: int, length: int) -> Work:
+    """FastKV: N rows in layers 0..T, M above; of each layer's rows at most the cap stays."""
+    assert isinstance(method, FastKV)
+    lower = method.last_full_layer + 1
+    rows = (length,) * lower + (method.num_propagated(length),) * (layers - lower)
+    return retained(Work.of_rows(rows), method.cap(length))
+
+
+def retained(work: Work, cap: int) -> Work:
+    """`work` with at most `cap` entries kept, and read, in each layer."""
+    kept = tuple(min(cap, n) for n in work.rows)
+    return replace(work, stored=kept, read=kept)
+
+
+WORK: dict[str, Callable[[Method, int, int], Work]] = {
+    Speed.name: speed_work,
+    SnapKV.name: snapkv_work,
+    StreamingLLM.name: snapkv_work,
+    FastKV.name: fastkv_work,
+}
 
 
 def work_of(policy: str | None, layers: int, length: int) -> Work | None:
@@ -221,7 +249,7 @@ def pool_ratio(shape: Shape, policy: str | None, length: int = 1 << 20) -> float
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: `ttft:N`, `tpot:N`, `pool_decode:N` or `decode:BxN`, then `@policy`.
+    """One measurement: `ttft:N`, `tpot:N`, `itl:N`, `pool_decode:N` or `decode:BxN`, `@policy`.
 
     policy: what the requests ask for themselves; None leaves them to the engine's policy.
     """
@@ -259,7 +287,12 @@ def case_ratio(
     stock_batch: int | None = None,
     **options: float,
 ) -> float | None:
-    """The ideal gain of `policy` over stock in one case; `options` go to `decode_bytes`."""
+    """The ideal gain of `policy` over stock in one case; `options` go to `decode_bytes`.
+
+    None for `itl`, a worst case that policies may only keep within bounds.
+    """
+    if case.kind == "itl":
+        return None
     if case.kind == "ttft":
         return prefill_ratio(shape, policy, case.length)
     return decode_ratio(shape, policy, case.length, batch, stock_batch, **options)

@@ -44,6 +44,7 @@ class Gap:
 
 NO_GAP = Gap()
 
+
 @dataclass(frozen=True)
 class Storage:
     """What one segment stores of one request, before and after its prompt is in.

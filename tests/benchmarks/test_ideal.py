@@ -98,3 +98,25 @@ def test_policy_without_a_row_has_no_ideal() -> None:
     assert ideal.prefill_ratio(LLAMA, "fier-1024", 32768) is None
     assert ideal.decode_ratio(LLAMA, "speed-24+fier-1024", 32768) is None
     assert ideal.pool_ratio(LLAMA, "fier-1024") is None
+
+
+FASTKV = "fastkv:tsp_layer=15,tsp_rate=0.2,kv_rate=0.1"
+
+
+@pytest.mark.parametrize(("length", "ratio"), [(32768, 1.76), (130000, 1.84)])
+def test_prefill_ratio_of_fastkv(length: int, ratio: float) -> None:
+    assert ideal.prefill_ratio(LLAMA, FASTKV, length) == pytest.approx(ratio, abs=0.005)
+
+
+def test_retention_is_what_decode_reads_and_the_pool_holds() -> None:
+    for policy in (FASTKV, "snapkv"):
+        work = ideal.work_of(policy, 32, 130000)
+        assert work is not None and set(work.stored) == set(work.read) == {13000}
+        assert ideal.pool_ratio(LLAMA, policy) == pytest.approx(10, rel=1e-4)
+        short = ideal.full_work(32, 13000)
+        assert ideal.decode_bytes(LLAMA, work) == ideal.decode_bytes(LLAMA, short)
+    assert ideal.prefill_ratio(LLAMA, "snapkv", 32768) == 1
+    work = ideal.work_of("fastkv:tsp_layer=15,kv_rate=0.3", 32, 1000)
+    assert work is not None and work.stored == (300,) * 16 + (200,) * 16
+    work = ideal.work_of("streamingllm", 2, 5000)
+    assert work is not None and work.stored == (1024, 1024)

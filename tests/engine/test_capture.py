@@ -19,7 +19,7 @@ def test_first_segment_is_captured_beside_the_stock_decoder(
     from vllm.forward_context import get_forward_context, set_forward_context
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
-    from vllm_kvx.models.segmented import StepRows
+    from vllm_kvx.models.segmented import StepPlan, StepRows
 
     with running(tiny(), "speed-4") as engine:
         model, config = engine.runner.model, engine.llm.llm_engine.vllm_config
@@ -46,20 +46,20 @@ def test_first_segment_is_captured_beside_the_stock_decoder(
             return list(ran)
 
         # vLLM prepares once, warms up without graphs, then captures the pieces.
-        model.begin_step([None], is_dummy=True)
+        model.begin_step(StepPlan([None], is_dummy=True))
         assert passes(CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE) == [
             "stock",
             "segment 0, PIECEWISE",
             "stock",
         ]
         # A FULL graph is captured around the plain forward pass.
-        model.begin_step([None], is_dummy=True)
+        model.begin_step(StepPlan([None], is_dummy=True))
         assert passes(CUDAGraphMode.NONE) == ["stock"]
         # A middle chunk, none of whose rows goes on: graphs where they were captured, else none.
         none = torch.zeros(0, dtype=torch.long)
         for size, mode in ((4, "PIECEWISE"), (8, "NONE")):
-            model.begin_step([StepRows(none, none, none, {})], is_dummy=False)
+            model.begin_step(StepPlan([StepRows(none, none, none, {})]))
             assert passes(CUDAGraphMode.PIECEWISE, size=size) == [f"segment 0, {mode}"]
         # A real batch that drops nothing.
-        model.begin_step([None], is_dummy=False)
+        model.begin_step(StepPlan([None]))
         assert passes(CUDAGraphMode.PIECEWISE) == ["stock"]

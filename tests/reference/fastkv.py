@@ -201,15 +201,14 @@ def retain(
     probs (H, n, n) and positions (n,) are of the rows that the layer computed.
     """
     rows = torch.arange(len(positions))
+    if keep.cutoff is not None and len(rows) < prompt_len:
+        return rows.expand(kv_heads, -1), float("inf")  # SPEED's own choice stays as it is.
     if keep.sinks is not None and keep.recent is not None:
         rows = rows[(positions < keep.sinks) | (positions >= prompt_len - keep.recent)]
         return rows.expand(kv_heads, -1), float("inf")
     cap = keep.cap(prompt_len)
     if len(rows) <= cap:
         return rows.expand(kv_heads, -1), float("inf")
-    # A layer above a cutoff may lack tokens of the window, so what it would keep is not defined.
-    if len(rows) < prompt_len and keep.cutoff is not None:
-        raise ValueError(f"{len(rows)} full-depth rows are more than the {cap} to retain")
     scores = saliency(probs, kv_heads, keep.window, keep.kernel)
     chosen, slacks = zip(
         *(top(head, cap - keep.window, keep.window) for head in scores), strict=True

@@ -133,7 +133,9 @@ def brute(
             if index == keep.cutoff:
                 exist = [j for j in exist if j < keep.anchors or j >= n - keep.tail]
             _, weights = run(layer, hidden, lambda head, i, j, exist=exist: j in exist)
-            if keep.sinks is not None:
+            if keep.cutoff is not None and len(exist) < n:
+                sets = [exist] * kv_heads
+            elif keep.sinks is not None:
                 mine = [j for j in exist if j < keep.sinks or j >= n - keep.recent]
                 sets = [mine] * kv_heads
             elif len(exist) <= cap:
@@ -271,7 +273,7 @@ class Case:
         Case(Keep(sinks=4, recent=20), 101, [24] * 4, 101),
         Case(Keep(sinks=4, recent=20), 24, [24] * 4, 24),
         Case(Keep(sinks=4, recent=20), 3, [3] * 4, 3),
-        Case(Keep(sinks=4, recent=20, cutoff=1, anchors=9, tail=2), 101, [24, 6, 6, 6], 101),
+        Case(Keep(sinks=4, recent=20, cutoff=1, anchors=9, tail=2), 101, [24, 11, 11, 11], 101),
     ],
 )
 def test_counts(llama: PreTrainedModel, case: Case) -> None:
@@ -304,7 +306,7 @@ def test_streaming_is_a_mask(llama: PreTrainedModel) -> None:
     composed = Keep(sinks=2, recent=9, cutoff=2, anchors=4, tail=3)
     result = fastkv.generate(llama, prompt_of(40), composed, max_tokens=STEPS)
     assert result.retained[:2] == [[[0, 1, *range(31, 40)]] * KV_HEADS] * 2
-    assert result.retained[2:] == [[[0, 1, 37, 38, 39]] * KV_HEADS] * 2
+    assert result.retained[2:] == [[[0, 1, 2, 3, 37, 38, 39]] * KV_HEADS] * 2
 
 
 def test_limits_are_each_other(llama: PreTrainedModel) -> None:
@@ -407,7 +409,6 @@ def test_what_a_model_or_prompt_cannot_have(llama: PreTrainedModel) -> None:
     for keep, message in (
         (Keep(tsp_layer=LAYERS), "4 layers"),
         (Keep(cutoff=LAYERS + 1), "4 layers"),
-        (Keep(kv_budget=9, cutoff=2, anchors=8, tail=2), "full-depth"),
     ):
         with pytest.raises(ValueError, match=message):
             fastkv.generate(llama, prompt, keep, max_tokens=1)

@@ -114,9 +114,7 @@ class _PolicyScheduling:
             manager.add_request(request.request_id, kv)
         self.admission.add_request(request, policy, any(s.changes for s in storages))
 
-    def _get_local_prefix_cache_hit(
-        self, request: Request
-    ) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         if not manager.prefix_cache_lookup_enabled(request):
             return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]

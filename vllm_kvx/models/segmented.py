@@ -294,9 +294,7 @@ class SegmentedModel(nn.Module):
             hidden = plan.stash.index_select(0, now.stash_rows)
             # The stash holds the sum already; the compiled segment wants both terms.
             out: Any = (hidden, torch.zeros_like(hidden))
-            context = replace(
-                _without_graphs(now.slot_mapping), attn_metadata=now.attn_metadata
-            )
+            context = replace(_without_graphs(now.slot_mapping), attn_metadata=now.attn_metadata)
             with override_forward_context(context):
                 for segment in self.segments[now.first_segment :]:
                     out = segment(None, now.positions, *out)

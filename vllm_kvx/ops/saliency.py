@@ -474,7 +474,7 @@ def pool_per_kv_head(
         not written.
     """
     num_heads, total_keys = scores.shape
-    pooled = scores.new_empty(num_kv_heads, total_keys)
+    pooled = torch.empty(num_kv_heads, total_keys, dtype=torch.float32, device=scores.device)
     if not (num_keys.shape[0] and total_keys):
         return pooled
     block = _POOL_BLOCK[scores.device.type]
@@ -551,6 +551,8 @@ def pool_per_kv_head_reference(
     pooled = scores.new_zeros(num_kv_heads, int(offsets[-1]))
     sizes = (num_keys.tolist(), windows.tolist(), kernels.tolist())
     for f, (length, window, kernel) in enumerate(zip(*sizes, strict=True)):
+        if length == window:
+            continue
         columns = slice(int(offsets[f]), int(offsets[f]) + length - window)
         best = dense.max_pool(scores[:, columns], kernel)
         pooled[:, columns] = dense.per_kv_head(best, num_kv_heads)

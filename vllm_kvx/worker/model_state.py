@@ -93,9 +93,7 @@ class PolicyModelState(DefaultModelState):
         self.stash: Stash | None = None
         if settings.layout.stash:
             hidden = self.model_config.get_hidden_size()
-            self.stash = Stash(
-                settings.stash_tokens, hidden, cast(torch.dtype, self.dtype), device
-            )
+            self.stash = Stash(settings.stash_tokens, hidden, cast(torch.dtype, self.dtype), device)
         self._free_slots = list(range(num_split_windows(settings, vllm_config.scheduler_config)))
         self.stats = PolicyStats(self.segment_sizes)
         self._req_index: dict[str, int] = {}

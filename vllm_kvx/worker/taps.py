@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.saliency import pool_per_kv_head, window_saliency
 from vllm_kvx.ops.select import move_entries, select_kept, select_moves
+from vllm_kvx.policy.saliency import per_kv_head
 from vllm_kvx.worker.timing import PhaseTimer
 
 
@@ -283,8 +284,9 @@ class LayerTap:
         )
         if self.is_last and tap.selection is not None:
             chosen = tap.selection
-            # Every rank has some of the heads, and all must choose the same tokens.
-            total = tensor_model_parallel_all_reduce(scores.sum(dim=0, keepdim=True))
+            # Every rank has some of the heads, and all must choose the tokens that one would: so
+            # the heads are gathered, and added up in their order.
+            total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)
             tap.kept = select_kept(
                 total,
                 chosen.num_keys,
