@@ -185,19 +185,33 @@ class Bench:
         self._generate(case, [min(count, 8)])
         self.recorder.steps.clear()
         repeats = self.spec["repeats"] or (3 if case.length > 65536 else 5)
+        before = self._retention_s()
         runs = [self._generate(case, [count], first=1 + i)[0] for i in range(repeats)]
+        retention_ms = 1e3 * (self._retention_s() - before) / repeats
         result = {
             "ttft": [1e3 * m.first_token_latency for m in runs],
             "prefill": [1e3 * (m.first_token_ts - m.scheduled_ts) for m in runs],
             "tpot": [1e3 * (m.last_token_ts - m.first_token_ts) / max(1, count - 1) for m in runs],
             "graphs": self.recorder.graphs(),
+            "retention_ms": round(retention_ms, 3),
         }
         self._latency[key] = result
         return result
 
     def _measure_ttft(self, case: Case) -> dict[str, Any]:
         runs = self._requests_alone(case)
-        return {**summary(runs["ttft"]), "prefill_ms": summary(runs["prefill"])["samples"]}
+        prefill = summary(runs["prefill"])
+        result = {**summary(runs["ttft"]), "prefill_ms": prefill["samples"]}
+        if runs["retention_ms"]:
+            result["retention_ms"] = runs["retention_ms"]
+            result["retention_of_prefill"] = round(runs["retention_ms"] / prefill["median"], 5)
+        return result
+
+    def _retention_s(self) -> float:
+        """Device seconds so far in saliency, selection and compaction, by the engine's own clock."""
+        if self.spec["policy"] in (None, "full"):
+            return 0.0
+        return self.llm.collective_rpc("kv_policy_stats")[0]["seconds_in_retention"]
 
     def _measure_tpot(self, case: Case) -> dict[str, Any]:
         runs = self._requests_alone(case)

@@ -24,7 +24,7 @@ from vllm_kvx.ops.select import move_entries, select_kept, select_moves
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 WINDOW, KERNEL, KV_RATE = 8, 7, 0.1
 BYTES_PER_US = 4.3e6
-_L2_BYTES = 256 << 20
+_FLUSH_BYTES = 256 << 20
 
 
 def measure(operator: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -40,7 +40,7 @@ def measure(operator: Callable[[], Any], repeats: int) -> dict[str, float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         operator()
-    flush = torch.empty(_L2_BYTES, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     device = []
     for _ in range(repeats):
         flush.zero_()

@@ -21,20 +21,20 @@ from vllm_kvx.policy.spec import PolicyError, parse_policy
         (["full"], Layout(())),
         (["speed-24"], Layout((24,))),
         (["speed-24", "speed-16", "speed-24:anchors=0", "full"], Layout((16, 24))),
-        (["streamingllm"], Layout(())),
-        (["snapkv", "streamingllm"], Layout((), window=8)),
-        (["snapkv", "snapkv:window=16"], Layout((), window=16)),
-        (["fastkv:tsp_layer=15"], Layout((16,), window=8, stash=True)),
+        (["streamingllm"], Layout((), retain=True)),
+        (["snapkv", "streamingllm"], Layout((), retain=True, window=8)),
+        (["snapkv", "snapkv:window=16"], Layout((), retain=True, window=16)),
+        (["fastkv:tsp_layer=15"], Layout((16,), retain=True, window=8, stash=True)),
         (["fastkv:tsp_layer=15,kv_rate=1"], Layout((16,), window=8, stash=True)),
-        (["fastkv:tsp_layer=31"], Layout((), window=8)),
-        (["fastkv:tsp_rate=1,kv_budget=512"], Layout((), window=8)),
-        (["fastkv:tsp_layer=15", "speed-24"], Layout((16, 24), window=8, stash=True)),
-        (["structkv:pivot=10,kv_rate=0.3"], Layout((11,), window=8, stash=True)),
-        (["structkv:pivot=10,granularity=block"], Layout((11,), window=8, stash=True)),
-        (["structkv:pivot=31,granularity=block"], Layout((), window=8)),
+        (["fastkv:tsp_layer=31"], Layout((), retain=True, window=8)),
+        (["fastkv:tsp_rate=1,kv_budget=512"], Layout((), retain=True, window=8)),
+        (["fastkv:tsp_layer=15", "speed-24"], Layout((16, 24), retain=True, window=8, stash=True)),
+        (["structkv:pivot=10,kv_rate=0.3"], Layout((11,), retain=True, window=8, stash=True)),
+        (["structkv:pivot=10,granularity=block"], Layout((11,), retain=True, window=8, stash=True)),
+        (["structkv:pivot=31,granularity=block"], Layout((), retain=True, window=8)),
         (["fier-64"], Layout((), sidecar=True)),
         (["quest-64", "speed-8"], Layout((8,), sidecar=True)),
-        (["speed-24+fier-64", "snapkv"], Layout((24,), sidecar=True, window=8)),
+        (["speed-24+fier-64", "snapkv"], Layout((24,), sidecar=True, retain=True, window=8)),
     ],
 )
 def test_layout_of(names: list[str], layout: Layout) -> None:
@@ -67,9 +67,9 @@ def test_segment_sizes() -> None:
         ("full", Layout((), False)),
         ("full", Layout((16,), True)),
         ("speed-16:anchors=4", Layout((16, 24), False)),
-        ("streamingllm", Layout((16,), False)),
-        ("snapkv:window=4", Layout((16,), window=8)),
-        ("fastkv:tsp_layer=15,tsp_rate=0.5", Layout((16, 24), window=8, stash=True)),
+        ("streamingllm", Layout((16,), retain=True)),
+        ("snapkv:window=4", Layout((16,), retain=True, window=8)),
+        ("fastkv:tsp_layer=15,tsp_rate=0.5", Layout((16, 24), retain=True, window=8, stash=True)),
         ("speed-24+fier-64", Layout((24,), True)),
     ],
 )
@@ -90,8 +90,8 @@ def test_does_not_fit() -> None:
     with pytest.raises(PolicyError, match="needs a split at layer 8 and a sidecar"):
         check_fits(parse_policy("speed-8+fier-64"), Layout((16, 24), False), 32)
     with pytest.raises(PolicyError, match="needs a window of 9 tokens: start"):
-        check_fits(parse_policy("snapkv:window=9"), Layout((), window=8), 32)
-    with pytest.raises(PolicyError, match="needs a window of 8 tokens and a stash: start"):
+        check_fits(parse_policy("snapkv:window=9"), Layout((), retain=True, window=8), 32)
+    with pytest.raises(PolicyError, match="needs retention and a window of 8 tokens and a stash: start"):
         check_fits(parse_policy("fastkv:tsp_layer=15"), Layout((16,)), 32)
     with pytest.raises(PolicyError, match="this model has 32 layers; use speed-1"):
         check_fits(parse_policy("speed-40"), Layout((24,), False), 32)

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, reasons
+from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, reasons
 from vllm_kvx.server.validate import WORKERS
 
 
@@ -66,6 +67,13 @@ CASES = [
 ]
 
 
+RETENTION_CASES = [
+    ("cache_config.cache_dtype", "fp8", "--kv-cache-dtype"),
+    ("parallel_config.tensor_parallel_size", 64, "--tensor-parallel-size"),
+    ("attention_config.backend", AttentionBackendEnum.FLEX_ATTENTION, "--attention-backend"),
+]
+
+
 @pytest.fixture(scope="module")
 def stock(llama: str, engine_args) -> Any:
     from vllm.engine.arg_utils import EngineArgs
@@ -90,6 +98,56 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     assert "VLLM_USE_BREAKABLE_CUDAGRAPH=0" in breakable
     refused.add(breakable)
     assert refused == {row.reason for row in WITH_POLICY}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two rows are of CPU servers")
+def test_rows_where_entries_can_be_dropped(stock) -> None:
+    exact = changed(stock, "model_config.dtype", torch.float32)
+    assert not reasons(WITH_RETENTION, exact)
+    refused = []
+    cases = [*RETENTION_CASES, ("model_config.dtype", torch.bfloat16, "--dtype float32")]
+    for path, value, names in cases:
+        (found,) = reasons(WITH_RETENTION, changed(exact, path, value))
+        assert names in found
+        refused.append(found)
+    assert refused == [row.reason for row in (*WITH_RETENTION[1:], WITH_RETENTION[0])], (
+        "a row without a case"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "names"),
+    [
+        ("snapkv", {"dtype": "bfloat16"}, "--dtype float32"),
+        ("snapkv:window=40", {"max_num_batched_tokens": 32}, "window of 40 .* to at most 32"),
+        ("fastkv", {}, r"fastkv: the TSP layer .* tsp_layer=<int>.*`vllm-kvx calibrate"),
+        ("fastkv:tsp_layer=8", {}, "8 layers; use tsp_layer=0 .. tsp_layer=7"),
+    ],
+)
+def test_what_retention_cannot_do(make_config, policy: str, settings: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        make_config(policy, **{"dtype": "float32"} | settings)
+
+
+def test_the_stash_must_hold_the_longest_prompt(make_config) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
+    small = {"kv_stash_tokens": 511}
+    with pytest.raises(ValueError, match=r"kv_stash_tokens .* at least --max-model-len, 512"):
+        make_config("fastkv:tsp_layer=3", additional_config=small, **options)
+    make_config("fastkv:tsp_layer=3", additional_config={"kv_stash_tokens": 512}, **options)
+
+
+def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> None:
+    from vllm_kvx.server import validate
+    from vllm_kvx.settings import KVSettings
+
+    monkeypatch.setattr(validate, "tsp_layer_of", lambda *_: (5, "measured"))
+    config = make_config("fastkv", dtype="float32")
+    assert config.additional_config == {"kv_policy": "fastkv", "kv_tsp_layer": 5}
+    settings = KVSettings.from_vllm_config(config)
+    assert settings is not None
+    assert str(settings.policy) == "fastkv:tsp_layer=5" == str(settings.parse("fastkv"))
+    assert settings.layout.splits == (6,)
 
 
 def test_rows_for_every_policy(stock, monkeypatch) -> None:

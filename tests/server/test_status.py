@@ -77,7 +77,9 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
             "policy": "speed-4",
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
             "num_layers": 8,
-            "layout": {"splits": [4], "sidecar": False, **engine.stats["layout"]},
+            "layout": {"splits": [4], "sidecar": False, "window": 0, **engine.stats["layout"]},
+            "stash": {"tokens": 0, "tokens_used": 0},
+            "seconds_in_retention": 0.0,
             "counters": {"speed-4": {"prompt_tokens": 5}},
             "current": True,
         }

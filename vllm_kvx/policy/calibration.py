@@ -216,9 +216,8 @@ def model_dir(model: str, revision: str | None = None) -> Path | None:
 
     None if neither is there; nothing is downloaded.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
+    if Path(model).is_dir():
+        return Path(model)
     try:
         from huggingface_hub import try_to_load_from_cache
 

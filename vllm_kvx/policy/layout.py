@@ -19,12 +19,14 @@ class Layout:
 
     splits: sorted layers, above 0 and below the number of layers, where a new segment begins.
     sidecar: True if KV pages hold a compressed copy of their keys for retrieval.
+    retain: True if entries can be dropped once a prompt is in.
     window: the longest window whose queries may score keys; 0 if no policy scores any.
     stash: True if hidden states of prompts can be kept until their last chunk selects some.
     """
 
     splits: tuple[int, ...]
     sidecar: bool = False
+    retain: bool = False
     window: int = 0
     stash: bool = False
 
@@ -35,9 +37,10 @@ class Layout:
 
     def __str__(self) -> str:
         groups = f"KV groups split at {_layers(self.splits)}" if self.splits else "no split"
+        retain = ", retention" if self.retain else ""
         window = f", windows of up to {self.window} tokens" if self.window else ""
         stash = ", a stash" if self.stash else ""
-        return f"{groups}, {'a' if self.sidecar else 'no'} sidecar{window}{stash}"
+        return f"{groups}, {'a' if self.sidecar else 'no'} sidecar{retain}{window}{stash}"
 
 
 def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
@@ -47,9 +50,10 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     depends on a layer still to be calibrated (put the layer's number into the policy first).
     """
     splits: set[int] = set()
-    sidecar, stash, window = False, False, 0
+    sidecar, retain, stash, window = False, False, False, 0
     for policy in policies:
         policy.check_model(num_layers)
+        retain |= policy.retain is not None
         for part in policy.parts:
             # A method may propagate only after the last layer: nothing lies above that split.
             above = {layer for layer in part.splits() if layer < num_layers}
@@ -58,7 +62,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             stash |= isinstance(part, Select) and bool(above)
             if isinstance(part, (Select, Retain)):
                 window = max(window, part.window)
-    return Layout(tuple(sorted(splits)), sidecar, window, stash)
+    return Layout(tuple(sorted(splits)), sidecar, retain, window, stash)
 
 
 def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
@@ -68,6 +72,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     needs = [f"a split at {_layers(missing)}"] if missing else []
     if needed.sidecar and not layout.sidecar:
         needs.append("a sidecar")
+    if needed.retain and not layout.retain:
+        needs.append("retention")
     if needed.window > layout.window:
         needs.append(f"a window of {needed.window} tokens")
     if needed.stash and not layout.stash:

@@ -31,6 +31,29 @@ COUNTERS = {
         "Requests that could not use the prefix cache because of their policy.",
     ),
 }
+COUNTERS |= {
+    "tokens_propagated": (
+        "tokens_propagated",
+        "Prompt tokens chosen by saliency to go on to the upper layers.",
+    ),
+    "entries_retained": (
+        "kv_entries_retained",
+        "Prompt entries kept, summed over layers; entries count once for all KV heads.",
+    ),
+    "entries_dropped": (
+        "kv_entries_dropped",
+        "Prompt entries computed and dropped by retention, summed over layers.",
+    ),
+    "blocks_freed": ("kv_blocks_freed", "KV cache blocks given back when prompts were in."),
+}
+LAYER_COUNTER = (
+    "layer_kv_entries_retained",
+    "Prompt entries that one layer kept of prompts that retention or selection ran on.",
+)
+SECONDS = (
+    "retention_seconds",
+    "Device seconds in saliency, selection and compaction, of one rank.",
+)
 GAUGES = {
     "blocks_held": ("kv_blocks_held", "KV cache blocks held by running requests."),
     "blocks_saved": (
@@ -50,10 +73,22 @@ POOL_GAUGES = {
 }
 
 
+STASH_GAUGES = {
+    "stash_tokens": (
+        "stash_tokens",
+        "Prompt tokens whose hidden states can wait for their prompt's last chunk.",
+    ),
+    "stash_tokens_used": ("stash_tokens_used", "How many of these are taken, in whole pages."),
+}
+
+
 class _Metrics(NamedTuple):
     counters: dict[str, Counter]
     gauges: dict[str, Gauge]
     pool: dict[str, Gauge]
+    stash: dict[str, Gauge]
+    layers: Counter
+    seconds: Counter
 
 
 @functools.cache
@@ -67,6 +102,9 @@ def _metrics() -> _Metrics:
         {field: Counter(PREFIX + name, text, LABELS) for field, (name, text) in COUNTERS.items()},
         {field: gauge(name, text) for field, (name, text) in GAUGES.items()},
         {field: gauge(name, text) for field, (name, text) in POOL_GAUGES.items()},
+        {field: gauge(name, text) for field, (name, text) in STASH_GAUGES.items()},
+        Counter(PREFIX + LAYER_COUNTER[0], LAYER_COUNTER[1], (*LABELS, "layer")),
+        Counter(PREFIX + SECONDS[0], SECONDS[1], LABELS),
     )
 
 
@@ -80,7 +118,7 @@ class PolicyMetrics:
     def __init__(self, model_name: str, policy: str) -> None:
         self.model_name = model_name
         self.policy = policy
-        self._seen: dict[tuple[str, str], int] = {}
+        self._seen: dict[tuple[str, str], float] = {}
         self._labels: set[str] = set()
         label = self._label(policy)
         for metric in (*_metrics().counters.values(), *_metrics().gauges.values()):
@@ -96,6 +134,10 @@ class PolicyMetrics:
                 added = self._added(name, field, values.get(field, 0))
                 if added:
                     counter.labels(self.model_name, label).inc(added)
+            for layer, total in enumerate(values.get("entries_retained_by_layer", ())):
+                added = self._added(name, f"layer {layer}", total)
+                if added:
+                    _metrics().layers.labels(self.model_name, label, str(layer)).inc(added)
             for field in GAUGES:
                 key = (field, label)
                 gauges[key] = gauges.get(key, 0) + values.get(field, 0)
@@ -105,7 +147,12 @@ class PolicyMetrics:
             if (tokens := stats.get("layout", {}).get(field)) is not None:
                 gauge.labels(self.model_name, self.policy).set(tokens)
 
-    def _added(self, name: str, field: str, total: int) -> int:
+        for field, gauge in _metrics().stash.items():
+            gauge.labels(self.model_name, self.policy).set(stats.get(field, 0))
+        added = self._added("", "seconds", stats.get("seconds_in_retention", 0.0))
+        _metrics().seconds.labels(self.model_name, self.policy).inc(added)
+
+    def _added(self, name: str, field: str, total: float) -> float:
         """How far a total moved; one that fell was restarted, and counts from 0 again."""
         seen = self._seen.get((name, field), 0)
         self._seen[name, field] = total

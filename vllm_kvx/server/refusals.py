@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CPU_ATTN")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -152,8 +153,10 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "VLLM_USE_BREAKABLE_CUDAGRAPH=0 (VLLM_BATCH_INVARIANT=1 may have set it)",
     ),
     Refusal(
-        lambda c: c.offload_config.offload_backend == "prefetch"
-        or c.offload_config.prefetch.offload_group_size > 0,
+        lambda c: (
+            c.offload_config.offload_backend == "prefetch"
+            or c.offload_config.prefetch.offload_group_size > 0
+        ),
         "prefetched weights assume that every step runs every layer: drop --offload-group-size; "
         "--cpu-offload-gb works",
     ),
@@ -172,6 +175,30 @@ WITH_POLICY: tuple[Refusal, ...] = (
 )
 
 
+# Where entries can be dropped, or keys are scored.
+WITH_RETENTION: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: _is_cpu() and str(c.model_config.dtype) != "torch.float32",
+        "vLLM's CPU attention interleaves keys of this type, which retention cannot address: set "
+        "--dtype float32",
+    ),
+    Refusal(
+        lambda c: _is_cpu() and c.cache_config.cache_dtype.startswith("fp8"),
+        "retention cannot address 8-bit keys on CPU: drop --kv-cache-dtype",
+    ),
+    Refusal(
+        lambda c: c.parallel_config.tensor_parallel_size > c.model_config.get_total_num_kv_heads(),
+        "with more ranks than KV heads, two ranks would retain different entries of one head: set "
+        "--tensor-parallel-size to at most the number of KV heads",
+    ),
+    Refusal(
+        lambda c: str(_backend(c)) not in ("None", *ATTENTION_BACKENDS),
+        "retention does not know how this attention backend lays out keys: set "
+        f"--attention-backend to one of {', '.join(ATTENTION_BACKENDS)}",
+    ),
+)
+
+
 def reasons(table: tuple[Refusal, ...], vllm_config: "VllmConfig") -> list[str]:
     """The reasons of all rows of `table` that apply, so that one start shows them all."""
     return [row.reason for row in table if row.applies(vllm_config)]
@@ -183,6 +210,12 @@ def _slides(c: "VllmConfig") -> bool:
         return True
     layer_types = getattr(c.model_config.hf_text_config, "layer_types", None) or ()
     return c.model_config.get_sliding_window() is not None and "sliding_attention" in layer_types
+
+
+def _backend(c: "VllmConfig") -> str | None:
+    """The attention backend that was asked for; None leaves it to vLLM."""
+    backend = c.attention_config.backend
+    return None if backend is None else backend.name
 
 
 def _is_cpu() -> bool:

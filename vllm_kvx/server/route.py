@@ -87,8 +87,14 @@ class PolicyStatus:
             "layout": {
                 "splits": list(settings.layout.splits),
                 "sidecar": settings.layout.sidecar,
+                "window": settings.layout.window,
                 **stats.get("layout", {}),
             },
+            "stash": {
+                "tokens": stats.get("stash_tokens", 0),
+                "tokens_used": stats.get("stash_tokens_used", 0),
+            },
+            "seconds_in_retention": stats.get("seconds_in_retention", 0.0),
             "counters": stats.get("policies", {}),
             "current": self.reader is None or self.reader.is_current,
         }

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_kvx.policy.calibration import tsp_layer_of
 from vllm_kvx.policy.speed import Speed
-from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, reasons
-from vllm_kvx.settings import KVSettings
+from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, reasons
+from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, TSP_LAYER_KEY, KVSettings, policy_is_set
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,12 +29,14 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
         ValueError: the configuration asks for what does not work under a policy yet; the message
             names every such setting and what to change.
     """
+    source = _find_tsp_layer(vllm_config)
     settings = KVSettings.from_vllm_config(vllm_config)
     if settings is None:
         return vllm_config
     problems = reasons(ALWAYS, vllm_config)
     if not settings.stock:
         problems += _machinery_problems(vllm_config)
+        problems += _retention_problems(vllm_config, settings)
     if problems:
         raise ValueError(
             f"KV policy {settings.policy} cannot run in this configuration:"
@@ -50,8 +53,44 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
     parallel_config = vllm_config.parallel_config
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
-        _log(settings)
+        _log(settings, source)
     return vllm_config
+
+
+def _find_tsp_layer(vllm_config: "VllmConfig") -> str | None:
+    """Puts the model's TSP layer into ``additional_config``, if it is known; where it is from.
+
+    Once, here: other processes read what this one found.
+    """
+    config = vllm_config.additional_config
+    if not policy_is_set(config):
+        return None
+    assert isinstance(config, dict)
+    wanted = any("fastkv" in str(config.get(key)) for key in (POLICY_KEY, LAYOUT_KEY))
+    if not wanted or TSP_LAYER_KEY in config:
+        return None
+    model_config = vllm_config.model_config
+    found = tsp_layer_of(
+        model_config.hf_text_config.to_dict(),
+        model_config.model,
+        model_config.get_total_num_hidden_layers(),
+    )
+    if found is None:
+        return None
+    config[TSP_LAYER_KEY], source = found
+    return source
+
+
+def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list[str]:
+    layout = settings.layout
+    problems = reasons(WITH_RETENTION, vllm_config) if layout.retain or layout.window else []
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    if layout.window > budget:
+        problems.append(
+            f"a window of {layout.window} tokens does not fit into a step: set "
+            f"--max-num-batched-tokens to at least {layout.window}, or window= to at most {budget}"
+        )
+    return problems
 
 
 def _machinery_problems(vllm_config: "VllmConfig") -> list[str]:
@@ -82,7 +121,7 @@ def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings) -> None:
     vllm_config.model_config.logits_processors = [*others, class_path(settings)]
 
 
-def _log(settings: KVSettings) -> None:
+def _log(settings: KVSettings, tsp_source: str | None) -> None:
     from vllm.logger import init_logger
 
     # A child of vLLM's logger, so that it is formatted and filtered as the rest of the log.
@@ -97,6 +136,10 @@ def _log(settings: KVSettings) -> None:
         settings.num_layers,
         settings.layout,
     )
+    if settings.tsp_layer is not None:
+        logger.info(
+            "tsp_layer=auto is layer %d (%s).", settings.tsp_layer, tsp_source or "as configured"
+        )
     if isinstance(policy.propagate, Speed):
         cutoff = policy.propagate.cutoff
         logger.warning(

@@ -26,7 +26,6 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # Rows that projections and the MLP take at once: it bounds their intermediate values.
 _SLICE = 4096
@@ -62,11 +61,11 @@ def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
     Raises:
         ToolError: there is none, or its architecture is none of ARCHITECTURES.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
     if not path.is_dir() and (path.exists() or name[0] in "./~" or name.count("/") > 1):
         raise ToolError(f"no model at {name}: give a directory with config.json, or a hub name")
     try:
-        config = AutoConfig.from_pretrained(_local(name), revision=revision)
+        config = AutoConfig.from_pretrained(name, revision=revision)
     except Exception as error:  # transformers and the hub raise what they like
         raise ToolError(f"cannot read the configuration of {name}: {_line(error)}") from error
     found = (getattr(config, "architectures", None) or ["no architecture"])[0]
@@ -77,6 +76,9 @@ def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
 
 def sliding_window(config: PretrainedConfig) -> int | None:
     """The longest prompt, in tokens, that every layer sees in full; None without a limit."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and "sliding_attention" not in layer_types:
+        return None
     return getattr(config, "sliding_window", None)
 
 
@@ -98,8 +100,8 @@ class DenseDecoder:
         """The model of a directory or hub name, with its weights.
 
         device: `auto` is the GPU if there is one.
-        dtype: one of DTYPES; `auto` is the checkpoint's on a GPU, and float32 on CPU, where the
-            half-width types are slow and save only memory.
+        dtype: a torch type's name; `auto` is the checkpoint's on a GPU, and float32 on CPU, where
+            the narrower types are slow and save only memory.
 
         Raises:
             ToolError: there is no such device, or the weights cannot be loaded or are not all
@@ -108,9 +110,10 @@ class DenseDecoder:
         target = choose_device(device)
         if dtype == "auto" and target.type == "cpu":
             dtype = "float32"
+        loader: Any = AutoModelForCausalLM  # its type knows nothing of the report
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                _local(name),
+            model, report = loader.from_pretrained(
+                name,
                 revision=revision,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 output_loading_info=True,
@@ -151,16 +154,17 @@ class DenseDecoder:
 
     def finish(self, rows: Rows, first: int) -> Tensor:
         """`last_state` after layers `first` to the last."""
-        for rows, _ in self.layers(rows, first):  # noqa: B020 - each layer's output is its next input
-            pass
+        for output, _ in self.layers(rows, first):
+            rows = output
         return self.last_state(rows)
 
     @torch.no_grad()
     def _layer(self, layer: Any, rows: Rows, window: int) -> tuple[Rows, Tensor | None]:
         attn = layer.self_attn
         query, key, value = _project(layer, rows)
-        shared = query.shape[0] // key.shape[0]
-        groups = [slice(i, i + shared) for i in range(0, query.shape[0], shared)]
+        heads, count, head_dim = query.shape
+        shared = heads // key.shape[0]
+        groups = [slice(head, head + shared) for head in range(0, heads, shared)]
         attention = None
         if window:
             # By KV head: the reference math copies the keys for every query head, in float32.
@@ -170,7 +174,7 @@ class DenseDecoder:
                     for head, group in enumerate(groups)
                 ]
             )
-        mixed = torch.empty(len(rows), *query.shape[::2], dtype=query.dtype, device=query.device)
+        mixed = query.new_empty(count, heads, head_dim)
         for head, group in enumerate(groups):
             # By KV head too: SDPA's grouped-query path falls back to a full matrix in float32.
             keys, values = (x[head].expand(shared, -1, -1)[None] for x in (key, value))
@@ -178,7 +182,7 @@ class DenseDecoder:
                 query[None, group], keys, values, is_causal=True, scale=attn.scaling
             )[0].transpose(0, 1)
         hidden = torch.empty_like(rows.hidden)
-        for part in _slices(len(rows)):
+        for part in _slices(count):
             residual = rows.hidden[part] + attn.o_proj(mixed[part].flatten(1))
             hidden[part] = residual + layer.mlp(layer.post_attention_layernorm(residual))
         return replace(rows, hidden=hidden), attention
@@ -221,11 +225,6 @@ def _project(layer: Any, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
 def _slices(count: int) -> Iterator[slice]:
     for begin in range(0, count, _SLICE):
         yield slice(begin, min(begin + _SLICE, count))
-
-
-def _local(name: str) -> str:
-    path = Path(name).expanduser()
-    return str(path) if path.is_dir() else name
 
 
 def _line(error: Exception) -> str:

@@ -30,6 +30,7 @@ from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.pool import pool_tokens, segment_of
 from vllm_kvx.models.segmented import SegmentedModel, StepPlan, StepRows
 from vllm_kvx.ops.slots import map_slots
+from vllm_kvx.server.refusals import ATTENTION_BACKENDS
 from vllm_kvx.settings import KVSettings, request_policy
 from vllm_kvx.worker.prompts import PromptChunk, PromptState
 from vllm_kvx.worker.rows import SegmentRows, plan_rows
@@ -127,6 +128,12 @@ class PolicyModelState(DefaultModelState):
         }
         taps = self.segmented.taps
         for tap in taps.layers:
+            backend = tap.layer.attn_backend.get_name()
+            if self.settings.layout.retain and backend not in ATTENTION_BACKENDS:
+                raise RuntimeError(
+                    f"retention does not know how attention backend {backend} lays out keys: set "
+                    f"--attention-backend to one of {', '.join(ATTENTION_BACKENDS)}"
+                )
             tap.group = names[tap.layer.layer_name]
         self._passes = PromptPasses(
             taps, self.stash, self.group_segments, block_tables.block_sizes, self.max_num_tokens
