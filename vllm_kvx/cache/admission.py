@@ -32,6 +32,7 @@ class _Prompt:
     length: int
     window: int
     pages: int
+    needs_passes: bool
     is_in: bool = False
     waits: bool = False
 
@@ -40,11 +41,15 @@ class PromptAdmission:
     """Clips chunks, and holds prompts back until the stash has room.
 
     A chunk ends at the end of the prompt, if it reaches it: there entries go. It does not end
-    within the window if it can end before, so that the window's queries are in one chunk.
+    within the window if it can end before, so that the window's queries are in one chunk. Where
+    the selected tokens take several passes through the upper layers, the window is a chunk of its
+    own: else these passes would come on top of a chunk as long as any other, and running requests
+    would wait for both.
     """
 
     def __init__(self, settings: KVSettings, config: SchedulerConfig) -> None:
         self.splits = settings.layout.splits
+        self.max_tokens = config.max_num_batched_tokens
         self.total_pages = stash_pages(settings.stash_tokens)
         self.free_pages = self.total_pages
         self.free_windows = num_split_windows(settings, config)
@@ -54,15 +59,17 @@ class PromptAdmission:
 
     def add_request(self, request: Request, policy: KVPolicy, changes: bool) -> None:
         """`changes`: whether any segment stores something else once the prompt is in."""
-        length, window, pages = request.num_prompt_tokens, 0, 0
+        length, window, pages, propagated = request.num_prompt_tokens, 0, 0, 0
         selector = selector_of(policy, length)
         if selector is not None and selector.last_full_layer + 1 in self.splits:
             window, pages = selector.window, stash_pages(length)
+            propagated = selector.num_propagated(length)
         if policy.retain is not None and changes:
             window = max(window, policy.retain.window)
         if changes:
-            prompt = _Prompt(length, min(window, length), pages)
-            self._prompts[request.request_id] = prompt
+            self._prompts[request.request_id] = _Prompt(
+                length, min(window, length), pages, needs_passes=propagated > self.max_tokens
+            )
 
     def clip(self, request: Request, start: int, num_new_tokens: int) -> int:
         """How many of `num_new_tokens` from position `start` on may run in this step."""
@@ -73,6 +80,8 @@ class PromptAdmission:
             return 0
         end = min(start + num_new_tokens, prompt.length)
         window_start = prompt.length - prompt.window
+        if prompt.needs_passes and start < window_start:
+            return min(end, window_start) - start
         if window_start < end < prompt.length:
             if start < window_start:
                 end = window_start
