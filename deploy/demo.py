@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import QUESTION, make_prompt
 from deploy.server import CHECKPOINT, ServerError, cpu_environment, serving
+from vllm_kvx.policy.spec import PolicyError, parse_policy
 
 MODEL = "lookup-8l"
 FULL = "full"
@@ -48,6 +49,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1500, help="prompt length (default: 1500)")
     parser.add_argument("--seed", type=int, default=7, help="which document (default: 7)")
     args = parser.parse_args()
+    try:
+        # As the server's counters name it.
+        args.policy = str(parse_policy(args.policy))
+    except PolicyError as error:
+        parser.error(f"--policy: {error}")
     if args.policy == FULL:
         parser.error("--policy: full is what the policy is compared with; name another")
     if not 128 <= args.tokens <= MAX_MODEL_LEN - HOLD_TOKENS:
