@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reference import fastkv
 
 from .conftest import assert_matches, prompts_of, running
 
@@ -23,3 +24,23 @@ def test_tp2_equals_reference(
     assert_matches(model, [answers[0], *answers[2:], *again], cutoff=4)
     assert_matches(model, answers[1:2], cutoff=None)
     assert again[0].cached == 192
+
+
+def test_tp2_selects_and_retains_what_one_rank_does(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model = tiny()
+    prompts = prompts_of((2, 33, 97, 200, 150, 301))
+    names = [None, "full", None, None, "snapkv:kv_rate=0.3", None]
+    fast = fastkv.Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
+    keeps = [fast, fastkv.Keep(), fast, fast, fastkv.Keep(kv_rate=0.3), fast]
+    with running(model, "fastkv:tsp_layer=3", tensor_parallel_size=2) as engine:
+        answers = engine.generate(prompts, policies=names)
+        engine.assert_idle()
+    loaded = fastkv.load(model)
+    for answer, keep in zip(answers, keeps, strict=True):
+        expected = fastkv.score(loaded, answer.prompt, answer.tokens, keep)
+        assert expected.slack > 5e-5, "a near-tie shows nothing; choose another seed"
+        assert expected.argmax == answer.tokens
+        assert (answer.logprobs - expected.chosen_logprob).abs().max() < 1e-4

@@ -106,6 +106,13 @@ def test_random_batches(seed: int, device: str) -> None:
     assert_right(batch)
 
 
+def test_more_splits_than_are_merged_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": 16, "cuda": 16})
+    monkeypatch.setattr(saliency, "_SPLITS", (256, 256))
+    shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
+    assert_right(make_batch(6, [70 * 16], [8], device=device, **shape))
+
+
 def test_window_of_several_turns(device: str) -> None:
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(1, [300, 70, 129], [150, 64, 129], device=device, **shape))

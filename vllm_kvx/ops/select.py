@@ -119,19 +119,19 @@ def _select(
 
 @triton.jit
 def _threshold(scores, count, wanted, BLOCK: tl.constexpr):
-    """Bounds on the score of the wanted-th best of `count`, by bisection on its bits.
+    """Score that separates the wanted best of `count`, by bisection on its bits.
 
     float32 bits order as int32 where the sign is not set. Each pass finds two of them, until the
-    scores from the lower bound on are exactly as many as wanted, or the bounds are equal.
+    scores from the bound on are exactly as many as wanted, or no bits are left.
 
     Returns:
-        low, high: inclusive bounds, int32 bits.
-        ties: how many scores within the bounds are wanted, beside all above them.
+        low: bits of the bound, int32. All scores above it are wanted.
+        ties: how many of those equal to it are, or more than there are.
     """
     low = tl.full((), -2147483648, dtype=tl.int32)
-    high = tl.full((), 2147483647, dtype=tl.int32)
     at_least_low = count
-    above_high = tl.zeros_like(count)
+    # Scores known to be out of the interval that starts at `low`, above it.
+    above = tl.zeros_like(count)
     shift = tl.full((), 30, dtype=tl.int32)
     while (shift >= 0) & (at_least_low != wanted):
         step = tl.full((), 1, dtype=tl.int32) << shift
@@ -156,16 +156,15 @@ def _threshold(scores, count, wanted, BLOCK: tl.constexpr):
         elif from_2 >= wanted:
             low = bound_2
             at_least_low = from_2
-            above_high = from_3
+            above = from_3
         elif from_1 >= wanted:
             low = bound_1
             at_least_low = from_1
-            above_high = from_2
+            above = from_2
         else:
-            above_high = from_1
-        high = low + (step - 1)
+            above = from_1
         shift -= 2
-    return low, high, wanted - above_high
+    return low, wanted - above
 
 
 @triton.jit(
@@ -203,7 +202,7 @@ def _select_kernel(
     wanted = tl.minimum(cap - (length - outside), outside)
     scores += row * scores_stride + tl.load(offsets + request)
     out = row * out_stride + tl.load(out_offsets + request)
-    low, high, ties_wanted = _threshold(scores, outside, wanted, BLOCK)
+    low, ties_wanted = _threshold(scores, outside, wanted, BLOCK)
 
     sure = tl.zeros_like(length)
     ties = tl.zeros_like(length)
@@ -212,8 +211,8 @@ def _select_kernel(
         key = begin + tl.arange(0, BLOCK)
         scored = key < outside
         score = tl.load(scores + key, mask=scored, other=0.0).to(tl.int32, bitcast=True)
-        is_sure = (scored & (score > high)) | ((key >= outside) & (key < length))
-        is_tie = scored & (score >= low) & (score <= high)
+        is_sure = (scored & (score > low)) | ((key >= outside) & (key < length))
+        is_tie = scored & (score == low)
         # One scan counts both: neither reaches 2 ** 15 within a block.
         packed = is_sure.to(tl.int32) + (is_tie.to(tl.int32) << 16)
         before = tl.cumsum(packed, axis=0) - packed

@@ -264,7 +264,9 @@ def _weight_files(directory: Path) -> list[Path]:
     """
     try:
         index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
-        return [directory / name for name in sorted(set(index["weight_map"].values()))]
+        listed = [directory / name for name in sorted(set(index["weight_map"].values()))]
+        # A hub's snapshot may have the index and not yet the weights.
+        return listed if all(path.exists() for path in listed) else []
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError, AttributeError):
