@@ -46,7 +46,7 @@ def test_layout_of(names: list[str], layout: Layout) -> None:
     [
         ("speed-32", "use speed-1 .. speed-31"),
         ("fastkv", "write tsp_layer=<int>, or measure it once with `vllm-kvx calibrate"),
-        ("structkv:granularity=block", "write pivot=<int>, or granularity=token"),
+        ("structkv:granularity=block", "write pivot=<int>"),
         ("structkv:pivot=online,kv_rate=1", "write pivot=<int>"),
     ],
 )
@@ -91,7 +91,9 @@ def test_does_not_fit() -> None:
         check_fits(parse_policy("speed-8+fier-64"), Layout((16, 24), False), 32)
     with pytest.raises(PolicyError, match="needs a window of 9 tokens: start"):
         check_fits(parse_policy("snapkv:window=9"), Layout((), retain=True, window=8), 32)
-    with pytest.raises(PolicyError, match="needs retention and a window of 8 tokens and a stash: start"):
+    with pytest.raises(
+        PolicyError, match="needs retention and a window of 8 tokens and a stash: start"
+    ):
         check_fits(parse_policy("fastkv:tsp_layer=15"), Layout((16,)), 32)
     with pytest.raises(PolicyError, match="this model has 32 layers; use speed-1"):
         check_fits(parse_policy("speed-40"), Layout((24,), False), 32)

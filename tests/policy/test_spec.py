@@ -353,14 +353,14 @@ def test_model_deep_enough() -> None:
 
 
 def test_served() -> None:
-    assert sorted(AVAILABLE) == ["fastkv", "full", "snapkv", "speed", "streamingllm"]
+    assert sorted(AVAILABLE) == ["fastkv", "full", "snapkv", "speed", "streamingllm", "structkv"]
     check_served(parse_policy("full"))
     check_served(parse_policy("speed-24:tail=3"))
     for name in METHODS.keys() - AVAILABLE:
         policy = parse_policy(METHODS[name].example or name)
         message = (
             f"{name} is not served by this version of vllm-kvx; "
-            "served: full, speed-K, fastkv, snapkv, streamingllm"
+            "served: full, speed-K, fastkv, structkv, snapkv, streamingllm"
         )
         with pytest.raises(PolicyError, match=f"^{message}$"):
             check_served(policy)

@@ -44,7 +44,7 @@ def max_pool(scores: Tensor, kernel: int) -> Tensor:
 
 def per_kv_head(scores: Tensor, num_kv_heads: int) -> Tensor:
     """Sum over the query heads that share a KV head: (H, n) -> (G, n)."""
-    grouped = scores.view(num_kv_heads, -1, scores.shape[-1])
+    grouped = scores.unflatten(0, (num_kv_heads, -1))
     # Head by head: torch's own sum adds some columns in another order, and equal ones must stay so.
     total = grouped[:, 0].clone()
     for head in range(1, grouped.shape[1]):

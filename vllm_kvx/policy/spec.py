@@ -35,7 +35,7 @@ __all__ = ["AVAILABLE", "METHODS", "KVPolicy", "PolicyError", "check_served", "p
 _TABLE: tuple[tuple[type[Method], bool], ...] = (
     (Speed, True),
     (FastKV, True),
-    (StructKV, False),
+    (StructKV, True),
     (SnapKV, True),
     (StreamingLLM, True),
     (FIER, False),
@@ -159,6 +159,12 @@ def check_served(policy: KVPolicy) -> None:
                 f"served: {', '.join(served)}"
             )
     propagate, retain = policy.propagate, policy.retain
+    for part in policy.parts:
+        if isinstance(part, StructKV) and (part.pivot == "online" or part.granularity == "block"):
+            raise PolicyError(
+                f"{part}: pivot=online and granularity=block are not served by this version: use "
+                "pivot=<int> and granularity=token"
+            )
     if not isinstance(propagate, Select) or retain is None or retain is propagate:
         return
     if not isinstance(retain, SnapKV):

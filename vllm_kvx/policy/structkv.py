@@ -84,13 +84,6 @@ class StructKV(Select, Retain):
         return share_of(prompt_len, self.kv_rate, self.window)
 
     def splits(self) -> tuple[int, ...]:
-        unequal = self.struct_rate < self.kv_rate
-        if not unequal and self.granularity == "token":
+        if self.struct_rate == 1 and self.granularity == "token":
             return ()
-        if isinstance(self.pivot, str):
-            raise PolicyError(
-                f"{self}: layers above the pivot form a KV group of their own, so it must be known "
-                "before serving: write pivot=<int>, or granularity=token with kv_rate no higher "
-                "than struct_rate"
-            )
-        return (self.pivot + 1,)
+        return (self.last_full_layer + 1,)

@@ -74,6 +74,7 @@ def _find_tsp_layer(vllm_config: "VllmConfig") -> str | None:
         model_config.hf_text_config.to_dict(),
         model_config.model,
         model_config.get_total_num_hidden_layers(),
+        model_config.revision,
     )
     if found is None:
         return None

@@ -13,6 +13,7 @@ from vllm_kvx.accounting import Storage
 from vllm_kvx.policy.parameters import Retain, Select
 from vllm_kvx.policy.spec import KVPolicy
 from vllm_kvx.policy.streamingllm import StreamingLLM
+from vllm_kvx.policy.structkv import StructKV
 from vllm_kvx.worker.rows import SegmentRows
 from vllm_kvx.worker.taps import Prompt
 
@@ -24,6 +25,7 @@ class PromptState:
     Attributes:
         storages: what it stores, by segment.
         window, kernel: of the saliency; window 0 if nothing is scored.
+        per_layer, decay: see ``taps.Prompt``; `decay` is of layers below `first_selected`.
         first_selected: first segment that only selected tokens reach; None if all go on.
         slot: where its window's queries are kept while it is spread over chunks.
     """
@@ -36,6 +38,8 @@ class PromptState:
     first_selected: int | None
     num_propagated: int
     sinks: int | None
+    per_layer: bool = False
+    decay: float | None = None
     slot: int | None = None
 
     @classmethod
@@ -68,6 +72,8 @@ class PromptState:
             first_selected=first_selected,
             num_propagated=num_propagated,
             sinks=retain.sinks if isinstance(retain, StreamingLLM) else None,
+            per_layer=isinstance(retain, StructKV),
+            decay=selector.decay if isinstance(selector, StructKV) else None,
         )
 
     def is_direct(self, segment: int) -> bool:
@@ -151,7 +157,8 @@ def _plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: 
     if selects:
         plan.stash_rows.append(np.arange(start_row, start_row + chunk.end - chunk.begin))
         plan.stash_chunks.append(chunk)
-    if not (storage.compacts or selects):
+    adds_up = state.decay is not None
+    if not (storage.compacts or selects or adds_up):
         return
     window_start = state.prompt_len - state.window
     first_row = start_row + window_start - chunk.begin
@@ -164,6 +171,7 @@ def _plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: 
     if chunk.is_last:
         plan.prompts.append(
             Prompt(
+                req_id=state.req_id,
                 batch_index=chunk.batch_index,
                 num_keys=storage.rows,
                 window=state.window,
@@ -173,6 +181,8 @@ def _plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: 
                 cap=storage.kept,
                 sinks=state.sinks,
                 propagated=state.num_propagated if selects else 0,
+                per_layer=state.per_layer,
+                decay=state.decay,
             )
         )
 

@@ -125,9 +125,7 @@ class PromptPasses:
                     for parts in (plan.window_rows, plan.window_slots, plan.window_places)
                 )
             )
-        return SegmentTap.of(
-            plan.prompts, block_tables, self.taps.num_kv_heads, self.device, windows
-        )
+        return SegmentTap.of(plan.prompts, block_tables, self.taps, windows)
 
     def _stash_write(self, plan: SegmentPlan) -> StashWrite | None:
         if not plan.stash_rows:
@@ -219,6 +217,7 @@ class PromptPasses:
                 if piece.is_last and storage.compacts:
                     prompts.append(
                         Prompt(
+                            req_id=state.req_id,
                             batch_index=piece.chunk.batch_index,
                             num_keys=storage.rows,
                             window=state.window,
@@ -226,11 +225,10 @@ class PromptPasses:
                             first_row=end - state.window,
                             slot=None,
                             cap=storage.kept,
+                            per_layer=state.per_layer,
                         )
                     )
-            taps[segment] = SegmentTap.of(
-                prompts, block_tables, self.taps.num_kv_heads, self.device
-            )
+            taps[segment] = SegmentTap.of(prompts, block_tables, self.taps)
         return taps if any(tap is not None for tap in taps) else None
 
     def _to_device(self, values: np.ndarray) -> Tensor:

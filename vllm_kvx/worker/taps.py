@@ -39,8 +39,13 @@ class Prompt:
         sinks: first entries that stay, where retention goes by position; None where by saliency.
         propagated: tokens to choose for the layers above, after the segment's last layer; 0 if
             none are chosen.
+        per_layer: all KV heads keep the same entries, by the layer's saliency summed over its
+            heads (StructKV Eq. 13); else each keeps its own.
+        decay: tokens are chosen by centrality, the layers' saliency added up with this weight for
+            what came before (StructKV Eq. 3); None if by the last layer's saliency.
     """
 
+    req_id: str
     batch_index: int
     num_keys: int
     window: int
@@ -50,10 +55,12 @@ class Prompt:
     cap: int
     sinks: int | None = None
     propagated: int = 0
+    per_layer: bool = False
+    decay: float | None = None
 
     @property
     def is_scored_everywhere(self) -> bool:
-        return self.cap < self.num_keys and self.sinks is None
+        return (self.cap < self.num_keys and self.sinks is None) or self.decay is not None
 
 
 @dataclass(frozen=True)
@@ -68,13 +75,19 @@ class WindowRows:
 class _Batch:
     """Prompts whose keys a layer scores, with everything about them on device."""
 
-    def __init__(self, prompts: Sequence[Prompt], device: torch.device) -> None:
+    def __init__(self, prompts: Sequence[Prompt], max_window: int, device: torch.device) -> None:
         self.prompts = prompts
         self.max_num_keys = max(p.num_keys for p in prompts)
         self.total_keys = sum(p.num_keys for p in prompts)
-        self.max_window = max(p.window for p in prompts)
+        # The server's longest: in a shorter one sums would be formed in another order.
+        self.max_window = max_window
         self.max_moves = max(min(p.cap, p.num_keys - p.cap) for p in prompts)
         self.total_caps = sum(p.cap for p in prompts)
+        # Where each prompt's columns are.
+        ends = np.cumsum([p.num_keys for p in prompts]).tolist()
+        self.columns = [slice(e - p.num_keys, e) for p, e in zip(prompts, ends, strict=True)]
+        self.per_layer = [p.per_layer for p in prompts]
+        self.needs_total = any(p.per_layer or p.propagated or p.decay is not None for p in prompts)
 
         def column(values: list[int]) -> Tensor:
             return async_tensor_h2d(np.array(values, dtype=np.int32), device=device)
@@ -177,8 +190,7 @@ class SegmentTap:
         cls,
         prompts: Sequence[Prompt],
         block_tables: Sequence[Tensor],
-        num_heads: int,
-        device: torch.device,
+        taps: "Taps",
         windows: WindowRows | None = None,
     ) -> "SegmentTap | None":
         """The tap for these prompts; None if there is nothing to do."""
@@ -187,17 +199,18 @@ class SegmentTap:
         by_position = [p for p in prompts if p.sinks is not None and p.cap < p.num_keys]
         if not (scored_last or by_position or windows):
             return None
+        device = taps.queries.device
         tap = cls(block_tables, windows=windows)
         if scored:
-            tap.every = _Batch(scored, device)
+            tap.every = _Batch(scored, taps.max_window, device)
         if scored_last:
             same = len(scored_last) == len(scored)
-            tap.last = tap.every if same else _Batch(scored_last, device)
+            tap.last = tap.every if same else _Batch(scored_last, taps.max_window, device)
         if any(p.propagated for p in scored_last):
             assert tap.last is not None
             tap.selection = _Selection(tap.last, device)
         if by_position:
-            tap.moves = _Moves(by_position, num_heads, device)
+            tap.moves = _Moves(by_position, taps.num_kv_heads, device)
         return tap
 
 
@@ -282,13 +295,19 @@ class LayerTap:
             batch.kernels,
             batch.max_num_keys,
         )
-        if self.is_last and tap.selection is not None:
-            chosen = tap.selection
+        total = scores
+        if batch.needs_total:
             # Every rank has some of the heads, and all must choose the tokens that one would: so
             # the heads are gathered, and added up in their order.
             total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)
+        centrality = self.taps.add_up(batch, total)
+        if self.is_last and tap.selection is not None:
+            chosen = tap.selection
+            by = total.clone() if centrality else total
+            for columns, values in centrality:
+                by[0, columns] = values
             tap.kept = select_kept(
-                total,
+                by,
                 chosen.num_keys,
                 chosen.windows,
                 chosen.counts,
@@ -297,6 +316,12 @@ class LayerTap:
                 chosen.total,
             )[0]
         if batch.max_moves:
+            if all(batch.per_layer):
+                scores = total
+            elif any(batch.per_layer):
+                for columns, same in zip(batch.columns, batch.per_layer, strict=True):
+                    if same:
+                        scores[:, columns] = total[:, columns]
             sources, targets, num_moves = select_moves(
                 scores,
                 batch.num_keys,
@@ -306,8 +331,18 @@ class LayerTap:
                 batch.cap_offsets,
                 batch.total_caps,
             )
+            if scores.shape[0] < impl.num_kv_heads:  # One choice for all heads.
+                sources, targets, num_moves = (
+                    choice.expand(impl.num_kv_heads, -1) for choice in (sources, targets, num_moves)
+                )
             move_entries(
-                paged, tables, sources, targets, num_moves, batch.cap_offsets, batch.max_moves
+                paged,
+                tables,
+                sources,
+                targets,
+                num_moves.contiguous(),
+                batch.cap_offsets,
+                batch.max_moves,
             )
 
 
@@ -332,14 +367,34 @@ class Taps:
         self.timer = PhaseTimer(device)
         impl = layers[0].impl
         self.num_kv_heads: int = impl.num_kv_heads
+        self.max_window = max_window
         shape = (split_windows, len(layers), max_window, impl.num_heads, impl.head_size)
         self.queries = torch.empty(shape if max_window else (0,), dtype=dtype, device=device)
+        self._centrality: dict[str, Tensor] = {}
         self.layers: list[LayerTap] = []
         for segment, size in enumerate(segment_sizes):
             for offset in range(size):
                 index = len(self.layers)
                 is_last = offset == size - 1
                 self.layers.append(LayerTap(self, layers[index], index, segment, is_last))
+
+    def add_up(self, batch: _Batch, saliency: Tensor) -> list[tuple[slice, Tensor]]:
+        """Adds a layer's saliency (1, total) to the centrality of the prompts that want it.
+
+        Returns their columns and centrality so far (n,).
+        """
+        summed = []
+        for prompt, columns in zip(batch.prompts, batch.columns, strict=True):
+            if prompt.decay is None:
+                continue
+            now = saliency[0, columns]
+            before = self._centrality.get(prompt.req_id)
+            now = now.clone() if before is None else before.mul_(prompt.decay).add_(now)
+            self._centrality[prompt.req_id] = now
+            summed.append((columns, now))
+            if prompt.propagated:
+                del self._centrality[prompt.req_id]
+        return summed
 
     def paged(self, layer: Any, kv_cache: Tensor) -> PagedKV:
         """The layer's cache, addressed entry by entry."""
