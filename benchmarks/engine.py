@@ -208,7 +208,7 @@ class Bench:
         return result
 
     def _retention_s(self) -> float:
-        """Device seconds so far in saliency, selection and compaction, by the engine's own clock."""
+        """Device seconds so far in saliency, selection and compaction, by the engine's clock."""
         if self.spec["policy"] in (None, "full"):
             return 0.0
         return self.llm.collective_rpc("kv_policy_stats")[0]["seconds_in_retention"]
