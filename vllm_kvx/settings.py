@@ -3,8 +3,9 @@
 ``additional_config`` carries keys of ours, all plain JSON: ``kv_policy`` names the policy of every
 request that does not name one; ``kv_layout`` lists further policies to make room for;
 ``kv_stash_tokens`` is how many prompt tokens may wait for their prompt's last chunk to select some;
-``kv_tsp_layer`` is what FastKV's ``tsp_layer=auto`` means for this model, set by the server itself
-where it is known; ``kv_debug`` lets scheduler and worker compare their block counts in every step.
+``kv_tsp_layer`` is what FastKV's ``tsp_layer=auto`` means for this model, ``kv_pivot`` what
+StructKV's ``pivot=calibrated`` means, both set by the server itself where they are known;
+``kv_debug`` lets scheduler and worker compare their block counts in every step.
 """
 
 import difflib
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.policy.fastkv import FastKV
 from vllm_kvx.policy.layout import Layout, layout_of
+from vllm_kvx.policy.parameters import Method
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+from vllm_kvx.policy.structkv import StructKV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,26 +27,47 @@ POLICY_KEY = "kv_policy"
 LAYOUT_KEY = "kv_layout"
 STASH_KEY = "kv_stash_tokens"
 TSP_LAYER_KEY = "kv_tsp_layer"
+PIVOT_KEY = "kv_pivot"
 DEBUG_KEY = "kv_debug"
-KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, TSP_LAYER_KEY, DEBUG_KEY)
+KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, TSP_LAYER_KEY, PIVOT_KEY, DEBUG_KEY)
 
 # Clients choose policies, so what is counted by name is bounded; the rest is counted together.
 MAX_POLICIES = 64
 OTHER = "other"
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Layers that stand for words in a policy's name; None where not known for this model."""
+
+    tsp_layer: int | None = None
+    pivot: int | None = None
+
+    def put_into(self, part: Method) -> Method:
+        """`part` with the layer in the place of the word, if it is known."""
+        if isinstance(part, FastKV) and part.tsp_layer == "auto" and self.tsp_layer is not None:
+            return replace(part, tsp_layer=self.tsp_layer)
+        if isinstance(part, StructKV) and part.pivot == "calibrated" and self.pivot is not None:
+            return replace(part, pivot=self.pivot)
+        return part
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "Measured":
+        """The layers in ``additional_config``.
+
+        Raises:
+            ValueError: one that is no layer's number.
+        """
+        values = [config.get(key) for key in (TSP_LAYER_KEY, PIVOT_KEY)]
+        for key, value in zip((TSP_LAYER_KEY, PIVOT_KEY), values, strict=True):
+            if value is not None and (type(value) is not int or value < 0):
+                raise ValueError(f"{key} must be a layer's number, got {value!r}")
+        return cls(*values)
+
+
 @lru_cache(maxsize=1024)
-def _parse(name: str, tsp_layer: int | None) -> KVPolicy:
-    policy = parse_policy(name)
-    if tsp_layer is None:
-        return policy
-    parts = [
-        replace(part, tsp_layer=tsp_layer)
-        if isinstance(part, FastKV) and part.tsp_layer == "auto"
-        else part
-        for part in policy.parts
-    ]
-    return KVPolicy.of(parts)
+def _parse(name: str, measured: Measured) -> KVPolicy:
+    return KVPolicy.of(map(measured.put_into, parse_policy(name).parts))
 
 
 @dataclass(frozen=True)
@@ -52,7 +76,7 @@ class KVSettings:
 
     stock: True if every policy the server was started for is ``full``; then scheduler, worker and
         model are vLLM's own.
-    tsp_layer: what FastKV's ``tsp_layer=auto`` means; None if not known.
+    measured: what words in policies' names mean for this model.
     stash_tokens: prompt tokens whose hidden states the stash holds; 0 without one.
     """
 
@@ -61,7 +85,7 @@ class KVSettings:
     num_layers: int
     debug: bool
     stock: bool = False
-    tsp_layer: int | None = None
+    measured: Measured = Measured()
     stash_tokens: int = 0
 
     @classmethod
@@ -106,12 +130,10 @@ class KVSettings:
             raise ValueError(
                 f'{LAYOUT_KEY} must be a list of policies, for example ["speed-24"], got {names!r}'
             )
-        tsp_layer = config.get(TSP_LAYER_KEY)
-        if tsp_layer is not None and type(tsp_layer) is not int:
-            raise ValueError(f"{TSP_LAYER_KEY} must be a layer's number, got {tsp_layer!r}")
-        policy = _policy(POLICY_KEY, config[POLICY_KEY], num_layers, tsp_layer)
+        measured = Measured.of(config)
+        policy = _policy(POLICY_KEY, config[POLICY_KEY], num_layers, measured)
         room = [
-            _policy(f"{LAYOUT_KEY}[{i}]", name, num_layers, tsp_layer)
+            _policy(f"{LAYOUT_KEY}[{i}]", name, num_layers, measured)
             for i, name in enumerate(names)
         ]
         policies = [policy, *room]
@@ -121,16 +143,16 @@ class KVSettings:
             num_layers=num_layers,
             debug=debug,
             stock=all(p.is_full for p in policies),
-            tsp_layer=tsp_layer,
+            measured=measured,
         )
 
     def parse(self, name: str) -> KVPolicy:
-        """The policy `name` on this server, where ``auto`` is a number if it is known.
+        """The policy `name` on this server, where words are layers if they are known.
 
         Raises:
             PolicyError: it does not parse.
         """
-        return _parse(name, self.tsp_layer)
+        return _parse(name, self.measured)
 
 
 def policy_is_set(config: Any) -> bool:
@@ -188,11 +210,11 @@ def request_policy(settings: KVSettings, sampling_params: "SamplingParams | None
     return settings.policy if name is None else settings.parse(name)
 
 
-def _policy(where: str, name: Any, num_layers: int, tsp_layer: int | None) -> KVPolicy:
+def _policy(where: str, name: Any, num_layers: int, measured: Measured) -> KVPolicy:
     """The policy `name`, found at `where`; its errors say where."""
     try:
         # Through the cache only what can be a key of it.
-        policy = _parse(name, tsp_layer) if isinstance(name, str) else parse_policy(name)
+        policy = _parse(name, measured) if isinstance(name, str) else parse_policy(name)
         policy.check_model(num_layers)
         check_served(policy)
         for part in policy.parts:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import models, speed
+from reference import fastkv, models, speed
 
 BLOCK = 32  # What the CPU attention backend takes.
 VOCAB = 512
@@ -54,8 +54,11 @@ class Engine:
         self.scheduler = core.scheduler
         self.pool = core.scheduler.kv_cache_manager.block_pool
         executor = core.model_executor
+        self.runner: Any = None
         if hasattr(executor, "driver_worker"):  # Not with several ranks: they are processes.
             self.runner = executor.driver_worker.worker.model_runner
+        admission = getattr(core.scheduler, "admission", None)
+        self._free_windows = admission.free_windows if admission is not None else 0
         self._count_preemptions()
 
     def generate(
@@ -92,19 +95,47 @@ class Engine:
             for choice in output.outputs
         ]
 
-    def submit(self, prompts: Sequence[list[int]], max_tokens: int) -> list[str]:
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        policies: Sequence[str | None] | None = None,
+    ) -> list[str]:
         """Adds requests without running them; their ids."""
         from vllm.inputs import TokensPrompt
 
         self._submitted = getattr(self, "_submitted", 0)
         ids = []
-        for prompt in prompts:
+        for prompt, name in zip(prompts, policies or [None] * len(prompts), strict=True):
             self._submitted += 1
             ids.append(f"submitted-{self._submitted}")
             self.llm.llm_engine.add_request(
-                ids[-1], TokensPrompt(prompt_token_ids=prompt), greedy(max_tokens)
+                ids[-1], TokensPrompt(prompt_token_ids=prompt), greedy(max_tokens, name)
             )
         return ids
+
+    def step(self) -> list[Any]:
+        """One step of the engine; the outputs that it brought."""
+        return self.llm.llm_engine.step()
+
+    def finish(self, max_steps: int = 400) -> dict[str, list[int]]:
+        """Steps until nothing is left to do; tokens of the requests that end meanwhile, by id."""
+        tokens: dict[str, list[int]] = {}
+        for _ in range(max_steps):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return tokens
+            for output in self.step():
+                if output.finished:
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+        raise AssertionError(f"still unfinished after {max_steps} steps: {self.waiting_room()}")
+
+    def waiting_room(self) -> str:
+        """Who runs and who waits, for messages."""
+        scheduler = self.scheduler
+        running = [f"{r.request_id}@{r.num_computed_tokens}" for r in scheduler.running]
+        waiting = [f"{r.request_id} ({r.status.name})" for r in scheduler.waiting]
+        admission = getattr(scheduler, "admission", None)
+        return f"running {running}, waiting {waiting}, stash {getattr(admission, '_pages', {})}"
 
     def preemptions(self) -> int:
         """Preemptions so far."""
@@ -139,11 +170,26 @@ class Engine:
 
     def assert_idle(self) -> None:
         """Every block but vLLM's null block is free, and nothing is left behind."""
-        # One more schedule lets frees that wait for a step's end happen.
-        assert not self.scheduler.has_unfinished_requests()
+        scheduler = self.scheduler
+        assert not scheduler.has_unfinished_requests()
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
-        for manager in getattr(self.scheduler, "policy_managers", []):
+        for manager in getattr(scheduler, "policy_managers", []):
             assert not manager.requests and not manager._to_copy and not manager.req_to_blocks
+        for manager in getattr(scheduler, "lower_managers", []):
+            assert not manager.requests and not manager.req_to_blocks
+        admission = getattr(scheduler, "admission", None)
+        if admission is not None:
+            assert not admission._prompts and not admission._pages and not admission._split
+            assert admission.used_pages == 0 and admission.free_windows == self._free_windows
+            assert not scheduler._to_shrink and not scheduler._counted_unshared
+        # Workers learn with the next step who is gone; this one runs nobody.
+        while scheduler.has_finished_requests():
+            self.llm.llm_engine.engine_core.engine_core.step_fn()
+        state = getattr(self.runner, "model_state", None)
+        if hasattr(state, "_prompts"):
+            assert not state._prompts and not state._req_index
+            assert len(state._free_slots) == self._free_windows
+            assert state.stash is None or state.stash.used_tokens == 0
 
 
 def greedy(max_tokens: int, policy: str | None = None, **sampling: Any) -> Any:
@@ -176,6 +222,8 @@ def running(model: Path, policy: str | None, **options: Any) -> Iterator[Engine]
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine core in this process, so that tests can look into it."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # It goes before `kv_cache_memory_bytes`, and a GiB takes seconds to clear.
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
@@ -209,3 +257,132 @@ def assert_matches(model: Any, answers: Sequence[Answer], **reference: Any) -> N
         assert expected.argmax == answer.tokens, where
         error = (answer.logprobs - expected.chosen_logprob).abs().max()
         assert error < 1e-4, f"{where}: logprobs differ by {error}"
+
+
+def named(keep: fastkv.Keep) -> str:
+    """The policy whose semantics `keep` spells out."""
+    parts = []
+    if keep.cutoff is not None:
+        parts.append(f"speed-{keep.cutoff}:anchors={keep.anchors},tail={keep.tail}")
+    budget = f"kv_rate={keep.kv_rate}" if keep.kv_budget is None else f"kv_budget={keep.kv_budget}"
+    scored = f"{budget},window={keep.window},kernel={keep.kernel}"
+    if keep.sinks is not None:
+        parts.append(f"streamingllm:sinks={keep.sinks},recent={keep.recent}")
+    elif keep.tsp_layer is not None:
+        parts.append(f"fastkv:tsp_layer={keep.tsp_layer},tsp_rate={keep.tsp_rate},{scored}")
+    elif keep.kv_budget is not None or keep.kv_rate != 1:
+        parts.append(f"snapkv:{scored}")
+    return "+".join(parts) or "full"
+
+
+# Scores closer than this may be ordered either way by float32 sums in another order.
+NEAR_TIE = 1e-5
+
+
+def assert_kept(model: Path, answers: Sequence[Answer], keeps: Sequence[fastkv.Keep]) -> None:
+    """Greedy tokens equal the dense reference's, logprobs within 1e-4; near-ties are passed over.
+
+    At most one prompt in ten may be one: more would show nothing.
+    """
+    loaded, near_ties = fastkv.load(model), 0
+    for answer, keep in zip(answers, keeps, strict=True):
+        expected = fastkv.score(loaded, answer.prompt, answer.tokens, keep)
+        error = float((answer.logprobs - expected.chosen_logprob).abs().max())
+        if expected.argmax == answer.tokens and error < 1e-4:
+            continue
+        where = f"prompt of {len(answer.prompt)} tokens, {named(keep)}, slack {expected.slack}"
+        assert expected.slack < NEAR_TIE, (
+            f"{where}: {answer.tokens} for {expected.argmax}, logprobs differ by {error}"
+        )
+        near_ties += 1
+    assert near_ties <= len(answers) // 10, f"{near_ties} near-ties among {len(answers)} prompts"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_on_cpu() -> None:
+    """Several times faster: one thread, and one set-up of ``triton.language`` per kernel launch.
+
+    Tiny matrices gain nothing from threads, which wait for each other where the cores are shared.
+    Triton's interpreter would set up anew for every function that a kernel calls.
+    """
+    if torch.cuda.is_available():
+        return
+    torch.set_num_threads(1)
+    import vllm.triton_utils  # noqa: F401  In this order: it installs the CPU backend.
+    from triton.runtime import interpreter
+
+    stock, done = interpreter._patch_lang, set[int]()
+
+    def patch_lang(fn: Any) -> Any:
+        module = id(fn.__globals__)
+        if module in done:
+            return interpreter._LangPatchScope()
+        is_launch = not done
+        done.add(module)
+        scope = stock(fn)
+        if is_launch:
+            restore = scope.restore
+
+            def restore_all() -> None:
+                done.clear()
+                restore()
+
+            scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_lang
+
+
+@pytest.fixture
+def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores and selects by the kernels' torch references: the engine around them is tested.
+
+    Interpreted, the kernels take a second per prompt; tests/ops compares them, and the tests
+    without this fixture run them.
+    """
+    from vllm_kvx.ops import saliency, select
+    from vllm_kvx.worker import taps
+
+    def window_saliency(*args: Any, key_scale: float = 1.0) -> torch.Tensor:
+        *sizes, _, _, scale = args
+        return saliency.window_saliency_reference(*sizes, scale, key_scale)
+
+    def pool_per_kv_head(*args: Any) -> torch.Tensor:
+        return saliency.pool_per_kv_head_reference(*args[:-1])
+
+    def select_kept(scores: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.cat(select.select_kept_reference(scores, *args[:4]), dim=1).int()
+
+    def select_moves(scores: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+        *sizes, offsets, total = args
+        moves = select.select_moves_reference(scores, *sizes)
+        sources = torch.zeros(scores.shape[0], total, dtype=torch.int32)
+        targets, counts = torch.zeros_like(sources), sources.new_zeros(len(scores), len(moves))
+        for f, rows in enumerate(moves):
+            for head, (source, target) in enumerate(rows):
+                columns = slice(int(offsets[f]), int(offsets[f]) + len(source))
+                sources[head, columns], targets[head, columns] = source.int(), target.int()
+                counts[head, f] = len(source)
+        return sources, targets, counts
+
+    def move_entries(
+        paged: Any,
+        tables: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        counts: torch.Tensor,
+        offsets: torch.Tensor,
+        _: int,
+    ) -> None:
+        moves = [
+            [
+                (sources[head, first : first + n].long(), targets[head, first : first + n].long())
+                for head, n in enumerate(counts[:, f].tolist())
+            ]
+            for f, first in enumerate(offsets[: counts.shape[1]].tolist())
+        ]
+        select.move_entries_reference(paged, tables, moves)
+
+    kernels = (window_saliency, pool_per_kv_head, select_kept, select_moves, move_entries)
+    for replacement in kernels:
+        monkeypatch.setattr(taps, replacement.__name__, replacement)

@@ -74,6 +74,46 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:  # noqa: F811
     print(json.dumps({"near ties": near, "full replays": full, "steps": steps}))
 
 
+@pytest.mark.parametrize("policy", ["fastkv:tsp_layer=3", "snapkv:kv_rate=0.9"])
+def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], policy: str) -> None:  # noqa: F811
+    model = tiny(head_dim=64, hidden=128)
+    keep = POLICIES.get(policy, fastkv.Keep(kv_rate=0.9))
+    prompts = prompts_of((180, 150, 200, 170, 90, 129, 160, 31, 330, 300))
+    options = EXACT | {"enforce_eager": True}
+    with running(
+        model, policy, num_gpu_blocks_override=50, max_model_len=768, max_num_seqs=16, **options
+    ) as engine:
+        answers = engine.generate(prompts, max_tokens=220)
+        preemptions = engine.preemptions()
+        engine.assert_idle()
+    assert preemptions > 0, "the pool was meant to be too small"
+    near = assert_kept(model, answers, [keep] * len(prompts))
+    print(json.dumps({policy: {"preemptions": preemptions, "near ties": near}}))
+    assert near <= 1
+
+
+def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:  # noqa: F811
+    model = tiny(head_dim=64, hidden=128)
+    options = EXACT | {"enforce_eager": True, "max_model_len": 768}
+    with running(model, "fastkv:tsp_layer=3", config={"kv_stash_tokens": 768}, **options) as engine:
+        core = engine.llm.llm_engine
+        for steps in range(12):
+            ids = engine.submit(prompts_of((600, 430, 33, 700), seed=steps), max_tokens=8)
+            for _ in range(steps):
+                core.step()
+            core.abort_request(ids)
+            while core.has_unfinished_requests():
+                core.step()
+            engine.assert_idle()
+            assert engine.scheduler.admission.used_pages == 0
+        # More prompts than the stash holds: they wait for one another.
+        answers = engine.generate(prompts_of((600, 40, 131, 700, 650), seed=99), max_tokens=5)
+        engine.assert_idle()
+        state = engine.runner.model_state
+        assert not state._prompts and state.stash.used_tokens == 0
+    assert assert_kept(model, answers, [POLICIES["fastkv:tsp_layer=3"]] * 5) == 0
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_checkpoint_answers(kv_cache_dtype: str) -> None:
     prompts, expected, decode = lookups(100)

@@ -53,9 +53,7 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:  # noqa: F811
     model = tiny(head_dim=64, hidden=128)
     prompts = prompts_of((*EDGES, 500, 1999, 2000))
     policies = ["full" if i % 3 == 2 else None for i in range(len(prompts))]
-    with running(
-        model, "speed-4", enable_prefix_caching=True, max_num_seqs=32, **EXACT
-    ) as engine:
+    with running(model, "speed-4", enable_prefix_caching=True, max_num_seqs=32, **EXACT) as engine:
         counts = count_graph_replays(engine)
         answers = engine.generate(prompts, max_tokens=24, policies=policies)
         again = engine.generate([[*p, 7, 8, 9] for p in prompts], max_tokens=4)

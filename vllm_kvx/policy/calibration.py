@@ -1,4 +1,4 @@
-"""What was measured about a model, and where it is kept: FastKV's TSP layer, later the pivot.
+"""What was measured about a model, and where it is kept: FastKV's TSP layer, StructKV's pivot.
 
 `vllm-kvx calibrate` stores a record for a model's configuration and weights; a server finds it by
 the same key, whatever the model is called there. Models that the paper names need no record.
@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.kvx.calibration")
 
 CACHE_VARIABLE = "KVX_CACHE_ROOT"
 # Method -> the layer that its calibration finds.
-RESULTS = {"fastkv": "tsp_layer"}
+RESULTS = {"fastkv": "tsp_layer", "structkv": "pivot"}
 
 
 class PaperModel(NamedTuple):
@@ -108,6 +108,31 @@ def tsp_layer_of(
     return None
 
 
+def pivot_of_model(
+    config: Mapping[str, Any],
+    model: str,
+    num_layers: int,
+    window: int,
+    weights: Sequence[float],
+    revision: str | None = None,
+) -> tuple[int, str] | None:
+    """StructKV's pivot for a model, and where it came from; None if it was not measured so.
+
+    window: tokens whose queries look at the others.
+    weights: w1, w2, w3 of Eq. 8. The other arguments are those of `tsp_layer_of`.
+
+    A pivot that was measured with another window or other weights is ignored with a warning.
+
+    Raises:
+        OSError: the model's weights are there and cannot be read.
+    """
+    key = model_key(config, model_dir(model, revision))
+    record = load("structkv", key, num_layers, window=window, weights=list(weights))
+    if record is None:
+        return None
+    return record["pivot"], f"calibrated: {record_path('structkv', key)}"
+
+
 def paper_tsp_layer(config: Mapping[str, Any]) -> int | None:
     """The TSP layer that the paper gives for a model of this shape; None if it gives none."""
     fields = {**config, "architecture": _architecture(config)}
@@ -156,8 +181,11 @@ def save(record: Mapping[str, Any]) -> Path:
     return path
 
 
-def load(method: str, key: str, num_layers: int) -> dict[str, Any] | None:
-    """The stored record, or None; one that cannot be of this model is ignored with a warning."""
+def load(method: str, key: str, num_layers: int, **settings: Any) -> dict[str, Any] | None:
+    """The stored record, or None.
+
+    One that is not of this model, or not measured with these `settings`, is ignored with a warning.
+    """
     path = record_path(method, key)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -166,19 +194,20 @@ def load(method: str, key: str, num_layers: int) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         logger.warning("Ignoring calibration %s: %s. Calibrate again or delete it.", path, error)
         return None
-    if problem := _problem(record, method, key, num_layers):
+    if problem := _problem(record, method, key, num_layers, **settings):
         logger.warning("Ignoring calibration %s: %s. Calibrate again or delete it.", path, problem)
         return None
     return record
 
 
-def _problem(record: Any, method: str, key: str, num_layers: int | None) -> str:
-    """Why `record` cannot be used for that method and model; empty if it can."""
+def _problem(record: Any, method: str, key: str, num_layers: int | None, **settings: Any) -> str:
+    """Why `record` cannot be used for that method, model and settings; empty if it can."""
     if not isinstance(record, Mapping):
         return "it is not a JSON object"
-    for name, wanted in (("method", method), ("key", key), ("layers", num_layers)):
+    expected = {"method": method, "key": key, "layers": num_layers, **settings}
+    for name, wanted in expected.items():
         if record.get(name) != wanted:
-            return f"its {name} is {record.get(name)!r}, this model's is {wanted!r}"
+            return f"its {name} is {record.get(name)!r}, wanted is {wanted!r}"
     if type(num_layers) is not int:
         return f"layers must be an integer, got {num_layers!r}"
     result = RESULTS.get(method)

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_kvx.policy.layout import Layout, check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
-from vllm_kvx.settings import POLICY_KEY, KVSettings
+from vllm_kvx.settings import POLICY_KEY, KVSettings, Measured
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def class_path(settings: KVSettings) -> str:
     facts = {
         "policy": str(settings.policy),
         "layout": dataclasses.asdict(settings.layout),
-        "tsp_layer": settings.tsp_layer,
+        "measured": dataclasses.asdict(settings.measured),
         "num_layers": settings.num_layers,
         "stock": settings.stock,
     }
@@ -127,6 +127,6 @@ def _class_of(name: str) -> type[RequestCheck]:
         num_layers=facts["num_layers"],
         debug=False,
         stock=facts["stock"],
-        tsp_layer=facts["tsp_layer"],
+        measured=Measured(**facts["measured"]),
     )
     return type(name, (RequestCheck,), {"settings": settings, "__module__": __name__})

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_kvx.policy.calibration import tsp_layer_of
 from vllm_kvx.policy.speed import Speed
+from vllm_kvx.server.measured import find_measured
 from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, reasons
-from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, TSP_LAYER_KEY, KVSettings, policy_is_set
+from vllm_kvx.settings import KVSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,7 +29,7 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
         ValueError: the configuration asks for what does not work under a policy yet; the message
             names every such setting and what to change.
     """
-    source = _find_tsp_layer(vllm_config)
+    sources = find_measured(vllm_config)
     settings = KVSettings.from_vllm_config(vllm_config)
     if settings is None:
         return vllm_config
@@ -53,33 +53,8 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
     parallel_config = vllm_config.parallel_config
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
-        _log(settings, source)
+        _log(settings, sources)
     return vllm_config
-
-
-def _find_tsp_layer(vllm_config: "VllmConfig") -> str | None:
-    """Puts the model's TSP layer into ``additional_config``, if it is known; where it is from.
-
-    Once, here: other processes read what this one found.
-    """
-    config = vllm_config.additional_config
-    if not policy_is_set(config):
-        return None
-    assert isinstance(config, dict)
-    wanted = any("fastkv" in str(config.get(key)) for key in (POLICY_KEY, LAYOUT_KEY))
-    if not wanted or TSP_LAYER_KEY in config:
-        return None
-    model_config = vllm_config.model_config
-    found = tsp_layer_of(
-        model_config.hf_text_config.to_dict(),
-        model_config.model,
-        model_config.get_total_num_hidden_layers(),
-        model_config.revision,
-    )
-    if found is None:
-        return None
-    config[TSP_LAYER_KEY], source = found
-    return source
 
 
 def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list[str]:
@@ -122,7 +97,7 @@ def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings) -> None:
     vllm_config.model_config.logits_processors = [*others, class_path(settings)]
 
 
-def _log(settings: KVSettings, tsp_source: str | None) -> None:
+def _log(settings: KVSettings, sources: list[str]) -> None:
     from vllm.logger import init_logger
 
     # A child of vLLM's logger, so that it is formatted and filtered as the rest of the log.
@@ -137,10 +112,8 @@ def _log(settings: KVSettings, tsp_source: str | None) -> None:
         settings.num_layers,
         settings.layout,
     )
-    if settings.tsp_layer is not None:
-        logger.info(
-            "tsp_layer=auto is layer %d (%s).", settings.tsp_layer, tsp_source or "as configured"
-        )
+    for source in sources:
+        logger.info(source)
     if isinstance(policy.propagate, Speed):
         cutoff = policy.propagate.cutoff
         logger.warning(

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_kvx.policy.saliency import window_attention
+from vllm_kvx.tools.errors import ToolError
 
 # Their modules have the same names and the same meaning; q_norm and k_norm are Qwen3's alone.
 ARCHITECTURES = (
@@ -29,10 +30,6 @@ ARCHITECTURES = (
 
 # Rows that projections and the MLP take at once: it bounds their intermediate values.
 _SLICE = 4096
-
-
-class ToolError(Exception):
-    """What a tool was asked for cannot be done; the message is all that the user sees."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,7 @@ class DenseDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model.eval()
         self.num_layers = len(self._model.model.layers)
+        self.num_kv_heads: int = model.config.num_key_value_heads
         self.device = model.device
 
     @classmethod

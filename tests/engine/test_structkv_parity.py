@@ -1,0 +1,426 @@
+"""StructKV at a given pivot against the dense float32 reference, on vLLM's own engine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import fastkv, structkv
+from reference.fastkv import Keep
+from reference.structkv import Struct
+
+from . import conftest
+from .conftest import EDGES, Answer, Engine, prompts_of, running
+
+Policy = Struct | Keep
+
+STRUCT = Struct(pivot=3)  # The defaults of `structkv:pivot=3`.
+FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
+SNAP = Keep(kv_rate=0.1)
+STREAM = Keep(sinks=4, recent=20)
+FULL = Keep()
+
+# Centrality closer than this may be ordered either way by float32 sums in another order.
+NEAR_TIE = 5e-5
+
+
+def named(policy: Policy) -> str:
+    """The policy whose semantics `policy` spells out."""
+    if isinstance(policy, Keep):
+        return conftest.named(policy)
+    return (
+        f"structkv:pivot={policy.pivot},struct_rate={policy.struct_rate},kv_rate={policy.kv_rate},"
+        f"window={policy.window},decay={policy.decay}"
+    )
+
+
+def room_for(policies: Sequence[Policy]) -> dict[str, Any]:
+    return {"kv_layout": sorted({named(policy) for policy in policies})}
+
+
+def ask(
+    engine: Engine, prompts: list[list[int]], policies: Sequence[Policy], **kw: Any
+) -> list[Answer]:
+    return engine.generate(prompts, policies=[named(policy) for policy in policies], **kw)
+
+
+def assert_parity(model: Path, answers: Sequence[Answer], policies: Sequence[Policy]) -> None:
+    """Greedy tokens equal the reference's, logprobs within 1e-4; near-ties are passed over.
+
+    At most one prompt in ten may be one: more would show nothing.
+    """
+    loaded, near_ties = structkv.load(model), 0
+    for answer, policy in zip(answers, policies, strict=True):
+        score: Any = structkv.score if isinstance(policy, Struct) else fastkv.score
+        expected = score(loaded, answer.prompt, answer.tokens, policy)
+        error = float((answer.logprobs - expected.chosen_logprob).abs().max())
+        if expected.argmax == answer.tokens and error < 1e-4:
+            continue
+        where = f"prompt of {len(answer.prompt)} tokens, {named(policy)}, slack {expected.slack}"
+        assert expected.slack < NEAR_TIE, (
+            f"{where}: {answer.tokens} for {expected.argmax}, logprobs differ by {error}"
+        )
+        near_ties += 1
+    assert near_ties <= len(answers) // 10, f"{near_ties} near-ties among {len(answers)} prompts"
+
+
+def assert_close(some: Sequence[Answer], others: Sequence[Answer]) -> None:
+    for a, b in zip(some, others, strict=True):
+        assert a.tokens == b.tokens, len(a.prompt)
+        assert torch.allclose(a.logprobs, b.logprobs, atol=2e-5)
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_pivots_and_rates(tiny: Callable[..., Path]) -> None:
+    """The first, a middle and the last pivots with rates in any relation, on one server."""
+    model = tiny()
+    rates = [(0.2, 0.1), (0.05, 1.0), (1.0, 0.05), (0.1, 0.5), (0.5, 0.5), (0.3, 0.31), (0.9, 0.95)]
+    policies = [
+        Struct(pivot, struct_rate, kv_rate)
+        for pivot, (struct_rate, kv_rate) in product((0, 3, 6, 7), rates)
+    ]
+    prompts = prompts_of([60 + 37 * i % 190 for i in range(len(policies))])
+    with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
+        answers = ask(engine, prompts, policies)
+        engine.assert_idle()
+    assert_parity(model, answers, policies)
+
+
+@pytest.mark.usefixtures("dense_ops")
+@pytest.mark.parametrize("pivot", [0, 7])
+def test_one_pivot_alone(tiny: Callable[..., Path], pivot: int) -> None:
+    """A server of one policy has no other segments; the last pivot leaves nothing above."""
+    model = tiny()
+    prompts = prompts_of((9, 40, 97, 130, 200, 333))
+    with running(model, f"structkv:pivot={pivot}") as engine:
+        answers = engine.generate(prompts)
+        segments = {group["segment"] for group in engine.stats()["layout"]["groups"]}
+        engine.assert_idle()
+    assert segments == ({0} if pivot == 7 else {0, 1})
+    assert_parity(model, answers, [Struct(pivot)] * len(prompts))
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_rates_of_one(tiny: Callable[..., Path]) -> None:
+    """struct_rate = 1 has no use for the pivot, kv_rate = 1 keeps all, both are `full`."""
+    model = tiny()
+    (prompt,) = prompts_of((230,))
+    names = [
+        "structkv:pivot=3,struct_rate=1",
+        "structkv:pivot=7",
+        "structkv:pivot=5,struct_rate=1,decay=0.5",
+        "structkv:pivot=3,kv_rate=1",
+        "structkv:pivot=3,struct_rate=1,kv_rate=1",
+        "structkv:pivot=7,kv_rate=1",
+        "full",
+        "structkv:pivot=3",
+    ]
+    with running(model, "structkv:pivot=3", config={"kv_layout": names}) as engine:
+        answers = engine.generate([prompt] * len(names), policies=names)
+        engine.assert_idle()
+    assert_close(answers[:2], answers[1:3])
+    assert_close(answers[4:6], answers[5:7])
+    retains, propagates = replace(STRUCT, struct_rate=1), replace(STRUCT, kv_rate=1)
+    assert_parity(model, answers, [retains] * 3 + [propagates] + [FULL] * 3 + [STRUCT])
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
+    """Windows from one token to longer than the prompt, lengths around w, cap and M."""
+    model = tiny()
+    policies: list[Policy] = []
+    lengths = []
+    for window, decay in ((1, 0.9), (4, 1.0), (8, 0.3), (24, 0.01), (64, 0.5)):
+        struct = Struct(3, 0.5, 0.25, window=window, decay=decay)
+        around = {1, window - 1, window, window + 1, window + 2, 2 * window + 1, 4 * window + 5}
+        for length in sorted(around - {0}):
+            policies.append(struct)
+            lengths.append(length)
+        for length in (window + 17, 150):
+            policies.append(replace(struct, struct_rate=1, kv_rate=0.15))
+            lengths.append(length)
+        policies.append(replace(struct, pivot=6, struct_rate=0.01, kv_rate=0.01))
+        lengths.append(90 + window)
+    with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
+        answers = ask(engine, prompts_of(lengths), policies, max_tokens=3)
+        engine.assert_idle()
+    assert_parity(model, answers, policies)
+
+
+@pytest.mark.usefixtures("dense_ops")
+@pytest.mark.parametrize("struct", [STRUCT, Struct(5, struct_rate=0.4, kv_rate=0.6)], ids=named)
+def test_lengths_around_every_edge(tiny: Callable[..., Path], struct: Struct) -> None:
+    """In a batch and alone: around the window, the block of 32 and the chunk of 96 tokens."""
+    model = tiny()
+    lengths = (1, 7, 8, 9, 10, 39, 41, 79, 80, 81, 89, 103, 104, 105, 200, *EDGES)
+    prompts = prompts_of(lengths)
+    with running(model, named(struct), max_num_seqs=16) as engine:
+        together = engine.generate(prompts, max_tokens=3)
+        picked = [together[lengths.index(n)] for n in (1, 9, 97, 103, 104, 105, 191, 193)]
+        alone = [engine.generate([answer.prompt], max_tokens=3)[0] for answer in picked]
+        engine.assert_idle()
+    assert_parity(model, together, [struct] * len(prompts))
+    assert_close(alone, picked)
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
+    """Steps with less room than a window: running requests leave two to eight tokens."""
+    model = tiny()
+    kinds = [
+        replace(STRUCT, struct_rate=0.5, kv_rate=0.3),
+        STRUCT,
+        FAST,
+        replace(STRUCT, pivot=6, window=4, struct_rate=0.6, kv_rate=1),
+        replace(STRUCT, pivot=7, window=5, kv_rate=0.4),
+        FULL,
+    ]
+    prompts = prompts_of((30, 41, 55, 23, 64, 17, 50, 38, 47, 29, 33))
+    policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
+    with running(
+        model, "structkv:pivot=3", config=room_for(policies), max_num_batched_tokens=10
+    ) as engine:
+        begins = watch_chunks(engine)
+        answers = ask(engine, prompts, policies, max_tokens=30)
+        engine.assert_idle()
+    assert_parity(model, answers, policies)
+    # A chunk that starts after the window does is a window in parts.
+    spread = [
+        answer
+        for answer, policy, mine in zip(answers, policies, begins.values(), strict=True)
+        if isinstance(policy, Struct)
+        and any(len(answer.prompt) - policy.window < b < len(answer.prompt) for b in mine)
+    ]
+    assert len(spread) >= 3, "no window was spread: the test shows nothing"
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
+    """Every chunk is one token and every window is spread over as many chunks as it has tokens."""
+    model = tiny()
+    policies = [STRUCT, replace(STRUCT, struct_rate=0.6, kv_rate=0.4), FAST, STRUCT]
+    with running(
+        model,
+        "structkv:pivot=3",
+        config=room_for(policies),
+        max_num_batched_tokens=16,
+        long_prefill_token_threshold=1,
+    ) as engine:
+        answers = ask(engine, prompts_of((40, 21, 33, 9)), policies)
+        engine.assert_idle()
+    assert_parity(model, answers, policies)
+
+
+def watch_chunks(engine: Engine) -> dict[str, list[int]]:
+    """By request, in the order of arrival, where its chunks begin."""
+    chunks: dict[str, list[int]] = {}
+    clip = engine.scheduler.admission.clip
+
+    def watched(request: Any, start: int, num_new_tokens: int) -> int:
+        count = clip(request, start, num_new_tokens)
+        if count:
+            chunks.setdefault(request.request_id, []).append(start)
+        return count
+
+    engine.scheduler.admission.clip = watched
+    return chunks
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_one_shot(tiny: Callable[..., Path]) -> None:
+    """Whole prompts in one step, many at once; chunked prefill gives the same."""
+    model = tiny()
+    mixed: list[Policy] = [STRUCT, FAST, replace(STRUCT, struct_rate=0.7, kv_rate=0.9), FULL, SNAP]
+    prompts = prompts_of((600, 333, 450, 200, 301, *range(9, 39, 3)))
+    policies = [mixed[i % len(mixed)] for i in range(len(prompts))]
+    config = room_for(policies)
+    with running(
+        model,
+        "structkv:pivot=3",
+        config=config,
+        max_num_batched_tokens=4096,
+        max_num_seqs=64,
+    ) as engine:
+        steps = engine.watch_running()
+        together = ask(engine, prompts, policies, max_tokens=3)
+        assert max(steps) == len(prompts)
+        engine.assert_idle()
+    with running(model, "structkv:pivot=3", config=config) as engine:
+        chunked = ask(engine, prompts[:5], policies[:5], max_tokens=3)
+        engine.assert_idle()
+    assert_parity(model, together, policies)
+    assert_close(chunked, together[:5])
+
+
+@pytest.mark.usefixtures("dense_ops")
+@pytest.mark.parametrize(
+    ("arch", "heads", "kv_heads"),
+    [
+        ("llama", 8, 2),
+        ("mistral", 4, 4),
+        ("qwen2", 4, 2),
+        ("qwen3", 4, 1),
+    ],
+)
+def test_architectures(tiny: Callable[..., Path], arch: str, heads: int, kv_heads: int) -> None:
+    model = tiny(arch, heads=heads, kv_heads=kv_heads)
+    mixed = [STRUCT, Struct(3, struct_rate=0.5, kv_rate=0.7), Struct(7, kv_rate=0.3, decay=0.5)]
+    prompts = prompts_of((150, 97, 200, 64, 131, 180))
+    policies = [mixed[i % 3] for i in range(len(prompts))]
+    with running(model, "structkv:pivot=3", config=room_for(policies)) as engine:
+        answers = ask(engine, prompts, policies)
+        engine.assert_idle()
+    assert_parity(model, answers, policies)
+
+
+def test_mixed_batch(tiny: Callable[..., Path]) -> None:
+    """All policies with different windows and rates side by side, by the real kernels.
+
+    The server has four segments, so that centrality runs over several of them, and beside it
+    FastKV scores by one layer and each KV head by itself.
+    """
+    model = tiny()
+    policies = [
+        STRUCT,
+        FAST,
+        Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, decay=0.6),
+        FULL,
+        Keep(tsp_layer=5, tsp_rate=0.4, kv_rate=0.2, window=4, kernel=13),
+        Keep(kv_rate=0.3, window=4, kernel=13),
+        Struct(1, struct_rate=0.3, kv_rate=0.8, window=1),
+        STREAM,
+        Keep(cutoff=6),
+        Struct(7, kv_rate=0.25, window=24),
+        Struct(5, struct_rate=0.3, kv_rate=1),
+    ]
+    prompts = prompts_of((150, 130, 160, 75, 90, 140, 110, 120, 100, 150, 125))
+    with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
+        chunked = ask(engine, prompts, policies, max_tokens=6)
+        alone = [
+            ask(engine, prompts[i : i + 1], policies[i : i + 1], max_tokens=6)[0] for i in (2, 6)
+        ]
+        segments = {group["segment"] for group in engine.stats()["layout"]["groups"]}
+        engine.assert_idle()
+    assert segments == {0, 1, 2, 3}
+    assert_parity(model, chunked, policies)
+    assert_close(alone, [chunked[2], chunked[6]])
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_selected_tokens_take_several_passes(tiny: Callable[..., Path]) -> None:
+    """More selected tokens than a step may have, of one prompt and of several together."""
+    model = tiny()
+    policies = [
+        Struct(3, struct_rate=0.9, kv_rate=0.2),
+        Struct(3, struct_rate=0.9, kv_rate=0.2, window=1),
+        Struct(5, struct_rate=0.8, kv_rate=0.95),
+        Struct(3, struct_rate=0.8, kv_rate=1, window=64),
+        FAST,
+        STRUCT,
+    ]
+    prompts = prompts_of((600, 260, 300, 217, 150, 170))
+    with running(model, "structkv:pivot=3", config=room_for(policies)) as engine:
+        together = ask(engine, prompts, policies)
+        alone = [ask(engine, prompts[i : i + 1], policies[i : i + 1])[0] for i in range(4)]
+        engine.assert_idle()
+    assert_parity(model, together, policies)
+    assert_close(alone, together[:4])
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_one_kv_head_is_snapkv_without_pooling(tiny: Callable[..., Path]) -> None:
+    """There a layer's choice is its only head's; above a SPEED cutoff that one's choice stays."""
+    model = tiny(heads=4, kv_heads=1)
+    prompts = prompts_of((230, 97, 230, 97))
+    names = ["structkv:struct_rate=1,kv_rate=0.2", "speed-4+structkv:struct_rate=1,kv_rate=0.2"]
+    names = [name for name in names for _ in range(2)]
+    with running(model, "speed-4", config={"kv_layout": names}) as engine:
+        answers = engine.generate(prompts, policies=names)
+        engine.assert_idle()
+    snapkv = Keep(kv_rate=0.2, kernel=1)
+    assert_parity(model, answers, [snapkv] * 2 + [replace(snapkv, cutoff=4)] * 2)
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
+    """A pool that is too small: prompts come in anew, and generated tokens after them."""
+    model = tiny()
+    kinds = [
+        Struct(3, struct_rate=0.5, kv_rate=0.6),
+        FULL,
+        Struct(3, struct_rate=0.3, kv_rate=1),
+        replace(FAST, tsp_rate=0.5, kv_rate=0.7),
+        Keep(kv_rate=0.5),
+    ]
+    prompts = prompts_of((180, 150, 200, 170, 90, 129, 140))
+    policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
+    with running(
+        model,
+        "structkv:pivot=3",
+        config=room_for(policies),
+        num_gpu_blocks_override=27,
+        max_model_len=384,
+        max_num_seqs=4,
+    ) as engine:
+        preempted = watch_preempted(engine)
+        answers = ask(engine, prompts, policies, max_tokens=50)
+        engine.assert_idle()
+    assert {True, False} <= {generated for name, generated in preempted if "structkv" in name}, (
+        f"StructKV was meant to be preempted both in its prompt and after it: {preempted}"
+    )
+    assert_parity(model, answers, policies)
+
+
+def watch_preempted(engine: Engine) -> list[tuple[str, bool]]:
+    """Grows by the policy of each preempted request, and whether it had generated tokens."""
+    preempted: list[tuple[str, bool]] = []
+    preempt = engine.scheduler._preempt_request
+
+    def watched(request: Any, *args: Any, **kw: Any) -> Any:
+        name = request.sampling_params.extra_args["kv_policy"]
+        preempted.append((name, request.num_output_tokens > 0))
+        return preempt(request, *args, **kw)
+
+    engine.scheduler._preempt_request = watched
+    return preempted
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_prefixes_are_not_shared(tiny: Callable[..., Path]) -> None:
+    """Not read, not published; retaining nothing and propagating all is `full`, which shares."""
+    model = tiny()
+    (shared,) = prompts_of((130,))
+    prompts = [shared + ending for ending in prompts_of((5, 40, 70, 41), seed=1)]
+    policies = [STRUCT, replace(STRUCT, kv_rate=1), replace(STRUCT, struct_rate=1), FULL]
+    with running(
+        model, "structkv:pivot=3", config=room_for(policies), enable_prefix_caching=True
+    ) as engine:
+        answers = [
+            ask(engine, prompts[i : i + 1], policies[i : i + 1], max_tokens=3)[0]
+            for i in (0, 1, 2, 3, 0, 1, 2, 3)
+        ]
+        engine.assert_idle()
+    assert_parity(model, answers, policies * 2)
+    assert [a.cached for a in answers] == [0] * 7 + [160]
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:
+    """No centrality of a prompt that is gone, and none that a later one of that name takes up."""
+    model = tiny()
+    with running(model, "structkv:pivot=3") as engine:
+        for steps in range(6):
+            ids = engine.submit(prompts_of((300, 20, 150), seed=steps), max_tokens=20)
+            for _ in range(steps):
+                engine.step()
+            engine.llm.llm_engine.abort_request(ids)
+            engine.finish()
+            engine.assert_idle()
+        prompts = prompts_of((100, 33, 200))
+        answers = engine.generate(prompts)
+        engine.assert_idle()
+        assert not engine.runner.model_state.segmented.taps._centrality
+    assert_parity(model, answers, [STRUCT] * 3)

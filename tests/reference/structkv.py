@@ -1,0 +1,233 @@
+"""Dense reference for StructKV: centrality over the lower layers says which tokens go on.
+
+Layers up to the pivot run the whole prompt and add up how much its last queries attend to each key.
+The most central tokens run through the layers above, at the positions they had. Every layer then
+retains tokens by its own saliency, or every side of the pivot retains whole blocks by centrality.
+Equation numbers are the paper's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .fastkv import Context, KeptResult, block, decode, load, log_softmax, top
+
+WEIGHTS = (0.2, 0.3, 0.5)  # of entropy, sparsity and variance in Eq. 8
+METRICS = ("entropy", "sparsity", "variance")
+
+
+@dataclass(frozen=True)
+class Struct:
+    """The pivot and what goes on and stays; both rates 1 drop nothing."""
+
+    pivot: int  # the last layer that runs every token
+    struct_rate: float = 0.2
+    kv_rate: float = 0.1
+    window: int = 8
+    decay: float = 0.9
+    block_size: int | None = None  # tokens of a block where whole blocks are retained
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or (self.block_size is not None and self.block_size < 1):
+            raise ValueError(f"window={self.window}, block_size={self.block_size} must be >= 1")
+        for rate in (self.struct_rate, self.kv_rate, self.decay):
+            if not 0 < rate <= 1:
+                raise ValueError(f"{self}: rates and decay must be in (0, 1]")
+
+    def most(self, prompt_len: int) -> int:
+        """The most tokens that go on, the window included."""
+        return max(int(prompt_len * self.struct_rate), self.window)
+
+    def cap(self, prompt_len: int) -> int:
+        """The most rows that a layer retains by saliency, the window included."""
+        return max(int(prompt_len * self.kv_rate), self.window)
+
+
+def generate(
+    model: str | Path | PreTrainedModel,
+    prompt: list[int],
+    struct: Struct,
+    *,
+    max_tokens: int,
+    ignore_eos: bool = True,
+) -> KeptResult:
+    """At least one greedy token under `struct`."""
+    model = load(model)
+    eos = model.config.eos_token_id
+    stop = set() if ignore_eos or eos is None else {eos} if isinstance(eos, int) else set(eos)
+    context, row = prefill(model, prompt, struct)
+    rows, tokens = [row], [int(row.argmax())]
+    while len(tokens) < max_tokens and tokens[-1] not in stop:
+        rows.append(decode(model, context, tokens[-1:]))
+        tokens.append(int(rows[-1].argmax()))
+    return context.result(tokens, rows)
+
+
+def score(
+    model: str | Path | PreTrainedModel, prompt: list[int], generated: list[int], struct: Struct
+) -> KeptResult:
+    """The distributions that `generated` was drawn from, given these tokens."""
+    model = load(model)
+    context, row = prefill(model, prompt, struct)
+    rows = [row, decode(model, context, generated[:-1])] if len(generated) > 1 else [row]
+    return context.result(list(generated), rows)
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[Context, Tensor]:
+    """The context after `prompt`, and the log-softmax (1, V) of its last token."""
+    layers: Any = model.model.layers
+    total, window, most = len(prompt), struct.window, struct.most(len(prompt))
+    if not 0 <= struct.pivot < len(layers):
+        raise ValueError(f"{struct}: the pivot is not one of the {len(layers)} layers")
+    context = Context([], total, [], list(range(total)), float("inf"))
+    positions = torch.arange(total)
+    hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
+    saliencies = []  # by layer, of the rows before the window
+    for index, layer in enumerate(layers):
+        hidden, key, value, probs = block(model, layer, hidden, positions, None)
+        context.stored.append((key, value))
+        saliencies.append(local_saliency(probs, window))
+        if index == struct.pivot:
+            lower = upper = reduce(lambda c, s: struct.decay * c + s, saliencies)  # Eq. 3
+            if index < len(layers) - 1 and total > most:
+                chosen, slack = top(lower, most - window, window)
+                context.slack = min(context.slack, slack)
+                upper = lower[chosen[:-window]]
+                hidden, positions = hidden[chosen], positions[chosen]
+                context.propagated = positions.tolist()
+
+    for index, (key, value) in enumerate(context.stored):
+        above = index > struct.pivot
+        computed = torch.tensor(context.propagated) if above else torch.arange(total)
+        if struct.block_size is not None:
+            rows, slack = retain_blocks(upper if above else lower, len(computed), total, struct)
+        else:
+            rows, slack = retain_rows(saliencies[index], len(computed), total, struct)
+        context.slack = min(context.slack, slack)
+        context.retained.append([computed[rows].tolist()] * key.shape[0])
+        context.stored[index] = key[:, rows], value[:, rows]
+    return context, log_softmax(model, hidden[-1:])
+
+
+def local_saliency(probs: Tensor, window: int) -> Tensor:
+    """Eq. 2 times w: (n - window,) float64 of the rows before the window, from probs (H, n, n)."""
+    votes = probs[:, -window:, :-window].double().flatten(0, 1)
+    # One by one: torch's own sum adds some columns in another order, and equal ones must stay so.
+    return reduce(torch.add, votes)
+
+
+def retain_rows(
+    saliency: Tensor, count: int, prompt_len: int, struct: Struct
+) -> tuple[Tensor, float]:
+    """Which of `count` rows a layer retains (Eq. 13), int64 ascending, and the choice's slack."""
+    cap = struct.cap(prompt_len)
+    if count <= cap:
+        return torch.arange(count), float("inf")
+    return top(saliency, cap - struct.window, struct.window)
+
+
+def retain_blocks(
+    centrality: Tensor, count: int, prompt_len: int, struct: Struct
+) -> tuple[Tensor, float]:
+    """Which of `count` rows stay if whole blocks do, int64 ascending, and the choice's slack.
+
+    centrality: of the rows before the window; the window's own is 0, but its blocks stay.
+    """
+    assert struct.block_size is not None
+    size = struct.block_size
+    blocks, before = math.ceil(count / size), len(centrality) // size  # `before` the window's
+    kept = max(math.ceil(prompt_len * struct.kv_rate / size), blocks - before)
+    if blocks <= kept:
+        return torch.arange(count), float("inf")
+    # One by one, as in `local_saliency`: (before, size) -> (before,).
+    scores = reduce(torch.add, centrality[: before * size].view(before, size).T)
+    chosen, slack = top(scores, kept - (blocks - before), blocks - before)
+    rows = torch.arange(count)
+    return rows[torch.isin(rows // size, chosen)], slack
+
+
+@torch.no_grad()
+def metrics(
+    model: str | Path | PreTrainedModel, prompts: Sequence[list[int]], window: int = 8
+) -> dict[str, Tensor]:
+    """What the window's queries attend to, by layer (Eq. 4-6): (L,) float64 by METRICS.
+
+    From full attention at full depth; means over query heads, window rows and then prompts.
+    """
+    model = load(model)
+    sums = {name: 0.0 for name in METRICS}
+    for prompt in prompts:
+        by_layer: dict[str, list[Tensor]] = {name: [] for name in METRICS}
+        positions = torch.arange(len(prompt))
+        hidden = model.model.embed_tokens(torch.tensor(prompt))
+        for layer in model.model.layers:
+            hidden, _, _, probs = block(model, layer, hidden, positions, None)
+            for name, value in zip(METRICS, measure(probs, window), strict=True):
+                by_layer[name].append(value)
+        for name in METRICS:
+            sums[name] = sums[name] + torch.stack(by_layer[name])
+    return {name: value / len(prompts) for name, value in sums.items()}
+
+
+def measure(probs: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropy, sparsity and variance, () float64, of the last rows of probs (H, n, n)."""
+    count = probs.shape[1]
+    rows = probs[:, -window:].double()  # (H, w, n)
+    entropy = torch.special.entr(rows).sum(dim=-1).mean()
+    sparsity = rows.topk(max(1, int(0.1 * count)), dim=-1).values.sum(dim=-1).mean()
+    visible = range(count - rows.shape[1] + 1, count + 1)
+    spread = [rows[:, i, :seen].var(dim=-1, correction=0) for i, seen in enumerate(visible)]
+    return entropy, sparsity, torch.stack(spread).mean()
+
+
+def transition_scores(
+    metrics: dict[str, Tensor], weights: tuple[float, float, float] = WEIGHTS
+) -> Tensor:
+    """T_l of Eq. 8, (L,) float64; nan at layer 0, which has no difference."""
+    score = torch.full_like(metrics["entropy"], float("nan"))
+    score[1:] = 0
+    for name, sign, weight in zip(METRICS, (-1, 1, 1), weights, strict=True):
+        steps = sign * metrics[name].diff()
+        if len(steps) and steps.min() < steps.max():  # Eq. 7; without a range it says nothing
+            score[1:] += weight * (steps - steps.min()) / (steps.max() - steps.min())
+    return score
+
+
+def pivot_of(metrics: dict[str, Tensor], weights: tuple[float, float, float] = WEIGHTS) -> int:
+    """L* of Eq. 9, and never above the last layer."""
+    scores = transition_scores(metrics, weights).tolist()
+    return min(_steepest(scores) + 1, len(scores) - 1)
+
+
+def online_pivot(
+    metrics: dict[str, Tensor],
+    weights: tuple[float, float, float],
+    min_layer: int,
+    max_layer: int,
+) -> int:
+    """The first layer from `min_layer` on that has the largest transition so far behind it.
+
+    Causal: after layer l it looks at layers 0..l alone, whose differences are normalised among
+    themselves. At `max_layer` it stops looking.
+    """
+    layers = len(metrics["entropy"])
+    if not 0 <= min_layer <= max_layer < layers:
+        raise ValueError(f"{min_layer=} and {max_layer=} are not within the {layers} layers")
+    for layer in range(max(min_layer, 2), max_layer):
+        seen = {name: values[: layer + 1] for name, values in metrics.items()}
+        if _steepest(transition_scores(seen, weights).tolist()) < layer:
+            return layer
+    return max_layer
+
+
+def _steepest(scores: list[float]) -> int:
+    """The lowest layer with the highest score; layer 0 only if there is no other."""
+    return scores.index(max(scores[1:])) if len(scores) > 1 else 0

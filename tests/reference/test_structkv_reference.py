@@ -1,0 +1,586 @@
+"""The StructKV reference against brute force, against its siblings, and against its definition."""
+
+import math
+import random
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from . import fastkv, speed, structkv
+from .fastkv import Keep
+from .models import ARCHS, build_model
+from .structkv import METRICS, WEIGHTS, Struct
+
+LAYERS, KV_HEADS, STEPS, VOCAB = 4, 2, 6, 512
+# Rounding between two orders of the same float32 sums; engine tests have 1e-4.
+ATOL = 1e-5
+# A score gap that rounding cannot close: float64 moves scores by less than a tenth of it.
+SAFE = 1e-4
+# The least change of a logprob that counts as a change: a hundred times what engine tests allow.
+CLEAR = 1e-2
+FULL = Struct(pivot=0, struct_rate=1, kv_rate=1)
+TOKENS = Struct(pivot=1, struct_rate=0.5, kv_rate=0.3, window=4)
+BLOCKS = replace(TOKENS, block_size=4)
+
+
+@pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> PreTrainedModel:
+    arch, kv_heads = request.param
+    path = tmp_path_factory.mktemp(arch)
+    return speed.load(build_model(path, arch=arch, kv_heads=kv_heads, layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    path = tmp_path_factory.mktemp("one")
+    return speed.load(build_model(path, arch="llama", kv_heads=KV_HEADS, layers=LAYERS))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def change(a: speed.Result, b: speed.Result) -> torch.Tensor:
+    """(S,) float32: largest difference of a logprob at each step."""
+    return (a.logprobs - b.logprobs).abs().amax(dim=1)
+
+
+def rows_of(result: fastkv.KeptResult) -> list[list[int]]:
+    """Prompt positions that each layer retains, which are the same for every KV head."""
+    assert all(head == layer[0] for layer in result.retained for head in layer)
+    return [layer[0] for layer in result.retained]
+
+
+@pytest.mark.parametrize("length", [1, 9, 65])
+def test_dropping_nothing_is_full(model: PreTrainedModel, length: int) -> None:
+    prompt = prompt_of(length)
+    expected = speed.generate(model, prompt, cutoff=None, max_tokens=STEPS)
+    for struct in (FULL, replace(FULL, pivot=2, block_size=4), replace(FULL, pivot=3, window=70)):
+        actual = structkv.generate(model, prompt, struct, max_tokens=STEPS)
+        assert actual.tokens == expected.tokens
+        assert change(actual, expected).max() < ATOL
+        assert actual.slack == float("inf") and actual.propagated == list(range(length))
+        assert rows_of(actual) == [list(range(length))] * LAYERS
+
+
+def brute(
+    model: PreTrainedModel, prompt: list[int], generated: list[int], struct: Struct
+) -> fastkv.KeptResult:
+    """The same from the definition: transformers' own layers, masks and Python loops.
+
+    The prompt runs first, for the attention that everything reads; then it runs again with the
+    generated tokens, who see what is retained. Dropped rows are computed, and nobody reads them.
+    """
+    config, layers = model.config, model.model.layers
+    n, total, size = len(prompt), len(prompt) + len(generated) - 1, struct.block_size
+    window = list(range(n))[-struct.window :]
+
+    def run(layer: torch.nn.Module, x: torch.Tensor, sees) -> tuple[torch.Tensor, list]:  # type: ignore[no-untyped-def]
+        count = x.shape[1]
+        mask = torch.full((1, 1, count, count), float("-inf"))
+        for i in range(count):
+            for j in range(i + 1):
+                if i == j or sees(i, j):
+                    mask[0, 0, i, j] = 0
+        positions = torch.arange(count)[None]
+        caught = []
+        hook = layer.self_attn.register_forward_hook(lambda *call: caught.append(call[2][1][0]))
+        rotary = model.model.rotary_emb(x, positions)
+        y = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        hook.remove()
+        return y, caught[0].tolist()
+
+    def best(scores: dict[int, float], count: int) -> list[int]:
+        return sorted(sorted(scores, key=lambda k: (-scores[k], k))[:count])
+
+    def whole_blocks(exist: list[int], centrality: dict[int, float]) -> list[int]:
+        parts = [exist[k : k + size] for k in range(0, len(exist), size)]
+        must = [b for b, part in enumerate(parts) if set(part) & set(window)]
+        scores = {
+            b: sum(centrality.get(j, 0) for j in part)
+            for b, part in enumerate(parts)
+            if b not in must
+        }
+        most = max(math.ceil(n * struct.kv_rate / size), len(must))
+        return [j for b in sorted(best(scores, most - len(must)) + must) for j in parts[b]]
+
+    with torch.no_grad():
+        exist, exists = list(range(n)), []  # prompt positions that the layer computes
+        local: list[dict[int, float]] = []
+        centrality = dict.fromkeys(range(n - len(window)), 0.0)
+        hidden = model.model.embed_tokens(torch.tensor([prompt]))
+        for index, layer in enumerate(layers):
+            hidden, table = run(layer, hidden, lambda i, j, exist=exist: j in exist)
+            exists.append(exist)
+            scored = [j for j in exist if j not in window]
+            heads = range(config.num_attention_heads)
+            local.append({j: sum(table[h][i][j] for h in heads for i in window) for j in scored})
+            if index <= struct.pivot:
+                centrality = {j: struct.decay * centrality[j] + local[-1][j] for j in scored}
+            most = max(int(n * struct.struct_rate), struct.window)
+            if index == struct.pivot < len(layers) - 1 and n > most:
+                exist = best(centrality, most - len(window)) + window
+
+        cap = max(int(n * struct.kv_rate), struct.window)
+        kept = []
+        for mine, scores in zip(exists, local, strict=True):
+            if size:
+                kept.append(whole_blocks(mine, centrality))
+            elif len(mine) <= cap:
+                kept.append(mine)
+            else:
+                kept.append(best(scores, cap - len(window)) + window)
+
+        hidden = model.model.embed_tokens(torch.tensor([prompt + generated[:-1]]))
+        assert hidden.shape[1] == total
+        for layer, mine, stored in zip(layers, exists, kept, strict=True):
+
+            def sees(i: int, j: int, mine=mine, stored=stored) -> bool:
+                return j in mine if i < n else j >= n or j in stored
+
+            hidden, _ = run(layer, hidden, sees)
+        rows = model.lm_head(model.model.norm(hidden))[0, n - 1 :].log_softmax(dim=-1)
+    retained = [[mine] * config.num_key_value_heads for mine in kept]
+    return fastkv.KeptResult(list(generated), rows, retained, exist, float("nan"))
+
+
+@pytest.mark.parametrize(
+    "struct",
+    [
+        TOKENS,
+        replace(TOKENS, kv_rate=0.7),  # more than goes on
+        replace(TOKENS, pivot=0, kv_rate=1.0),
+        replace(TOKENS, pivot=2, decay=0.5, window=1),
+        replace(TOKENS, struct_rate=1.0),
+        replace(TOKENS, pivot=3),
+        BLOCKS,
+        replace(BLOCKS, pivot=2, block_size=5, window=7, kv_rate=0.5, decay=0.3),
+        replace(BLOCKS, struct_rate=1.0, block_size=3),
+        replace(BLOCKS, pivot=3, block_size=1),
+        replace(BLOCKS, struct_rate=0.7, block_size=8, kv_rate=0.6),
+    ],
+)
+def test_brute_force(model: PreTrainedModel, struct: Struct) -> None:
+    prompt = prompt_of(30, seed=5)
+    result = structkv.generate(model, prompt, struct, max_tokens=4)
+    expected = brute(model, prompt, result.tokens, struct)
+    assert result.slack > SAFE
+    assert result.propagated == expected.propagated
+    assert result.retained == expected.retained
+    assert change(result, expected).max() < ATOL
+
+
+def test_saliency_by_hand() -> None:
+    """Queries of the window, keys outside it, all heads alike, and no pooling."""
+    probs = torch.zeros(2, 6, 6)
+    probs[0, 4] = torch.tensor([0.1, 0.0, 0.0, 0.2, 0.7, 0.0])
+    probs[0, 5] = torch.tensor([0.1, 0.0, 0.0, 0.0, 0.5, 0.4])
+    probs[1, 4] = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.5, 0.0])
+    probs[1, 5] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    probs[:, :4] = 9  # queries before the window have no say
+    expected = torch.tensor([0.2, 0.5, 0.0, 0.2], dtype=torch.float64)
+    torch.testing.assert_close(structkv.local_saliency(probs, window=2), expected)
+    for window in (6, 7):
+        assert structkv.local_saliency(probs, window).shape == (0,)
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16])
+def test_equal_columns_have_equal_scores(heads: int) -> None:
+    """Also where a vectorised sum would have a remainder of columns."""
+    for length in (5, 9, 35, 77):
+        generator = torch.Generator().manual_seed(length)
+        # Far enough apart that float64 rounds.
+        column = torch.rand(heads, length + 8, 1, generator=generator).double() ** 30
+        scores = structkv.local_saliency(column.expand(-1, -1, length + 8), window=8)
+        assert scores.shape == (length,) and (scores == scores[0]).all()
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    centrality: list[float]  # of the rows before the window
+    window: int
+    size: int
+    kept: int  # blocks that a rate of 1/4 would keep
+    rows: list[int]
+    slack: float = float("inf")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Sums 3, 4, 2 and a block that the window shares.
+        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 1, [6, 7, 8]),
+        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 2, [6, 7, 8]),  # 6..7 and 8: two blocks
+        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 3, [2, 3, 6, 7, 8], 1 / 4),
+        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 4, [0, 1, 2, 3, 6, 7, 8], 1 / 3),
+        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 5, list(range(9))),
+        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 9, list(range(9))),
+        # The window has a block to itself.
+        BlockCase([1, 2, 0, 4], 2, 2, 1, [4, 5]),
+        BlockCase([1, 2, 0, 4], 2, 2, 2, [2, 3, 4, 5], 1 / 4),
+        # Among equals the lower block.
+        BlockCase([1, 2, 3, 0, 0, 3, 7, 0], 1, 2, 2, [6, 7, 8], 4 / 7),
+        BlockCase([1, 2, 3, 0, 0, 3, 7, 0], 1, 2, 3, [0, 1, 6, 7, 8], 4 / 7),
+        BlockCase([1, 2, 3, 0, 0, 3, 7, 0], 1, 2, 4, [0, 1, 2, 3, 6, 7, 8], 4 / 7),
+        # Everything is in the window, or in one block.
+        BlockCase([], 5, 2, 1, list(range(5))),
+        BlockCase([1, 2], 1, 4, 1, [0, 1, 2]),
+        BlockCase([1, 5, 3, 2], 1, 1, 3, [1, 2, 4], 1 / 3),
+    ],
+)
+def test_blocks_by_hand(case: BlockCase) -> None:
+    centrality = torch.tensor(case.centrality, dtype=torch.float64)
+    count = len(centrality) + case.window
+    struct = Struct(0, kv_rate=0.25, window=case.window, block_size=case.size)
+    # The prompt, not the rows that are here, says how many blocks stay.
+    for prompt_len in (4 * case.size * case.kept, 4 * case.size * (case.kept - 1) + 1):
+        rows, slack = structkv.retain_blocks(centrality, count, prompt_len, struct)
+        assert rows.tolist() == case.rows
+        assert slack == pytest.approx(case.slack)
+
+
+@dataclass(frozen=True)
+class Case:
+    struct: Struct
+    length: int
+    stored: list[int]  # by layer
+    propagated: int
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Struct(1), 7, [7] * 4, 7),  # shorter than the window
+        Case(Struct(1), 8, [8] * 4, 8),
+        Case(Struct(1), 9, [8] * 4, 8),  # the window alone
+        Case(Struct(1), 101, [10] * 4, 20),
+        Case(Struct(0, kv_rate=0.29), 100, [28, 20, 20, 20], 20),  # int(28.999999999999996)
+        Case(Struct(1, struct_rate=0.5, kv_rate=0.2), 101, [20] * 4, 50),
+        Case(Struct(1, kv_rate=0.5), 101, [50, 50, 20, 20], 20),
+        Case(Struct(2, kv_rate=1.0), 101, [101, 101, 101, 20], 20),
+        Case(Struct(3), 101, [10] * 4, 101),
+        Case(Struct(1, struct_rate=1.0), 101, [10] * 4, 101),
+        # Blocks of 8 or 32: 100 tokens end 4 into block 12, or into block 3.
+        Case(Struct(1, kv_rate=1.0, block_size=8), 100, [100, 100, 20, 20], 20),
+        Case(Struct(1, block_size=8), 100, [12, 12, 12, 12], 20),  # the window's two
+        Case(Struct(1, kv_rate=0.2, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(Struct(1, kv_rate=0.3, block_size=8), 100, [28, 28, 20, 20], 20),
+        Case(Struct(1, struct_rate=1.0, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
+        Case(Struct(3, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
+        Case(Struct(1, struct_rate=0.5, block_size=32), 100, [36, 36, 18, 18], 50),
+        Case(Struct(1, struct_rate=0.8, block_size=32), 100, [36, 36, 16, 16], 80),
+        Case(Struct(1, window=4, block_size=32), 100, [4, 4, 20, 20], 20),
+        Case(Struct(1, window=5, block_size=32), 100, [36, 36, 20, 20], 20),
+        Case(Struct(1, block_size=8), 9, [9, 9, 8, 8], 8),
+        Case(Struct(1, block_size=8), 1, [1] * 4, 1),
+    ],
+)
+def test_counts(llama: PreTrainedModel, case: Case) -> None:
+    prompt, struct, length = prompt_of(case.length), case.struct, case.length
+    result = structkv.generate(llama, prompt, struct, max_tokens=3)
+    rows = rows_of(result)
+    assert [len(layer) for layer in rows] == case.stored
+    assert len(result.propagated) == case.propagated
+    window = list(range(length))[-struct.window :]
+    for index, layer in enumerate(rows):
+        computed = result.propagated if index > struct.pivot else list(range(length))
+        assert layer == sorted(set(layer)) and set(window) <= set(layer) <= set(computed)
+        if struct.block_size is not None:
+            assert layer == rows[0 if index <= struct.pivot else -1]
+            blocks = {computed.index(j) // struct.block_size for j in layer}
+            whole = [j for k, j in enumerate(computed) if k // struct.block_size in blocks]
+            assert layer == whole
+    assert set(window) <= set(result.propagated)
+    # As long as nothing is dropped, it is full attention.
+    if min(case.stored) == length:
+        full = speed.generate(llama, prompt, cutoff=None, max_tokens=3)
+        assert change(result, full).max() < ATOL
+
+
+def test_limits_are_each_other(llama: PreTrainedModel) -> None:
+    prompt, generated = prompt_of(60), prompt_of(STEPS, seed=1)
+    retains = structkv.score(llama, prompt, generated, Struct(0, struct_rate=1, kv_rate=0.2))
+    for same in (
+        Struct(2, struct_rate=1, kv_rate=0.2, decay=0.5),
+        Struct(LAYERS - 1, struct_rate=0.2, kv_rate=0.2),
+    ):
+        other = structkv.score(llama, prompt, generated, same)
+        assert change(other, retains).max() == 0 and other.retained == retains.retained
+        assert other.propagated == list(range(60)) and other.slack == retains.slack
+    # The first token comes from prefill, which retention does not touch.
+    full = speed.score(llama, prompt, generated, cutoff=None)
+    assert change(retains, full)[0] < ATOL and change(retains, full)[1:].min() > CLEAR
+    # FastKV selects by one layer too, if nothing is pooled.
+    for pivot, same in ((0, True), (1, False)):
+        mine = structkv.score(llama, prompt, generated, Struct(pivot, kv_rate=1))
+        keep = Keep(tsp_layer=pivot, tsp_rate=0.2, kernel=1)
+        theirs = fastkv.score(llama, prompt, generated, keep)
+        assert (mine.propagated == theirs.propagated) == same
+        assert (change(mine, theirs).max() < ATOL) == same
+    # A budget of the window alone keeps the last tokens, whatever was attended to.
+    window = structkv.score(llama, prompt, generated, Struct(1, struct_rate=0.01, kv_rate=0.01))
+    assert window.propagated == list(range(52, 60))
+    assert rows_of(window) == [list(range(52, 60))] * LAYERS
+    assert window.slack == float("inf")
+    # One block holds all.
+    propagates = structkv.score(llama, prompt, generated, Struct(1, kv_rate=1))
+    blocks = structkv.score(llama, prompt, generated, Struct(1, block_size=64))
+    assert blocks.retained == propagates.retained and change(blocks, propagates).max() == 0
+
+
+def test_a_decay_of_1_is_a_sum_and_a_tiny_one_the_last_layer(llama: PreTrainedModel) -> None:
+    prompt, pivot = prompt_of(80, seed=2), 2
+    hidden, positions = llama.model.embed_tokens(torch.tensor(prompt)), torch.arange(80)
+    layers = []
+    with torch.no_grad():
+        for layer in llama.model.layers[: pivot + 1]:
+            hidden, _, _, probs = fastkv.block(llama, layer, hidden, positions, None)
+            layers.append(probs[:, -8:, :-8].double().sum(dim=(0, 1)))
+    for decay, centrality in (
+        (1.0, layers[0] + layers[1] + layers[2]),
+        (0.5, layers[0] / 4 + layers[1] / 2 + layers[2]),
+        (1e-9, layers[2]),
+    ):
+        result = structkv.generate(llama, prompt, Struct(pivot, decay=decay), max_tokens=1)
+        assert result.slack > SAFE
+        expected = centrality.argsort(descending=True)[:8].sort().values.tolist()
+        assert result.propagated == [*expected, *range(72, 80)]
+
+
+def test_scored_and_generated_agree(model: PreTrainedModel) -> None:
+    prompt = prompt_of(65)
+    for struct in (FULL, TOKENS, BLOCKS):
+        run = structkv.generate(model, prompt, struct, max_tokens=STEPS)
+        scored = structkv.score(model, prompt, run.tokens, struct)
+        assert run.regret.max() == 0 and scored.argmax == run.tokens
+        assert change(run, scored).max() < ATOL
+        assert (run.retained, run.propagated) == (scored.retained, scored.propagated)
+        one = structkv.score(model, prompt, run.tokens[:1], struct)
+        assert one.tokens == run.tokens[:1] and change(one, scored)[0] == 0
+
+
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("length", [40, 300])
+def test_every_part_of_the_policy_shows(
+    model: PreTrainedModel, length: int, size: int | None
+) -> None:
+    """A wrong pivot, rate, window, decay or granularity must not pass unnoticed."""
+    prompt = prompt_of(length, seed=length)
+    struct = Struct(1, struct_rate=0.4, kv_rate=0.25, block_size=size)
+    run = structkv.generate(model, prompt, struct, max_tokens=12)
+    for wrong in (
+        {"pivot": 0},
+        {"pivot": 2},
+        {"struct_rate": 0.5},
+        {"struct_rate": 1.0},
+        {"kv_rate": 1.0},
+        {"kv_rate": 0.4},
+        {"window": 5},
+        {"decay": 0.1},
+        {"block_size": 5 if size else 1},
+        {"block_size": None if size else 8},
+    ):
+        other = structkv.score(model, prompt, run.tokens, replace(struct, **wrong))
+        assert change(other, run).median() > CLEAR, wrong
+
+
+def test_slack_is_the_distance_to_another_choice(llama: PreTrainedModel) -> None:
+    """Float64 decides as float32 does wherever the slack says so."""
+    prompt = prompt_of(200, seed=3)
+    for struct in (TOKENS, BLOCKS):
+        run = structkv.generate(llama, prompt, struct, max_tokens=2)
+        assert SAFE < run.slack < 0.5
+        # Either kind of selection counts.
+        for alone in (replace(struct, kv_rate=1.0), replace(struct, struct_rate=1.0)):
+            assert SAFE < structkv.generate(llama, prompt, alone, max_tokens=1).slack < 0.5
+        try:
+            exact = structkv.generate(llama.double(), prompt, struct, max_tokens=2)
+        finally:
+            llama.float()
+        assert exact.retained == run.retained and exact.propagated == run.propagated
+        assert exact.slack == pytest.approx(run.slack, abs=SAFE / 2)
+
+
+def test_eos_ends_the_output(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = structkv.generate(llama, prompt_of(40), TOKENS, max_tokens=STEPS)
+    monkeypatch.setattr(llama.config, "eos_token_id", run.tokens[2])
+    ended = structkv.generate(llama, prompt_of(40), TOKENS, max_tokens=STEPS, ignore_eos=False)
+    assert ended.tokens == run.tokens[: run.tokens.index(run.tokens[2]) + 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"window": 0}, "window"),
+        ({"block_size": 0}, "block_size"),
+        ({"struct_rate": 0}, "rates"),
+        ({"kv_rate": 1.5}, "rates"),
+        ({"decay": 0}, "decay"),
+    ],
+)
+def test_bad_policies(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Struct(1, **wrong)
+
+
+def test_a_pivot_that_the_model_has_not(llama: PreTrainedModel) -> None:
+    for pivot in (-1, LAYERS):
+        with pytest.raises(ValueError, match="4 layers"):
+            structkv.generate(llama, prompt_of(40), Struct(pivot), max_tokens=1)
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_metrics_against_loops(model: PreTrainedModel, window: int) -> None:
+    """Lengths where top tenths round, where there is one key, and where the window is short."""
+    prompts = [prompt_of(n, seed=n) for n in (39, 25, 5, 1)]
+    expected = torch.zeros(3, LAYERS, dtype=torch.float64)
+    for prompt in prompts:
+        with torch.no_grad():
+            attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
+        n = len(prompt)
+        for index, table in enumerate(attentions):
+            heads, rows = table[0].double().tolist(), range(max(0, n - window), n)
+            total = [0.0, 0.0, 0.0]
+            for head in heads:
+                for i in rows:
+                    seen = head[i][: i + 1]
+                    assert not any(head[i][i + 1 :]) and sum(seen) == pytest.approx(1)
+                    mean = sum(seen) / len(seen)
+                    total[0] += -sum(a * math.log(a) for a in seen if a > 0)
+                    total[1] += sum(sorted(seen, reverse=True)[: max(1, int(0.1 * n))])
+                    total[2] += sum((a - mean) ** 2 for a in seen) / len(seen)
+            share = len(heads) * len(rows) * len(prompts)
+            expected[:, index] += torch.tensor(total, dtype=torch.float64) / share
+    actual = structkv.metrics(model, prompts, window)
+    assert tuple(actual) == METRICS
+    for name, values in zip(METRICS, expected, strict=True):
+        torch.testing.assert_close(actual[name], values, rtol=1e-5, atol=1e-6)
+        # A wrong layer must show.
+        assert values.diff().abs().min() > 1e-4
+    assert 1 <= structkv.pivot_of(actual) < LAYERS
+
+
+def test_measures_by_hand() -> None:
+    probs = torch.zeros(1, 12, 12)
+    probs[0, 10, :4] = 0.25
+    probs[0, 11, 3] = 1
+    entropy, sparsity, variance = structkv.measure(probs, window=2)
+    assert entropy == pytest.approx(math.log(4) / 2)
+    assert sparsity == pytest.approx((0.25 + 1) / 2)
+    # 11 and 12 visible keys, and not 12 twice.
+    spread = [4 / 16 / 11 - 1 / 11**2, 1 / 12 - 1 / 12**2]
+    assert variance == pytest.approx(sum(spread) / 2)
+    alone = structkv.measure(torch.ones(3, 1, 1), window=8)
+    assert torch.stack(alone).tolist() == [0, 1, 0]
+    twenty = torch.zeros(1, 20, 20)
+    twenty[0, 19, :4] = torch.tensor([0.4, 0.1, 0.2, 0.3])
+    assert structkv.measure(twenty, window=1)[1] == pytest.approx(0.7)  # two of twenty keys
+
+
+def measured(
+    entropy: list[float], sparsity: list[float], variance: list[float]
+) -> dict[str, torch.Tensor]:
+    values = (entropy, sparsity, variance)
+    return {
+        name: torch.tensor(v, dtype=torch.float64) for name, v in zip(METRICS, values, strict=True)
+    }
+
+
+def test_transition_scores_by_hand() -> None:
+    values = measured([5, 4, 1, 1, 2], [0.1, 0.2, 0.6, 0.6, 0.6], [0, 0, 0, 4, 5])
+    # Differences: entropy -1 -3 0 1, sparsity .1 .4 0 0, variance 0 0 4 1.
+    scores = structkv.transition_scores(values, WEIGHTS)
+    assert math.isnan(scores[0])
+    expected = [
+        0.2 * 2 / 4 + 0.3 * 1 / 4 + 0,
+        0.2 * 1 + 0.3 * 1 + 0,
+        0.2 * 1 / 4 + 0 + 0.5 * 1,
+        0 + 0 + 0.5 * 1 / 4,
+    ]
+    assert scores[1:].tolist() == pytest.approx(expected)
+    assert structkv.pivot_of(values, WEIGHTS) == 4  # 0.55 at layer 3
+    assert structkv.pivot_of(values, (0.2, 0.3, 0.4)) == 3  # 0.45 there, 0.5 at layer 2
+    assert structkv.pivot_of(values, (0.0, 0.0, 1.0)) == 4
+
+
+def test_pivots_at_the_edges() -> None:
+    flat, rising = [2.0] * 5, [0.0, 1.0, 2.0, 3.0, 4.0]
+    # Differences without a range say nothing, and the lowest layer wins.
+    for values in (measured(flat, flat, flat), measured(rising, flat, rising)):
+        assert structkv.transition_scores(values)[1:].tolist() == [0] * 4
+        assert structkv.pivot_of(values) == 2
+    # Only what has a range counts.
+    step = [0.0, 0.0, 0.0, 1.0, 1.0]
+    assert structkv.transition_scores(measured(flat, rising, step))[1:].tolist() == [0, 0, 0.5, 0]
+    # Ties between layers go to the lowest.
+    twice = [0.0, 0.0, 1.0, 1.0, 2.0]
+    assert structkv.pivot_of(measured(flat, flat, twice)) == 3
+    # The last layer's transition cannot be one layer further up.
+    last = [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert structkv.pivot_of(measured(flat, last, flat)) == 4
+    # Entropy is to fall.
+    assert structkv.pivot_of(measured(twice, flat, flat)) == 2
+    assert structkv.pivot_of(measured([0.0, 0.0, -1.0, -1.0, -2.0], flat, flat)) == 3
+    # Models of one layer and of two.
+    assert structkv.pivot_of(measured([1.0], [1.0], [1.0])) == 0
+    assert structkv.pivot_of(measured([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])) == 1
+
+
+def test_online_by_hand() -> None:
+    flat = [0.0] * 8
+    # Variance grows by 1, 3, 2, 1, 5, 0, 0.
+    values = measured(flat, flat, [0.0, 1.0, 4.0, 6.0, 7.0, 12.0, 12.0, 12.0])
+    for (low, high), pivot in {
+        (0, 7): 3,  # at layer 2 the largest is its own; at 3 it lies behind
+        (1, 7): 3,
+        (3, 7): 3,
+        (4, 7): 4,
+        (5, 7): 6,  # at layer 5 the largest is its own again
+        (7, 7): 7,
+        (0, 3): 3,
+        (0, 2): 2,  # the limit
+        (0, 0): 0,
+        (5, 5): 5,
+    }.items():
+        assert structkv.online_pivot(values, WEIGHTS, low, high) == pivot, (low, high)
+    # It takes two differences to compare, and where they are equal the lower is the largest.
+    assert structkv.online_pivot(measured(flat, flat, flat), WEIGHTS, 0, 7) == 2
+    # What grows ever faster is always ahead of it.
+    faster = [float(k * k) for k in range(8)]
+    assert structkv.online_pivot(measured(flat, flat, faster), WEIGHTS, 1, 6) == 6
+    for low, high in ((-1, 3), (4, 3), (3, 8)):
+        with pytest.raises(ValueError, match="8 layers"):
+            structkv.online_pivot(values, WEIGHTS, low, high)
+
+
+def test_online_against_its_definition() -> None:
+    draw = random.Random(0)
+    fired = set()
+    for _ in range(200):
+        # Small integers, for ties and for metrics without a range.
+        values = [[float(draw.randint(0, 3)) for _ in range(7)] for _ in METRICS]
+        weights = tuple(draw.choice((0.0, 0.25, 0.5)) for _ in METRICS)
+        low = draw.randint(0, 6)
+        high = draw.randint(low, 6)
+        pivot = high
+        for layer in reversed(range(max(low, 2), high)):
+            total = [0.0] * layer
+            for series, sign, weight in zip(values, (-1, 1, 1), weights, strict=True):
+                steps = [sign * (b - a) for a, b in pairwise(series[: layer + 1])]
+                least, span = min(steps), max(steps) - min(steps)
+                for k, step in enumerate(steps):
+                    total[k] += weight * (step - least) / span if span else 0
+            if total.index(max(total)) + 1 <= layer - 1:
+                pivot = layer
+        assert structkv.online_pivot(measured(*values), weights, low, high) == pivot
+        fired.add((pivot, pivot == high))
+        # Without a limit in the way it never looks ahead.
+        cut = measured(*(series[: pivot + 1] for series in values))
+        assert structkv.online_pivot(cut, weights, min(low, pivot), pivot) == pivot
+    assert len(fired) > 8
