@@ -281,7 +281,8 @@ class Bench:
         these lengths all end together, so no time goes to a shrinking batch.
         """
         chunk = self.spec["engine"]["max_num_batched_tokens"] - batch
-        chunks = -(-case.length // max(1, chunk))
+        # A policy may take a step or two more for a prompt.
+        chunks = -(-case.length // max(1, chunk)) + 2
         steps = self.spec["steps"] + _SETTLE_STEPS
         return [steps + (batch - 1 - index) * chunks for index in range(batch)]
 

@@ -82,10 +82,6 @@ class Storage:
         gap = self.prefill if logical_len < self.prompt_len else self.decode
         return gap.stored_len(logical_len)
 
-    def held_len(self, logical_len: int) -> int:
-        """Entries that the step which computes up to `logical_len` needs slots for."""
-        return self.rows if logical_len == self.prompt_len else self.stored_len(logical_len)
-
     def peak_len(self, logical_len: int) -> int:
         """The most entries held on the way to `logical_len`."""
         stored = self.stored_len(logical_len)

@@ -103,6 +103,11 @@ class KVSettings:
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         settings = cls.of(config, num_layers)
         if not settings.layout.stash:
+            if STASH_KEY in config:
+                raise ValueError(
+                    f"{STASH_KEY} has no effect: no policy of this server selects tokens to go on; "
+                    "remove it"
+                )
             return settings
         longest = vllm_config.model_config.max_model_len
         # One prompt of the greatest length, and beside it those that are done in one step.

@@ -50,7 +50,8 @@ class Engine:
             seed=0,
         )
         self.llm = LLM(model=str(model), additional_config=config, **(defaults | options))
-        core = self.llm.llm_engine.engine_core.engine_core
+        self.core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        core = self.core
         self.scheduler = core.scheduler
         self.pool = core.scheduler.kv_cache_manager.block_pool
         executor = core.model_executor
@@ -60,6 +61,8 @@ class Engine:
         admission = getattr(core.scheduler, "admission", None)
         self._free_windows = admission.free_windows if admission is not None else 0
         self._count_preemptions()
+        self._submitted = 0
+        self.answered: dict[str, list[int]] = {}
 
     def generate(
         self,
@@ -104,7 +107,6 @@ class Engine:
         """Adds requests without running them; their ids."""
         from vllm.inputs import TokensPrompt
 
-        self._submitted = getattr(self, "_submitted", 0)
         ids = []
         for prompt, name in zip(prompts, policies or [None] * len(prompts), strict=True):
             self._submitted += 1
@@ -114,32 +116,31 @@ class Engine:
             )
         return ids
 
-    def step(self) -> list[Any]:
-        """One step of the engine; the outputs that it brought."""
-        return self.llm.llm_engine.step()
+    def step(self) -> None:
+        """One step of the engine; `answered` gets the tokens of requests that end with it."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                self.answered[output.request_id] = list(output.outputs[0].token_ids)  # type: ignore
 
-    def finish(self, max_steps: int = 400) -> dict[str, list[int]]:
-        """Steps until nothing is left to do; tokens of the requests that end meanwhile, by id."""
-        tokens: dict[str, list[int]] = {}
+    def finish(self, max_steps: int = 400) -> None:
+        """Steps until nothing is left to do."""
         for _ in range(max_steps):
             if not self.llm.llm_engine.has_unfinished_requests():
-                return tokens
-            for output in self.step():
-                if output.finished:
-                    tokens[output.request_id] = list(output.outputs[0].token_ids)
-        raise AssertionError(f"still unfinished after {max_steps} steps: {self.waiting_room()}")
+                return
+            self.step()
+        running, waiting = (
+            [r.request_id for r in queue]
+            for queue in (self.scheduler.running, self.scheduler.waiting)
+        )
+        raise AssertionError(f"after {max_steps} steps {running} run and {waiting} wait")
 
-    def waiting_room(self) -> str:
-        """Who runs and who waits, for messages."""
-        scheduler = self.scheduler
-        running = [f"{r.request_id}@{r.num_computed_tokens}" for r in scheduler.running]
-        waiting = [f"{r.request_id} ({r.status.name})" for r in scheduler.waiting]
-        admission = getattr(scheduler, "admission", None)
-        return f"running {running}, waiting {waiting}, stash {getattr(admission, '_pages', {})}"
+    def abort(self, ids: list[str]) -> None:
+        self.llm.llm_engine.abort_request(ids)
+        self.finish()
 
     def preemptions(self) -> int:
         """Preemptions so far."""
-        return self._preempted
+        return len(self.preempted)
 
     def watch_running(self) -> list[int]:
         """Grows by the number of running requests after every schedule."""
@@ -155,12 +156,13 @@ class Engine:
         return counts
 
     def _count_preemptions(self) -> None:
-        self._preempted = 0
+        # Tokens computed until then, and tokens of the prompt.
+        self.preempted: list[tuple[int, int]] = []
         preempt = self.scheduler._preempt_request
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._preempted += 1
-            return preempt(*args, **kwargs)
+        def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.preempted.append((request.num_computed_tokens, request.num_prompt_tokens))
+            return preempt(request, *args, **kwargs)
 
         self.scheduler._preempt_request = counted
 
@@ -184,8 +186,8 @@ class Engine:
             assert not scheduler._to_shrink and not scheduler._counted_unshared
         # Workers learn with the next step who is gone; this one runs nobody.
         while scheduler.has_finished_requests():
-            self.llm.llm_engine.engine_core.engine_core.step_fn()
-        state = getattr(self.runner, "model_state", None)
+            self.core.step_fn()
+        state: Any = getattr(self.runner, "model_state", None)
         if hasattr(state, "_prompts"):
             assert not state._prompts and not state._req_index
             assert len(state._free_slots) == self._free_windows
@@ -208,6 +210,7 @@ def greedy(max_tokens: int, policy: str | None = None, **sampling: Any) -> Any:
 def running(model: Path, policy: str | None, **options: Any) -> Iterator[Engine]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    gc.freeze()  # vLLM collects garbage several times while it starts.
     engine = Engine(model, policy, **options)
     try:
         yield engine
@@ -344,7 +347,7 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_kvx.worker import taps
 
     def window_saliency(*args: Any, key_scale: float = 1.0) -> torch.Tensor:
-        *sizes, _, _, scale = args
+        sizes, scale = args[:-3], args[-1]
         return saliency.window_saliency_reference(*sizes, scale, key_scale)
 
     def pool_per_kv_head(*args: Any) -> torch.Tensor:

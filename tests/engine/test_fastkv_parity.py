@@ -41,11 +41,16 @@ def test_layers_and_rates(tiny: Callable[..., Path]) -> None:
         Keep(tsp_layer=layer, tsp_rate=tsp, kv_rate=kv)
         for layer, (tsp, kv) in product((0, 3, 6, 7), rates)
     ]
-    keeps += [Keep(tsp_layer=layer, tsp_rate=0.4, kv_budget=33) for layer in (0, 3, 6, 7)]
+    keeps += [Keep(tsp_layer=layer, tsp_rate=0.4, kv_budget=33) for layer in (0, 6)]
+    keeps += [Keep(tsp_layer=3, tsp_rate=0.4, kv_budget=500), Keep(kv_budget=8)]
     lengths = [60 + 37 * i % 190 for i in range(len(keeps))]
     prompts = prompts_of(lengths)
     with running(
-        model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_seqs=16
+        model,
+        "fastkv:tsp_layer=3",
+        config=room_for(keeps),
+        max_num_seqs=16,
+        max_num_batched_tokens=200,
     ) as engine:
         answers = ask(engine, prompts, keeps)
         engine.assert_idle()
@@ -94,28 +99,27 @@ def test_windows_and_kernels(tiny: Callable[..., Path]) -> None:
         keeps.append(Keep(kv_budget=window, window=window, kernel=kernel))
         lengths.append(90 + window)
     prompts = prompts_of(lengths)
-    with running(
-        model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_seqs=16
-    ) as engine:
+    with running(model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_seqs=16) as engine:
         answers = ask(engine, prompts, keeps, max_tokens=3)
         engine.assert_idle()
     assert_kept(model, answers, keeps)
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize("keep", [FAST, Keep(tsp_layer=5, tsp_rate=0.4, kv_rate=0.6)], ids=named)
-def test_lengths_around_every_edge(tiny: Callable[..., Path], keep: Keep) -> None:
+def test_lengths_around_every_edge(tiny: Callable[..., Path]) -> None:
     """In a batch and alone: around the window, the block of 32 and the chunk of 96 tokens."""
     model = tiny()
     lengths = (1, 7, 8, 9, 10, 39, 41, 79, 80, 81, 89, 103, 104, 105, 200, *EDGES)
+    wide = Keep(tsp_layer=3, tsp_rate=0.4, kv_rate=0.6)
+    picked = [lengths.index(n) for n in (9, 97, 103, 104, 105, 191, 193)]
     prompts = prompts_of(lengths)
-    with running(model, named(keep), max_num_seqs=16) as engine:
+    with running(model, named(FAST), max_num_seqs=16) as engine:
         together = engine.generate(prompts, max_tokens=3)
-        picked = [together[lengths.index(n)] for n in (1, 9, 97, 103, 104, 105, 191, 193)]
-        alone = [engine.generate([answer.prompt], max_tokens=3)[0] for answer in picked]
+        others = ask(engine, [prompts[i] for i in picked], [wide] * len(picked), max_tokens=3)
+        alone = [engine.generate([prompts[i]], max_tokens=3)[0] for i in picked]
         engine.assert_idle()
-    assert_kept(model, together, [keep] * len(prompts))
-    assert_close(alone, picked)
+    assert_kept(model, [*together, *others], [FAST] * len(together) + [wide] * len(others))
+    assert_close(alone, [together[i] for i in picked])
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -210,25 +214,24 @@ def test_one_shot(tiny: Callable[..., Path]) -> None:
 
 @pytest.mark.usefixtures("dense_ops")
 @pytest.mark.parametrize(
-    ("arch", "heads", "kv_heads"),
+    ("arch", "heads", "kv_heads", "block_size"),
     [
-        ("llama", 8, 2),
-        ("mistral", 4, 4),
-        ("mistral", 4, 1),
-        ("qwen2", 4, 2),
-        ("qwen2", 4, 4),
-        ("qwen3", 8, 2),
-        ("qwen3", 4, 1),
+        ("llama", 8, 2, 64),
+        ("mistral", 4, 4, 32),
+        ("qwen2", 4, 1, 32),
+        ("qwen3", 8, 2, 32),
+        ("qwen3", 4, 4, 64),
     ],
 )
 def test_architectures(
-    tiny: Callable[..., Path], arch: str, heads: int, kv_heads: int
+    tiny: Callable[..., Path], arch: str, heads: int, kv_heads: int, block_size: int
 ) -> None:
     model = tiny(arch, heads=heads, kv_heads=kv_heads)
     mixed = [FAST, Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.7), Keep(kv_rate=0.3, kernel=3)]
     prompts = prompts_of((150, 97, 200, 64, 131, 180))
     keeps = [mixed[i % 3] for i in range(len(prompts))]
-    with running(model, "fastkv:tsp_layer=3", config=room_for(keeps)) as engine:
+    config = room_for(keeps)
+    with running(model, named(FAST), config=config, block_size=block_size) as engine:
         answers = ask(engine, prompts, keeps)
         engine.assert_idle()
     assert_kept(model, answers, keeps)
@@ -252,9 +255,7 @@ def test_mixed_batch(tiny: Callable[..., Path]) -> None:
         Keep(kv_budget=50, window=24),
     ]
     prompts = prompts_of((100, 130, 160, 75, 90, 140, 110, 120, 150))
-    with running(
-        model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_seqs=16
-    ) as engine:
+    with running(model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_seqs=16) as engine:
         chunked = ask(engine, prompts, keeps, max_tokens=6)
         alone = [ask(engine, prompts[i : i + 1], keeps[i : i + 1], max_tokens=6) for i in (5, 7)]
         segments = {group["segment"] for group in engine.stats()["layout"]["groups"]}
@@ -295,6 +296,7 @@ def test_composed_with_speed(tiny: Callable[..., Path]) -> None:
     assert all(a.cached == 0 for a in answers[:20])
 
 
+@pytest.mark.usefixtures("dense_ops")
 def test_streamingllm_edges(tiny: Callable[..., Path]) -> None:
     """Sinks and recent tokens around the prompt's length, each other and a block's end."""
     model = tiny()

@@ -174,8 +174,8 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
         replace(STRUCT, struct_rate=0.5, kv_rate=0.3),
         STRUCT,
         FAST,
-        replace(STRUCT, pivot=6, window=4, struct_rate=0.6, kv_rate=1),
-        replace(STRUCT, pivot=7, window=5, kv_rate=0.4),
+        replace(STRUCT, pivot=6, struct_rate=0.6, kv_rate=1),
+        replace(STRUCT, pivot=7, window=6, kv_rate=0.4),
         FULL,
     ]
     prompts = prompts_of((30, 41, 55, 23, 64, 17, 50, 38, 47, 29, 33))
@@ -335,8 +335,8 @@ def test_one_kv_head_is_snapkv_without_pooling(tiny: Callable[..., Path]) -> Non
     """There a layer's choice is its only head's; above a SPEED cutoff that one's choice stays."""
     model = tiny(heads=4, kv_heads=1)
     prompts = prompts_of((230, 97, 230, 97))
-    names = ["structkv:struct_rate=1,kv_rate=0.2", "speed-4+structkv:struct_rate=1,kv_rate=0.2"]
-    names = [name for name in names for _ in range(2)]
+    retains = "structkv:pivot=3,struct_rate=1,kv_rate=0.2"
+    names = [retains, retains, f"speed-4+{retains}", f"speed-4+{retains}"]
     with running(model, "speed-4", config={"kv_layout": names}) as engine:
         answers = engine.generate(prompts, policies=names)
         engine.assert_idle()
@@ -348,15 +348,16 @@ def test_one_kv_head_is_snapkv_without_pooling(tiny: Callable[..., Path]) -> Non
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     """A pool that is too small: prompts come in anew, and generated tokens after them."""
     model = tiny()
-    kinds = [
+    policies = [
         Struct(3, struct_rate=0.5, kv_rate=0.6),
         FULL,
         Struct(3, struct_rate=0.3, kv_rate=1),
         replace(FAST, tsp_rate=0.5, kv_rate=0.7),
+        Struct(3, struct_rate=0.8, kv_rate=0.8),
         Keep(kv_rate=0.5),
+        Struct(3, struct_rate=0.4, kv_rate=0.9),
     ]
-    prompts = prompts_of((180, 150, 200, 170, 90, 129, 140))
-    policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
+    prompts = prompts_of((180, 150, 200, 170, 190, 129, 140))
     with running(
         model,
         "structkv:pivot=3",
@@ -364,6 +365,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
         num_gpu_blocks_override=27,
         max_model_len=384,
         max_num_seqs=4,
+        max_num_batched_tokens=32,
     ) as engine:
         preempted = watch_preempted(engine)
         answers = ask(engine, prompts, policies, max_tokens=50)
@@ -389,22 +391,25 @@ def watch_preempted(engine: Engine) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.usefixtures("dense_ops")
-def test_prefixes_are_not_shared(tiny: Callable[..., Path]) -> None:
-    """Not read, not published; retaining nothing and propagating all is `full`, which shares."""
+@pytest.mark.parametrize("pivot", [3, 7])
+def test_prefixes_are_neither_read_nor_published(tiny: Callable[..., Path], pivot: int) -> None:
+    """Beside `full`, which shares its own where the server has no second segment."""
     model = tiny()
-    (shared,) = prompts_of((130,))
-    prompts = [shared + ending for ending in prompts_of((5, 40, 70, 41), seed=1)]
-    policies = [STRUCT, replace(STRUCT, kv_rate=1), replace(STRUCT, struct_rate=1), FULL]
+    struct = Struct(pivot)
+    policies = [struct, FULL, struct, replace(struct, kv_rate=1), FULL]
+    prompts = prompts_of((150,)) * len(policies)
     with running(
-        model, "structkv:pivot=3", config=room_for(policies), enable_prefix_caching=True
+        model, named(struct), config=room_for(policies), enable_prefix_caching=True
     ) as engine:
         answers = [
-            ask(engine, prompts[i : i + 1], policies[i : i + 1], max_tokens=3)[0]
-            for i in (0, 1, 2, 3, 0, 1, 2, 3)
+            ask(engine, [prompt], [policy], max_tokens=3)[0]
+            for prompt, policy in zip(prompts, policies, strict=True)
         ]
         engine.assert_idle()
-    assert_parity(model, answers, policies * 2)
-    assert [a.cached for a in answers] == [0] * 7 + [160]
+    assert_parity(model, answers, policies)
+    cached = [answer.cached for answer in answers]
+    # With the last pivot and kv_rate = 1 nothing is dropped, yet that is no reason to read.
+    assert cached[:3] == [0, 0, 0] and cached[4] == (128 if pivot == 7 else 0), cached
 
 
 @pytest.mark.usefixtures("dense_ops")

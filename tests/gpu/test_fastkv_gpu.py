@@ -81,7 +81,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], policy: str) 
     prompts = prompts_of((180, 150, 200, 170, 90, 129, 160, 31, 330, 300))
     options = EXACT | {"enforce_eager": True}
     with running(
-        model, policy, num_gpu_blocks_override=50, max_model_len=768, max_num_seqs=16, **options
+        model, policy, num_gpu_blocks_override=76, max_model_len=576, max_num_seqs=16, **options
     ) as engine:
         answers = engine.generate(prompts, max_tokens=220)
         preemptions = engine.preemptions()

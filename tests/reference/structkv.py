@@ -197,7 +197,7 @@ def transition_scores(
     for name, sign, weight in zip(METRICS, (-1, 1, 1), weights, strict=True):
         steps = sign * metrics[name].diff()
         if len(steps) and steps.min() < steps.max():  # Eq. 7; without a range it says nothing
-            score[1:] += weight * (steps - steps.min()) / (steps.max() - steps.min())
+            score[1:] += weight * ((steps - steps.min()) / (steps.max() - steps.min()))
     return score
 
 

@@ -162,6 +162,7 @@ def brute(
         BLOCKS,
         replace(BLOCKS, pivot=2, block_size=5, window=7, kv_rate=0.5, decay=0.3),
         replace(BLOCKS, struct_rate=1.0, block_size=3),
+        replace(BLOCKS, struct_rate=0.8, block_size=2, kv_rate=0.4),  # many blocks to choose from
         replace(BLOCKS, pivot=3, block_size=1),
         replace(BLOCKS, struct_rate=0.7, block_size=8, kv_rate=0.6),
     ],
@@ -575,7 +576,7 @@ def test_online_against_its_definition() -> None:
                 steps = [sign * (b - a) for a, b in pairwise(series[: layer + 1])]
                 least, span = min(steps), max(steps) - min(steps)
                 for k, step in enumerate(steps):
-                    total[k] += weight * (step - least) / span if span else 0
+                    total[k] += weight * ((step - least) / span) if span else 0
             if total.index(max(total)) + 1 <= layer - 1:
                 pivot = layer
         assert structkv.online_pivot(measured(*values), weights, low, high) == pivot

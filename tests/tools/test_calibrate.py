@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,28 +19,15 @@ from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.policy.calibration import tsp_layer_of
 from vllm_kvx.policy.fastkv import FastKV
 from vllm_kvx.tools import calibrate, dense
-from vllm_kvx.tools.calibrate import choose_max_layer, distances, read_prompts, shorten, tokenize
+from vllm_kvx.tools.calibrate import choose_max_layer, distances
 from vllm_kvx.tools.cli import main
-from vllm_kvx.tools.dense import DenseDecoder, ToolError
+from vllm_kvx.tools.dense import DenseDecoder
+from vllm_kvx.tools.errors import ToolError
+from vllm_kvx.tools.prompts import read_prompts, shorten, tokenize
 
 LOOKUP = Path(__file__).resolve().parents[1] / "checkpoints" / "lookup-8l"
 LAYERS, VOCAB = 6, 512
 POLICY = FastKV(tsp_rate=0.3, window=4, kernel=5)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads on tiny matrices mostly wait for each other, on a busy machine for seconds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
@@ -213,7 +200,11 @@ def command(tiny: Path, tmp_path: Path) -> Callable[..., int]:
 
 
 def test_the_command_stores_what_a_server_finds(
-    tiny: Path, command: Callable[..., int], cache: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path,
+    command: Callable[..., int],
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command(tiny, "--no-plot", tsp_rate=0.3, window=4, kernel=5, max_layer=3) == 0
     out = capsys.readouterr()
@@ -225,7 +216,8 @@ def test_the_command_stores_what_a_server_finds(
     assert record["tsp_layer"] == np.mean(rows, axis=0).argmin()
     expected = {"method": "fastkv", "layers": LAYERS, "max_layer": 3, "tsp_rate": 0.3, "window": 4}
     assert expected.items() <= record.items() and record["kernel"] == 5
-    assert record["prompts"] == {"count": 2, "tokens": [40, 50]}
+    source = str(tmp_path / "prompts.jsonl")
+    assert record["prompts"] == {"source": source, "count": 2, "tokens": [40, 50]}
     assert record["model"] == str(tiny) and path.name == f"fastkv-{record['key']}.json"
     assert {"date", "versions"} <= record.keys()
     [marked] = [line for line in out.out.splitlines() if line.endswith("<- tsp_layer")]
@@ -329,6 +321,8 @@ def test_bad_prompt_files(
         ({"max_prompt_tokens": 15}, "prompt 1 has 15 tokens"),
         ({"device": "tpu9"}, "device must be auto, cpu, cuda"),
         ({"device": "cuda:99"}, "use --device cpu"),
+        ({"prompts": None}, "give them with --prompts FILE"),
+        ({"weights": "0.2,0.3,0.5"}, "--weights has no meaning without --method structkv"),
     ],
 )
 def test_bad_options(
@@ -444,7 +438,8 @@ def test_without_vllm(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(sys.modules, "vllm_kvx.tools.dense")
+    for module in ("calibrate", "prompts", "dense"):
+        monkeypatch.delitem(sys.modules, f"vllm_kvx.tools.{module}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "transformers is missing: pip install" in failure(command(), capsys)
 

@@ -96,8 +96,8 @@ class PromptAdmission:
             if not prompt.waits:
                 prompt.waits = True
                 logger.info(
-                    "Request %s of %d tokens waits: prompts before it fill the stash of hidden "
-                    "states (kv_stash_tokens).",
+                    "Request %s of %d tokens waits: other prompts fill the stash of hidden states "
+                    "(kv_stash_tokens).",
                     request_id,
                     prompt.length,
                 )
@@ -128,6 +128,15 @@ class PromptAdmission:
         if request_id in self._split:
             self._split.remove(request_id)
             self.free_windows += 1
+
+    def settle(self, running: set[str]) -> None:
+        """Takes back what requests hold that were let through here and not scheduled after all.
+
+        One that waits for blocks must not keep from others what these blocks wait for.
+        """
+        for request_id in [*self._pages, *self._split]:
+            if request_id not in running:
+                self.release(request_id)
 
     def restart(self, request_id: str) -> None:
         """A preempted request: its prompt comes in again."""

@@ -8,9 +8,6 @@ from vllm_kvx import accounting
 from vllm_kvx.cache.policy_cache import PolicyAttentionSpec
 from vllm_kvx.settings import KVSettings
 
-# Long enough that anchors, tail and a last partial block do not show.
-_LONG_PROMPT = 1 << 20
-
 
 def segment_of(spec: object) -> tuple[int, int]:
     """Index and first layer of the segment that a KV group's spec belongs to."""
@@ -34,14 +31,14 @@ class PoolTokens:
     stock: int
 
 
-def pool_tokens(config: KVCacheConfig, settings: KVSettings) -> PoolTokens:
+def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) -> PoolTokens:
     """Counts from the groups that vLLM formed, their padding included."""
     usable = config.num_blocks - 1
     blocks_per_token = 0.0
     for group in config.kv_cache_groups:
         _, start = segment_of(group.kv_cache_spec)
-        stored = accounting.stored_len(settings.policy, _LONG_PROMPT, _LONG_PROMPT, start)
-        blocks_per_token += stored / _LONG_PROMPT / group.kv_cache_spec.block_size
+        stored = accounting.stored_len(settings.policy, prompt_len, prompt_len, start)
+        blocks_per_token += stored / prompt_len / group.kv_cache_spec.block_size
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
     return PoolTokens(

@@ -50,7 +50,11 @@ class _PolicyScheduling:
         self._to_shrink: list[Request] = []
         self._unshared: dict[str, int] = {}
         self._counted_unshared: set[str] = set()
-        pool = pool_tokens(self.kv_cache_config, settings)  # type: ignore[attr-defined]
+        pool = pool_tokens(
+            self.kv_cache_config,  # type: ignore[attr-defined]
+            settings,
+            self.max_model_len,  # type: ignore[attr-defined]
+        )
         logger.info(
             "KV pool: %s blocks hold %s prompt tokens under %s, %.2fx the %s of stock vLLM",
             f"{pool.num_blocks:,}",
@@ -181,6 +185,7 @@ class _PolicyScheduling:
             self._shrink(request)
         self._to_shrink = []
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.admission.settle({r.request_id for r in self.running})  # type: ignore[attr-defined]
         self._to_shrink = [
             self.requests[request_id]  # type: ignore[attr-defined]
             for request_id in output.num_scheduled_tokens

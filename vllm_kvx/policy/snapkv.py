@@ -8,6 +8,7 @@ from vllm_kvx.policy.parameters import PolicyError, Retain, integer, optional, r
 DEFAULT_KV_RATE = 0.1
 # Query rows that the saliency kernel takes in one pass over the keys.
 MAX_WINDOW = 64
+MAX_KERNEL = 127
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class SnapKV(Retain):
     kv_budget: the same in tokens, at least `window`, instead of a rate (default: not given).
     window: last prompt tokens, whose queries score the keys and which always stay (default 8, at
         most 64).
-    kernel: width in tokens of the max-pooling over scores, odd (default 7).
+    kernel: width in tokens of the max-pooling over scores, odd (default 7, at most 127).
     """
 
     name: ClassVar[str] = "snapkv"
@@ -29,7 +30,7 @@ class SnapKV(Retain):
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
     kv_budget: int | None = optional(integer())
     window: int = integer(8, at_most=MAX_WINDOW)
-    kernel: int = integer(7, odd=True)
+    kernel: int = integer(7, odd=True, at_most=MAX_KERNEL)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -167,11 +167,17 @@ def check_served(policy: KVPolicy) -> None:
             )
     if not isinstance(propagate, Select) or retain is None or retain is propagate:
         return
-    if not isinstance(retain, SnapKV):
+    if isinstance(retain, StreamingLLM):
         raise PolicyError(
             f"{retain} goes by position, and which positions {propagate} computes in its upper "
             "layers is chosen by data: compose it with speed-K, or retain with snapkv"
         )
+    if isinstance(propagate, StructKV) or isinstance(retain, StructKV):
+        raise PolicyError(
+            f"{propagate} and {retain} score keys differently: use structkv's own struct_rate and "
+            "kv_rate, or fastkv with snapkv"
+        )
+    assert isinstance(retain, SnapKV)
     if (retain.window, retain.kernel) != (propagate.window, getattr(propagate, "kernel", 0)):
         raise PolicyError(
             f"{propagate} and {retain} score keys by different windows or kernels: give both the "

@@ -30,8 +30,6 @@ COUNTERS = {
         "prefix_cache_requests_not_shared",
         "Requests that could not use the prefix cache because of their policy.",
     ),
-}
-COUNTERS |= {
     "tokens_propagated": (
         "tokens_propagated",
         "Prompt tokens chosen by saliency to go on to the upper layers.",

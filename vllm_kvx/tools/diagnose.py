@@ -19,10 +19,10 @@ M = max(int(N * struct_rate), w) tokens selected after the pivot (or the layer g
 - gemfilter: at every layer, also below, the M - w keys to which the last token's query attends most
   at the pivot, summed over heads, mean-pooled over 5. GemFilter ranks by the products before the
   softmax, and need not keep the window.
-- snapkv: at every layer what each of its KV heads retains for itself: the `cap - w` keys of highest
-  max-pooled saliency, cap = max(int(N * kv_rate), w). No prefill is saved, so it bounds from above
-  what a set of its size recovers; a rate of its own, since it is about decode. Set --kv-rate to
-  --struct-rate for sets of one size.
+- snapkv: at every layer what each of its KV heads retains for itself, the `cap - w` keys of highest
+  max-pooled saliency, cap = max(int(N * kv_rate), w). It saves no prefill and is a yardstick, near
+  the most that a set of its size recovers. Its rate is its own: give --kv-rate what --struct-rate
+  has to compare sets of one size.
 """
 
 import argparse

@@ -146,6 +146,12 @@ def table(record: Mapping[str, Any]) -> str:
     for layer in range(record["layers"]):
         mark = "  <- pivot" if layer == record["pivot"] else ""
         lines.append(f"{layer:>5}  {metrics_line(record, layer)}{mark}")
+    if record["pivot"] == record["layers"] - 1:
+        lines += [
+            "",
+            "The pivot is the last layer, so every layer would run all tokens: measure on prompts "
+            "like yours (--prompts FILE), or choose pivot=<int>.",
+        ]
     return "\n".join(lines)
 
 

@@ -39,7 +39,7 @@ def progress_of(head: str, num_layers: int) -> Progress:
 
 @contextmanager
 def measuring(number: int, prompts: Sequence[Sequence[int]]) -> Iterator[str]:
-    """What prompt `number`, from 1, is called in messages; within, lack of memory is a ToolError."""
+    """What prompt `number` of 1.. is called in messages; within, lack of memory is a ToolError."""
     head = f"prompt {number}/{len(prompts)}, {len(prompts[number - 1])} tokens"
     try:
         yield head

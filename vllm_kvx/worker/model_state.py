@@ -129,7 +129,8 @@ class PolicyModelState(DefaultModelState):
         taps = self.segmented.taps
         for tap in taps.layers:
             backend = tap.layer.attn_backend.get_name()
-            if self.settings.layout.retain and backend not in ATTENTION_BACKENDS:
+            layout = self.settings.layout
+            if (layout.retain or layout.window) and backend not in ATTENTION_BACKENDS:
                 raise RuntimeError(
                     f"retention does not know how attention backend {backend} lays out keys: set "
                     f"--attention-backend to one of {', '.join(ATTENTION_BACKENDS)}"
@@ -178,7 +179,7 @@ class PolicyModelState(DefaultModelState):
 
     def needs_python(self, requests: np.ndarray) -> bool:
         """Whether a step with these requests does more than a CUDA graph of decodes replays."""
-        return any(index in self._prompts for index in requests.tolist())
+        return bool(self._prompts) and any(i in self._prompts for i in requests.tolist())
 
     def preprocess_state(
         self,
@@ -455,7 +456,7 @@ class PolicyModelState(DefaultModelState):
                 self.kv_cache_config.kv_cache_groups, sizes, self.group_segments, strict=True
             )
         ]
-        pool = pool_tokens(self.kv_cache_config, self.settings)
+        pool = pool_tokens(self.kv_cache_config, self.settings, self.max_model_len)
         stash = self.stash
         return {
             "seconds_in_retention": self.segmented.taps.timer.seconds,

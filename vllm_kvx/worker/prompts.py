@@ -114,7 +114,7 @@ class SegmentPlan:
         prompts: those whose last chunk is in the step.
         window_rows, window_slots, window_places: (n,) int64 queries to keep; see ``WindowRows``.
         stash_rows: (n,) int64 rows of the segment's output whose states wait.
-        stash_targets: (n,) int64 rows of the stash for them.
+        stash_chunks: the chunks that they are of.
     """
 
     prompts: list[Prompt] = field(default_factory=list)

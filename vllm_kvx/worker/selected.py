@@ -94,7 +94,7 @@ class PromptPasses:
         metadata_of: MetadataOf,
     ) -> None:
         """Adds to `step` what these prompts need; arguments as in ``plan_direct``."""
-        _ = self.taps.timer.seconds  # Gathers what is over.
+        self.taps.timer.collect()
         direct = plan_direct(chunks, counts, rows)
         step.taps = [self._tap(plan, block_tables) for plan in direct]
         if not any(tap is not None for tap in step.taps):

@@ -87,7 +87,7 @@ class _Batch:
         ends = np.cumsum([p.num_keys for p in prompts]).tolist()
         self.columns = [slice(e - p.num_keys, e) for p, e in zip(prompts, ends, strict=True)]
         self.per_layer = [p.per_layer for p in prompts]
-        self.needs_total = any(p.per_layer or p.propagated or p.decay is not None for p in prompts)
+        self.needs_total = any(p.per_layer or p.decay is not None for p in prompts)
 
         def column(values: list[int]) -> Tensor:
             return async_tensor_h2d(np.array(values, dtype=np.int32), device=device)
@@ -296,7 +296,8 @@ class LayerTap:
             batch.max_num_keys,
         )
         total = scores
-        if batch.needs_total:
+        selects = self.is_last and tap.selection is not None
+        if selects or batch.needs_total:
             # Every rank has some of the heads, and all must choose the tokens that one would: so
             # the heads are gathered, and added up in their order.
             total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)

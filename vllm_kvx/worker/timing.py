@@ -42,11 +42,15 @@ class PhaseTimer:
     @property
     def seconds(self) -> float:
         """Device seconds of all uses that are over."""
+        self.collect()
+        return self._seconds
+
+    def collect(self) -> None:
+        """Reads what is over, so that its events can be used again."""
         while self._pending and self._pending[0][1].query():
             begin, end = self._pending.popleft()
             self._seconds += begin.elapsed_time(end) / 1000
             self._spare += (begin, end)
-        return self._seconds
 
     def _event(self) -> torch.cuda.Event:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,93 @@
+"""Where chunks end and which prompts wait, without an engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_kvx.accounting import STASH_PAGE
+from vllm_kvx.cache.admission import SPLIT_WINDOWS, PromptAdmission
+from vllm_kvx.settings import KVSettings
+
+FASTKV = "fastkv:tsp_layer=3"
+
+
+def admission(stash_tokens: int = 1024, **config: Any) -> PromptAdmission:
+    settings = KVSettings.of({"kv_policy": FASTKV, "kv_layout": ["snapkv"]}, num_layers=8)
+    defaults = {"max_num_batched_tokens": 96, "max_num_seqs": 16, "long_prefill_token_threshold": 0}
+    made = KVSettings(**{**vars(settings), "stash_tokens": stash_tokens})
+    return PromptAdmission(made, SimpleNamespace(**(defaults | config)))  # type: ignore[arg-type]
+
+
+def add(to: PromptAdmission, name: str, length: int, policy: str = FASTKV) -> Any:
+    request = SimpleNamespace(request_id=name, num_prompt_tokens=length, num_computed_tokens=0)
+    settings = KVSettings.of({"kv_policy": policy}, num_layers=8)
+    to.add_request(request, settings.policy, changes=policy != "full")
+    return request
+
+
+@pytest.mark.parametrize(
+    ("start", "tokens", "expected"),
+    [
+        (0, 96, 96),
+        (192, 96, 8),  # Up to the end of the prompt and no further, a resumed request's too.
+        (96, 96, 96),  # Ends where the window begins.
+        (150, 45, 42),  # Would end within the window, so before it.
+        (192, 3, 3),  # Cannot: the window is spread over chunks.
+        (200, 30, 30),  # Generated tokens.
+    ],
+)
+def test_chunks(start: int, tokens: int, expected: int) -> None:
+    one = admission()
+    assert one.clip(add(one, "a", 200), start, tokens) == expected
+
+
+def test_the_window_is_a_chunk_of_its_own_beside_several_passes() -> None:
+    one = admission()
+    request = add(one, "a", 600, "fastkv:tsp_layer=3,tsp_rate=0.5")
+    assert one.clip(request, 576, 24) == 16
+    assert one.clip(request, 592, 8) == 8
+
+
+def test_other_policies_are_left_alone() -> None:
+    one = admission()
+    assert one.clip(add(one, "a", 200, "full"), 150, 120) == 120
+    assert one.used_pages == 0
+
+
+def test_only_so_many_windows_are_spread() -> None:
+    one = admission()
+    requests = [add(one, str(i), 20, "snapkv") for i in range(SPLIT_WINDOWS + 1)]
+    assert [one.clip(r, 12, 3) for r in requests] == [3] * SPLIT_WINDOWS + [0]
+    assert one.clip(requests[-1], 12, 8) == 8  # A whole window needs no room.
+    one.release("0")
+    assert one.clip(requests[-1], 12, 3) == 3
+
+
+def test_a_full_stash_makes_prompts_wait() -> None:
+    one = admission(stash_tokens=4 * STASH_PAGE)
+    first, second = add(one, "a", 3 * STASH_PAGE), add(one, "b", 2 * STASH_PAGE)
+    assert one.clip(first, 0, 96) == 96
+    assert one.clip(second, 0, 96) == 0
+    # Retention alone needs no stash.
+    assert one.clip(add(one, "c", 500, "snapkv"), 0, 96) == 96
+    first.num_computed_tokens = 3 * STASH_PAGE
+    assert one.is_past_prompt(first) and not one.is_past_prompt(first)
+    one.release("a")
+    assert one.clip(second, 0, 96) == 96
+    one.remove_request("b")
+    assert one.used_pages == 0
+
+
+def test_what_was_not_scheduled_after_all_holds_nothing() -> None:
+    """Else a request that waits for blocks starves one that these blocks wait for."""
+    one = admission(stash_tokens=4 * STASH_PAGE)
+    waits, preempted = add(one, "a", 3 * STASH_PAGE), add(one, "b", 2 * STASH_PAGE)
+    assert one.clip(waits, 0, 96) == 96
+    one.settle(running=set())
+    assert one.used_pages == 0
+    assert one.clip(preempted, 0, 96) == 96
+    one.settle(running={"b"})
+    assert one.used_pages == 2
+    one.restart("b")
+    assert one.used_pages == 0

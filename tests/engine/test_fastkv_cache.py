@@ -1,0 +1,445 @@
+"""Blocks, stash, prefixes, preemption and counters under retention, on vLLM's own engine."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import fastkv
+from reference.fastkv import Keep
+
+from .conftest import (
+    BLOCK,
+    Engine,
+    assert_kept,
+    assert_matches,
+    named,
+    prompts_of,
+    running,
+)
+
+pytestmark = pytest.mark.usefixtures("dense_ops")
+
+FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
+SNAP = Keep(kv_rate=0.1)
+STREAM = Keep(sinks=4, recent=20)
+FULL = Keep()
+
+
+def entries(keep: Keep, length: int) -> tuple[list[int], list[int]]:
+    """By half of the layers, what a prompt holds while it comes in and what stays of it."""
+    most = max(int(length * keep.tsp_rate), keep.window)
+    held = [length, min(most, length)]
+    if keep.sinks is not None and keep.recent is not None:
+        cap = keep.sinks + keep.recent
+    elif keep.kv_budget is not None:
+        cap = keep.kv_budget
+    else:
+        assert keep.kv_rate is not None
+        cap = max(int(length * keep.kv_rate), keep.window)
+    return held, [min(cap, rows) for rows in held]
+
+
+def blocks(counts: list[int]) -> list[int]:
+    return [-(-count // BLOCK) for count in counts]
+
+
+def held_blocks(engine: Engine, request_id: str) -> list[int]:
+    """Blocks of a request by KV group."""
+    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return [len(manager.req_to_blocks.get(request_id, ())) for manager in managers]
+
+
+def internal_id(engine: Engine) -> str:
+    """The scheduler's name of the only request there is."""
+    (request_id,) = engine.scheduler.requests
+    return request_id
+
+
+def test_blocks_follow_the_formula(tiny: Callable[..., Path]) -> None:
+    """While the prompt comes in, from the next schedule on, and while the answer grows."""
+    cases = [
+        (FAST, 300),
+        (replace(FAST, kv_rate=0.32), 300),  # 96 and 60: the upper layers hold fewer.
+        (replace(FAST, kv_rate=1.0), 200),
+        (replace(FAST, tsp_rate=0.9, kv_rate=0.5), 192),
+        (replace(FAST, tsp_rate=0.05, kv_rate=0.05), 100),  # Both are the window.
+        (Keep(kv_rate=0.3), 320),  # 96, three blocks to the last entry.
+        (Keep(kv_budget=64), 257),
+        (STREAM, 193),
+        (FAST, 7),
+        (FULL, 96),
+    ]
+    with running(tiny(), "fastkv:tsp_layer=3", config={"kv_layout": ["streamingllm"]}) as engine:
+        usable = engine.pool.num_gpu_blocks - 1
+        for (keep, length), prompt in zip(
+            cases, prompts_of([length for _, length in cases]), strict=True
+        ):
+            engine.submit([prompt], max_tokens=40, policies=[named(keep)])
+            request_id = internal_id(engine)
+            request = engine.scheduler.requests[request_id]
+            coming, staying = entries(keep, length)
+            while request.num_computed_tokens < length:
+                engine.step()
+            where = f"{named(keep)}, {length} tokens"
+            assert held_blocks(engine, request_id) == blocks(coming), where
+            assert engine.pool.get_num_free_blocks() == usable - sum(blocks(coming))
+            for generated in range(1, 40):
+                engine.step()
+                if request_id not in engine.scheduler.requests:
+                    break
+                expected = blocks([kept + generated for kept in staying])
+                assert held_blocks(engine, request_id) == expected, f"{where} + {generated}"
+                assert engine.pool.get_num_free_blocks() == usable - sum(expected)
+            assert generated == 39
+            engine.assert_idle()
+
+
+def test_freed_blocks_admit_the_next(tiny: Callable[..., Path]) -> None:
+    """A second prompt fits only once the first is compacted, and begins right then."""
+    model = tiny()
+    prompts = prompts_of((320, 320))
+    keep = replace(FAST, kv_rate=0.05)
+    # Of 22 blocks a prompt takes 10 + 2, then 1 + 1.
+    with running(model, named(keep), num_gpu_blocks_override=23, max_model_len=336) as engine:
+        running_now = engine.watch_running()
+        answers = engine.generate(prompts, max_tokens=12)
+        assert engine.preemptions() == 0
+        engine.assert_idle()
+    # Four chunks of the first, and the second comes in beside its answer.
+    assert running_now[:5] == [1, 1, 1, 1, 2], running_now
+    assert_kept(model, answers, [keep] * 2)
+
+
+def test_preempted_in_decode_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
+    model = tiny()
+    mixed = [replace(FAST, tsp_rate=0.9, kv_rate=0.7), FULL, Keep(kv_rate=0.8), STREAM]
+    keeps = [mixed[i % 4] for i in range(6)]
+    prompts = prompts_of((180, 90, 150, 200, 130, 60))
+    with running(
+        model,
+        "fastkv:tsp_layer=3",
+        config={"kv_layout": ["streamingllm"]},
+        num_gpu_blocks_override=27,
+        max_model_len=384,
+        max_num_seqs=4,
+    ) as engine:
+        answers = engine.generate(prompts, max_tokens=60, policies=[named(k) for k in keeps])
+        assert any(computed > length for computed, length in engine.preempted)
+        engine.assert_idle()
+    assert_kept(model, answers, keeps)
+
+
+def test_preempted_in_prefill_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
+    """Short chunks: running answers take the blocks that an admitted prompt still needs."""
+    model = tiny()
+    keep = replace(FAST, tsp_rate=0.9, kv_rate=0.7)
+    keeps = [FULL, FULL, keep, Keep(kv_rate=0.5), keep]
+    prompts = prompts_of((60, 61, 150, 170, 130))
+    with running(
+        model,
+        "fastkv:tsp_layer=3",
+        num_gpu_blocks_override=22,
+        max_model_len=320,
+        max_num_seqs=4,
+        max_num_batched_tokens=11,
+    ) as engine:
+        answers = engine.generate(prompts, max_tokens=70, policies=[named(k) for k in keeps])
+        assert any(0 < computed < length for computed, length in engine.preempted)
+        engine.assert_idle()
+    assert_kept(model, answers, keeps)
+
+
+def test_preempted_at_any_time(tiny: Callable[..., Path]) -> None:
+    """Thrown out by hand after k steps, window in parts included; generated tokens all stay."""
+    model = tiny()
+    keep = Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.3)
+    prompts = prompts_of((70, 41))
+    with running(model, named(keep), max_num_batched_tokens=20) as engine:
+        undisturbed = engine.generate(prompts, max_tokens=8)
+        for steps in range(1, 13):
+            ids = engine.submit(prompts, max_tokens=8)
+            for _ in range(steps):
+                engine.step()
+            while engine.scheduler.running:
+                request = engine.scheduler.running.pop()
+                engine.scheduler._preempt_request(request, 0.0)
+            engine.finish()
+            assert [engine.answered[i] for i in ids] == [a.tokens for a in undisturbed], steps
+            engine.assert_idle()
+    assert_kept(model, undisturbed, [keep] * 2)
+
+
+@pytest.mark.parametrize("policy", [named(FAST), "snapkv"])
+def test_abort_at_any_time_returns_everything(tiny: Callable[..., Path], policy: str) -> None:
+    model = tiny()
+    with running(
+        model, policy, enable_prefix_caching=True, max_num_batched_tokens=64, max_num_seqs=3
+    ) as engine:
+        for steps in range(0, 13):
+            # The fourth waits, with the stash's pages or without.
+            prompts = prompts_of((150, 20, 201, 90), seed=steps)
+            ids = engine.submit(prompts, max_tokens=4)
+            for _ in range(steps):
+                engine.step()
+            engine.abort(ids)
+            engine.assert_idle()
+        prompts = prompts_of((100, 33))
+        answers = engine.generate(prompts)
+        engine.assert_idle()
+    assert_kept(model, answers, [FAST if "fast" in policy else SNAP] * 2)
+
+
+@contextmanager
+def log_lines(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a logger says at level INFO meanwhile."""
+    lines: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger(name), Collect()
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_prompts_wait_for_the_stash(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stash of one longest prompt: others wait in turn, and say so once."""
+    model = tiny()
+    lengths = (300, 310, 40, 290, 30, 320)
+    prompts = prompts_of(lengths)
+    keeps = [FAST, FAST, FULL, replace(FAST, tsp_rate=0.9), FAST, FAST]
+    with (
+        running(
+            model,
+            "fastkv:tsp_layer=3",
+            config={"kv_stash_tokens": 384},
+            max_model_len=384,
+        ) as engine,
+        log_lines("vllm.kvx.scheduler", monkeypatch) as lines,
+    ):
+        used: list[int] = []
+        schedule = engine.scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            used.append(engine.scheduler.admission.used_pages)
+            return output
+
+        engine.scheduler.schedule = watched
+        answers = engine.generate(prompts, policies=[named(k) for k in keeps])
+        engine.assert_idle()
+        assert engine.preemptions() == 0
+    assert_kept(model, answers, keeps)
+    assert max(used) == 6 and used[-1] == 0, used
+    waits = [line for line in lines if "waits" in line]
+    # 300 takes 5 pages of 64 out of 6, so every long prompt waits for the one before.
+    assert len(waits) == 3 and len(set(waits)) == 3, lines
+    for length in (310, 290, 320):
+        assert sum(f"of {length} tokens waits" in line for line in waits) == 1
+
+
+def test_waiting_prompt_must_not_keep_the_stash_from_a_preempted_one(
+    tiny: Callable[..., Path],
+) -> None:
+    """A prompt that waits for blocks holds no stash: one before it in the queue may need it.
+
+    Fails today, see PromptAdmission.clip: the second long prompt takes its pages of the stash
+    whenever it is looked at, finds no blocks and waits on with them; the first is preempted,
+    stands before it and finds no pages. Nothing ever runs again.
+    """
+    model = tiny()
+    keep = replace(FAST, tsp_rate=0.9, kv_rate=0.9)
+    keeps = [FULL, keep, keep]
+    prompts = prompts_of((100, 300, 301))
+    with running(
+        model,
+        "fastkv:tsp_layer=3",
+        config={"kv_stash_tokens": 384},
+        max_model_len=384,
+        num_gpu_blocks_override=31,
+    ) as engine:
+        ids = engine.submit(prompts[:2], 90, [named(k) for k in keeps[:2]])
+        # The long one is in, and gave its stash back; the next finds no blocks.
+        for _ in range(6):
+            engine.step()
+        ids += engine.submit(prompts[2:], 5, [named(keep)])
+        engine.finish(max_steps=200)
+        assert engine.preemptions() > 0
+        engine.assert_idle()
+    loaded = fastkv.load(model)
+    for request_id, prompt, kept in zip(ids, prompts, keeps, strict=True):
+        answer = engine.answered[request_id]
+        assert fastkv.score(loaded, prompt, answer, kept).argmax == answer
+
+
+def test_retaining_requests_share_no_prefix(tiny: Callable[..., Path]) -> None:
+    model = tiny()
+    shared, other = prompts_of((200, 150))
+    prompts = [shared, [*shared, 7, 8, 9], shared, other]
+    with running(model, "fastkv:tsp_layer=3", enable_prefix_caching=True) as engine:
+        answers = engine.generate(prompts)
+        again = engine.generate(prompts)
+        retained = engine.generate(prompts, policies=["snapkv"] * 4)
+        full = engine.generate(prompts, policies=["full"] * 4)
+        stats = engine.stats()["policies"]
+        engine.assert_idle()
+    assert all(a.cached == 0 for a in [*answers, *again, *retained, *full])
+    for before, after in zip(answers, again, strict=True):
+        assert before.tokens == after.tokens
+        assert torch.equal(before.logprobs, after.logprobs)
+    assert_kept(model, [*answers, *retained, *full], [FAST] * 4 + [SNAP] * 4 + [FULL] * 4)
+    unshared = {name: counters["prefix_not_shared"] for name, counters in stats.items()}
+    # `full` neither: the upper layers are a segment of their own here.
+    assert unshared == {"fastkv:tsp_layer=3": 8, "snapkv": 4, "full": 4}
+
+
+def test_full_shares_prefixes_beside_snapkv(tiny: Callable[..., Path]) -> None:
+    """Retention over the same prompt, before, after and at once, harms no shared block."""
+    model = tiny()
+    shared = prompts_of((200,))[0]
+    prompts = [shared, [*shared, 5, 6], shared[:130] + [9] * 40]
+    with running(
+        model,
+        "snapkv",
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=24,
+        max_model_len=320,
+    ) as engine:
+        assert engine.scheduler.policy_managers == []
+        first = engine.generate(prompts, policies=["full"] * 3)
+        kept = engine.generate(prompts)
+        second = engine.generate(prompts, policies=["full"] * 3)
+        both = engine.generate(
+            [prompts[0], prompts[0], prompts[1], prompts[1]], policies=["full", None] * 2
+        )
+        salted = [
+            engine.generate([shared], policies=[name], cache_salt=salt)[0]
+            for name, salt in (("full", "a"), (None, "a"), ("full", "a"), ("full", "b"))
+        ]
+        stats = engine.stats()["policies"]
+        engine.assert_idle()
+    assert [a.cached for a in second] == [192, 192, 160]
+    assert all(a.cached == 0 for a in kept)
+    assert [a.cached for a in both] == [192, 0, 192, 0]
+    assert [a.cached for a in salted] == [0, 0, 192, 0]
+    assert stats["snapkv"]["prefix_not_shared"] == 3 + 2 + 1
+    assert "prefix_not_shared" not in stats["full"] or stats["full"]["prefix_not_shared"] == 0
+    full = [*first, *second, *both[::2], salted[0], *salted[2:]]
+    assert_matches(model, full, cutoff=None)
+    retained = [*kept, *both[1::2], salted[1]]
+    assert_kept(model, retained, [SNAP] * len(retained))
+
+
+def test_one_token_and_two_samples(tiny: Callable[..., Path]) -> None:
+    """Requests that end with their prompt; n samples of one prompt keep entries of their own."""
+    model = tiny()
+    prompts = prompts_of((200, 9, 97, 150))
+    keeps = [FAST, FAST, SNAP, STREAM]
+    with running(model, "fastkv:tsp_layer=3", config={"kv_layout": ["streamingllm"]}) as engine:
+        ones = engine.generate(prompts, max_tokens=1, policies=[named(k) for k in keeps])
+        engine.assert_idle()
+        first, second = (
+            engine.generate(prompts[:1], max_tokens=6, n=2, temperature=1.0, seed=7)
+            for _ in range(2)
+        )
+        engine.assert_idle()
+    assert_kept(model, ones, keeps)
+    assert first[0].tokens != first[1].tokens
+    assert [a.tokens for a in first] == [a.tokens for a in second]
+    loaded = fastkv.load(model)
+    for sample in first:
+        expected = fastkv.score(loaded, sample.prompt, sample.tokens, FAST)
+        assert (sample.logprobs - expected.chosen_logprob).abs().max() < 1e-4
+
+
+def test_counters(tiny: Callable[..., Path]) -> None:
+    """What 8 layers in two groups of 4 propagated, kept, dropped and freed."""
+    model = tiny()
+    names = ["fastkv:tsp_layer=3", "snapkv:kv_rate=0.25", "streamingllm:recent=20", "full"]
+    with running(model, names[0], config={"kv_layout": names}) as engine:
+        for name in names:
+            engine.generate(prompts_of((200, 7)), max_tokens=5, policies=[name] * 2)
+        stats = engine.stats()["policies"]
+        engine.assert_idle()
+    fast, snap, stream, full = (stats[name] for name in names)
+    for counters in (fast, snap, stream, full):
+        assert counters["requests"] == 2 and counters["prompt_tokens"] == 207
+    # 200 tokens of which 40 go on; 20 entries stay per layer of 200 below and 40 above.
+    assert fast["tokens_propagated"] == 40
+    assert fast["entries_retained"] == 8 * 20
+    assert fast["entries_retained_by_layer"] == [20] * 8
+    assert fast["entries_dropped"] == 4 * 180 + 4 * 20
+    assert fast["blocks_freed"] == (7 - 1) + (2 - 1)
+    assert fast["layer_tokens_skipped"] == 4 * 160
+    assert fast["layer_tokens_computed"] == 4 * (200 + 40) + 8 * (7 + 2 * 4)
+    # 50 of 200 stay everywhere.
+    assert snap["tokens_propagated"] == 0
+    assert snap["entries_retained_by_layer"] == [50] * 8
+    assert (snap["entries_retained"], snap["entries_dropped"]) == (8 * 50, 8 * 150)
+    assert snap["blocks_freed"] == 2 * (7 - 2)
+    assert stream["entries_retained_by_layer"] == [24] * 8
+    assert (stream["entries_retained"], stream["entries_dropped"]) == (8 * 24, 8 * 176)
+    assert stream["blocks_freed"] == 2 * (7 - 1)
+    for counters in (snap, stream, full):
+        assert counters["layer_tokens_skipped"] == 0
+        assert counters["layer_tokens_computed"] == 8 * (207 + 2 * 4)
+    assert full["blocks_freed"] == full["entries_dropped"] == 0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_asynchronous_scheduling(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """Steps are planned before the one before them is done; vLLM's CPU platform would refuse."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        stock(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = is_async
+
+    monkeypatch.setattr(
+        CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
+    )
+    model = tiny()
+    mixed = [replace(FAST, tsp_rate=0.9, kv_rate=0.7), FULL, Keep(kv_rate=0.8), STREAM, FAST]
+    keeps = [mixed[i % 5] for i in range(6)]
+    prompts = prompts_of((180, 90, 150, 200, 130, 60))
+    with running(
+        model,
+        "fastkv:tsp_layer=3",
+        config={"kv_layout": ["streamingllm"], "kv_stash_tokens": 384},
+        async_scheduling=is_async,
+        num_gpu_blocks_override=27,
+        max_model_len=384,
+        max_num_seqs=4,
+    ) as engine:
+        assert ("Async" in type(engine.scheduler).__name__) == is_async
+        answers = engine.generate(prompts, max_tokens=50, policies=[named(k) for k in keeps])
+        assert engine.preemptions() > 0
+        engine.assert_idle()
+        ones = engine.generate(prompts, max_tokens=1, policies=[named(k) for k in keeps])
+        engine.assert_idle()
+        for steps in range(1, 9):
+            ids = engine.submit(prompts[:3], 5, [named(k) for k in keeps[:3]])
+            for _ in range(steps):
+                engine.step()
+            engine.abort(ids)
+            engine.assert_idle()
+        last = engine.generate(prompts[:2], policies=[named(k) for k in keeps[:2]])
+        engine.assert_idle()
+    assert_kept(model, [*answers, *ones, *last], [*keeps, *keeps, *keeps[:2]])
