@@ -32,7 +32,7 @@ def test_cache_holds_the_reference_s_entries(tiny: Callable[..., Path], keep: Ke
     assert context.slack > NEAR_TIE, "a near-tie shows nothing; choose another seed"
     with running(model, named(keep)) as engine:
         # Another prompt in the same steps, so that blocks are not in order.
-        engine.submit([other, prompt], max_tokens=3)
+        engine.submit([other, prompt], 3, ["full", None])
         by_length = {r.num_prompt_tokens: r for r in engine.scheduler.requests.values()}
         request = by_length[len(prompt)]
         while request.num_computed_tokens < len(prompt):

@@ -35,6 +35,8 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
                 config[TSP_LAYER_KEY], source = found
                 lines.append(f"FastKV: tsp_layer=auto is layer {found[0]} ({source}).")
         if isinstance(part, StructKV) and part.pivot == "calibrated" and PIVOT_KEY not in config:
+            if part.struct_rate == 1 and part.granularity == "token":
+                continue  # It propagates everything and needs no pivot.
             found = _pivot(vllm_config, part)
             config[PIVOT_KEY], source = found
             lines.append(f"StructKV: pivot=calibrated is layer {found[0]} ({source}).")

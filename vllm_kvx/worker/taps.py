@@ -301,7 +301,7 @@ class LayerTap:
             # Every rank has some of the heads, and all must choose the tokens that one would: so
             # the heads are gathered, and added up in their order.
             total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)
-        centrality = self.taps.add_up(batch, total)
+        centrality = self.taps.add_up(batch, total, is_over=selects)
         if self.is_last and tap.selection is not None:
             chosen = tap.selection
             by = total.clone() if centrality else total
@@ -379,10 +379,10 @@ class Taps:
                 is_last = offset == size - 1
                 self.layers.append(LayerTap(self, layers[index], index, segment, is_last))
 
-    def add_up(self, batch: _Batch, saliency: Tensor) -> list[tuple[slice, Tensor]]:
+    def add_up(self, batch: _Batch, saliency: Tensor, is_over: bool) -> list[tuple[slice, Tensor]]:
         """Adds a layer's saliency (1, total) to the centrality of the prompts that want it.
 
-        Returns their columns and centrality so far (n,).
+        Returns their columns and centrality so far (n,). `is_over`: this layer selects.
         """
         summed = []
         for prompt, columns in zip(batch.prompts, batch.columns, strict=True):
@@ -393,7 +393,7 @@ class Taps:
             now = now.clone() if before is None else before.mul_(prompt.decay).add_(now)
             self._centrality[prompt.req_id] = now
             summed.append((columns, now))
-            if prompt.propagated:
+            if is_over and prompt.propagated:
                 del self._centrality[prompt.req_id]
         return summed
 
