@@ -127,9 +127,7 @@ def test_cache_salt_keeps_prefixes_apart(tiny: Callable[..., Path]) -> None:
     model = tiny()
     prompt = prompts_of((130,))[0]
     with running(model, "speed-4", enable_prefix_caching=True) as engine:
-        answers = [
-            engine.generate([prompt], cache_salt=salt)[0] for salt in ("a", "b", "a")
-        ]
+        answers = [engine.generate([prompt], cache_salt=salt)[0] for salt in ("a", "b", "a")]
         engine.assert_idle()
     assert [answer.cached for answer in answers] == [0, 0, 128]
     assert_matches(model, answers, cutoff=4)

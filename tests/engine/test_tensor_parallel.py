@@ -9,9 +9,7 @@ from reference import fastkv
 from .conftest import assert_matches, prompts_of, running
 
 
-def test_tp2_equals_reference(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tp2_equals_reference(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM binds one rank to a NUMA node unless told which cores to take.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = tiny()

@@ -81,7 +81,8 @@ class Server:
         """How far `ask` moved the policy's counters, which begin with its first request."""
         before = self.status()["counters"].get(policy, {})
         ask()
-        return {name: n - before.get(name, 0) for name, n in self.counters(policy).items()}
+        after = self.counters(policy)
+        return {k: n - before.get(k, 0) for k, n in after.items() if not isinstance(n, list)}
 
     def metrics(self) -> dict[tuple[str, str], float]:
         """Our samples, by name and policy."""

@@ -15,9 +15,7 @@ def test_plan_keeps_exactly_the_rows_outside_the_gaps(seed: int) -> None:
     starts = np.stack([rng.integers(0, 3, num_reqs)] * 2)
     sizes = np.stack([rng.integers(0, 40, num_reqs) * rng.integers(0, 2, num_reqs)] * 2)
     sizes[1] += rng.integers(0, 10, num_reqs)  # A later segment's gap covers an earlier one's.
-    positions = np.concatenate(
-        [np.arange(b, b + c) for b, c in zip(begins, counts, strict=True)]
-    )
+    positions = np.concatenate([np.arange(b, b + c) for b, c in zip(begins, counts, strict=True)])
     owner = np.repeat(np.arange(num_reqs), counts)
 
     previous = np.arange(len(positions))
