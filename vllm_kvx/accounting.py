@@ -88,12 +88,15 @@ class Storage:
         return stored if logical_len < self.prompt_len else max(stored, self.rows)
 
 
-def storage_of(policy: KVPolicy, prompt_len: int, segment_start_layer: int) -> Storage:
+def storage_of(
+    policy: KVPolicy, prompt_len: int, segment_start_layer: int, block_size: int
+) -> Storage:
     """What `policy` stores in the segment that begins at `segment_start_layer`.
 
     SPEED stores anchors and tail alone from its cutoff on; retention leaves them alone. Above the
     layer that selects by saliency (FastKV, StructKV) only the selected tokens are stored, all at
-    once when the prompt is in. Retention keeps at most its cap of what a layer computed.
+    once when the prompt is in. Retention keeps at most its cap of what a layer computed, or whole
+    blocks of `block_size` entries.
     """
     gap, rows = NO_GAP, prompt_len
     if isinstance(policy.propagate, Speed):
@@ -108,7 +111,7 @@ def storage_of(policy: KVPolicy, prompt_len: int, segment_start_layer: int) -> S
             gap = Gap(0, prompt_len)
     kept = rows
     if policy.retain is not None:
-        kept = min(policy.retain.cap(prompt_len), rows)
+        kept = policy.retain.kept(prompt_len, rows, block_size)
     if kept == prompt_len:
         return Storage(prompt_len, gap, rows, NO_GAP)
     return Storage(prompt_len, gap, rows, Gap(kept, prompt_len - kept))
@@ -136,10 +139,15 @@ def gap_of(policy: KVPolicy, prompt_len: int, segment_start_layer: int) -> Gap:
 
 
 def stored_len(
-    policy: KVPolicy, prompt_len: int, logical_len: int, segment_start_layer: int
+    policy: KVPolicy,
+    prompt_len: int,
+    logical_len: int,
+    segment_start_layer: int,
+    block_size: int,
 ) -> int:
     """Entries that the segment stores once `logical_len` tokens of the request are computed."""
-    return storage_of(policy, prompt_len, segment_start_layer).stored_len(logical_len)
+    storage = storage_of(policy, prompt_len, segment_start_layer, block_size)
+    return storage.stored_len(logical_len)
 
 
 def stored_lens(logical_lens: IntArray, starts: IntArray, sizes: IntArray) -> IntArray:

@@ -35,7 +35,7 @@ def test_speed_above_the_cutoff(prompt_len: int, anchors: int, tail: int) -> Non
         for logical_len in range(LONGEST + 1):
             expected = sum(position < logical_len for position in kept)
             assert gap.stored_len(logical_len) == expected
-            assert stored_len(policy, prompt_len, logical_len, layer) == expected
+            assert stored_len(policy, prompt_len, logical_len, layer, 16) == expected
 
 
 @pytest.mark.parametrize("name", ["full", "speed-3", "fastkv:tsp_layer=1,kv_rate=1", "fier-64"])
@@ -43,7 +43,7 @@ def test_no_gap(name: str) -> None:
     policy = parse_policy(name)
     for prompt_len, layer, logical_len in itertools.product(range(1, 6), range(CUTOFF), range(8)):
         assert gap_of(policy, prompt_len, layer) is NO_GAP
-        assert stored_len(policy, prompt_len, logical_len, layer) == logical_len
+        assert stored_len(policy, prompt_len, logical_len, layer, 16) == logical_len
         assert NO_GAP.slot(logical_len) == logical_len
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
@@ -15,6 +15,10 @@ from vllm.v1.request import Request
 
 from vllm_kvx.accounting import Storage
 
+# Attribute of a step's output, where prompts came in that keep whole blocks: by request and
+# segment, which of their blocks stay, ascending.
+KEPT_BLOCKS = "kv_kept_blocks"
+
 
 @dataclass
 class RequestKV:
@@ -25,14 +29,19 @@ class RequestKV:
         shares: whether its blocks may be read by others, and others' by it.
         anchors: leading tokens whose entries a prefix hit must bring along.
         anchor_hash: key of those entries, by their tokens; ``None`` if they cannot be shared.
-        is_compact: retention has run, and what it dropped is freed.
+        by_block: retention keeps whole blocks; which, the worker says.
+        is_compact: retention has run, and what it dropped is freed, or is in `undecided`.
+        undecided: blocks that the request holds until the worker has said which of its blocks
+            stay. Until then its list has as many as stay, not yet the right ones.
     """
 
     storage: Storage
     shares: bool = True
     anchors: int = 0
     anchor_hash: BlockHash | None = None
+    by_block: bool = False
     is_compact: bool = False
+    undecided: list[KVCacheBlock] = field(default_factory=list)
 
 
 class _SizedByStorage(SingleTypeKVCacheManager):
@@ -41,6 +50,8 @@ class _SizedByStorage(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.requests: dict[str, RequestKV] = {}
+        self.segment: int = getattr(kv_cache_spec, "segment", 0)
+        self.start_layer: int = getattr(kv_cache_spec, "start_layer", 0)
 
     def add_request(self, request_id: str, kv: RequestKV) -> None:
         self.requests[request_id] = kv
@@ -48,22 +59,44 @@ class _SizedByStorage(SingleTypeKVCacheManager):
     def remove_request(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
 
-    def shrink(self, request_id: str, num_tokens: int) -> int:
+    def shrink(self, request_id: str, num_tokens: int) -> None:
         """Frees what retention dropped of a request with this many computed tokens.
 
         Called once the compacting step has been scheduled: the worker runs steps in order, so
-        whoever gets the blocks writes them after that step has read them. Returns how many.
+        whoever gets the blocks writes them after that step has read them. Where whole blocks stay
+        it only sets them aside: see `relink`.
         """
         kv = self.requests[request_id]
         if kv.is_compact or not kv.storage.compacts:
-            return 0
+            return
         kv.is_compact = True
         blocks = self.req_to_blocks[request_id]
         kept = cdiv(kv.storage.stored_len(num_tokens), self.block_size)
         dropped = blocks[kept:]
         del blocks[kept:]
-        self.block_pool.free_blocks(reversed(dropped))
-        return len(dropped)
+        if kv.by_block:
+            kv.undecided = dropped
+        else:
+            self.block_pool.free_blocks(reversed(dropped))
+
+    def relink(self, request_id: str, num_tokens: int, kept: Sequence[int]) -> None:
+        """Keeps these of the prompt's blocks, ascending, and frees the others.
+
+        The worker has them at the front of its table already. A request that has ended or starts
+        over meanwhile gave all its blocks back.
+        """
+        kv = self.requests.get(request_id)
+        if kv is None or not self.req_to_blocks.get(request_id):
+            return
+        self.shrink(request_id, num_tokens)
+        if not kv.undecided:
+            return
+        blocks = self.req_to_blocks[request_id]
+        prompt = [*blocks[: len(kept)], *kv.undecided]
+        blocks[: len(kept)] = [prompt[i] for i in kept]
+        kv.undecided = []
+        stay = set(kept)
+        self.block_pool.free_blocks([b for i, b in reversed([*enumerate(prompt)]) if i not in stay])
 
     def _required_blocks(self, request_id: str, num_tokens: int) -> int:
         kv = self.requests.get(request_id)
@@ -74,9 +107,11 @@ class _SizedByStorage(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         kv = self.requests.get(request_id)
+        undecided: list[KVCacheBlock] = []
         if kv is not None:
             kv.is_compact = False  # A preempted request starts over.
-        return super().pop_blocks_for_free(request_id)
+            undecided, kv.undecided = kv.undecided, []
+        return [*super().pop_blocks_for_free(request_id), *undecided]
 
 
 class LowerKVCacheManager(_SizedByStorage, FullAttentionManager):
@@ -121,7 +156,6 @@ class PolicyKVCacheManager(_SizedByStorage):
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self.start_layer: int = kv_cache_spec.start_layer
         self._to_publish: dict[str, BlockHash] = {}
         self._to_copy: dict[str, KVCacheBlock] = {}
 

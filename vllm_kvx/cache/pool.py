@@ -37,8 +37,9 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
     blocks_per_token = 0.0
     for group in config.kv_cache_groups:
         _, start = segment_of(group.kv_cache_spec)
-        stored = accounting.stored_len(settings.policy, prompt_len, prompt_len, start)
-        blocks_per_token += stored / prompt_len / group.kv_cache_spec.block_size
+        size = group.kv_cache_spec.block_size
+        stored = accounting.stored_len(settings.policy, prompt_len, prompt_len, start, size)
+        blocks_per_token += stored / prompt_len / size
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
     return PoolTokens(

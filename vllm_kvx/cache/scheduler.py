@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from vllm_kvx.accounting import selector_of, storage_of
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.managers import (
+    KEPT_BLOCKS,
     LowerKVCacheManager,
     PolicyKVCacheManager,
     RequestKV,
@@ -105,16 +106,16 @@ class _PolicyScheduling:
         # What retention drops, or saliency leaves out, nobody else can use; see invariant 5.
         lossy = policy.retain is not None or selector_of(policy, prompt_len) is not None
         anchors = policy.propagate.anchors if isinstance(policy.propagate, Speed) else 0
-        storages = [storage_of(policy, prompt_len, 0)] * len(self.lower_managers)
-        storages += [storage_of(policy, prompt_len, m.start_layer) for m in self.policy_managers]
         managers = [*self.lower_managers, *self.policy_managers]
+        storages = [storage_of(policy, prompt_len, m.start_layer, m.block_size) for m in managers]
+        by_block = policy.retain is not None and policy.retain.keeps_blocks
         for manager, storage in zip(managers, storages, strict=True):
             key = None
             if isinstance(manager, PolicyKVCacheManager):
                 fits = manager.enable_caching and 0 < anchors <= manager.block_size
                 if fits and storage.prefill.size and not lossy:
                     key = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
-            kv = RequestKV(storage, not lossy, anchors if key else 0, key)
+            kv = RequestKV(storage, not lossy, anchors if key else 0, key, by_block)
             manager.add_request(request.request_id, kv)
         self.admission.add_request(request, policy, any(s.changes for s in storages))
 
@@ -202,6 +203,17 @@ class _PolicyScheduling:
         for manager in (*self.lower_managers, *self.policy_managers):
             if manager.req_to_blocks.get(request.request_id):
                 manager.shrink(request.request_id, request.num_computed_tokens)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
+        for request_id, kept in getattr(output, KEPT_BLOCKS, {}).items():
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if request is not None:
+                for manager in (*self.lower_managers, *self.policy_managers):
+                    if manager.segment in kept:
+                        manager.relink(
+                            request_id, request.num_computed_tokens, kept[manager.segment]
+                        )
+        return super().update_from_output(scheduler_output, output)  # type: ignore[misc]
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]

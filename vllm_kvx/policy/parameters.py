@@ -188,6 +188,13 @@ class Retain(Method):
         """Entries of a prompt that a layer keeps at most."""
         raise NotImplementedError
 
+    # Whether whole blocks stay or go, all layers of a segment alike; then nothing is copied.
+    keeps_blocks: bool = False
+
+    def kept(self, prompt_len: int, rows: int, block_size: int) -> int:
+        """Of `rows` entries that a layer computed, how many stay."""
+        return min(self.cap(prompt_len), rows)
+
 
 def share_of(prompt_len: int, share: float, window: int) -> int:
     """`max(int(N * rate), w)`, and never more than the N tokens there are."""

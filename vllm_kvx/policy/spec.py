@@ -160,11 +160,16 @@ def check_served(policy: KVPolicy) -> None:
             )
     propagate, retain = policy.propagate, policy.retain
     for part in policy.parts:
-        if isinstance(part, StructKV) and (part.pivot == "online" or part.granularity == "block"):
+        if isinstance(part, StructKV) and part.pivot == "online":
             raise PolicyError(
-                f"{part}: pivot=online and granularity=block are not served by this version: use "
-                "pivot=<int> and granularity=token"
+                f"{part}: pivot=online is not served by this version: use pivot=<int>"
             )
+    pivot = getattr(retain, "pivot", None) if retain is not None and retain.keeps_blocks else None
+    if isinstance(propagate, Speed) and isinstance(pivot, int) and pivot >= propagate.cutoff:
+        raise PolicyError(
+            f"{retain}: blocks are ranked at layer {pivot}, which {propagate} does not run for "
+            f"every token: use a pivot below {propagate.cutoff} or granularity=token"
+        )
     if not isinstance(propagate, Select) or retain is None or retain is propagate:
         return
     if isinstance(retain, StreamingLLM):

@@ -1,5 +1,6 @@
 """StructKV: centrality over the lower layers chooses the tokens that go on."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -82,6 +83,19 @@ class StructKV(Select, Retain):
 
     def cap(self, prompt_len: int) -> int:
         return share_of(prompt_len, self.kv_rate, self.window)
+
+    @property
+    def keeps_blocks(self) -> bool:  # type: ignore[override]
+        return self.granularity == "block"
+
+    def kept(self, prompt_len: int, rows: int, block_size: int) -> int:
+        if not self.keeps_blocks:
+            return super().kept(prompt_len, rows, block_size)
+        blocks = -(-rows // block_size)
+        touched = blocks - (rows - min(self.window, rows)) // block_size
+        wanted = max(math.ceil(prompt_len * self.kv_rate / block_size), touched)
+        # The last block stays, and it alone may be partly filled.
+        return rows - max(blocks - wanted, 0) * block_size
 
     def splits(self) -> tuple[int, ...]:
         if self.struct_rate == 1 and self.granularity == "token":

@@ -52,6 +52,10 @@ SECONDS = (
     "retention_seconds",
     "Device seconds in saliency, selection and compaction, of one rank.",
 )
+BYTES_MOVED = (
+    "kv_bytes_moved",
+    "Bytes of keys and values that retention copied to other slots, of one rank.",
+)
 GAUGES = {
     "blocks_held": ("kv_blocks_held", "KV cache blocks held by running requests."),
     "blocks_saved": (
@@ -87,6 +91,7 @@ class _Metrics(NamedTuple):
     stash: dict[str, Gauge]
     layers: Counter
     seconds: Counter
+    moved: Counter
 
 
 @functools.cache
@@ -103,6 +108,7 @@ def _metrics() -> _Metrics:
         {field: gauge(name, text) for field, (name, text) in STASH_GAUGES.items()},
         Counter(PREFIX + LAYER_COUNTER[0], LAYER_COUNTER[1], (*LABELS, "layer")),
         Counter(PREFIX + SECONDS[0], SECONDS[1], LABELS),
+        Counter(PREFIX + BYTES_MOVED[0], BYTES_MOVED[1], LABELS),
     )
 
 
@@ -149,6 +155,8 @@ class PolicyMetrics:
             gauge.labels(self.model_name, self.policy).set(stats.get(field, 0))
         added = self._added("", "seconds", stats.get("seconds_in_retention", 0.0))
         _metrics().seconds.labels(self.model_name, self.policy).inc(added)
+        added = self._added("", "moved", stats.get("kv_bytes_moved", 0))
+        _metrics().moved.labels(self.model_name, self.policy).inc(added)
 
     def _added(self, name: str, field: str, total: float) -> float:
         """How far a total moved; one that fell was restarted, and counts from 0 again."""

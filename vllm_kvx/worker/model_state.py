@@ -17,6 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -145,12 +146,13 @@ class PolicyModelState(DefaultModelState):
         policy = request_policy(self.settings, new_req_data.sampling_params)
         prompt_len = new_req_data.prompt_len
         req_id = new_req_data.req_id
+        block_size = self.block_tables.block_sizes[0]
         for segment, start_layer in enumerate(self.segment_starts):
-            gap = accounting.storage_of(policy, prompt_len, start_layer).prefill
+            gap = accounting.storage_of(policy, prompt_len, start_layer, block_size).prefill
             self.gap_starts.np[segment, req_index] = gap.start
             self.gap_sizes.np[segment, req_index] = gap.size
         self._gaps_changed = True
-        prompt = PromptState.of(req_id, policy, prompt_len, self.segment_starts)
+        prompt = PromptState.of(req_id, policy, prompt_len, self.segment_starts, block_size)
         if prompt is not None:
             self._prompts[req_index] = prompt
             if prompt.first_selected is not None:
@@ -263,6 +265,25 @@ class PolicyModelState(DefaultModelState):
                 num_blocks[group, req_index] - kept
             )
             num_blocks[group, req_index] = kept
+
+    def relink_blocks(self) -> dict[str, dict[int, np.ndarray]]:
+        """After the forward pass: the blocks that stay come to the front of their tables.
+
+        Only the tables change, not the cache. Returns by request and segment which blocks these
+        are, for the scheduler, which frees the others: host arrays whose copies may be under way.
+        """
+        chosen = self.segmented.taps.take_blocks()
+        for req_id, by_segment in chosen.items():
+            row = self._req_index[req_id]
+            for group, segment in enumerate(self.group_segments):
+                if segment in by_segment:
+                    kept = by_segment[segment]
+                    table = self.block_tables.block_tables[group].gpu
+                    table[row, : len(kept)] = table[row].index_select(0, kept)
+        return {
+            req_id: {segment: async_copy_to_np(kept) for segment, kept in by_segment.items()}
+            for req_id, by_segment in chosen.items()
+        }
 
     def _count(self, step: _Step, plan: list[SegmentRows | None]) -> None:
         computed = step.counts * self.segment_sizes[0]
@@ -460,6 +481,7 @@ class PolicyModelState(DefaultModelState):
         stash = self.stash
         return {
             "seconds_in_retention": self.segmented.taps.timer.seconds,
+            "kv_bytes_moved": self.segmented.taps.bytes_moved,
             "stash_tokens": self.settings.stash_tokens,
             "stash_tokens_used": stash.used_tokens if stash is not None else 0,
             "layout": {

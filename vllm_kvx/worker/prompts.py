@@ -25,7 +25,9 @@ class PromptState:
     Attributes:
         storages: what it stores, by segment.
         window, kernel: of the saliency; window 0 if nothing is scored.
-        per_layer, decay: see ``taps.Prompt``; `decay` is of layers below `first_selected`.
+        per_layer, decay: see ``taps.Prompt``; `decay` is of the segments up to `last_central`.
+        last_central: segment whose last layer ends the centrality.
+        by_block: retention keeps whole blocks, ranked by centrality.
         first_selected: first segment that only selected tokens reach; None if all go on.
         slot: where its window's queries are kept while it is spread over chunks.
     """
@@ -40,17 +42,21 @@ class PromptState:
     sinks: int | None
     per_layer: bool = False
     decay: float | None = None
+    last_central: int | None = None
+    by_block: bool = False
     slot: int | None = None
 
     @classmethod
     def of(
-        cls, req_id: str, policy: KVPolicy, prompt_len: int, starts: Sequence[int]
+        cls, req_id: str, policy: KVPolicy, prompt_len: int, starts: Sequence[int], block_size: int
     ) -> "PromptState | None":
         """The state of a request; None if the prompt is as in any other.
 
-        starts: first layer of every segment.
+        starts: first layer of every segment. block_size: entries of a KV cache block.
         """
-        storages = [accounting.storage_of(policy, prompt_len, start) for start in starts]
+        storages = [
+            accounting.storage_of(policy, prompt_len, start, block_size) for start in starts
+        ]
         if not any(s.changes for s in storages):
             return None
         retain, selector = policy.retain, accounting.selector_of(policy, prompt_len)
@@ -63,6 +69,13 @@ class PromptState:
         scorer: Select | Retain | None = selector
         if retain is not None and any(s.compacts for s in storages):
             scorer = retain if retain.window else scorer
+        by_block = retain is not None and retain.keeps_blocks
+        by_block = by_block and any(s.compacts for s in storages)
+        central = retain if by_block else selector
+        decay, last_central = None, None
+        if isinstance(central, StructKV):
+            decay = central.decay
+            last_central = sum(start <= central.last_full_layer for start in starts) - 1
         return cls(
             req_id=req_id,
             prompt_len=prompt_len,
@@ -73,7 +86,9 @@ class PromptState:
             num_propagated=num_propagated,
             sinks=retain.sinks if isinstance(retain, StreamingLLM) else None,
             per_layer=isinstance(retain, StructKV),
-            decay=selector.decay if isinstance(selector, StructKV) else None,
+            decay=decay,
+            last_central=last_central,
+            by_block=by_block,
         )
 
     def is_direct(self, segment: int) -> bool:
@@ -157,8 +172,9 @@ def _plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: 
     if selects:
         plan.stash_rows.append(np.arange(start_row, start_row + chunk.end - chunk.begin))
         plan.stash_chunks.append(chunk)
-    adds_up = state.decay is not None
-    if not (storage.compacts or selects or adds_up):
+    adds_up = state.last_central is not None and segment <= state.last_central
+    compacts = storage.compacts and not state.by_block
+    if not (compacts or selects or adds_up):
         return
     window_start = state.prompt_len - state.window
     first_row = start_row + window_start - chunk.begin
@@ -178,11 +194,15 @@ def _plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: 
                 kernel=state.kernel,
                 first_row=first_row,
                 slot=state.slot if chunk.splits_window else None,
-                cap=storage.kept,
+                cap=storage.kept if compacts else storage.rows,
                 sinks=state.sinks,
                 propagated=state.num_propagated if selects else 0,
                 per_layer=state.per_layer,
-                decay=state.decay,
+                decay=state.decay if adds_up else None,
+                ranks_blocks=state.by_block and segment == state.last_central,
+                kept=tuple(
+                    (s.kept, i <= (state.last_central or 0)) for i, s in enumerate(state.storages)
+                ),
             )
         )
 

@@ -214,7 +214,7 @@ class PromptPasses:
             for piece, end in zip(pieces, row_ends.tolist(), strict=True):
                 state = piece.chunk.state
                 storage = state.storages[segment]
-                if piece.is_last and storage.compacts:
+                if piece.is_last and storage.compacts and not state.by_block:
                     prompts.append(
                         Prompt(
                             req_id=state.req_id,

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_kvx.ops.blocks import top_blocks
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.saliency import pool_per_kv_head, window_saliency
 from vllm_kvx.ops.select import move_entries, select_kept, select_moves
@@ -43,6 +44,8 @@ class Prompt:
             heads (StructKV Eq. 13); else each keeps its own.
         decay: tokens are chosen by centrality, the layers' saliency added up with this weight for
             what came before (StructKV Eq. 3); None if by the last layer's saliency.
+        ranks_blocks: after the segment's last layer the prompt's blocks are ranked by centrality;
+            by segment, `kept` has the entries that stay, and whether it computes every token.
     """
 
     req_id: str
@@ -57,6 +60,8 @@ class Prompt:
     propagated: int = 0
     per_layer: bool = False
     decay: float | None = None
+    ranks_blocks: bool = False
+    kept: tuple[tuple[int, bool], ...] = ()
 
     @property
     def is_scored_everywhere(self) -> bool:
@@ -264,6 +269,7 @@ class LayerTap:
                     moves.offsets,
                     moves.max_moves,
                 )
+                self.taps.moved += moves.num_moves.sum()
 
     def _score(
         self, tap: SegmentTap, batch: _Batch, query: Tensor, paged: PagedKV, tables: Tensor
@@ -301,11 +307,11 @@ class LayerTap:
             # Every rank has some of the heads, and all must choose the tokens that one would: so
             # the heads are gathered, and added up in their order.
             total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)
-        centrality = self.taps.add_up(batch, total, is_over=selects)
+        centrality = self.taps.add_up(batch, total)
         if self.is_last and tap.selection is not None:
             chosen = tap.selection
             by = total.clone() if centrality else total
-            for columns, values in centrality:
+            for columns, values in centrality.values():
                 by[0, columns] = values
             tap.kept = select_kept(
                 by,
@@ -316,6 +322,8 @@ class LayerTap:
                 chosen.out_offsets,
                 chosen.total,
             )[0]
+        if self.is_last:
+            self.taps.end_centrality(batch, tap.kept, paged.block_size)
         if batch.max_moves:
             if all(batch.per_layer):
                 scores = total
@@ -345,6 +353,7 @@ class LayerTap:
                 batch.cap_offsets,
                 batch.max_moves,
             )
+            self.taps.moved += num_moves.sum()
 
 
 class Taps:
@@ -352,6 +361,7 @@ class Taps:
 
     current: by segment, what the running pass does; None outside of such a pass.
     queries: (slots, L, W, H, D) model dtype, windows that are spread over several chunks.
+    moved: () int64, entries of one KV head that retention copied to another slot.
     """
 
     def __init__(
@@ -372,6 +382,9 @@ class Taps:
         shape = (split_windows, len(layers), max_window, impl.num_heads, impl.head_size)
         self.queries = torch.empty(shape if max_window else (0,), dtype=dtype, device=device)
         self._centrality: dict[str, Tensor] = {}
+        # Blocks that stay, of prompts that came in with this step, until `take_blocks`.
+        self._blocks: dict[str, dict[int, Tensor]] = {}
+        self.moved = torch.zeros((), dtype=torch.int64, device=device)
         self.layers: list[LayerTap] = []
         for segment, size in enumerate(segment_sizes):
             for offset in range(size):
@@ -379,12 +392,12 @@ class Taps:
                 is_last = offset == size - 1
                 self.layers.append(LayerTap(self, layers[index], index, segment, is_last))
 
-    def add_up(self, batch: _Batch, saliency: Tensor, is_over: bool) -> list[tuple[slice, Tensor]]:
+    def add_up(self, batch: _Batch, saliency: Tensor) -> dict[str, tuple[slice, Tensor]]:
         """Adds a layer's saliency (1, total) to the centrality of the prompts that want it.
 
-        Returns their columns and centrality so far (n,). `is_over`: this layer selects.
+        Returns their columns and centrality so far (n,).
         """
-        summed = []
+        summed = {}
         for prompt, columns in zip(batch.prompts, batch.columns, strict=True):
             if prompt.decay is None:
                 continue
@@ -392,10 +405,49 @@ class Taps:
             before = self._centrality.get(prompt.req_id)
             now = now.clone() if before is None else before.mul_(prompt.decay).add_(now)
             self._centrality[prompt.req_id] = now
-            summed.append((columns, now))
-            if is_over and prompt.propagated:
-                del self._centrality[prompt.req_id]
+            summed[prompt.req_id] = columns, now
         return summed
+
+    def end_centrality(self, batch: _Batch, selected: Tensor | None, block_size: int) -> None:
+        """After a segment's last layer: ranks blocks where wanted, and forgets what is over.
+
+        selected: (total,) int32, as ``SegmentTap.kept``.
+        """
+        offset = 0
+        for prompt in batch.prompts:
+            offset += prompt.propagated
+            if not (prompt.propagated or prompt.ranks_blocks):
+                continue
+            values = self._centrality.pop(prompt.req_id, None)
+            if not prompt.ranks_blocks:
+                continue
+            assert values is not None
+            upper = values
+            if prompt.propagated:
+                assert selected is not None
+                upper = values.index_select(0, selected[offset - prompt.propagated : offset])
+            self._blocks[prompt.req_id] = {
+                segment: top_blocks(
+                    values if is_lower else upper,
+                    num_blocks=-(-kept // block_size),
+                    block_size=block_size,
+                    window=prompt.window,
+                )
+                for segment, (kept, is_lower) in enumerate(prompt.kept)
+                if kept < len(values if is_lower else upper)
+            }
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of keys and values that this rank copied to other slots; waits for the device."""
+        impl = self.layers[0].layer.impl
+        width = self.layers[0].layer.kv_cache_torch_dtype.itemsize
+        return int(self.moved.item()) * 2 * impl.head_size * width
+
+    def take_blocks(self) -> dict[str, dict[int, Tensor]]:
+        """By request and segment, which blocks stay: (k,) int64 ascending, on the device."""
+        blocks, self._blocks = self._blocks, {}
+        return blocks
 
     def paged(self, layer: Any, kv_cache: Tensor) -> PagedKV:
         """The layer's cache, addressed entry by entry."""

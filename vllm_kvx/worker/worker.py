@@ -2,13 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvx.cache.managers import KEPT_BLOCKS
 from vllm_kvx.models.registry import use_segmented_model
 
 
 class _PolicyWorking:
     """Mixin over vLLM's workers."""
+
+    _kept_blocks: dict[str, dict[int, np.ndarray]]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         use_segmented_model(self.vllm_config.model_config)  # type: ignore[attr-defined]
@@ -19,7 +23,28 @@ class _PolicyWorking:
         unshared = getattr(scheduler_output, "kv_policy_unshared", None)
         if unshared:
             self.model_runner.model_state.stats.add_unshared(unshared)  # type: ignore[attr-defined]
-        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self._kept_blocks = self.model_runner.model_state.relink_blocks()  # type: ignore[attr-defined]
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        kept, self._kept_blocks = self._kept_blocks, {}
+        if kept and output is not None:
+            # The output's own copies, queued after these, are waited for in `get_output`.
+            stock = output.get_output
+
+            def get_output() -> Any:
+                result = stock()
+                lists = {
+                    request: {segment: blocks.tolist() for segment, blocks in by_segment.items()}
+                    for request, by_segment in kept.items()
+                }
+                setattr(result, KEPT_BLOCKS, lists)
+                return result
+
+            output.get_output = get_output
+        return output
 
     def kv_policy_stats(self) -> dict[str, Any]:
         """Layout and cumulative counters of this rank, for metrics and the status route."""
