@@ -185,15 +185,18 @@ class Bench:
         self._generate(case, [min(count, 8)])
         self.recorder.steps.clear()
         repeats = self.spec["repeats"] or (3 if case.length > 65536 else 5)
-        before = self._retention_s()
+        before = self._policy_s()
         runs = [self._generate(case, [count], first=1 + i)[0] for i in range(repeats)]
-        retention_ms = 1e3 * (self._retention_s() - before) / repeats
+        spent = [
+            1e3 * (now - then) / repeats for now, then in zip(self._policy_s(), before, strict=True)
+        ]
         result = {
             "ttft": [1e3 * m.first_token_latency for m in runs],
             "prefill": [1e3 * (m.first_token_ts - m.scheduled_ts) for m in runs],
             "tpot": [1e3 * (m.last_token_ts - m.first_token_ts) / max(1, count - 1) for m in runs],
             "graphs": self.recorder.graphs(),
-            "retention_ms": round(retention_ms, 3),
+            "retention_ms": round(spent[0], 3),
+            "detector_ms": round(spent[1], 3),
         }
         self._latency[key] = result
         return result
@@ -205,13 +208,21 @@ class Bench:
         if runs["retention_ms"]:
             result["retention_ms"] = runs["retention_ms"]
             result["retention_of_prefill"] = round(runs["retention_ms"] / prefill["median"], 5)
+        if runs["detector_ms"]:
+            result["detector_ms"] = runs["detector_ms"]
+            result["detector_of_prefill"] = round(runs["detector_ms"] / prefill["median"], 5)
         return result
 
-    def _retention_s(self) -> float:
-        """Device seconds so far in saliency, selection and compaction, by the engine's clock."""
+    def _policy_s(self) -> tuple[float, float]:
+        """Device seconds so far, by the engine's clock.
+
+        In saliency, detection, selection and compaction together; and of these in accumulating
+        centrality and in the detector of the pivot.
+        """
         if self.spec["policy"] in (None, "full"):
-            return 0.0
-        return self.llm.collective_rpc("kv_policy_stats")[0]["seconds_in_retention"]
+            return 0.0, 0.0
+        stats = self.llm.collective_rpc("kv_policy_stats")[0]
+        return stats["seconds_in_retention"], stats["seconds_in_detector"]
 
     def _measure_tpot(self, case: Case) -> dict[str, Any]:
         runs = self._requests_alone(case)

@@ -94,9 +94,9 @@ def storage_of(
     """What `policy` stores in the segment that begins at `segment_start_layer`.
 
     SPEED stores anchors and tail alone from its cutoff on; retention leaves them alone. Above the
-    layer that selects by saliency (FastKV, StructKV) only the selected tokens are stored, all at
-    once when the prompt is in. Retention keeps at most its cap of what a layer computed, or whole
-    blocks of `block_size` entries.
+    layer that selects by saliency (FastKV, StructKV), if it is known, only the selected tokens are
+    stored, all at once when the prompt is in. Retention keeps at most its cap of what a layer
+    computed, or whole blocks of `block_size` entries.
     """
     gap, rows = NO_GAP, prompt_len
     if isinstance(policy.propagate, Speed):
@@ -106,7 +106,9 @@ def storage_of(
             return Storage(prompt_len, gap, rows, gap)
     else:
         selector = selector_of(policy, prompt_len)
-        if selector is not None and segment_start_layer > selector.last_full_layer:
+        # Where the layer is found online any may compute every token.
+        known = selector is not None and not selector.is_online
+        if selector is not None and known and segment_start_layer > selector.last_full_layer:
             rows = selector.num_propagated(prompt_len)
             gap = Gap(0, prompt_len)
     kept = rows

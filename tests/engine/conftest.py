@@ -343,7 +343,7 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     Interpreted, the kernels take a second per prompt; tests/ops compares them, and the tests
     without this fixture run them.
     """
-    from vllm_kvx.ops import saliency, select
+    from vllm_kvx.ops import metrics, saliency, select
     from vllm_kvx.worker import taps
 
     def window_saliency(*args: Any, key_scale: float = 1.0) -> torch.Tensor:
@@ -386,6 +386,27 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         select.move_entries_reference(paged, tables, moves)
 
-    kernels = (window_saliency, pool_per_kv_head, select_kept, select_moves, move_entries)
+    def window_metrics(
+        queries: torch.Tensor,
+        paged: Any,
+        tables: torch.Tensor,
+        num_keys: torch.Tensor,
+        windows: torch.Tensor,
+        _: int,
+        scale: float,
+        key_scale: float = 1.0,
+    ) -> torch.Tensor:
+        return metrics.window_metrics_reference(
+            queries, paged, tables, num_keys, windows, scale, key_scale
+        )
+
+    kernels = (
+        window_saliency,
+        window_metrics,
+        pool_per_kv_head,
+        select_kept,
+        select_moves,
+        move_entries,
+    )
     for replacement in kernels:
         monkeypatch.setattr(taps, replacement.__name__, replacement)

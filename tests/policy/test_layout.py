@@ -31,6 +31,11 @@ from vllm_kvx.policy.spec import PolicyError, parse_policy
         (["fastkv:tsp_layer=15", "speed-24"], Layout((16, 24), retain=True, window=8, stash=True)),
         (["structkv:pivot=10,kv_rate=0.3"], Layout((11,), retain=True, window=8, stash=True)),
         (["structkv:pivot=10,granularity=block"], Layout((11,), retain=True, window=8, stash=True)),
+        (
+            ["structkv:pivot=online,max_layer=10"],
+            Layout((), retain=True, window=8, stash=True, cuts=(9, 10, 11)),
+        ),
+        (["structkv:pivot=online,struct_rate=1"], Layout((), retain=True, window=8)),
         (["structkv:pivot=31,granularity=block"], Layout((), retain=True, window=8)),
         (["fier-64"], Layout((), sidecar=True)),
         (["quest-64", "speed-8"], Layout((8,), sidecar=True)),
@@ -47,12 +52,23 @@ def test_layout_of(names: list[str], layout: Layout) -> None:
         ("speed-32", "use speed-1 .. speed-31"),
         ("fastkv", "write tsp_layer=<int>, or measure it once with `vllm-kvx calibrate"),
         ("structkv:granularity=block", "write pivot=<int>"),
-        ("structkv:pivot=online,kv_rate=1", "write pivot=<int>"),
     ],
 )
 def test_no_layout(name: str, message: str) -> None:
     with pytest.raises(PolicyError, match=re.escape(message)):
         layout_of([parse_policy(name)], 32)
+
+
+def test_online_limits_are_layers_below_the_last() -> None:
+    for limits in ("min_layer=9,max_layer=8", "max_layer=31", "min_layer=20"):
+        with pytest.raises(PolicyError, match="they must be in this order and below its last"):
+            layout_of([parse_policy(f"structkv:pivot=online,{limits}")], 32)
+
+
+def test_online_pivots_need_room() -> None:
+    policy = parse_policy("structkv:pivot=online,max_layer=18")
+    with pytest.raises(PolicyError, match="needs online pivots at"):
+        check_fits(policy, layout_of([parse_policy("structkv:pivot=online")], 32), 32)
 
 
 def test_segment_sizes() -> None:

@@ -25,14 +25,17 @@ def worker_stats(**policies: dict[str, int]) -> dict[str, Any]:
 class Engine:
     """An engine client whose workers answer with `stats`, or fail, or never answer."""
 
-    def __init__(self, policy: str | None, rank: int = 0, count: int = 1, model: str = "m") -> None:
+    def __init__(
+        self, policy: str | None, rank: int = 0, count: int = 1, model: str = "m", **config: Any
+    ) -> None:
         self.stats: Any = worker_stats()
         self.calls = 0
         self.vllm_config = SimpleNamespace(
-            additional_config={"kv_policy": policy} if policy else {},
+            additional_config={"kv_policy": policy, **config} if policy else {},
             model_config=SimpleNamespace(
-                served_model_name=model, get_total_num_hidden_layers=lambda: 8
+                served_model_name=model, get_total_num_hidden_layers=lambda: 8, max_model_len=64
             ),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
             parallel_config=SimpleNamespace(_api_process_rank=rank, _api_process_count=count),
         )
 
@@ -76,15 +79,40 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
         assert answer == {
             "policy": "speed-4",
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
+            "measured": {"tsp_layer": None, "pivot": None},
             "num_layers": 8,
             "layout": {"splits": [4], "sidecar": False, "window": 0, **engine.stats["layout"]},
             "stash": {"tokens": 0, "tokens_used": 0},
             "seconds_in_retention": 0.0,
+            "seconds_in_detector": 0.0,
+            "kv_bytes_moved": 0,
             "counters": {"speed-4": {"prompt_tokens": 5}},
             "current": True,
         }
         await asyncio.gather(*(client.get("/v1/kv_policy") for _ in range(5)))
         assert engine.calls == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "splits"),
+    [
+        ({"kv_pivot": 3}, "structkv:pivot=3", [4]),
+        ({"kv_pivot": 3, "kv_tsp_layer": 5, "kv_layout": ["fastkv"]}, "structkv:pivot=3", [4, 6]),
+        ({"kv_pivot": 7}, "structkv:pivot=7", []),
+    ],
+)
+def test_route_tells_what_was_measured(config: dict, policy: str, splits: list[int]) -> None:
+    async def main() -> None:
+        client = await serve(Engine("structkv", **config))
+        answer = (await client.get("/v1/kv_policy")).json()
+        assert answer["measured"] == {
+            "pivot": config["kv_pivot"],
+            "tsp_layer": config.get("kv_tsp_layer"),
+        }
+        assert answer["policy"] == policy and answer["layout"]["splits"] == splits
+        assert answer["parameters"]["propagate"]["pivot"] == config["kv_pivot"]
 
     asyncio.run(main())
 

@@ -61,7 +61,9 @@ class PromptAdmission:
         """`changes`: whether any segment stores something else once the prompt is in."""
         length, window, pages, propagated = request.num_prompt_tokens, 0, 0, 0
         selector = selector_of(policy, length)
-        if selector is not None and selector.last_full_layer + 1 in self.splits:
+        if selector is not None and selector.is_online:
+            window, pages, propagated = selector.window, stash_pages(length), length
+        elif selector is not None and selector.last_full_layer + 1 in self.splits:
             window, pages = selector.window, stash_pages(length)
             propagated = selector.num_propagated(length)
         if policy.retain is not None and changes:

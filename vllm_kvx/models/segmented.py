@@ -93,7 +93,10 @@ class StepPlan:
     """What the next forward pass runs.
 
     Attributes:
-        rows: those of every segment above the first; None runs all of the batch.
+        rows: those of every segment; None runs all of the batch.
+        online: runs the prompts that find their pivot online, whose rows are in none of `rows`;
+            called with the model, ids, positions and the output.
+        is_empty: there is nothing but these.
         is_dummy: the step captures graphs or warms up.
         taps: by segment; None if the step brings no prompt in.
         stash: (S, hidden) the stash; writes: what goes into it, by segment.
@@ -108,6 +111,8 @@ class StepPlan:
     stash: torch.Tensor | None = None
     writes: Sequence[StashWrite | None] = ()
     selected: Sequence[Callable[[], SelectedPass]] = field(default_factory=list)
+    online: Callable[..., None] | None = None
+    is_empty: bool = False
 
 
 class DecoderSegment(nn.Module):
@@ -192,6 +197,7 @@ class SegmentedModel(nn.Module):
                     )
                 )
         self.segments = nn.ModuleList(segments)
+        self.pieces = self._make_pieces(settings.layout.cuts, vllm_config, prefix)
         self._captured_sizes: set[int] = set()
         self.begin_step(StepPlan())
         attention = [_attention_of(layer) for layer in decoder.layers]
@@ -204,6 +210,26 @@ class SegmentedModel(nn.Module):
             cast(torch.dtype, vllm_config.model_config.dtype),
             cast(torch.device, vllm_config.device_config.device),
         )
+
+    def _make_pieces(
+        self, cuts: Sequence[int], vllm_config: VllmConfig, prefix: str
+    ) -> dict[int, tuple[int, DecoderSegment]]:
+        """By first layer, segments between `cuts` and where they end: see ``run_layers``."""
+        pieces: dict[int, tuple[int, DecoderSegment]] = {}
+        if not cuts:
+            return pieces
+        for start, end in pairwise((0, *cuts, len(self.model.layers))):
+            index = len(self.segments) + len(pieces)
+            with set_model_tag(f"kvx_segment_{index}"):
+                piece = compiled_segment(index)(
+                    vllm_config=vllm_config,
+                    prefix=f"{prefix}.segments.{index}",
+                    decoder=self.model,
+                    start=start,
+                    end=end,
+                )
+            pieces[start] = end, piece
+        return pieces
 
     def begin_step(self, plan: StepPlan) -> None:
         """Says what the next forward pass runs.
@@ -230,10 +256,20 @@ class SegmentedModel(nn.Module):
         plan, self._plan = self._plan, StepPlan()
         self.taps.current = plan.taps
         try:
-            if any(rows is not None for rows in plan.rows):
+            if plan.is_empty:
+                assert plan.online is not None
+                hidden = self.model.config.hidden_size
+                output = torch.zeros(
+                    positions.shape[0], hidden, dtype=self.taps.dtype, device=positions.device
+                )
+            elif any(rows is not None for rows in plan.rows):
                 output = self._run_segments(input_ids, positions, plan)
-                return self._run_selected(output, plan)
-            return self._run_stock(input_ids, positions, intermediate_tensors, inputs_embeds)
+                output = self._run_selected(output, plan)
+            else:
+                return self._run_stock(input_ids, positions, intermediate_tensors, inputs_embeds)
+            if plan.online is not None:
+                plan.online(self, input_ids, positions, output)
+            return output
         finally:
             self.taps.current = None
 
@@ -247,9 +283,11 @@ class SegmentedModel(nn.Module):
         context = get_forward_context()
         if context.attn_metadata is None:
             # The profiling run: what can run later has to be compiled, and its memory counted.
-            self._run_segments(
-                input_ids, positions, StepPlan(rows=[None] * (len(self.segments) - 1))
-            )
+            self._run_segments(input_ids, positions, StepPlan(rows=[None] * len(self.segments)))
+            out: Any = (None, None)
+            for start, (_, piece) in sorted(self.pieces.items()):
+                with override_forward_context(_without_graphs({})):
+                    out = piece(input_ids if start == 0 else None, positions, *out)
         elif self._is_dummy_step and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
             # Small prefills replay the first segment's pieces; captured here beside the stock ones.
             self.segments[0](input_ids, positions, None, None)
@@ -260,17 +298,23 @@ class SegmentedModel(nn.Module):
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, plan: StepPlan
     ) -> torch.Tensor:
         num_tokens = positions.shape[0]
+        in_batch: torch.Tensor | None = None
+        slot_mapping: dict[str, torch.Tensor] = {}
+        first = plan.rows[0]
+        if first is not None:
+            assert input_ids is not None
+            input_ids = input_ids.index_select(0, first.in_batch)
+            positions, in_batch, slot_mapping = first.positions, first.in_batch, first.slot_mapping
         # A size without captured pieces would be captured now, amid serving, which CUDA refuses.
-        captured = num_tokens in self._captured_sizes
-        with nullcontext() if captured else override_forward_context(_without_graphs({})):
+        captured = first is None and num_tokens in self._captured_sizes
+        with nullcontext() if captured else override_forward_context(_without_graphs(slot_mapping)):
             out = self.segments[0](input_ids, positions, None, None)
         _stash(plan, 0, out)
-        in_batch: torch.Tensor | None = None
         for index, (rows, segment) in enumerate(
-            zip(plan.rows, self.segments[1:], strict=True), start=1
+            zip(plan.rows[1:], self.segments[1:], strict=True), start=1
         ):
             hidden, residual = out
-            slot_mapping: dict[str, torch.Tensor] = {}
+            slot_mapping = {}
             if rows is not None:
                 if rows.num_rows == 0:
                     return hidden.new_zeros(num_tokens, hidden.shape[1])
@@ -284,6 +328,39 @@ class SegmentedModel(nn.Module):
             return out
         output = out.new_zeros(num_tokens, out.shape[1])
         return output.index_copy_(0, in_batch, out)
+
+    def run_layers(
+        self,
+        begin: int,
+        end: int,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: dict[str, Any],
+        slot_mapping: dict[str, torch.Tensor],
+        tap: SegmentTap | None,
+    ) -> torch.Tensor:
+        """Layers [begin, end), both at cuts, over rows of their own.
+
+        Args:
+            states: (N, hidden) summed hidden states and residual; (N,) token ids if `begin` is 0.
+            positions: (N,) int64. slot_mapping: (N,) int64 by layer name.
+            tap: of every layer.
+
+        Returns:
+            (N, hidden) sum of hidden states and residual; normed states after the last layer.
+        """
+        # Where a layer is its segment's last makes no difference to such a tap.
+        self.taps.current = None if tap is None else [tap] * len(self.segments)
+        embedded = begin > 0
+        out: Any = (states, torch.zeros_like(states)) if embedded else (None, None)
+        context = replace(_without_graphs(slot_mapping), attn_metadata=attn_metadata)
+        with override_forward_context(context):
+            while begin < end:
+                begin, piece = self.pieces[begin]
+                out = piece(None if embedded else states, positions, *out)
+                embedded = True
+        self.taps.current = None
+        return out if isinstance(out, torch.Tensor) else out[0] + out[1]
 
     def _run_selected(self, output: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Runs the selected tokens of prompts that are in; their last rows go into `output`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm_kvx.policy.parameters import Retain, Select
 from vllm_kvx.policy.spec import KVPolicy, PolicyError
+from vllm_kvx.policy.structkv import StructKV
 
 MAX_GROUPS = 8
 # Share of the first segment's layers: what padding may cost to stay within MAX_GROUPS.
@@ -22,6 +23,8 @@ class Layout:
     retain: True if entries can be dropped once a prompt is in.
     window: the longest window whose queries may score keys; 0 if no policy scores any.
     stash: True if hidden states of prompts can be kept until their last chunk selects some.
+    cuts: sorted layers where a pass may begin or end that finds its pivot online; these cut no KV
+        group.
     """
 
     splits: tuple[int, ...]
@@ -29,6 +32,7 @@ class Layout:
     retain: bool = False
     window: int = 0
     stash: bool = False
+    cuts: tuple[int, ...] = ()
 
     def segment_sizes(self, num_layers: int) -> tuple[int, ...]:
         """Layers in each segment, lowest first: splits (24,) of 32 layers are (24, 8)."""
@@ -40,7 +44,8 @@ class Layout:
         retain = ", retention" if self.retain else ""
         window = f", windows of up to {self.window} tokens" if self.window else ""
         stash = ", a stash" if self.stash else ""
-        return f"{groups}, {'a' if self.sidecar else 'no'} sidecar{retain}{window}{stash}"
+        cuts = f", online pivots at {_layers([c - 1 for c in self.cuts])}" if self.cuts else ""
+        return f"{groups}, {'a' if self.sidecar else 'no'} sidecar{retain}{window}{stash}{cuts}"
 
 
 def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
@@ -50,6 +55,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     depends on a layer still to be calibrated (put the layer's number into the policy first).
     """
     splits: set[int] = set()
+    cuts: set[int] = set()
     sidecar, retain, stash, window = False, False, False, 0
     for policy in policies:
         policy.check_model(num_layers)
@@ -60,9 +66,13 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             splits |= above
             sidecar |= part.sidecar
             stash |= isinstance(part, Select) and bool(above)
+            if isinstance(part, StructKV) and part.is_online:
+                low, high = part.limits(num_layers)
+                cuts |= {layer + 1 for layer in range(low, high + 1)}
+                stash = True
             if isinstance(part, (Select, Retain)):
                 window = max(window, part.window)
-    return Layout(tuple(sorted(splits)), sidecar, retain, window, stash)
+    return Layout(tuple(sorted(splits)), sidecar, retain, window, stash, tuple(sorted(cuts)))
 
 
 def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
@@ -76,6 +86,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
         needs.append("retention")
     if needed.window > layout.window:
         needs.append(f"a window of {needed.window} tokens")
+    if missing := [cut - 1 for cut in needed.cuts if cut not in layout.cuts]:
+        needs.append(f"online pivots at {_layers(missing)}")
     if needed.stash and not layout.stash:
         needs.append("a stash")
     if needs:

@@ -167,6 +167,8 @@ class Select(Propagate):
     """Propagates tokens chosen by their saliency to the prompt's last queries."""
 
     window: int
+    # Whether the layer is found while the prompt runs: all layers are then in one KV group.
+    is_online: bool = False
 
     @property
     def last_full_layer(self) -> int:

@@ -159,11 +159,6 @@ def check_served(policy: KVPolicy) -> None:
                 f"served: {', '.join(served)}"
             )
     propagate, retain = policy.propagate, policy.retain
-    for part in policy.parts:
-        if isinstance(part, StructKV) and part.pivot == "online":
-            raise PolicyError(
-                f"{part}: pivot=online is not served by this version: use pivot=<int>"
-            )
     pivot = getattr(retain, "pivot", None) if retain is not None and retain.keeps_blocks else None
     if isinstance(propagate, Speed) and isinstance(pivot, int) and pivot >= propagate.cutoff:
         raise PolicyError(

@@ -15,6 +15,7 @@ from vllm_kvx.policy.parameters import (
     share_of,
     weight,
 )
+from vllm_kvx.policy.pivot import Weights, online_limits
 from vllm_kvx.policy.snapkv import MAX_WINDOW
 
 
@@ -31,6 +32,8 @@ class StructKV(Select, Retain):
         serving by Eq. 4-9), `online` (found within the pass) or a layer counted from 0.
     struct_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1).
+    min_layer, max_layer: with pivot=online, where the rule first looks and where it ends (default
+        auto: a quarter and half of the depth).
     granularity: `token` (default), or `block` to keep whole blocks without copying.
     window: last prompt tokens, whose queries score the keys and which always stay (default
         8, at most 64).
@@ -50,6 +53,8 @@ class StructKV(Select, Retain):
     entropy_weight: float = weight(0.2)
     sparsity_weight: float = weight(0.3)
     variance_weight: float = weight(0.5)
+    min_layer: int | str = integer("auto", at_least=0, words=("auto",))
+    max_layer: int | str = integer("auto", at_least=0, words=("auto",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +62,16 @@ class StructKV(Select, Retain):
             raise PolicyError(
                 "structkv: pivot=online cannot be had with granularity=block, whose KV groups are "
                 "fixed at start; use pivot=calibrated, pivot=<int> or granularity=token"
+            )
+        if self.pivot == "online" and self.kv_rate > self.struct_rate:
+            raise PolicyError(
+                "structkv: pivot=online needs kv_rate <= struct_rate, so that every layer keeps "
+                "equally much whatever its pivot; raise struct_rate or use pivot=calibrated"
+            )
+        if self.pivot != "online" and (self.min_layer, self.max_layer) != ("auto", "auto"):
+            raise PolicyError(
+                "structkv: min_layer and max_layer have effect with pivot=online only; leave them "
+                "out or write pivot=online"
             )
         if not (self.entropy_weight or self.sparsity_weight or self.variance_weight):
             raise PolicyError(
@@ -71,6 +86,30 @@ class StructKV(Select, Retain):
 
     def check_model(self, num_layers: int) -> None:
         check_layer(self, "pivot", self.pivot, num_layers)
+        if self.is_online:
+            low, high = self.limits(num_layers)
+            if not low <= high < num_layers - 1:
+                raise PolicyError(
+                    f"{self}: min_layer={low} and max_layer={high} do not fit this model of "
+                    f"{num_layers} layers: they must be in this order and below its last layer"
+                )
+
+    @property
+    def is_online(self) -> bool:  # type: ignore[override]
+        return self.pivot == "online" and self.struct_rate < 1
+
+    def limits(self, num_layers: int) -> tuple[int, int]:
+        """The first and the last layer that pivot=online may choose."""
+        low, high = online_limits(num_layers)
+        return (
+            low if isinstance(self.min_layer, str) else self.min_layer,
+            high if isinstance(self.max_layer, str) else self.max_layer,
+        )
+
+    @property
+    def weights(self) -> Weights:
+        """w1, w2, w3."""
+        return self.entropy_weight, self.sparsity_weight, self.variance_weight
 
     @property
     def last_full_layer(self) -> int:
@@ -98,6 +137,6 @@ class StructKV(Select, Retain):
         return rows - max(blocks - wanted, 0) * block_size
 
     def splits(self) -> tuple[int, ...]:
-        if self.struct_rate == 1 and self.granularity == "token":
+        if self.is_online or (self.struct_rate == 1 and self.granularity == "token"):
             return ()
         return (self.last_full_layer + 1,)

@@ -123,10 +123,18 @@ def _class_of(name: str) -> type[RequestCheck]:
     facts = json.loads(bytes.fromhex(name.removeprefix(_PREFIX)))
     settings = KVSettings(
         policy=parse_policy(facts["policy"]),
-        layout=Layout(**{**facts["layout"], "splits": tuple(facts["layout"]["splits"])}),
+        layout=_layout(facts["layout"]),
         num_layers=facts["num_layers"],
         debug=False,
         stock=facts["stock"],
         measured=Measured(**facts["measured"]),
     )
     return type(name, (RequestCheck,), {"settings": settings, "__module__": __name__})
+
+
+def _layout(fields: dict[str, Any]) -> Layout:
+    """JSON has lists where a layout has tuples."""
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }
+    return Layout(**values)

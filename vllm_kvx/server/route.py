@@ -2,6 +2,7 @@
 
 import asyncio
 from argparse import Namespace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -83,6 +84,7 @@ class PolicyStatus:
         return {
             "policy": str(settings.policy),
             "parameters": settings.policy.parameters(),
+            "measured": asdict(settings.measured),
             "num_layers": settings.num_layers,
             "layout": {
                 "splits": list(settings.layout.splits),
@@ -95,6 +97,8 @@ class PolicyStatus:
                 "tokens_used": stats.get("stash_tokens_used", 0),
             },
             "seconds_in_retention": stats.get("seconds_in_retention", 0.0),
+            "seconds_in_detector": stats.get("seconds_in_detector", 0.0),
+            "kv_bytes_moved": stats.get("kv_bytes_moved", 0),
             "counters": stats.get("policies", {}),
             "current": self.reader is None or self.reader.is_current,
         }

@@ -33,6 +33,7 @@ from vllm_kvx.models.segmented import SegmentedModel, StepPlan, StepRows
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.server.refusals import ATTENTION_BACKENDS
 from vllm_kvx.settings import KVSettings, request_policy
+from vllm_kvx.worker.online import OnlinePasses
 from vllm_kvx.worker.prompts import PromptChunk, PromptState
 from vllm_kvx.worker.rows import SegmentRows, plan_rows
 from vllm_kvx.worker.selected import PromptPasses, SelectedBatch
@@ -48,7 +49,7 @@ class _Step:
         batch: the batch itself, which dummy batches are not.
         requests: (R,) request-state indices.
         begins, counts: (R,) int64 first position and tokens of each request.
-        plan: rows of every segment above the first; None runs all.
+        plan: rows of every segment; None runs all.
         stored_lens: (S, R) stored lengths in all segments, this step's tokens included.
         chunks: prompts in the step that are scored, selected from or compacted.
     """
@@ -155,11 +156,13 @@ class PolicyModelState(DefaultModelState):
         prompt = PromptState.of(req_id, policy, prompt_len, self.segment_starts, block_size)
         if prompt is not None:
             self._prompts[req_index] = prompt
-            if prompt.first_selected is not None:
+            if prompt.first_selected is not None or prompt.online is not None:
                 assert self.stash is not None
                 self.stash.take(req_id, prompt_len)
         self.prompt_lens[req_index] = prompt_len
         row = self.policy_rows[req_index] = self.stats.row_of(policy)
+        if prompt is not None:
+            prompt.stats_row = row
         if len(new_req_data.prefill_token_ids or ()) == prompt_len:  # Not one that resumes.
             self.stats.requests[row] += 1
         self._req_index[req_id] = req_index
@@ -218,14 +221,20 @@ class PolicyModelState(DefaultModelState):
         gap_starts = self.gap_starts.np[:, requests]
         gap_sizes = self.gap_sizes.np[:, requests]
         ends = begins + counts
+        chunks = self._chunks(requests, begins, ends)
+        online = [chunk.batch_index for chunk in chunks if chunk.state.online is not None]
+        row_starts, row_sizes = gap_starts, gap_sizes
+        if online:  # They run on their own, so the pass of all others leaves them out.
+            row_starts, row_sizes = gap_starts.copy(), gap_sizes.copy()
+            row_starts[:, online], row_sizes[:, online] = 0, self.prompt_lens[requests[online]]
         self._step = step = _Step(
             input_batch,
             requests,
             begins,
             counts,
-            plan_rows(begins, counts, gap_starts[1:], gap_sizes[1:]),
+            plan_rows(begins, counts, row_starts, row_sizes),
             accounting.stored_lens(ends, gap_starts, gap_sizes),
-            self._chunks(requests, begins, ends),
+            chunks,
         )
         self.seq_lens[requests] = ends
         if self.settings.debug:
@@ -286,11 +295,14 @@ class PolicyModelState(DefaultModelState):
         }
 
     def _count(self, step: _Step, plan: list[SegmentRows | None]) -> None:
-        computed = step.counts * self.segment_sizes[0]
-        for rows, size in zip(plan, self.segment_sizes[1:], strict=True):
+        computed = np.zeros_like(step.counts)
+        for rows, size in zip(plan, self.segment_sizes, strict=True):
             computed = computed + (step.counts if rows is None else rows.counts) * size
         for chunk in step.chunks:
             first = chunk.state.first_selected
+            if chunk.state.online is not None:
+                low, _ = chunk.state.online.limits(self.settings.num_layers)
+                computed[chunk.batch_index] += (chunk.end - chunk.begin) * (low + 1)
             if chunk.is_last and first is not None:
                 propagated = chunk.state.num_propagated
                 computed[chunk.batch_index] += propagated * self.segment_sizes[first:].sum()
@@ -300,6 +312,18 @@ class PolicyModelState(DefaultModelState):
         for chunk in step.chunks:
             if chunk.is_last:
                 self.stats.add_prompt(int(policies[chunk.batch_index]), chunk.state)
+
+    def _count_pivot(self, prompt: PromptState, pivot: int) -> None:
+        """Counts what a prompt computes above the lowest pivot, known once its own is."""
+        assert prompt.online is not None
+        low, _ = prompt.online.limits(self.settings.num_layers)
+        self.stats.add_pivot(
+            prompt.stats_row,
+            pivot,
+            more=prompt.prompt_len * (pivot - low),
+            above=self.settings.num_layers - 1 - pivot,
+            prompt=prompt,
+        )
 
     def _check_blocks(self, step: _Step, ends: np.ndarray) -> None:
         """Compares the blocks the scheduler gave with what the stored lengths need.
@@ -338,7 +362,7 @@ class PolicyModelState(DefaultModelState):
             step = None  # A dummy batch, which no preprocess_state preceded.
         # A FULL graph runs every row of the batch; its rows are decodes or one-token chunks,
         # for which slots and lengths alone are exact.
-        plan: list[SegmentRows | None] = [None] * (len(self.segment_starts) - 1)
+        plan: list[SegmentRows | None] = [None] * len(self.segment_starts)
         if step is not None:
             if cudagraph_mode != CUDAGraphMode.FULL:
                 plan = step.plan
@@ -359,17 +383,16 @@ class PolicyModelState(DefaultModelState):
                 bounds = np.zeros(num_reqs, dtype=np.int32)
                 bounds[: input_batch.num_reqs] = step.stored_lens[segment]
                 batch.seq_lens_cpu_upper_bound = torch.from_numpy(bounds)
-            if segment > 0:
-                rows = plan[segment - 1]
-                if rows is None:
-                    step_rows.append(None)
-                else:
-                    batch, tables, slots, device_rows = self._trim(
-                        batch, block_tables, slots, rows, groups
-                    )
-                    step_rows.append(device_rows)
-                    if device_rows.num_rows == 0:
-                        continue
+            rows = plan[segment]
+            if rows is None:
+                step_rows.append(None)
+            else:
+                batch, tables, slots, device_rows = self._trim(
+                    batch, block_tables, slots, rows, groups
+                )
+                step_rows.append(device_rows)
+                if device_rows.num_rows == 0:
+                    continue
             metadata.update(
                 super().prepare_attn(
                     batch,
@@ -401,6 +424,18 @@ class PolicyModelState(DefaultModelState):
                 )
 
             self._passes.plan(step_plan, step.chunks, step.counts, plan, block_tables, metadata_of)
+            online = [chunk for chunk in step.chunks if chunk.state.online is not None]
+            if online:
+                step_plan.is_empty = len(online) == len(step.requests)
+                step_plan.online = OnlinePasses(
+                    self._passes,
+                    online,
+                    np.cumsum(step.counts),
+                    block_tables,
+                    self.settings.num_layers,
+                    metadata_of,
+                    self._count_pivot,
+                ).run
             for chunk in step.chunks:
                 if chunk.is_last:
                     self._prompt_is_over(int(step.requests[chunk.batch_index]))
@@ -481,6 +516,7 @@ class PolicyModelState(DefaultModelState):
         stash = self.stash
         return {
             "seconds_in_retention": self.segmented.taps.timer.seconds,
+            "seconds_in_detector": self.segmented.taps.detector_timer.seconds,
             "kv_bytes_moved": self.segmented.taps.bytes_moved,
             "stash_tokens": self.settings.stash_tokens,
             "stash_tokens_used": stash.used_tokens if stash is not None else 0,

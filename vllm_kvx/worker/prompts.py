@@ -28,8 +28,10 @@ class PromptState:
         per_layer, decay: see ``taps.Prompt``; `decay` is of the segments up to `last_central`.
         last_central: segment whose last layer ends the centrality.
         by_block: retention keeps whole blocks, ranked by centrality.
+        online: the policy, where the pivot is found while the prompt runs; see ``online``.
         first_selected: first segment that only selected tokens reach; None if all go on.
         slot: where its window's queries are kept while it is spread over chunks.
+        stats_row: its policy's row in the counters.
     """
 
     req_id: str
@@ -44,7 +46,9 @@ class PromptState:
     decay: float | None = None
     last_central: int | None = None
     by_block: bool = False
+    online: StructKV | None = None
     slot: int | None = None
+    stats_row: int = 0
 
     @classmethod
     def of(
@@ -60,10 +64,13 @@ class PromptState:
         if not any(s.changes for s in storages):
             return None
         retain, selector = policy.retain, accounting.selector_of(policy, prompt_len)
-        if selector is not None and selector.last_full_layer + 1 not in starts:
+        online = selector if isinstance(selector, StructKV) and selector.is_online else None
+        if selector is not None and not online and selector.last_full_layer + 1 not in starts:
             selector = None  # Nothing lies above its layer.
         first_selected, num_propagated = None, 0
-        if selector is not None:
+        if online is not None:
+            num_propagated = online.num_propagated(prompt_len)
+        elif selector is not None:
             first_selected = list(starts).index(selector.last_full_layer + 1)
             num_propagated = selector.num_propagated(prompt_len)
         scorer: Select | Retain | None = selector
@@ -75,6 +82,8 @@ class PromptState:
         decay, last_central = None, None
         if isinstance(central, StructKV):
             decay = central.decay
+            last_central = len(starts) - 1
+        if isinstance(central, StructKV) and not online:
             last_central = sum(start <= central.last_full_layer for start in starts) - 1
         return cls(
             req_id=req_id,
@@ -89,10 +98,13 @@ class PromptState:
             decay=decay,
             last_central=last_central,
             by_block=by_block,
+            online=online,
         )
 
     def is_direct(self, segment: int) -> bool:
         """Whether the segment computes the whole prompt, chunk by chunk."""
+        if self.online is not None:
+            return False
         if self.first_selected is not None and segment >= self.first_selected:
             return False
         return self.storages[segment].prefill.size == 0
@@ -150,22 +162,22 @@ def plan_direct(
     Args:
         chunks: prompts in the step.
         counts: (R,) tokens scheduled per request.
-        rows: rows that each segment above the first runs.
+        rows: rows that each segment runs; None for all.
     """
     plans = []
-    for segment in range(len(rows) + 1):
+    for segment, trimmed in enumerate(rows):
         plan = SegmentPlan()
         plans.append(plan)
-        trimmed = rows[segment - 1] if segment else None
         run = counts if trimmed is None else trimmed.counts
         starts = np.cumsum(run) - run
         for chunk in chunks:
             if chunk.state.is_direct(segment):
-                _plan_chunk(plan, chunk, segment, int(starts[chunk.batch_index]))
+                plan_chunk(plan, chunk, segment, int(starts[chunk.batch_index]))
     return plans
 
 
-def _plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: int) -> None:
+def plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: int) -> None:
+    """Adds a chunk whose rows begin at `start_row` of the pass to the plan of a segment."""
     state = chunk.state
     storage = state.storages[segment]
     selects = state.first_selected == segment + 1
@@ -200,6 +212,7 @@ def _plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: 
                 per_layer=state.per_layer,
                 decay=state.decay if adds_up else None,
                 ranks_blocks=state.by_block and segment == state.last_central,
+                measures=state.online is not None,
                 kept=tuple(
                     (s.kept, i <= (state.last_central or 0)) for i, s in enumerate(state.storages)
                 ),
@@ -225,10 +238,22 @@ def pack_selected(chunks: Sequence[PromptChunk], max_tokens: int) -> list[list[P
 
     A prompt's window stays in one pass, since its queries score the keys there.
     """
-    passes: list[list[Piece]] = []
+    sizes = [(chunk.state.num_propagated, chunk.state.window) for chunk in chunks]
+    return [
+        [Piece(chunks[i], begin, end) for i, begin, end in pieces]
+        for pieces in pack(sizes, max_tokens)
+    ]
+
+
+def pack(sizes: Sequence[tuple[int, int]], max_tokens: int) -> list[list[tuple[int, int, int]]]:
+    """Passes of at most `max_tokens` rows over prompts of (rows, window), in order.
+
+    Each has pieces (prompt, begin, end); the last `window` rows of a prompt are in one pass.
+    """
+    passes: list[list[tuple[int, int, int]]] = []
     room = 0
-    for chunk in chunks:
-        total, window, begin = chunk.state.num_propagated, chunk.state.window, 0
+    for index, (total, window) in enumerate(sizes):
+        begin = 0
         while begin < total:
             end = min(begin + room, total)
             if 0 < total - end < window:
@@ -237,7 +262,7 @@ def pack_selected(chunks: Sequence[PromptChunk], max_tokens: int) -> list[list[P
                 passes.append([])
                 room = max_tokens
                 continue
-            passes[-1].append(Piece(chunk, begin, end))
+            passes[-1].append((index, begin, end))
             room -= end - begin
             begin = end
     return passes

@@ -93,10 +93,13 @@ class PromptPasses:
         block_tables: Sequence[Tensor],
         metadata_of: MetadataOf,
     ) -> None:
-        """Adds to `step` what these prompts need; arguments as in ``plan_direct``."""
+        """Adds to `step` what these prompts need; arguments as in ``plan_direct``.
+
+        Prompts that find their pivot online are left out; see ``online``.
+        """
         self.taps.timer.collect()
         direct = plan_direct(chunks, counts, rows)
-        step.taps = [self._tap(plan, block_tables) for plan in direct]
+        step.taps = [self.tap(plan, block_tables) for plan in direct]
         if not any(tap is not None for tap in step.taps):
             step.taps = None
         if self.stash is None:
@@ -104,7 +107,7 @@ class PromptPasses:
         step.stash = self.stash.states
         step.writes = [self._stash_write(plan) for plan in direct]
         starts = np.cumsum(counts)
-        for first in range(1, len(direct)):
+        for first in range(1, len(rows)):
             done = [c for c in chunks if c.is_last and c.state.first_selected == first]
             offset = 0
             for pieces in pack_selected(done, self.max_tokens):
@@ -116,12 +119,12 @@ class PromptPasses:
                 )
                 offset += num_rows
 
-    def _tap(self, plan: SegmentPlan, block_tables: Sequence[Tensor]) -> SegmentTap | None:
+    def tap(self, plan: SegmentPlan, block_tables: Sequence[Tensor]) -> SegmentTap | None:
         windows = None
         if plan.window_rows:
             windows = WindowRows(
                 *(
-                    self._to_device(np.concatenate(parts))
+                    self.to_device(np.concatenate(parts))
                     for parts in (plan.window_rows, plan.window_slots, plan.window_places)
                 )
             )
@@ -136,8 +139,8 @@ class PromptPasses:
             for chunk in plan.stash_chunks
         ]
         return StashWrite(
-            self._to_device(np.concatenate(plan.stash_rows)),
-            self._to_device(np.concatenate(targets)),
+            self.to_device(np.concatenate(plan.stash_rows)),
+            self.to_device(np.concatenate(targets)),
         )
 
     def _pass(
@@ -162,28 +165,8 @@ class PromptPasses:
             num_rows = int(counts.sum())
             assert tap.kept is not None
             positions = tap.kept[offset : offset + num_rows].long()
-            page_starts = np.cumsum([0, *map(len, pages[:-1])])
-            page = self._to_device(np.repeat(page_starts, counts)) + positions // STASH_PAGE
-            stash_rows = self._to_device(np.concatenate(pages)).index_select(0, page)
-            stash_rows = stash_rows * STASH_PAGE + positions % STASH_PAGE
-
-            here = self._to_device(indices)
-            tables = tuple(
-                table.index_select(0, here) if self.group_segments[group] >= first else table
-                for group, table in enumerate(block_tables)
-            )
-            piece_of = self._to_device(np.repeat(np.arange(len(pieces)), counts))
-            entry = self._to_device(np.concatenate([np.arange(p.begin, p.end) for p in pieces]))
-            slots = torch.empty(len(tables), num_rows, dtype=torch.int64, device=self.device)
-            slot_mapping: dict[str, Tensor] = {}
-            for group, size in enumerate(self.block_sizes):
-                if self.group_segments[group] < first:
-                    continue
-                block = tables[group][piece_of, entry // size].long()
-                slots[group] = block * size + entry % size
-                slot_mapping.update(dict.fromkeys(self.layer_names[group], slots[group]))
-
-            batch = SelectedBatch(indices, counts, ends, positions, tables, slots)
+            stash_rows = self.stash_rows(pages, counts, positions)
+            batch, slot_mapping = self.batch(indices, counts, ends, positions, first, block_tables)
             done = [i for i, piece in enumerate(pieces) if piece.is_last]
             return SelectedPass(
                 first_segment=first,
@@ -192,11 +175,47 @@ class PromptPasses:
                 attn_metadata=metadata_of(batch, first),
                 slot_mapping=slot_mapping,
                 taps=self._selected_taps(pieces, counts, first, block_tables),
-                last_rows=self._to_device(np.cumsum(counts)[done] - 1),
-                in_batch=self._to_device(row_ends[indices[done]] - 1),
+                last_rows=self.to_device(np.cumsum(counts)[done] - 1),
+                in_batch=self.to_device(row_ends[indices[done]] - 1),
             )
 
         return make
+
+    def stash_rows(self, pages: Sequence[np.ndarray], counts: np.ndarray, at: Tensor) -> Tensor:
+        """(N,) int64 rows of the stash for positions `at` (N,), `counts` of each prompt's pages."""
+        page_starts = np.cumsum([0, *map(len, pages[:-1])])
+        page = self.to_device(np.repeat(page_starts, counts)) + at // STASH_PAGE
+        rows = self.to_device(np.concatenate(pages)).index_select(0, page)
+        return rows * STASH_PAGE + at % STASH_PAGE
+
+    def batch(
+        self,
+        indices: np.ndarray,
+        counts: np.ndarray,
+        ends: np.ndarray,
+        positions: Tensor,
+        first: int,
+        block_tables: Sequence[Tensor],
+    ) -> tuple[SelectedBatch, dict[str, Tensor]]:
+        """A pass whose rows are entries [end - count, end) of each prompt, and slots by layer."""
+        here = self.to_device(indices)
+        tables = tuple(
+            table.index_select(0, here) if self.group_segments[group] >= first else table
+            for group, table in enumerate(block_tables)
+        )
+        piece_of = self.to_device(np.repeat(np.arange(len(counts)), counts))
+        entry = self.to_device(
+            np.concatenate([np.arange(e - n, e) for n, e in zip(counts, ends, strict=True)])
+        )
+        slots = torch.empty(len(tables), len(entry), dtype=torch.int64, device=self.device)
+        slot_mapping: dict[str, Tensor] = {}
+        for group, size in enumerate(self.block_sizes):
+            if self.group_segments[group] < first:
+                continue
+            block = tables[group][piece_of, entry // size].long()
+            slots[group] = block * size + entry % size
+            slot_mapping.update(dict.fromkeys(self.layer_names[group], slots[group]))
+        return SelectedBatch(indices, counts, ends, positions, tables, slots), slot_mapping
 
     def _selected_taps(
         self,
@@ -231,5 +250,5 @@ class PromptPasses:
             taps[segment] = SegmentTap.of(prompts, block_tables, self.taps)
         return taps if any(tap is not None for tap in taps) else None
 
-    def _to_device(self, values: np.ndarray) -> Tensor:
+    def to_device(self, values: np.ndarray) -> Tensor:
         return async_tensor_h2d(values.astype(np.int64, copy=False), device=self.device)

@@ -26,6 +26,10 @@ class PolicyStats:
         # By policy, for every layer the entries that prompts kept and had.
         self.entries_kept: list[np.ndarray] = []
         self.entries_computed: list[np.ndarray] = []
+        # By policy, entries that layers above a pivot found online did not compute.
+        self.entries_spared: list[int] = []
+        # By policy, how many prompts found which pivot online.
+        self.pivots: list[dict[int, int]] = []
         self.prefix_not_shared: dict[str, int] = {}
 
     def row_of(self, policy: KVPolicy) -> int:
@@ -39,6 +43,8 @@ class PolicyStats:
             self.requests.append(0)
             self.tokens_propagated.append(0)
             self.blocks_freed.append(0)
+            self.entries_spared.append(0)
+            self.pivots.append({})
             for entries in (self.entries_kept, self.entries_computed):
                 entries.append(np.zeros(len(self.segment_sizes), dtype=np.int64))
             grown = np.zeros(1, dtype=np.int64)
@@ -63,6 +69,20 @@ class PolicyStats:
         self.entries_kept[row] += [storage.kept for storage in prompt.storages]
         self.entries_computed[row] += [storage.rows for storage in prompt.storages]
 
+    def add_pivot(
+        self, row: int, pivot: int, *, more: int, above: int, prompt: PromptState
+    ) -> None:
+        """Adds a prompt whose pivot was found online.
+
+        more: layer-tokens that all its tokens took on the way there. above: layers above it, which
+        `prompt` ran with the propagated tokens alone.
+        """
+        self.pivots[row][pivot] = self.pivots[row].get(pivot, 0) + 1
+        self.layer_tokens_computed[row] += more + prompt.num_propagated * above
+        self.tokens_propagated[row] += prompt.num_propagated
+        # `add_prompt` took every layer for one that computed all.
+        self.entries_spared[row] += (prompt.prompt_len - prompt.num_propagated) * above
+
     def add_unshared(self, counts: dict[str, int]) -> None:
         """Requests that could neither read nor publish a prefix, by policy name."""
         for name, count in counts.items():
@@ -84,7 +104,9 @@ class PolicyStats:
                 "entries_retained": int(self.entries_kept[row] @ self.segment_sizes),
                 "entries_dropped": int(
                     (self.entries_computed[row] - self.entries_kept[row]) @ self.segment_sizes
-                ),
+                )
+                - self.entries_spared[row],
+                "online_pivots": {str(k): n for k, n in sorted(self.pivots[row].items())},
                 "entries_retained_by_layer": np.repeat(
                     self.entries_kept[row], self.segment_sizes
                 ).tolist(),

@@ -17,6 +17,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvx.ops.blocks import top_blocks
+from vllm_kvx.ops.metrics import window_metrics
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.saliency import pool_per_kv_head, window_saliency
 from vllm_kvx.ops.select import move_entries, select_kept, select_moves
@@ -44,6 +45,7 @@ class Prompt:
             heads (StructKV Eq. 13); else each keeps its own.
         decay: tokens are chosen by centrality, the layers' saliency added up with this weight for
             what came before (StructKV Eq. 3); None if by the last layer's saliency.
+        measures: each layer's entropy, sparsity and variance are kept in ``Taps.metrics``.
         ranks_blocks: after the segment's last layer the prompt's blocks are ranked by centrality;
             by segment, `kept` has the entries that stay, and whether it computes every token.
     """
@@ -60,6 +62,7 @@ class Prompt:
     propagated: int = 0
     per_layer: bool = False
     decay: float | None = None
+    measures: bool = False
     ranks_blocks: bool = False
     kept: tuple[tuple[int, bool], ...] = ()
 
@@ -292,6 +295,8 @@ class LayerTap:
             impl.scale,
             key_scale=layer._k_scale_float if paged.keys.dtype.itemsize == 1 else 1.0,
         )
+        if any(p.measures for p in batch.prompts):
+            self._measure(batch, queries, paged, tables)
         scores = pool_per_kv_head(
             scores,
             impl.num_kv_heads,
@@ -307,7 +312,8 @@ class LayerTap:
             # Every rank has some of the heads, and all must choose the tokens that one would: so
             # the heads are gathered, and added up in their order.
             total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)
-        centrality = self.taps.add_up(batch, total)
+        with self.taps.detector_timer:
+            centrality = self.taps.add_up(batch, total)
         if self.is_last and tap.selection is not None:
             chosen = tap.selection
             by = total.clone() if centrality else total
@@ -355,12 +361,33 @@ class LayerTap:
             )
             self.taps.moved += num_moves.sum()
 
+    def _measure(self, batch: _Batch, queries: Tensor, paged: PagedKV, tables: Tensor) -> None:
+        layer, impl = self.layer, self.layer.impl
+        measured = [f for f, p in enumerate(batch.prompts) if p.measures]
+        index = async_tensor_h2d(np.array(measured, dtype=np.int64), device=queries.device)
+        with self.taps.detector_timer:
+            heads = window_metrics(
+                queries[index],
+                paged,
+                tables[index],
+                batch.num_keys[index],
+                batch.windows[index],
+                max(batch.prompts[f].num_keys for f in measured),
+                impl.scale,
+                key_scale=layer._k_scale_float if paged.keys.dtype.itemsize == 1 else 1.0,
+            )
+            # As for saliency: every rank averages over all heads, in their order.
+            means = tensor_model_parallel_all_gather(heads, dim=1).double().mean(dim=1)
+        for f, values in zip(measured, means, strict=True):
+            self.taps.metrics.setdefault(batch.prompts[f].req_id, []).append(values)
+
 
 class Taps:
     """The taps of a model's layers.
 
     current: by segment, what the running pass does; None outside of such a pass.
     queries: (slots, L, W, H, D) model dtype, windows that are spread over several chunks.
+    metrics: by request, (3,) float64 of every layer so far: entropy, sparsity, variance.
     moved: () int64, entries of one KV head that retention copied to another slot.
     """
 
@@ -376,6 +403,8 @@ class Taps:
         self.current: Sequence[SegmentTap | None] | None = None
         self.dtype = dtype
         self.timer = PhaseTimer(device)
+        self.detector_timer = PhaseTimer(device)
+        self.metrics: dict[str, list[Tensor]] = {}
         impl = layers[0].impl
         self.num_kv_heads: int = impl.num_kv_heads
         self.max_window = max_window
@@ -436,6 +465,25 @@ class Taps:
                 for segment, (kept, is_lower) in enumerate(prompt.kept)
                 if kept < len(values if is_lower else upper)
             }
+
+    def select_central(self, prompt: Prompt, count: int) -> Tensor:
+        """The `count` most central tokens of a prompt, (count,) int64 ascending; ends its sum."""
+        values = self._centrality.pop(prompt.req_id)
+        self.metrics.pop(prompt.req_id, None)
+
+        def column(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full((1,), value, dtype=dtype, device=values.device)
+
+        zero = column(0, torch.int64)
+        return select_kept(
+            values[None],
+            column(prompt.num_keys),
+            column(prompt.window),
+            column(count),
+            torch.cat([zero, column(prompt.num_keys, torch.int64)]),
+            torch.cat([zero, column(count, torch.int64)]),
+            count,
+        )[0].long()
 
     @property
     def bytes_moved(self) -> int:
