@@ -12,12 +12,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vllm_kvx.policy.fastkv import FastKV
-from vllm_kvx.policy.parameters import Method, Retain
+from vllm_kvx.policy.parameters import Method, PolicyError, Retain, Select
 from vllm_kvx.policy.snapkv import SnapKV
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.speed import Speed
 from vllm_kvx.policy.streamingllm import StreamingLLM
+from vllm_kvx.policy.structkv import StructKV
 
+# Entries of a KV block where whole blocks stay: vLLM's default.
+BLOCK_SIZE = 16
 KINDS = ("ttft", "tpot", "itl", "pool_decode", "decode")
 _CASE = re.compile(r"(?P<kind>[a-z_]+):((?P<batch>\d+)x)?(?P<length>\d+)(@(?P<policy>.+))?")
 
@@ -105,6 +108,12 @@ SHAPES: dict[str, Shape] = {
     "qwen2.5-7b": Shape(
         "qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e6, {"rms_norm_eps": 1e-6}
     ),
+    "qwen2.5-14b": Shape(
+        "qwen2", 48, 5120, 40, 8, 128, 13824, 152064, 131072, 1e6, {"rms_norm_eps": 1e-6}
+    ),
+    "qwen2.5-32b": Shape(
+        "qwen2", 64, 5120, 40, 8, 128, 27648, 152064, 131072, 1e6, {"rms_norm_eps": 1e-6}
+    ),
     # Its config says 40960; longer prompts need YaRN, which changes no shape.
     "qwen3-8b": Shape(
         "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 131072, 1e6, {"rms_norm_eps": 1e-6}
@@ -148,34 +157,46 @@ def speed_work(method: Method, layers: int, length: int) -> Work:
 
 def snapkv_work(method: Method, layers: int, length: int) -> Work:
     """SnapKV and StreamingLLM: N rows in each layer, of which at most the cap stays."""
+    return retained(full_work(layers, length), method, length)
+
+
+def fastkv_work(method: Method, layers: int, length: int) -> Work | None:
+    """FastKV and StructKV: N rows in layers 0..T, M above; of each layer's rows some stay.
+
+    T is the TSP layer or pivot. None where the name leaves it to measurement, or to the pass.
+    """
+    assert isinstance(method, Select)
+    propagated, lower = method.num_propagated(length), layers
+    if propagated < length:
+        try:
+            lower = method.last_full_layer + 1
+        except PolicyError:
+            return None
+    rows = (length,) * lower + (propagated,) * (layers - lower)
+    return retained(Work.of_rows(rows), method, length)
+
+
+def retained(work: Work, method: Method, length: int) -> Work:
+    """`work` with as many entries stored, and read, in each layer as the method keeps."""
     assert isinstance(method, Retain)
-    return retained(full_work(layers, length), method.cap(length))
-
-
-def fastkv_work(method: Method, layers: int, length: int) -> Work:
-    """FastKV: N rows in layers 0..T, M above; of each layer's rows at most the cap stays."""
-    assert isinstance(method, FastKV)
-    lower = method.last_full_layer + 1
-    rows = (length,) * lower + (method.num_propagated(length),) * (layers - lower)
-    return retained(Work.of_rows(rows), method.cap(length))
-
-
-def retained(work: Work, cap: int) -> Work:
-    """`work` with at most `cap` entries kept, and read, in each layer."""
-    kept = tuple(min(cap, n) for n in work.rows)
+    kept = tuple(method.kept(length, rows, BLOCK_SIZE) for rows in work.rows)
     return replace(work, stored=kept, read=kept)
 
 
-WORK: dict[str, Callable[[Method, int, int], Work]] = {
+WORK: dict[str, Callable[[Method, int, int], Work | None]] = {
     Speed.name: speed_work,
     SnapKV.name: snapkv_work,
     StreamingLLM.name: snapkv_work,
     FastKV.name: fastkv_work,
+    StructKV.name: fastkv_work,
 }
 
 
 def work_of(policy: str | None, layers: int, length: int) -> Work | None:
-    """The work of a policy by name (None is stock); None if no row of `WORK` describes it."""
+    """The work of a policy by name (None is stock); None if no row of `WORK` describes it.
+
+    Nor is there one where the name does not say which layer selects: `pivot=online`.
+    """
     parts = parse_policy(policy or "full").parts
     if not parts:
         return full_work(layers, length)

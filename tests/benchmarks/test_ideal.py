@@ -12,9 +12,19 @@ from benchmarks import ideal
 LLAMA = ideal.SHAPES["llama-3.1-8b"]
 
 
-def test_llama_shape_has_the_weights_of_an_8b_model() -> None:
-    embedding = LLAMA.head_weights
-    assert LLAMA.layers * LLAMA.layer_weights + 2 * embedding == pytest.approx(8.03e9, rel=1e-3)
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("llama-3.1-8b", 8.03e9),
+        ("qwen2.5-7b", 7.62e9),
+        ("qwen2.5-14b", 14.77e9),
+        ("qwen2.5-32b", 32.76e9),
+    ],
+)
+def test_shapes_have_the_weights_of_their_models(name: str, weights: float) -> None:
+    shape = ideal.SHAPES[name]
+    count = shape.layers * shape.layer_weights + 2 * shape.head_weights
+    assert count == pytest.approx(weights, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ideal.SHAPES)
@@ -120,3 +130,66 @@ def test_retention_is_what_decode_reads_and_the_pool_holds() -> None:
     assert work is not None and work.stored == (300,) * 16 + (200,) * 16
     work = ideal.work_of("streamingllm", 2, 5000)
     assert work is not None and work.stored == (1024, 1024)
+
+
+def test_structkv_counts_as_fastkv_does() -> None:
+    for length in (5, 32768, 130000):
+        structkv, fastkv = (
+            ideal.work_of(name, 32, length) for name in ("structkv:pivot=15", FASTKV)
+        )
+        assert structkv is not None and structkv == fastkv
+    work = ideal.work_of("structkv:pivot=2,struct_rate=0.3,kv_rate=0.5,window=64", 4, 1000)
+    assert work is not None
+    assert work.rows == (1000, 1000, 1000, 300) and work.pairs[3] == 300 * 301 / 2
+    assert work.stored == work.read == (500, 500, 500, 300)
+    work = ideal.work_of("structkv:pivot=0,window=64", 2, 100)
+    assert work is not None and (work.rows, work.stored) == ((100, 64), (64, 64))
+
+
+@pytest.mark.parametrize(("model", "pivot"), [("qwen2.5-7b", 12), ("qwen2.5-32b", 28)])
+def test_ratios_of_structkv_at_other_depths(model: str, pivot: int) -> None:
+    shape, policy = ideal.SHAPES[model], f"structkv:pivot={pivot}"
+    length, layers, lower = 100000, shape.layers, pivot + 1
+    rows = lower * length + (layers - lower) * length // 5
+    pairs = (lower + (layers - lower) / 25) * length**2 / 2
+    flops = 2 * shape.layer_weights * rows + 4 * shape.heads * shape.head_dim * pairs
+    work = ideal.work_of(policy, layers, length)
+    assert work is not None
+    assert ideal.prefill_flops(shape, work) == pytest.approx(flops, rel=1e-4)
+    cache = 2 * layers * (length // 10) * 2 * shape.kv_heads * shape.head_dim
+    weights = 2 * (layers * shape.layer_weights + shape.head_weights)
+    assert ideal.decode_bytes(shape, work) == weights + cache
+    assert ideal.pool_ratio(shape, policy) == pytest.approx(10, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "length", "stored"),
+    [
+        # 63 blocks below and 13 above, the last of each with 8 entries: 7 of them stay.
+        ("structkv:pivot=2", 1000, (104, 104, 104, 104)),
+        # 64 whole blocks, 13 with 12 entries in the last: 7 again.
+        ("structkv:pivot=2", 1024, (112, 112, 112, 108)),
+        # The window, 60 .. 99, lies in 4 of 7 blocks; above there is nothing else, in 3.
+        ("structkv:pivot=2,kv_rate=0.01,window=40", 100, (52, 52, 52, 40)),
+        ("structkv:pivot=2,kv_rate=0.5", 1000, (504, 504, 504, 200)),
+        ("structkv:pivot=2", 10, (10, 10, 10, 8)),
+    ],
+)
+def test_whole_blocks_stay(policy: str, length: int, stored: tuple[int, ...]) -> None:
+    work = ideal.work_of(f"{policy},granularity=block", 4, length)
+    token = ideal.work_of(policy, 4, length)
+    assert work is not None and token is not None
+    assert work.stored == work.read == stored
+    assert (work.rows, work.pairs) == (token.rows, token.pairs)
+
+
+@pytest.mark.parametrize("policy", ["structkv:pivot=online", "structkv", "fastkv"])
+def test_a_name_without_the_layer_has_no_ideal(policy: str) -> None:
+    assert ideal.prefill_ratio(LLAMA, policy, 32768) is None
+    assert ideal.decode_ratio(LLAMA, policy, 32768) is None
+    assert ideal.pool_ratio(LLAMA, policy) is None
+
+
+def test_what_selects_nothing_needs_no_layer() -> None:
+    for policy in ("structkv:struct_rate=1", "fastkv:tsp_rate=1"):
+        assert ideal.work_of(policy, 32, 5000) == ideal.work_of("snapkv", 32, 5000)

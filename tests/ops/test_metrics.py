@@ -176,19 +176,19 @@ def test_large_scores(device: str) -> None:
 
 def test_batched_is_alone_bit_for_bit(device: str) -> None:
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32, max_window=16)
-    batch = make_batch(8, [150, 500, 33], [8, 3, 16], device=device, **shape)
+    batch = make_batch(8, [90, 300, 33], [4, 1, 9], device=device, **shape)
     together = metrics_of(batch)
     for f in range(3):
         assert torch.equal(together[f : f + 1], metrics_of(batch.alone(f)))
 
 
-@pytest.mark.parametrize("heads_at_once", [0, 2, 4, 13])
+@pytest.mark.parametrize("heads_at_once", [0, 2, 4, 7])
 def test_scratch_is_bounded(
     heads_at_once: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever part of the batch fits, the bits are those of all at once."""
     shape: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=32, max_window=32)
-    batch = make_batch(9, [60, 70, 33], [1, 2, 1], device=device, **shape)
+    batch = make_batch(9, [60, 70], [1, 2], device=device, **shape)
     together = metrics_of(batch)
     sizes = []
     launch = metrics._rows_metrics
@@ -200,6 +200,6 @@ def test_scratch_is_bounded(
     monkeypatch.setattr(metrics, "_rows_metrics", counted)
     monkeypatch.setattr(metrics, "_SCRATCH_BYTES", heads_at_once * 32 * 80 * 4)
     assert torch.equal(metrics_of(batch), together)
-    assert sum(sizes) == 3 * 6
+    assert sum(sizes) == 2 * 6
     # Two heads of 32 rows make a tile.
     assert max(sizes) <= max(heads_at_once, 2)

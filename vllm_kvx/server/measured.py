@@ -40,6 +40,11 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
             found = _pivot(vllm_config, part)
             config[PIVOT_KEY], source = found
             lines.append(f"StructKV: pivot=calibrated is layer {found[0]} ({source}).")
+            if found[0] == vllm_config.model_config.get_total_num_hidden_layers() - 1:
+                lines.append(
+                    "StructKV: that is the last layer, so every token runs at full depth; another "
+                    "pivot can be measured on your own prompts (`vllm-kvx calibrate`) or given."
+                )
     return lines
 
 

@@ -1,7 +1,6 @@
 """What the workers counted, brought to the API process when somebody asks."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -45,8 +44,8 @@ class StatsReader:
         if self._call is None and time.monotonic() - self._read_at >= FRESH_S:
             self._call = asyncio.create_task(self._read())
         if self._call is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._call), WAIT_S)
+            # Not wait_for, which can swallow a cancellation that comes as the call ends.
+            await asyncio.wait([self._call], timeout=WAIT_S)
         return self.latest
 
     async def _read(self) -> None:

@@ -1,0 +1,246 @@
+"""StructKV's pivot where the server's policy leaves it to measurement: found, or measured once."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_kvx.policy.calibration import model_key, record_path
+from vllm_kvx.policy.spec import PolicyError
+from vllm_kvx.server.measured import find_measured
+from vllm_kvx.settings import KVSettings
+from vllm_kvx.tools.cli import main
+
+LOOKUP = Path(__file__).resolve().parents[1] / "checkpoints" / "lookup-8l"
+TOOL = [sys.executable, "-m", "vllm_kvx.tools.cli"]
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where records are stored; nobody else's."""
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Here and in processes; two on tiny matrices mostly wait for each other."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Tool:
+    """Stands for ``subprocess.run`` and keeps the arguments of each `vllm-kvx` that it runs."""
+
+    def __init__(self, run: Run, other: Run) -> None:
+        self.run, self.other = run, other
+        self.ran: list[list[str]] = []
+
+    def __call__(self, command: Any, *args: Any, **kwargs: Any) -> Any:
+        if list(command)[:3] != TOOL:
+            return self.other(command, *args, **kwargs)  # vLLM runs programs too.
+        self.ran.append(command[3:])
+        return self.run(command, *args, **kwargs)
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Tool:
+    """The tool in a process of its own, as a server runs it."""
+    real = subprocess.run
+    tool = Tool(real, real)
+    monkeypatch.setattr(subprocess, "run", tool)
+    return tool
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
+    """The tool in this process, which spares the seconds of its imports."""
+
+    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        capsys.readouterr()
+        return subprocess.CompletedProcess(command, main(command[3:]), "", capsys.readouterr().err)
+
+    tool = Tool(run, subprocess.run)
+    monkeypatch.setattr(subprocess, "run", tool)
+    return tool
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The checkpoint to change; built-in prompts are short for it."""
+    return copy_of_lookup(tmp_path / "model")
+
+
+def copy_of_lookup(path: Path, **changes: Any) -> Path:
+    shutil.copytree(LOOKUP, path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"max_position_embeddings": 128, **changes}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+def find(make_config: Callable[..., Any]) -> Callable[..., tuple[dict[str, Any], list[str]]]:
+    """``find_measured`` on a model's configuration: what is in ``additional_config`` then, lines.
+
+    Keywords are further keys of ``additional_config``.
+    """
+
+    def find(
+        model: Path, policy: str = "structkv", load_format: str = "auto", **config: Any
+    ) -> tuple[dict[str, Any], list[str]]:
+        vllm_config = make_config(model=str(model), load_format=load_format, max_model_len=64)
+        vllm_config.additional_config = {"kv_policy": policy, **config}
+        lines = find_measured(vllm_config)
+        return vllm_config.additional_config, lines
+
+    return find
+
+
+def record_of(model: Path) -> tuple[Path, dict[str, Any]]:
+    """What is stored for a model, and where."""
+    config = json.loads((model / "config.json").read_text())
+    path = record_path("structkv", model_key(config, model))
+    return path, json.loads(path.read_text())
+
+
+def test_a_server_measures_before_its_first_start(
+    process: Tool, make_config: Callable[..., Any], cache: Path
+) -> None:
+    settings = {"model": str(LOOKUP), "load_format": "auto", "dtype": "float32"}
+    vllm_config = make_config("structkv", **settings)
+    [arguments] = process.ran
+    assert arguments[:2] == ["calibrate", str(LOOKUP)]
+    path, record = record_of(LOOKUP)
+    assert [*cache.rglob("*.*")] == [path]
+    assert record["layers"] == 8 and record["window"] == 8
+    assert record["weights"] == [0.2, 0.3, 0.5]
+    assert record["prompts"] == {"source": "built-in", "count": 4, "tokens": [4096] * 4}
+    pivot = record["pivot"]
+    # Other processes look there, and nowhere else.
+    assert vllm_config.additional_config == {"kv_policy": "structkv", "kv_pivot": pivot}
+    found = KVSettings.from_vllm_config(vllm_config)
+    assert found is not None and found.measured.pivot == pivot
+    assert str(found.policy) == f"structkv:pivot={pivot}" == str(found.parse("structkv"))
+
+    # A second start.
+    assert make_config("structkv", **settings).additional_config["kv_pivot"] == pivot
+    again = make_config(**settings)
+    again.additional_config = {"kv_policy": "structkv:struct_rate=0.5"}
+    line = f"StructKV: pivot=calibrated is layer {pivot} (calibrated: {path})."
+    assert find_measured(again)[0] == line
+    assert again.additional_config["kv_pivot"] == pivot
+    assert find_measured(again) == []
+    assert len(process.ran) == 1
+
+
+def test_another_model_is_measured_too(
+    tool: Tool, find: Callable[..., Any], model: Path, tmp_path: Path, cache: Path
+) -> None:
+    find(model)
+    assert len(tool.ran) == 1
+    fewer = copy_of_lookup(tmp_path / "fewer", num_hidden_layers=6)
+    config, _ = find(fewer)
+    assert tool.ran[1:] == [["calibrate", str(fewer), *tool.ran[0][2:]]]
+    assert record_of(fewer)[1]["layers"] == 6 and config["kv_pivot"] == record_of(fewer)[1]["pivot"]
+
+    tuned = copy_of_lookup(tmp_path / "tuned")
+    weights = load_file(tuned / "model.safetensors")
+    weights["model.layers.3.self_attn.q_proj.weight"] *= 4
+    save_file(weights, tuned / "model.safetensors", {"format": "pt"})
+    find(tuned)
+    assert len(tool.ran) == 3
+    # Each has a record of its own, which is found; whatever the model is called.
+    records = {record_of(each)[0] for each in (model, fewer, tuned)}
+    assert len(records) == 3 == len([*cache.rglob("*.json")])
+    tuned.rename(tmp_path / "renamed")
+    for each in (model, fewer, tmp_path / "renamed"):
+        assert find(each)[0]["kv_pivot"] == record_of(each)[1]["pivot"]
+    assert len(tool.ran) == 3
+
+
+@pytest.mark.parametrize("change", [{"layers": 6, "pivot": 1}, {"pivot": 8}, {"key": "0"}, "{"])
+def test_a_record_of_no_use_is_measured_again(
+    tool: Tool, find: Callable[..., Any], model: Path, change: dict[str, Any] | str
+) -> None:
+    config, _ = find(model)
+    path, good = record_of(model)
+    path.write_text(change if isinstance(change, str) else json.dumps(good | change))
+    assert find(model)[0] == config
+    assert len(tool.ran) == 2
+    again = record_of(model)[1]
+    assert all(again[name] == good[name] for name in ("key", "layers", "pivot", "prompts"))
+
+
+def test_window_and_weights_are_the_policys(
+    tool: Tool, find: Callable[..., Any], model: Path
+) -> None:
+    find(model)
+    for policy, window, weights in (
+        ("structkv:window=4", 4, [0.2, 0.3, 0.5]),
+        ("structkv:window=4,entropy_weight=0,variance_weight=1", 4, [0, 0.3, 1]),
+    ):
+        before = len(tool.ran)
+        config, _ = find(model, policy)
+        assert find(model, policy)[0] == config
+        assert len(tool.ran) == before + 1
+        record = record_of(model)[1]
+        assert (record["window"], record["weights"]) == (window, weights)
+        assert config["kv_pivot"] == record["pivot"]
+
+
+def test_policies_that_the_server_makes_room_for(
+    tool: Tool, find: Callable[..., Any], model: Path
+) -> None:
+    config, lines = find(model, "full", kv_layout=["structkv:kv_rate=0.2", "structkv", "no policy"])
+    assert len(tool.ran) == len(lines) == 1
+    assert config["kv_pivot"] == record_of(model)[1]["pivot"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "config"),
+    [
+        ("structkv:pivot=3", {}),
+        ("structkv:pivot=online", {}),
+        ("structkv:struct_rate=1", {}),
+        ("structkv", {"kv_pivot": 3}),
+        ("speed-4", {}),
+    ],
+)
+def test_what_needs_no_measurement(
+    tool: Tool, find: Callable[..., Any], model: Path, policy: str, config: dict[str, Any]
+) -> None:
+    assert find(model, policy, **config) == ({"kv_policy": policy, **config}, [])
+    assert not tool.ran
+
+
+def test_where_nothing_can_be_measured(
+    tool: Tool, find: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch
+) -> None:
+    way_out = r"write pivot=<int>, or measure it with `vllm-kvx calibrate MODEL --method structkv"
+    with pytest.raises(PolicyError, match=rf"\(its weights are dummies\): {way_out}"):
+        find(model, load_format="dummy")
+    assert not tool.ran
+    # What the tool said last is the reason.
+    bare = copy_of_lookup(tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    (bare / "tokenizer_config.json").unlink()
+    with pytest.raises(PolicyError, match=rf"\(.*no tokenizer that loads.*\): {way_out}"):
+        find(bare)
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "file"))
+    with pytest.raises(PolicyError, match="set KVX_CACHE_ROOT to a directory"):
+        find(model)
+    assert len(tool.ran) == 2
