@@ -46,20 +46,20 @@ def test_first_segment_is_captured_beside_the_stock_decoder(
             return list(ran)
 
         # vLLM prepares once, warms up without graphs, then captures the pieces.
-        model.begin_step(StepPlan([None], is_dummy=True))
+        model.begin_step(StepPlan([None, None], is_dummy=True))
         assert passes(CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE) == [
             "stock",
             "segment 0, PIECEWISE",
             "stock",
         ]
         # A FULL graph is captured around the plain forward pass.
-        model.begin_step(StepPlan([None], is_dummy=True))
+        model.begin_step(StepPlan([None, None], is_dummy=True))
         assert passes(CUDAGraphMode.NONE) == ["stock"]
         # A middle chunk, none of whose rows goes on: graphs where they were captured, else none.
         none = torch.zeros(0, dtype=torch.long)
         for size, mode in ((4, "PIECEWISE"), (8, "NONE")):
-            model.begin_step(StepPlan([StepRows(none, none, none, {})]))
+            model.begin_step(StepPlan([None, StepRows(none, none, none, {})]))
             assert passes(CUDAGraphMode.PIECEWISE, size=size) == [f"segment 0, {mode}"]
         # A real batch that drops nothing.
-        model.begin_step(StepPlan([None]))
+        model.begin_step(StepPlan([None, None]))
         assert passes(CUDAGraphMode.PIECEWISE) == ["stock"]

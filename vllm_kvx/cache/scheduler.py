@@ -207,7 +207,8 @@ class _PolicyScheduling:
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
         for request_id, kept in getattr(output, KEPT_BLOCKS, {}).items():
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
-            if request is not None:
+            # One that was preempted since, and perhaps runs again, has other blocks.
+            if request is not None and request.num_stale_output_tokens == 0:
                 for manager in (*self.lower_managers, *self.policy_managers):
                     if manager.segment in kept:
                         manager.relink(

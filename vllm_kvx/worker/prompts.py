@@ -214,7 +214,8 @@ def plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: i
                 ranks_blocks=state.by_block and segment == state.last_central,
                 measures=state.online is not None,
                 kept=tuple(
-                    (s.kept, i <= (state.last_central or 0)) for i, s in enumerate(state.storages)
+                    (s.kept if s.compacts else 0, i <= (state.last_central or 0))
+                    for i, s in enumerate(state.storages)
                 ),
             )
         )

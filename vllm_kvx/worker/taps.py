@@ -47,7 +47,8 @@ class Prompt:
             what came before (StructKV Eq. 3); None if by the last layer's saliency.
         measures: each layer's entropy, sparsity and variance are kept in ``Taps.metrics``.
         ranks_blocks: after the segment's last layer the prompt's blocks are ranked by centrality;
-            by segment, `kept` has the entries that stay, and whether it computes every token.
+            by segment, `kept` has the entries that stay, 0 where none go, and whether it computes
+            every token.
     """
 
     req_id: str
@@ -463,7 +464,7 @@ class Taps:
                     window=prompt.window,
                 )
                 for segment, (kept, is_lower) in enumerate(prompt.kept)
-                if kept < len(values if is_lower else upper)
+                if kept
             }
 
     def select_central(self, prompt: Prompt, count: int) -> Tensor:
