@@ -173,7 +173,7 @@ INVALID = {
     "structkv:pivot=offline": ["an integer of at least 0 or calibrated or online, got 'offline'"],
     "structkv:granularity=page": ["granularity must be one of token, block, got 'page'"],
     "structkv:pivot=online,kv_rate=0.3": ["pivot=online needs kv_rate <= struct_rate"],
-    "structkv:min_layer=3": ["have effect with pivot=online only"],
+    "structkv:min_layer=3": ["have effect with pivot=online and"],
     "structkv:granularity=block,pivot=online": ["pivot=online cannot be had", "pivot=<int>"],
     "structkv:entropy_weight=2": ["entropy_weight must be a number in [0, 1], got 2"],
     "structkv:entropy_weight=0,sparsity_weight=0,variance_weight=0": ["must be above 0"],
@@ -259,9 +259,9 @@ def test_round_trip_of_random_policies() -> None:
         speed = Speed(rng.randrange(1, 99), rng.randrange(3), rng.randrange(1, 4))
         layer: int | str = 3 if rng.random() < 0.5 else "auto"
         fastkv = FastKV(snapkv.kv_rate, snapkv.kv_budget, tsp_layer=layer, tsp_rate=other)
-        structkv = StructKV(
-            "online", max(rate, other), min(rate, other), max_layer=layer if layer == 3 else "auto"
-        )
+        wide, narrow = max(rate, other), min(rate, other)
+        limit: int | str = 3 if layer == 3 and wide < 1 else "auto"
+        structkv = StructKV("online", wide, narrow, max_layer=limit)
         streamingllm = StreamingLLM(rng.randrange(1, 9))
         lower: list[list[Method]] = [[speed, snapkv], [fastkv], [structkv], [streamingllm], []]
         upper: list[list[Method]] = [[FIER(rng.randrange(64, 999))], [Quest(64, 8)], []]

@@ -82,7 +82,7 @@ class Server:
         before = self.status()["counters"].get(policy, {})
         ask()
         after = self.counters(policy)
-        return {k: n - before.get(k, 0) for k, n in after.items() if not isinstance(n, list)}
+        return {k: n - before.get(k, 0) for k, n in after.items() if isinstance(n, int)}
 
     def metrics(self) -> dict[tuple[str, str], float]:
         """Our samples, by name and policy."""

@@ -208,7 +208,9 @@ class _PolicyScheduling:
         for request_id, kept in getattr(output, KEPT_BLOCKS, {}).items():
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             # One that was preempted since, and perhaps runs again, has other blocks.
-            if request is not None and request.num_stale_output_tokens == 0:
+            if request is None or request.num_stale_output_tokens:
+                continue
+            if request.num_computed_tokens >= request.num_prompt_tokens:
                 for manager in (*self.lower_managers, *self.policy_managers):
                     if manager.segment in kept:
                         manager.relink(

@@ -65,7 +65,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             above = {layer for layer in part.splits() if layer < num_layers}
             splits |= above
             sidecar |= part.sidecar
-            stash |= isinstance(part, Select) and bool(above)
+            stash |= part is policy.propagate and isinstance(part, Select) and bool(above)
             if isinstance(part, StructKV) and part.is_online:
                 low, high = part.limits(num_layers)
                 cuts |= {layer + 1 for layer in range(low, high + 1)}

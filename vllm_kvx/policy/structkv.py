@@ -66,12 +66,13 @@ class StructKV(Select, Retain):
         if self.pivot == "online" and self.kv_rate > self.struct_rate:
             raise PolicyError(
                 "structkv: pivot=online needs kv_rate <= struct_rate, so that every layer keeps "
-                "equally much whatever its pivot; raise struct_rate or use pivot=calibrated"
+                "equally much whatever its pivot; lower kv_rate to struct_rate or less, or use "
+                "pivot=calibrated"
             )
-        if self.pivot != "online" and (self.min_layer, self.max_layer) != ("auto", "auto"):
+        if not self.is_online and (self.min_layer, self.max_layer) != ("auto", "auto"):
             raise PolicyError(
-                "structkv: min_layer and max_layer have effect with pivot=online only; leave them "
-                "out or write pivot=online"
+                "structkv: min_layer and max_layer have effect with pivot=online and struct_rate "
+                "below 1 only; leave them out"
             )
         if not (self.entropy_weight or self.sparsity_weight or self.variance_weight):
             raise PolicyError(

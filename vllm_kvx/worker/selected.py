@@ -98,6 +98,7 @@ class PromptPasses:
         Prompts that find their pivot online are left out; see ``online``.
         """
         self.taps.timer.collect()
+        self.taps.detector_timer.collect()
         direct = plan_direct(chunks, counts, rows)
         step.taps = [self.tap(plan, block_tables) for plan in direct]
         if not any(tap is not None for tap in step.taps):

@@ -313,8 +313,10 @@ class LayerTap:
             # Every rank has some of the heads, and all must choose the tokens that one would: so
             # the heads are gathered, and added up in their order.
             total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)
-        with self.taps.detector_timer:
-            centrality = self.taps.add_up(batch, total)
+        centrality = {}
+        if any(prompt.decay is not None for prompt in batch.prompts):
+            with self.taps.detector_timer:
+                centrality = self.taps.add_up(batch, total)
         if self.is_last and tap.selection is not None:
             chosen = tap.selection
             by = total.clone() if centrality else total
