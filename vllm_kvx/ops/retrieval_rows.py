@@ -1,0 +1,77 @@
+"""Which rows of a batch retrieve: what every retrieval op reads, at fixed addresses."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUM_FIELDS = 4
+
+
+@dataclass(frozen=True)
+class RetrievalRows:
+    """Rows of the current token each, on device. A CUDA graph replays with what they then hold.
+
+    Attributes:
+        tokens: (R,) int32, row of the query and of the output.
+        requests: (R,) int32, row of the block table.
+        lens: (R,) int32, entries that the row sees, its own included; 0 where it does not retrieve.
+        budgets: (R,) int32, units to read.
+        offsets: (R,) int64, where its units begin in the scores.
+    """
+
+    tokens: Tensor
+    requests: Tensor
+    lens: Tensor
+    budgets: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> "RetrievalRows":
+        """Rows none of which retrieves."""
+        fields = torch.zeros(NUM_FIELDS, num_rows, dtype=torch.int32, device=device)
+        return cls(*fields, torch.zeros(num_rows, dtype=torch.int64, device=device))
+
+    @classmethod
+    def of(
+        cls,
+        tokens: np.ndarray,
+        requests: np.ndarray,
+        lens: np.ndarray,
+        budgets: np.ndarray,
+        unit: int,
+        device: torch.device,
+    ) -> "RetrievalRows":
+        """Rows whose scores follow one another."""
+        fields, offsets = pack(tokens, requests, lens, budgets, unit)
+        return cls(*torch.from_numpy(fields).to(device), torch.from_numpy(offsets).to(device))
+
+    def first(self, num_rows: int) -> "RetrievalRows":
+        """The first rows, at the same addresses."""
+        return RetrievalRows(
+            *(
+                getattr(self, name)[:num_rows]
+                for name in ("tokens", "requests", "lens", "budgets", "offsets")
+            )
+        )
+
+
+def pack(
+    tokens: np.ndarray, requests: np.ndarray, lens: np.ndarray, budgets: np.ndarray, unit: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(4, R) int32 fields and (R,) int64 offsets, from (R,) columns; `unit` tokens per unit."""
+    fields = np.stack([tokens, requests, lens, budgets]).astype(np.int32)
+    return fields, offsets_of(lens, unit)
+
+
+def offsets_of(lens: np.ndarray, unit: int) -> np.ndarray:
+    """(R,) int64 beginnings of rows' scores. Vector loads want multiples of four."""
+    room = room_of(lens, unit)
+    return np.cumsum(room) - room
+
+
+def room_of(lens: np.ndarray, unit: int) -> np.ndarray:
+    """(R,) int64 scores that each row takes."""
+    units = -(-lens.astype(np.int64) // unit)
+    return -(-units // 4) * 4
