@@ -29,7 +29,8 @@ STASH_KEY = "kv_stash_tokens"
 TSP_LAYER_KEY = "kv_tsp_layer"
 PIVOT_KEY = "kv_pivot"
 DEBUG_KEY = "kv_debug"
-KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, TSP_LAYER_KEY, PIVOT_KEY, DEBUG_KEY)
+RECALL_KEY = "kv_recall_every"
+KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, TSP_LAYER_KEY, PIVOT_KEY, DEBUG_KEY, RECALL_KEY)
 
 # Clients choose policies, so what is counted by name is bounded; the rest is counted together.
 MAX_POLICIES = 64
@@ -78,6 +79,7 @@ class KVSettings:
         model are vLLM's own.
     measured: what words in policies' names mean for this model.
     stash_tokens: prompt tokens whose hidden states the stash holds; 0 without one.
+    recall_every: of the steps that retrieve every n-th measures recall; 0 for none.
     """
 
     policy: KVPolicy
@@ -87,6 +89,7 @@ class KVSettings:
     stock: bool = False
     measured: Measured = Measured()
     stash_tokens: int = 0
+    recall_every: int = 0
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
@@ -130,6 +133,11 @@ class KVSettings:
         debug = config.get(DEBUG_KEY, False)
         if not isinstance(debug, bool):
             raise ValueError(f"{DEBUG_KEY} must be true or false, got {debug!r}")
+        recall_every = config.get(RECALL_KEY, 0)
+        if type(recall_every) is not int or recall_every < 0:
+            raise ValueError(
+                f"{RECALL_KEY} must be a number of decode steps, 0 for never, got {recall_every!r}"
+            )
         names = config.get(LAYOUT_KEY, [])
         if not isinstance(names, (list, tuple)):
             raise ValueError(
@@ -142,13 +150,19 @@ class KVSettings:
             for i, name in enumerate(names)
         ]
         policies = [policy, *room]
+        layout = layout_of(policies, num_layers)
+        if recall_every and layout.sidecar is None:
+            raise ValueError(
+                f"{RECALL_KEY} has no effect: no policy of this server retrieves; remove it"
+            )
         return cls(
             policy=policy,
-            layout=layout_of(policies, num_layers),
+            layout=layout,
             num_layers=num_layers,
             debug=debug,
             stock=all(p.is_full for p in policies),
             measured=measured,
+            recall_every=recall_every,
         )
 
     def parse(self, name: str) -> KVPolicy:

@@ -27,6 +27,7 @@ class RequestKV:
     Attributes:
         storage: what it stores in the manager's segment.
         shares: whether its blocks may be read by others, and others' by it.
+    publishes: leading tokens whose blocks others may read; None if all.
         anchors: leading tokens whose entries a prefix hit must bring along.
         anchor_hash: key of those entries, by their tokens; ``None`` if they cannot be shared.
         by_block: retention keeps whole blocks; which, the worker says.
@@ -42,6 +43,7 @@ class RequestKV:
     by_block: bool = False
     is_compact: bool = False
     undecided: list[KVCacheBlock] = field(default_factory=list)
+    publishes: int | None = None
 
 
 class _SizedByStorage(SingleTypeKVCacheManager):
@@ -141,9 +143,13 @@ class LowerKVCacheManager(_SizedByStorage, FullAttentionManager):
             num_tokens = num_tokens_main_model = num_blocks * self.block_size
         return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
 
-    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if not self._is_private(request.request_id):
-            super().cache_blocks(request, *args, **kwargs)
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        kv = self.requests.get(request.request_id)
+        if kv is not None and not kv.shares:
+            return
+        if kv is not None and kv.publishes is not None:
+            num_tokens = min(num_tokens, kv.publishes)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
 
 
 class PolicyKVCacheManager(_SizedByStorage):

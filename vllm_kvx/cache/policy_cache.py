@@ -6,7 +6,7 @@ with vLLM when this module is imported, which unpickling a spec does in every pr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -17,7 +17,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
-from vllm_kvx.policy.layout import GroupChoice, choose_group_size, grouped
+from vllm_kvx.ops.sidecar import SidecarLayout
+from vllm_kvx.policy.layout import GroupChoice, RetrievalLayout, choose_group_size, grouped
 from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.cache")
@@ -86,7 +87,8 @@ def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) 
     for segment, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         num_buckets = 1 if buckets is None else buckets[segment]
         for offset, layer in enumerate(attention[start : start + size]):
-            _override_spec(layer, segment, start, offset % num_buckets)
+            sidecar = settings.layout.sidecar
+            _override_spec(layer, segment, start, offset % num_buckets, sidecar)
 
 
 def group_layers(segment_sizes: Sequence[int]) -> GroupChoice:
@@ -119,12 +121,24 @@ def _vllm_group_size(bucket_sizes: Sequence[int]) -> int:
     return large if large < small * 1.5 else small
 
 
-def _override_spec(layer: Attention, segment: int, start: int, bucket: int) -> None:
+def sidecar_layout(spec: AttentionSpec, sidecar: RetrievalLayout) -> SidecarLayout:
+    """The shape of what a page of `spec` holds beside its entries."""
+    return SidecarLayout(
+        spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group, sidecar.has_codes
+    )
+
+
+def _override_spec(
+    layer: Attention, segment: int, start: int, bucket: int, sidecar: RetrievalLayout | None
+) -> None:
     stock = layer.get_kv_cache_spec
 
     def get_kv_cache_spec(vllm_config: VllmConfig) -> KVCacheSpec:
         spec = stock(vllm_config)
         assert type(spec) is FullAttentionSpec, f"unexpected KV cache spec {spec}"
+        if sidecar is not None:
+            room = sidecar_layout(spec, sidecar).page_bytes
+            spec = replace(spec, page_size_padded=spec.page_size_bytes + room)
         if segment == 0:
             values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
             return LowerAttentionSpec(**values, bucket=bucket)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 from vllm_kvx import accounting
 from vllm_kvx.cache.policy_cache import PolicyAttentionSpec
@@ -41,9 +41,14 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
         stored = accounting.stored_len(settings.policy, prompt_len, prompt_len, start, size)
         blocks_per_token += stored / prompt_len / size
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
-    block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    block_size = spec.block_size
+    # Stock pages have no sidecar.
+    stock_blocks = usable
+    if isinstance(spec, AttentionSpec):
+        stock_blocks = usable * spec.page_size_bytes // spec.unpadded_page_size_bytes
     return PoolTokens(
         num_blocks=config.num_blocks,
         policy=int(usable / blocks_per_token),
-        stock=int(usable * block_size * group_layers / settings.num_layers),
+        stock=int(stock_blocks * block_size * group_layers / settings.num_layers),
     )

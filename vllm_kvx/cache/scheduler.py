@@ -116,6 +116,8 @@ class _PolicyScheduling:
                 if fits and storage.prefill.size and not lossy:
                     key = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
             kv = RequestKV(storage, not lossy, anchors if key else 0, key, by_block)
+            if policy.is_lossy_decode:
+                kv.publishes = prompt_len // manager.block_size * manager.block_size
             manager.add_request(request.request_id, kv)
         self.admission.add_request(request, policy, any(s.changes for s in storages))
 
@@ -151,10 +153,15 @@ class _PolicyScheduling:
         The upper layers of a hit are not computed: every token they must hold has to lie past it,
         or be an anchor, whose entries are handed over in one block.
         """
-        if not isinstance(policy.propagate, Speed) or policy.retain is not None:
+        block_size: int = self.kv_cache_manager.coordinator.scheduler_block_size  # type: ignore[attr-defined]
+        if policy.retain is not None:
+            return None
+        if policy.propagate is None and not self.policy_managers:
+            # Retrieval alone: generated tokens of its own are not what a prompt's would be.
+            return request.num_prompt_tokens // block_size * block_size
+        if not isinstance(policy.propagate, Speed):
             return None
         anchors, tail = policy.propagate.anchors, policy.propagate.tail
-        block_size: int = self.kv_cache_manager.coordinator.scheduler_block_size  # type: ignore[attr-defined]
         if anchors > block_size:
             return None
         for manager in self.policy_managers:

@@ -32,6 +32,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.policy_cache import policy_kv_cache_specs
 from vllm_kvx.settings import KVSettings
+from vllm_kvx.worker.retrieval import RetrievalPass
 from vllm_kvx.worker.taps import SegmentTap, Taps
 
 
@@ -97,6 +98,7 @@ class StepPlan:
         online: runs the prompts that find their pivot online, whose rows are in none of `rows`;
             called with the model, ids, positions and the output.
         is_empty: there is nothing but these.
+        retrieval: what the rows of the batch retrieve; see ``Taps.retrieval_pass``.
         is_dummy: the step captures graphs or warms up.
         taps: by segment; None if the step brings no prompt in.
         stash: (S, hidden) the stash; writes: what goes into it, by segment.
@@ -113,6 +115,7 @@ class StepPlan:
     selected: Sequence[Callable[[], SelectedPass]] = field(default_factory=list)
     online: Callable[..., None] | None = None
     is_empty: bool = False
+    retrieval: RetrievalPass | None = None
 
 
 class DecoderSegment(nn.Module):
@@ -263,15 +266,18 @@ class SegmentedModel(nn.Module):
                     positions.shape[0], hidden, dtype=self.taps.dtype, device=positions.device
                 )
             elif any(rows is not None for rows in plan.rows):
+                self.taps.retrieval_pass = plan.retrieval
                 output = self._run_segments(input_ids, positions, plan)
+                self.taps.retrieval_pass = None
                 output = self._run_selected(output, plan)
             else:
+                self.taps.retrieval_pass = plan.retrieval
                 return self._run_stock(input_ids, positions, intermediate_tensors, inputs_embeds)
             if plan.online is not None:
                 plan.online(self, input_ids, positions, output)
             return output
         finally:
-            self.taps.current = None
+            self.taps.current = self.taps.retrieval_pass = None
 
     def _run_stock(
         self,

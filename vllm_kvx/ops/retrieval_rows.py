@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 
 NUM_FIELDS = 4
 
@@ -31,7 +32,13 @@ class RetrievalRows:
     def empty(cls, num_rows: int, device: torch.device) -> "RetrievalRows":
         """Rows none of which retrieves."""
         fields = torch.zeros(NUM_FIELDS, num_rows, dtype=torch.int32, device=device)
-        return cls(*fields, torch.zeros(num_rows, dtype=torch.int64, device=device))
+        return cls.of_fields(fields, torch.zeros(num_rows, dtype=torch.int64, device=device))
+
+    @classmethod
+    def of_fields(cls, fields: Tensor, offsets: Tensor) -> "RetrievalRows":
+        """Rows whose other fields are those of (4, R) `fields`, in order."""
+        tokens, requests, lens, budgets = fields
+        return cls(tokens, requests, lens, budgets, offsets)
 
     @classmethod
     def of(
@@ -45,7 +52,9 @@ class RetrievalRows:
     ) -> "RetrievalRows":
         """Rows whose scores follow one another."""
         fields, offsets = pack(tokens, requests, lens, budgets, unit)
-        return cls(*torch.from_numpy(fields).to(device), torch.from_numpy(offsets).to(device))
+        return cls.of_fields(
+            async_tensor_h2d(fields, device=device), async_tensor_h2d(offsets, device=device)
+        )
 
     def first(self, num_rows: int) -> "RetrievalRows":
         """The first rows, at the same addresses."""

@@ -3,9 +3,9 @@
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vllm_kvx.policy.parameters import Retain, Select
+from vllm_kvx.policy.parameters import Retain, Retrieve, Select
 from vllm_kvx.policy.spec import KVPolicy, PolicyError
 from vllm_kvx.policy.structkv import StructKV
 
@@ -15,11 +15,44 @@ MAX_FIRST_PADDING = 0.05
 
 
 @dataclass(frozen=True)
+class RetrievalLayout:
+    """What the server's pages hold for retrieval, and what its decode steps do with it.
+
+    has_codes: 1-bit keys (FIER), or bounds alone (Quest). group: tokens of a group, or a page.
+    reduction: see ``policy.retrieval``. max_units: units that a step may read at most.
+    """
+
+    has_codes: bool
+    group: int
+    reduction: str
+    max_units: int
+
+    @classmethod
+    def of(cls, method: Retrieve) -> "RetrievalLayout":
+        """What `method` needs."""
+        return cls(method.has_codes, method.group_tokens, method.reduction, method.budget_units)
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are read together."""
+        return 1 if self.has_codes else self.group
+
+    def fits(self, other: "RetrievalLayout | None") -> bool:
+        """Whether a server laid out like `other` can do this."""
+        return other is not None and replace(self, max_units=other.max_units) == other
+
+    def __str__(self) -> str:
+        what = "1-bit keys in groups" if self.has_codes else "bounds of pages"
+        budget = self.max_units * self.unit
+        return f"{what} of {self.group} tokens ({self.reduction}, budgets of up to {budget})"
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where KV groups begin.
 
     splits: sorted layers, above 0 and below the number of layers, where a new segment begins.
-    sidecar: True if KV pages hold a compressed copy of their keys for retrieval.
+    sidecar: what KV pages hold beside their entries for retrieval; None without.
     retain: True if entries can be dropped once a prompt is in.
     window: the longest window whose queries may score keys; 0 if no policy scores any.
     stash: True if hidden states of prompts can be kept until their last chunk selects some.
@@ -28,7 +61,7 @@ class Layout:
     """
 
     splits: tuple[int, ...]
-    sidecar: bool = False
+    sidecar: RetrievalLayout | None = None
     retain: bool = False
     window: int = 0
     stash: bool = False
@@ -45,18 +78,21 @@ class Layout:
         window = f", windows of up to {self.window} tokens" if self.window else ""
         stash = ", a stash" if self.stash else ""
         cuts = f", online pivots at {_layers([c - 1 for c in self.cuts])}" if self.cuts else ""
-        return f"{groups}, {'a' if self.sidecar else 'no'} sidecar{retain}{window}{stash}{cuts}"
+        sidecar = f"a sidecar of {self.sidecar}" if self.sidecar else "no sidecar"
+        return f"{groups}, {sidecar}{retain}{window}{stash}{cuts}"
 
 
 def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     """The smallest layout that all `policies` fit.
 
     Raises PolicyError for a policy that a model of `num_layers` layers cannot run, or whose split
-    depends on a layer still to be calibrated (put the layer's number into the policy first).
+    depends on a layer still to be calibrated (put the layer's number into the policy first), and
+    for policies that need different sidecars.
     """
     splits: set[int] = set()
     cuts: set[int] = set()
-    sidecar, retain, stash, window = False, False, False, 0
+    sidecar: RetrievalLayout | None = None
+    retain, stash, window = False, False, 0
     for policy in policies:
         policy.check_model(num_layers)
         retain |= policy.retain is not None
@@ -64,7 +100,8 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             # A method may propagate only after the last layer: nothing lies above that split.
             above = {layer for layer in part.splits() if layer < num_layers}
             splits |= above
-            sidecar |= part.sidecar
+            if isinstance(part, Retrieve):
+                sidecar = _widest(sidecar, RetrievalLayout.of(part))
             stash |= part is policy.propagate and isinstance(part, Select) and bool(above)
             if isinstance(part, StructKV) and part.is_online:
                 low, high = part.limits(num_layers)
@@ -75,13 +112,26 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     return Layout(tuple(sorted(splits)), sidecar, retain, window, stash, tuple(sorted(cuts)))
 
 
+def _widest(one: RetrievalLayout | None, other: RetrievalLayout) -> RetrievalLayout:
+    if one is None:
+        return other
+    if not other.fits(one):
+        raise PolicyError(
+            f"one server holds one sidecar, not both {one} and {other}: use the same method, group "
+            "or page, and reduction"
+        )
+    return max(one, other, key=lambda layout: layout.max_units)
+
+
 def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     """Raise PolicyError, saying what to change, unless a server with `layout` can run `policy`."""
     needed = layout_of([policy], num_layers)
     missing = [layer for layer in needed.splits if layer not in layout.splits]
     needs = [f"a split at {_layers(missing)}"] if missing else []
-    if needed.sidecar and not layout.sidecar:
-        needs.append("a sidecar")
+    if needed.sidecar is not None:
+        wide = layout.sidecar is not None and needed.sidecar.max_units <= layout.sidecar.max_units
+        if not (needed.sidecar.fits(layout.sidecar) and wide):
+            needs.append(f"a sidecar of {needed.sidecar}")
     if needed.retain and not layout.retain:
         needs.append("retention")
     if needed.window > layout.window:

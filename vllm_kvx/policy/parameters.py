@@ -93,7 +93,6 @@ class Method:
     number: the field that `name-<int>` fills, if the method takes one; it is then mandatory.
     letter: what messages call that number.
     example: a complete name to show where the number is missing.
-    sidecar: True if the method reads a compressed copy of the keys beside the KV cache.
 
     Raises PolicyError where a parameter is outside its limits.
     """
@@ -102,7 +101,6 @@ class Method:
     number: ClassVar[str] = ""
     letter: ClassVar[str] = ""
     example: ClassVar[str] = ""
-    sidecar: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -205,6 +203,32 @@ def share_of(prompt_len: int, share: float, window: int) -> int:
 
 class Retrieve(Method):
     """Which stored entries does this decode step read? Answered in every decode step."""
+
+    budget: int
+    reduction: str
+    dense_below: int
+    # Whether single tokens are scored, by 1-bit keys; else whole groups, by bounds.
+    has_codes: ClassVar[bool]
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens that share a scale and a zero: the quantisation group, or the page."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are read together."""
+        return 1 if self.has_codes else self.group_tokens
+
+    @property
+    def budget_units(self) -> int:
+        """Units that a step reads."""
+        return self.budget // self.unit
+
+    @property
+    def floor(self) -> int:
+        """The least length of which a step reads a part; a shorter one is read whole."""
+        return max(self.budget_units * self.unit + 1, self.dense_below)
 
 
 def check_layer(method: Method, key: str, layer: int | str, num_layers: int) -> None:

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.parameters import PolicyError, Retrieve, integer
+from vllm_kvx.policy.fier import MAX_BUDGET
+from vllm_kvx.policy.parameters import PolicyError, Retrieve, choice, integer
+from vllm_kvx.policy.retrieval import REDUCTIONS
+
+PAGES = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -11,21 +15,26 @@ class Quest(Retrieve):
     """Quest: page-level retrieval by bounds on the keys (Tang et al., arXiv 2406.10774).
 
     Every entry stays stored with the channel-wise minimum and maximum of each page's keys. A page's
-    score is the sum over channels of the larger of query x minimum and query x maximum; a decode
-    step reads the best pages.
+    score is the sum over channels of the larger of query x minimum and query x maximum; from the
+    third layer on a decode step reads the newest page and the best others.
 
-    budget: tokens that a decode step reads for each KV head, at least 64. Required.
-    page: tokens in a page (default 16).
+    budget: tokens that a decode step reads for each KV head, 64 to 8192; `budget // page` whole
+        pages. Required.
+    page: tokens in a page: 8, 16 (default), 32 or 64, and no more than the budget.
+    reduction: how scores of the query heads that share a KV head become one; see FIER.
+    dense_below: contexts shorter than this many tokens are read whole.
     """
 
     name: ClassVar[str] = "quest"
     number: ClassVar[str] = "budget"
     letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "quest-1024"
-    sidecar: ClassVar[bool] = True
+    has_codes: ClassVar[bool] = False
 
-    budget: int = integer(at_least=64)
+    budget: int = integer(at_least=64, at_most=MAX_BUDGET)
     page: int = integer(16)
+    reduction: str = choice("max", REDUCTIONS)
+    dense_below: int = integer(0, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,3 +43,11 @@ class Quest(Retrieve):
                 f"quest: page must be no larger than the budget of {self.budget} tokens, "
                 f"got {self.page}"
             )
+        if self.page not in PAGES:
+            raise PolicyError(
+                f"quest: page must be one of {', '.join(map(str, PAGES))}, got {self.page}"
+            )
+
+    @property
+    def group_tokens(self) -> int:
+        return self.page

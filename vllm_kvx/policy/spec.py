@@ -38,8 +38,8 @@ _TABLE: tuple[tuple[type[Method], bool], ...] = (
     (StructKV, True),
     (SnapKV, True),
     (StreamingLLM, True),
-    (FIER, False),
-    (Quest, False),
+    (FIER, True),
+    (Quest, True),
 )
 METHODS: dict[str, type[Method]] = {method.name: method for method, _ in _TABLE}
 AVAILABLE: frozenset[str] = frozenset({"full", *(m.name for m, served in _TABLE if served)})

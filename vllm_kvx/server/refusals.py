@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CPU_ATTN")
+HEAD_DIMS = (32, 64, 128, 256)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -179,22 +180,37 @@ WITH_POLICY: tuple[Refusal, ...] = (
 WITH_RETENTION: tuple[Refusal, ...] = (
     Refusal(
         lambda c: _is_cpu() and str(c.model_config.dtype) != "torch.float32",
-        "vLLM's CPU attention interleaves keys of this type, which retention cannot address: set "
-        "--dtype float32",
+        "vLLM's CPU attention interleaves keys of this type, which retention and retrieval cannot "
+        "address: set --dtype float32",
     ),
     Refusal(
         lambda c: _is_cpu() and c.cache_config.cache_dtype.startswith("fp8"),
-        "retention cannot address 8-bit keys on CPU: drop --kv-cache-dtype",
+        "retention and retrieval cannot address 8-bit keys on CPU: drop --kv-cache-dtype",
     ),
     Refusal(
         lambda c: c.parallel_config.tensor_parallel_size > c.model_config.get_total_num_kv_heads(),
-        "with more ranks than KV heads, two ranks would retain different entries of one head: set "
+        "with more ranks than KV heads, two ranks would choose different entries of one head: set "
         "--tensor-parallel-size to at most the number of KV heads",
     ),
     Refusal(
         lambda c: str(_backend(c)) not in ("None", *ATTENTION_BACKENDS),
-        "retention does not know how this attention backend lays out keys: set "
+        "retention and retrieval do not know how this attention backend lays out keys: set "
         f"--attention-backend to one of {', '.join(ATTENTION_BACKENDS)}",
+    ),
+)
+
+
+# Where pages hold a sidecar; besides those of WITH_RETENTION, as its keys are addressed alike.
+WITH_RETRIEVAL: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.model_config.get_head_size() not in HEAD_DIMS,
+        f"retrieval knows head dimensions of {', '.join(map(str, HEAD_DIMS))}: serve another "
+        "model, or drop fier or quest from the KV policy",
+    ),
+    Refusal(
+        lambda c: str(_backend(c)) == "FLASHINFER",
+        "FlashInfer's pages have no room for retrieval's sidecar: set --attention-backend to one "
+        "of FLASH_ATTN, TRITON_ATTN",
     ),
 )
 

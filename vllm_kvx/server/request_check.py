@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from vllm_kvx.policy.layout import Layout, check_fits
+from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
 from vllm_kvx.settings import POLICY_KEY, KVSettings, Measured
 
@@ -133,8 +133,10 @@ def _class_of(name: str) -> type[RequestCheck]:
 
 
 def _layout(fields: dict[str, Any]) -> Layout:
-    """JSON has lists where a layout has tuples."""
+    """JSON has lists where a layout has tuples, and an object for its sidecar."""
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
     }
+    if values["sidecar"] is not None:
+        values["sidecar"] = RetrievalLayout(**values["sidecar"])
     return Layout(**values)

@@ -88,7 +88,7 @@ class PolicyStatus:
             "num_layers": settings.num_layers,
             "layout": {
                 "splits": list(settings.layout.splits),
-                "sidecar": settings.layout.sidecar,
+                "sidecar": settings.layout.sidecar and asdict(settings.layout.sidecar),
                 "window": settings.layout.window,
                 **stats.get("layout", {}),
             },

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvx.policy.speed import Speed
 from vllm_kvx.server.measured import find_measured
-from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, reasons
+from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, WITH_RETRIEVAL, reasons
 from vllm_kvx.settings import KVSettings
 
 if TYPE_CHECKING:
@@ -59,7 +59,11 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
 
 def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list[str]:
     layout = settings.layout
-    problems = reasons(WITH_RETENTION, vllm_config) if layout.retain or layout.window else []
+    scores = layout.retain or layout.window or layout.sidecar
+    problems = reasons(WITH_RETENTION, vllm_config) if scores else []
+    if layout.sidecar is not None:
+        problems += reasons(WITH_RETRIEVAL, vllm_config)
+        problems += _block_size_problems(vllm_config, layout.sidecar.group)
     budget = vllm_config.scheduler_config.max_num_batched_tokens
     if layout.window > budget:
         problems.append(
@@ -67,6 +71,22 @@ def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list
             f"--max-num-batched-tokens to at least {layout.window}, or window= to at most {budget}"
         )
     return problems
+
+
+def _block_size_problems(vllm_config: "VllmConfig", group: int) -> list[str]:
+    """Makes KV blocks whole groups, unless the user has chosen their size."""
+    cache_config = vllm_config.cache_config
+    wanted = max(group, 32)
+    if cache_config.block_size % wanted == 0:
+        return []
+    if cache_config.user_specified_block_size:
+        return [
+            f"KV blocks of {cache_config.block_size} tokens are not whole groups of retrieval: set "
+            f"--block-size to a multiple of {wanted}"
+        ]
+    cache_config.block_size = wanted
+    cache_config.user_specified_block_size = True  # Or the backend's preference would replace it.
+    return []
 
 
 def _machinery_problems(vllm_config: "VllmConfig") -> list[str]:

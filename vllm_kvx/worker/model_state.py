@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
@@ -35,13 +35,14 @@ from vllm_kvx.server.refusals import ATTENTION_BACKENDS
 from vllm_kvx.settings import KVSettings, request_policy
 from vllm_kvx.worker.online import OnlinePasses
 from vllm_kvx.worker.prompts import PromptChunk, PromptState
+from vllm_kvx.worker.retrieval import Mode, Retrieval, RetrievalPass, RetrievalStep, graph_modes
 from vllm_kvx.worker.rows import SegmentRows, plan_rows
 from vllm_kvx.worker.selected import PromptPasses, SelectedBatch
 from vllm_kvx.worker.stash import Stash
 from vllm_kvx.worker.stats import PolicyStats
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
     """A real batch between ``preprocess_state`` and ``prepare_attn``.
 
@@ -52,6 +53,8 @@ class _Step:
         plan: rows of every segment; None runs all.
         stored_lens: (S, R) stored lengths in all segments, this step's tokens included.
         chunks: prompts in the step that are scored, selected from or compacted.
+        gaps: (S, R) starts and sizes of the gaps in force.
+        retrieval: on a server that retrieves.
     """
 
     batch: InputBatch
@@ -61,6 +64,12 @@ class _Step:
     plan: list[SegmentRows | None]
     stored_lens: accounting.IntArray
     chunks: list[PromptChunk]
+    gaps: tuple[accounting.IntArray, accounting.IntArray]
+    retrieval: RetrievalStep | None = None
+
+    @property
+    def ends(self) -> np.ndarray:
+        return self.begins + self.counts
 
 
 class PolicyModelState(DefaultModelState):
@@ -98,6 +107,17 @@ class PolicyModelState(DefaultModelState):
             hidden = self.model_config.get_hidden_size()
             self.stash = Stash(settings.stash_tokens, hidden, cast(torch.dtype, self.dtype), device)
         self._free_slots = list(range(num_split_windows(settings, vllm_config.scheduler_config)))
+        self.retrieval: Retrieval | None = None
+        if settings.layout.sidecar is not None:
+            self.retrieval = Retrieval(
+                settings.layout.sidecar,
+                self.segmented.taps.layers,
+                graph_modes(settings.policy, self.segment_starts),
+                vllm_config,
+                settings.recall_every,
+                device,
+            )
+            self.segmented.taps.retrieval = self.retrieval
         self.stats = PolicyStats(self.segment_sizes)
         self._req_index: dict[str, int] = {}
         # Prompts that are coming in, by request-state index.
@@ -138,6 +158,10 @@ class PolicyModelState(DefaultModelState):
                     f"--attention-backend to one of {', '.join(ATTENTION_BACKENDS)}"
                 )
             tap.group = names[tap.layer.layer_name]
+        if self.retrieval is not None:
+            spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+            assert isinstance(spec, AttentionSpec)
+            self.retrieval.bind(spec, block_tables)
         self._passes = PromptPasses(
             taps, self.stash, self.group_segments, block_tables.block_sizes, self.max_num_tokens
         )
@@ -160,6 +184,9 @@ class PolicyModelState(DefaultModelState):
                 assert self.stash is not None
                 self.stash.take(req_id, prompt_len)
         self.prompt_lens[req_index] = prompt_len
+        self.seq_lens[req_index] = 0
+        if self.retrieval is not None:
+            self.retrieval.add_request(req_index, policy.retrieve)
         row = self.policy_rows[req_index] = self.stats.row_of(policy)
         if prompt is not None:
             prompt.stats_row = row
@@ -184,7 +211,17 @@ class PolicyModelState(DefaultModelState):
 
     def needs_python(self, requests: np.ndarray) -> bool:
         """Whether a step with these requests does more than a CUDA graph of decodes replays."""
-        return bool(self._prompts) and any(i in self._prompts for i in requests.tolist())
+        if bool(self._prompts) and any(i in self._prompts for i in requests.tolist()):
+            return True
+        retrieval = self.retrieval
+        return retrieval is not None and retrieval.needs_python(
+            requests, self.seq_lens[requests] + 1
+        )
+
+    def after_forward(self) -> None:
+        """Once the step's forward pass is queued: sidecars of what it stored."""
+        if self.retrieval is not None:
+            self.retrieval.sidecars.write()
 
     def preprocess_state(
         self,
@@ -235,13 +272,40 @@ class PolicyModelState(DefaultModelState):
             plan_rows(begins, counts, row_starts, row_sizes),
             accounting.stored_lens(ends, gap_starts, gap_sizes),
             chunks,
+            (gap_starts, gap_sizes),
         )
+        if self.retrieval is not None:
+            step.retrieval = self._plan_retrieval(self.retrieval, step)
         self.seq_lens[requests] = ends
         if self.settings.debug:
             self._check_blocks(step, ends)
         for chunk in step.chunks:
             if chunk.is_last:
                 self._compact_tables(int(requests[chunk.batch_index]), chunk.state)
+
+    def _plan_retrieval(self, retrieval: Retrieval, step: _Step) -> RetrievalStep:
+        before = accounting.stored_lens(step.begins, *step.gaps)
+        after = step.stored_lens.copy()
+        moved = np.zeros(after.shape, dtype=bool)
+        for chunk in step.chunks:
+            if not chunk.is_last:
+                continue
+            state, i = chunk.state, chunk.batch_index
+            # Whole blocks take their sidecars along when they are re-linked.
+            after[:, i] = [s.rows if state.by_block else s.kept for s in state.storages]
+            moved[:, i] = state.online is not None or [
+                s.compacts and not state.by_block for s in state.storages
+            ]
+        is_fresh = retrieval.sidecars.is_fresh(step.requests)
+        retrieval.sidecars.plan(step.requests, before, after, moved)
+        return retrieval.plan(
+            step.requests,
+            step.begins,
+            step.counts,
+            self.prompt_lens[step.requests],
+            step.stored_lens,
+            is_fresh,
+        )
 
     def _chunks(
         self, requests: np.ndarray, begins: np.ndarray, ends: np.ndarray
@@ -368,6 +432,11 @@ class PolicyModelState(DefaultModelState):
                 plan = step.plan
             self._count(step, plan)
         num_reqs = input_batch.num_reqs_after_padding
+        retrieves, retrieval = None, self.retrieval
+        if retrieval is not None:
+            retrieves = self._retrieval_pass(
+                retrieval, step, plan, cudagraph_mode, for_capture, num_reqs, block_tables
+            )
         metadata: dict[str, Any] = {}
         step_rows: list[StepRows | None] = []
         for segment, stored_lens in enumerate(self.stored_lens):
@@ -375,7 +444,6 @@ class PolicyModelState(DefaultModelState):
                 group if self.group_segments[g] == segment else []
                 for g, group in enumerate(attn_groups)
             ]
-            slots, tables = slot_mappings, block_tables
             batch = replace(input_batch, seq_lens=stored_lens[:num_reqs])
             if step is None:
                 stored_lens[:num_reqs].copy_(input_batch.seq_lens[:num_reqs])
@@ -384,17 +452,20 @@ class PolicyModelState(DefaultModelState):
                 bounds[: input_batch.num_reqs] = step.stored_lens[segment]
                 batch.seq_lens_cpu_upper_bound = torch.from_numpy(bounds)
             rows = plan[segment]
-            if rows is None:
-                step_rows.append(None)
-            else:
-                batch, tables, slots, device_rows = self._trim(
-                    batch, block_tables, slots, rows, groups
-                )
-                step_rows.append(device_rows)
-                if device_rows.num_rows == 0:
-                    continue
-            metadata.update(
-                super().prepare_attn(
+
+            def build(
+                batch: InputBatch,
+                groups: list[list[AttentionGroup]],
+                rows: SegmentRows | None = rows,
+            ) -> tuple[dict[str, Any], StepRows | None]:
+                slots, tables, device_rows = slot_mappings, block_tables, None
+                if rows is not None:
+                    batch, tables, slots, device_rows = self._trim(
+                        batch, block_tables, slots, rows, groups
+                    )
+                    if device_rows.num_rows == 0:
+                        return {}, device_rows
+                built = super(PolicyModelState, self).prepare_attn(
                     batch,
                     cudagraph_mode,
                     tables,
@@ -405,8 +476,22 @@ class PolicyModelState(DefaultModelState):
                     ubatch_idx,
                     model_specific_attn_metadata,
                 )
-            )
-        step_plan = StepPlan(rows=step_rows, is_dummy=step is None)
+                return built, device_rows
+
+            built, device_rows = build(batch, groups)
+            metadata.update(built)
+            step_rows.append(device_rows)
+            if retrieves is not None and retrieves.modes[segment] is Mode.MIXED:
+                assert retrieval is not None
+                batch, groups = retrieval.stock_batch(
+                    step.retrieval if step is not None else None,
+                    segment,
+                    batch,
+                    groups,
+                    attn_groups,
+                )
+                metadata.update(build(batch, groups)[0])
+        step_plan = StepPlan(rows=step_rows, is_dummy=step is None, retrieval=retrieves)
         if step is not None and step.chunks:
 
             def metadata_of(batch: SelectedBatch, first_segment: int) -> dict[str, Any]:
@@ -441,6 +526,32 @@ class PolicyModelState(DefaultModelState):
                     self._prompt_is_over(int(step.requests[chunk.batch_index]))
         self.segmented.begin_step(step_plan)
         return metadata
+
+    def _retrieval_pass(
+        self,
+        retrieval: Retrieval,
+        step: _Step | None,
+        plan: list[SegmentRows | None],
+        cudagraph_mode: CUDAGraphMode,
+        for_capture: bool,
+        num_reqs: int,
+        block_tables: tuple[torch.Tensor, ...],
+    ) -> RetrievalPass | None:
+        if step is None:
+            return retrieval.graph_pass(None, num_reqs, block_tables) if for_capture else None
+        assert step.retrieval is not None
+        prompt_lens = self.prompt_lens[step.requests]
+        self.stats.add_retrieval(
+            self.policy_rows[step.requests],
+            step.stored_lens * (step.ends > prompt_lens),
+            step.retrieval.lens,
+            step.retrieval.budgets * retrieval.layout.unit,
+        )
+        if cudagraph_mode == CUDAGraphMode.FULL:
+            return retrieval.graph_pass(step.retrieval, num_reqs, block_tables)
+        return retrieval.eager_pass(
+            step.retrieval, step.counts, plan, step.ends, prompt_lens, step.gaps, block_tables
+        )
 
     def _trim(
         self,
@@ -518,6 +629,7 @@ class PolicyModelState(DefaultModelState):
             "seconds_in_retention": self.segmented.taps.timer.seconds,
             "seconds_in_detector": self.segmented.taps.detector_timer.seconds,
             "kv_bytes_moved": self.segmented.taps.bytes_moved,
+            **(self.retrieval.stats() if self.retrieval is not None else {}),
             "stash_tokens": self.settings.stash_tokens,
             "stash_tokens_used": stash.used_tokens if stash is not None else 0,
             "layout": {

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvx.policy.retrieval import DENSE_LAYERS
 from vllm_kvx.policy.spec import KVPolicy
 from vllm_kvx.settings import MAX_POLICIES, OTHER
 from vllm_kvx.worker.prompts import PromptState
@@ -31,6 +32,9 @@ class PolicyStats:
         # By policy, how many prompts found which pivot online.
         self.pivots: list[dict[int, int]] = []
         self.prefix_not_shared: dict[str, int] = {}
+        # By policy, of decode steps: entries there are, scored and read, and steps of requests
+        # that retrieve and that read all.
+        self.retrieval = np.zeros((0, 5), dtype=np.int64)
 
     def row_of(self, policy: KVPolicy) -> int:
         """The policy's row in the counters."""
@@ -51,6 +55,7 @@ class PolicyStats:
             self.prompt_tokens = np.append(self.prompt_tokens, grown)
             self.tokens = np.append(self.tokens, grown)
             self.layer_tokens_computed = np.append(self.layer_tokens_computed, grown)
+            self.retrieval = np.append(self.retrieval, np.zeros((1, 5), dtype=np.int64), axis=0)
         return row
 
     def add_step(
@@ -83,6 +88,35 @@ class PolicyStats:
         # `add_prompt` took every layer for one that computed all.
         self.entries_spared[row] += (prompt.prompt_len - prompt.num_propagated) * above
 
+    def add_retrieval(
+        self, rows: np.ndarray, seen: np.ndarray, lens: np.ndarray, budgets: np.ndarray
+    ) -> None:
+        """Adds a step's decode tokens.
+
+        Args:
+            rows: (R,) policy rows. budgets: (R,) tokens, 0 of policies that do not retrieve.
+            seen: (S, R) entries that are there for each request, 0 while its prompt comes in.
+            lens: (S, R) entries of segments that retrieve, else 0.
+        """
+        starts = np.cumsum(self.segment_sizes) - self.segment_sizes
+        dense = np.clip(DENSE_LAYERS - starts, 0, self.segment_sizes)
+        layers = (self.segment_sizes - dense)[:, None]
+        seen = seen * (budgets > 0)
+        has = seen.any(axis=0)
+        retrieves = lens.any(axis=0)
+        per_layer = np.where(lens > 0, np.minimum(lens, budgets), seen)
+        totals = np.stack(
+            [
+                self.segment_sizes @ seen,
+                (layers * lens).sum(axis=0),
+                dense @ seen + (layers * per_layer).sum(axis=0),
+                retrieves,
+                has & ~retrieves,
+            ],
+            axis=1,
+        )
+        np.add.at(self.retrieval, rows, totals)
+
     def add_unshared(self, counts: dict[str, int]) -> None:
         """Requests that could neither read nor publish a prefix, by policy name."""
         for name, count in counts.items():
@@ -110,6 +144,11 @@ class PolicyStats:
                 "entries_retained_by_layer": np.repeat(
                     self.entries_kept[row], self.segment_sizes
                 ).tolist(),
+                "entries_held_in_decode": int(self.retrieval[row, 0]),
+                "entries_scored": int(self.retrieval[row, 1]),
+                "entries_read": int(self.retrieval[row, 2]),
+                "retrieval_steps": int(self.retrieval[row, 3]),
+                "dense_fallbacks": int(self.retrieval[row, 4]),
                 "blocks_held": 0,
                 "blocks_saved": 0,
                 "prefix_not_shared": 0,

@@ -21,7 +21,9 @@ from vllm_kvx.ops.metrics import window_metrics
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.saliency import pool_per_kv_head, window_saliency
 from vllm_kvx.ops.select import move_entries, select_kept, select_moves
+from vllm_kvx.policy.retrieval import DENSE_LAYERS
 from vllm_kvx.policy.saliency import per_kv_head
+from vllm_kvx.worker.retrieval import Mode, Retrieval, RetrievalPass
 from vllm_kvx.worker.timing import PhaseTimer
 
 
@@ -239,21 +241,33 @@ class LayerTap:
         def forward(
             layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, *args: Any, **kw: Any
         ) -> Any:
-            out = stock(layer, query, key, value, kv_cache, *args, **kw)
+            retrieves = self.taps.retrieval_pass if self.index >= DENSE_LAYERS else None
+            mode = Mode.DENSE if retrieves is None else retrieves.modes[self.segment]
+            out = kw.get("output")
+            if mode is not Mode.ALL:
+                out = stock(layer, query, key, value, kv_cache, *args, **kw)
             if self.taps.current is not None:
                 tap = self.taps.current[self.segment]
                 if tap is not None:
                     self._run(tap, query, kv_cache)
+            if mode is not Mode.DENSE:
+                assert retrieves is not None and self.taps.retrieval is not None
+                self.taps.retrieval.run(retrieves, self, self._unquantized(query), kw["output"])
             return out
 
         layer.impl.forward = forward
 
+    def _unquantized(self, query: Tensor) -> Tensor:
+        """(N, H, D) in the model's dtype."""
+        query = query.view(query.shape[0], self.layer.impl.num_heads, self.layer.impl.head_size)
+        if query.dtype.itemsize == 1:  # Quantised for the attention kernel.
+            query = (query.to(torch.float32) * self.layer._q_scale).to(self.taps.dtype)
+        return query
+
     def _run(self, tap: SegmentTap, query: Tensor, kv_cache: Tensor) -> None:
-        layer, impl = self.layer, self.layer.impl
+        layer = self.layer
         with self.taps.timer:
-            query = query.view(query.shape[0], impl.num_heads, impl.head_size)
-            if query.dtype.itemsize == 1:  # Quantised for the attention kernel.
-                query = (query.to(torch.float32) * layer._q_scale).to(self.taps.dtype)
+            query = self._unquantized(query)
             if tap.windows is not None:
                 rows = query.index_select(0, tap.windows.rows)
                 self.taps.queries[tap.windows.slots, self.index, tap.windows.places] = rows
@@ -389,6 +403,7 @@ class Taps:
     """The taps of a model's layers.
 
     current: by segment, what the running pass does; None outside of such a pass.
+    retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
     queries: (slots, L, W, H, D) model dtype, windows that are spread over several chunks.
     metrics: by request, (3,) float64 of every layer so far: entropy, sparsity, variance.
     moved: () int64, entries of one KV head that retention copied to another slot.
@@ -404,6 +419,8 @@ class Taps:
         device: torch.device,
     ) -> None:
         self.current: Sequence[SegmentTap | None] | None = None
+        self.retrieval: Retrieval | None = None
+        self.retrieval_pass: RetrievalPass | None = None
         self.dtype = dtype
         self.timer = PhaseTimer(device)
         self.detector_timer = PhaseTimer(device)

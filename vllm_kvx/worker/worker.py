@@ -24,6 +24,7 @@ class _PolicyWorking:
         if unshared:
             self.model_runner.model_state.stats.add_unshared(unshared)  # type: ignore[attr-defined]
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self.model_runner.model_state.after_forward()  # type: ignore[attr-defined]
         self._kept_blocks = self.model_runner.model_state.relink_blocks()  # type: ignore[attr-defined]
         return output
 

@@ -1,0 +1,133 @@
+"""Retrieval in one layer: score, select, attend; in CUDA where built, else in Triton."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval_rows import RetrievalRows
+from vllm_kvx.ops.score import SCORE_PROGRAMS, score_units
+from vllm_kvx.ops.sidecar import Sidecar
+from vllm_kvx.ops.sparse_attention import ATTEND_PROGRAMS, MAX_SPLITS, attend
+from vllm_kvx.ops.topk import top_units
+
+
+def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
+    """Programs that share a row and head, so that about `programs` run in all."""
+    return max(1, min(programs // (num_rows * kv_heads), most))
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What the ops write between one another, the same in every layer.
+
+    Attributes:
+        scores: (G, capacity) float32. indices: (R, G, K) int32. counts: (R, G) int32.
+        stats: flat float32, of the softmax reduction. partial, partial_lse: flat float32.
+        unit: tokens per unit. reduction: see ``policy.retrieval``.
+        score_programs, attend_programs: how many to share the work between.
+    """
+
+    scores: Tensor
+    indices: Tensor
+    counts: Tensor
+    stats: Tensor
+    partial: Tensor
+    partial_lse: Tensor
+    unit: int
+    reduction: str
+    score_programs: int
+    attend_programs: int
+
+    @classmethod
+    def of(
+        cls,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        capacity: int,
+        max_units: int,
+        unit: int,
+        reduction: str,
+        device: torch.device,
+    ) -> "Scratch":
+        """Scratch for at most `max_rows` rows with `capacity` units in all."""
+        # Triton's interpreter runs one program after the other.
+        score, attend = (SCORE_PROGRAMS, ATTEND_PROGRAMS) if device.type != "cpu" else (1, 1)
+
+        def floats(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float32, device=device)
+
+        parts = num_heads * max(attend // kv_heads, max_rows)
+        stats = num_heads * max(score // kv_heads, max_rows) * 2
+        shape = (max_rows, kv_heads, max_units)
+        return cls(
+            scores=floats(kv_heads * capacity).view(kv_heads, capacity),
+            indices=torch.zeros(shape, dtype=torch.int32, device=device),
+            counts=torch.zeros(shape[:2], dtype=torch.int32, device=device),
+            stats=floats(stats if reduction == "softmax" else 1),
+            partial=floats(parts * head_dim),
+            partial_lse=floats(parts),
+            unit=unit,
+            reduction=reduction,
+            score_programs=score,
+            attend_programs=attend,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Units that the scores have room for."""
+        return self.scores.shape[1]
+
+
+def retrieve(
+    query: Tensor,
+    paged: PagedKV,
+    sidecar: Sidecar,
+    block_table: Tensor,
+    rows: RetrievalRows,
+    scratch: Scratch,
+    out: Tensor,
+    *,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+) -> None:
+    """Attention of `rows` to the entries that they select; other rows of `out` stay as they are.
+
+    Args:
+        query, out: (N, H, D). block_table: (B, max_blocks) int32.
+        scale: of the softmax. key_scale, value_scale: what an fp8 cache's entries stand for.
+    """
+    num_rows, kv_heads = rows.lens.shape[0], paged.num_heads
+    unit = scratch.unit
+    score_units(
+        query,
+        sidecar,
+        block_table,
+        rows,
+        scratch.scores,
+        scratch.stats,
+        reduction=scratch.reduction,
+        scale=scale * key_scale,
+        splits=splits_of(scratch.score_programs, num_rows, kv_heads),
+    )
+    top_units(scratch.scores, rows, scratch.indices, scratch.counts, unit=unit)
+    attend(
+        query,
+        paged,
+        block_table,
+        rows,
+        scratch.indices,
+        scratch.counts,
+        scratch.partial,
+        scratch.partial_lse,
+        out,
+        unit=unit,
+        scale=scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        splits=splits_of(scratch.attend_programs, num_rows, kv_heads, MAX_SPLITS),
+    )
