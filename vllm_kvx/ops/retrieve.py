@@ -1,5 +1,9 @@
-"""Retrieval in one layer: score, select, attend; in CUDA where built, else in Triton."""
+"""Retrieval in one layer: score, select, attend; in CUDA where built, else in Triton.
 
+On CPU plain torch does it: Triton's interpreter takes seconds for a context.
+"""
+
+import os
 from dataclasses import dataclass
 
 import torch
@@ -7,10 +11,31 @@ from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval_rows import RetrievalRows
-from vllm_kvx.ops.score import SCORE_PROGRAMS, score_units
+from vllm_kvx.ops.score import SCORE_PROGRAMS, score_units, score_units_reference
 from vllm_kvx.ops.sidecar import Sidecar
-from vllm_kvx.ops.sparse_attention import ATTEND_PROGRAMS, MAX_SPLITS, attend
-from vllm_kvx.ops.topk import top_units
+from vllm_kvx.ops.sparse_attention import ATTEND_PROGRAMS, MAX_SPLITS, attend, attend_reference
+from vllm_kvx.ops.topk import top_units, top_units_reference
+
+BACKENDS = ("cuda", "triton", "torch")
+BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"
+
+
+def choose_backend(device: torch.device) -> tuple[str, str]:
+    """Which ops run on `device`, one of BACKENDS, and why.
+
+    Raises:
+        ValueError: ``KVX_RETRIEVAL_OPS`` asks for what there is not.
+    """
+    wanted = os.environ.get(BACKEND_VARIABLE, "")
+    if wanted not in ("", *BACKENDS):
+        raise ValueError(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {wanted!r}")
+    if wanted in ("triton", "torch"):
+        return wanted, f"{BACKEND_VARIABLE} is set"
+    if device.type == "cpu":
+        if wanted:
+            raise ValueError(f"{BACKEND_VARIABLE}=cuda needs a GPU: unset it")
+        return "torch", "the device is a CPU"
+    return "triton", "the CUDA ops are not built"
 
 
 def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
@@ -27,6 +52,7 @@ class Scratch:
         stats: flat float32, of the softmax reduction. partial, partial_lse: flat float32.
         unit: tokens per unit. reduction: see ``policy.retrieval``.
         score_programs, attend_programs: how many to share the work between.
+        backend: see ``choose_backend``.
     """
 
     scores: Tensor
@@ -39,6 +65,7 @@ class Scratch:
     reduction: str
     score_programs: int
     attend_programs: int
+    backend: str
 
     @classmethod
     def of(
@@ -74,6 +101,7 @@ class Scratch:
             reduction=reduction,
             score_programs=score,
             attend_programs=attend,
+            backend=choose_backend(device)[0],
         )
 
     @property
@@ -103,6 +131,11 @@ def retrieve(
     """
     num_rows, kv_heads = rows.lens.shape[0], paged.num_heads
     unit = scratch.unit
+    if scratch.backend == "torch":
+        _retrieve_in_torch(
+            query, paged, sidecar, block_table, rows, scratch, out, scale, key_scale, value_scale
+        )
+        return
     score_units(
         query,
         sidecar,
@@ -131,3 +164,44 @@ def retrieve(
         value_scale=value_scale,
         splits=splits_of(scratch.attend_programs, num_rows, kv_heads, MAX_SPLITS),
     )
+
+
+def _retrieve_in_torch(
+    query: Tensor,
+    paged: PagedKV,
+    sidecar: Sidecar,
+    block_table: Tensor,
+    rows: RetrievalRows,
+    scratch: Scratch,
+    out: Tensor,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+) -> None:
+    unit, share = scratch.unit, query.shape[1] // paged.num_heads
+    columns = (rows.tokens, rows.requests, rows.lens, rows.budgets)
+    for r, (token, request, length, budget) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        scratch.counts[r] = 0
+        if not length:
+            continue
+        table = block_table[request]
+        scores = score_units_reference(
+            query[token], sidecar, table, length, scratch.reduction, scale * key_scale
+        )
+        for g, of_head in enumerate(scores):
+            units = top_units_reference(of_head, budget)
+            scratch.counts[r, g] = len(units)
+            scratch.indices[r, g, : len(units)] = units.int()
+            entries = (units[:, None] * unit + torch.arange(unit, device=units.device)).flatten()
+            heads = slice(g * share, (g + 1) * share)
+            out[token, heads] = attend_reference(
+                query[token, heads],
+                PagedKV(paged.keys[:, g : g + 1], paged.values[:, g : g + 1]),
+                table,
+                entries[entries < length],
+                scale,
+                key_scale,
+                value_scale,
+            ).to(out.dtype)

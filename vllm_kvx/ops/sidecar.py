@@ -135,19 +135,18 @@ def write_groups_reference(
 ) -> None:
     """Quantises groups [begin, end) of one request in one layer, in plain torch."""
     layout = sidecar.layout
-    keys = paged.dense_keys(block_table, end * layout.group)[:, begin * layout.group :]
-    signs, scales, zeros = quantize_keys(keys, layout.group)
-    per_block = layout.block_size // layout.group
-    for i, group in enumerate(range(begin, end)):
-        block, at = int(block_table[group // per_block]), group % per_block
-        sidecar.scales[block, :, at, 0] = scales[:, i]
-        sidecar.scales[block, :, at, 1] = zeros[:, i]
-        if layout.has_codes:
-            bits = channel_bits(layout.head_dim).to(signs.device)
-            tokens = signs[:, i * layout.group : (i + 1) * layout.group] > 0
-            words = (tokens.long() << bits).unflatten(-1, (-1, WORD)).sum(dim=-1)
-            where = slice(at * layout.group, (at + 1) * layout.group)
-            sidecar.codes[block, :, where] = (words - (words >> 31 << 32)).to(torch.int32)
+    size, per_block = layout.group, layout.block_size // layout.group
+    token = torch.arange(begin * size, end * size, device=paged.keys.device)
+    blocks, slots = block_table[token // layout.block_size].long(), token % layout.block_size
+    signs, scales, zeros = quantize_keys(paged.keys[blocks, :, slots].transpose(0, 1), size)
+    group = torch.arange(begin, end, device=paged.keys.device)
+    where = block_table[group // per_block].long(), slice(None), group % per_block
+    sidecar.scales[where] = torch.stack([scales, zeros], dim=2).transpose(0, 1)
+    if layout.has_codes:
+        bits = channel_bits(layout.head_dim).to(signs.device)
+        words = ((signs > 0).long() << bits).unflatten(-1, (-1, WORD)).sum(dim=-1)
+        words = words - (words >> 31 << 32)  # As signed numbers.
+        sidecar.codes[blocks, :, slots] = words.transpose(0, 1).to(torch.int32)
 
 
 class SidecarWriter:

@@ -110,7 +110,6 @@ class Retrieval:
         self.layout, self.layers, self.graph_modes = layout, layers, tuple(graph_modes)
         self.max_num_reqs, self._device = max_reqs, device
         self._vllm_config = vllm_config
-        self.sidecars = Sidecars(layers, max_reqs, device)
         num_segments = len(self.graph_modes[0])
         # By request state.
         self.budgets = np.zeros(max_reqs, dtype=np.int64)
@@ -131,6 +130,7 @@ class Retrieval:
             reduction=layout.reduction,
             device=device,
         )
+        self.sidecars = Sidecars(layers, max_reqs, self.scratch.backend == "torch", device)
         self.sampler = RecallSampler(recall_every, device)
         # The modes whose graph the running step replays, or is captured.
         self.graph: Modes = (Mode.DENSE,) * num_segments

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_kvx.accounting import IntArray
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.sidecar import Sidecar, SidecarLayout, SidecarWriter
+from vllm_kvx.ops.sidecar import Sidecar, SidecarLayout, SidecarWriter, write_groups_reference
 from vllm_kvx.worker.timing import PhaseTimer
 
 
@@ -27,11 +27,16 @@ class Sidecars:
         its cache late and, to profile, more than once.
     """
 
-    def __init__(self, layers: Sequence[Any], max_num_reqs: int, device: torch.device) -> None:
-        """layers: ``taps.LayerTap``, their KV groups set when `bind` is called."""
-        self._layers, self._device = layers, device
+    def __init__(
+        self, layers: Sequence[Any], max_num_reqs: int, in_torch: bool, device: torch.device
+    ) -> None:
+        """layers: ``taps.LayerTap``, their KV groups set when `bind` is called.
+
+        in_torch: write in plain torch, not by a kernel.
+        """
+        self._layers, self._device, self._in_torch = layers, device, in_torch
         self._is_fresh = np.zeros(max_num_reqs, dtype=bool)
-        self._pending: Tensor | None = None
+        self._pending: Tensor | np.ndarray | None = None
         self.timer = PhaseTimer(device)
 
     def bind(self, layout: SidecarLayout, block_tables: BlockTables) -> None:
@@ -92,16 +97,28 @@ class Sidecars:
         jobs[:, 1] = np.repeat(requests[rows], counts)
         start = first[segments, rows] - (np.cumsum(counts) - counts)
         jobs[:, 2] = np.arange(len(jobs)) + np.repeat(start, counts)
-        self._pending = async_tensor_h2d(jobs, device=self._device)
+        self._pending = jobs if self._in_torch else async_tensor_h2d(jobs, device=self._device)
 
     def write(self, layer: int | None = None) -> None:
         """Quantises the groups of the plan in all layers, or in one."""
         if self._pending is None:
             return
-        tables = self._tables
         with self.timer:
-            self.writer.write(
-                self._pending, tables.block_table_ptrs, tables.block_table_strides, layer
-            )
+            if isinstance(self._pending, Tensor):
+                pointers, strides = self._tables.block_table_ptrs, self._tables.block_table_strides
+                self.writer.write(self._pending, pointers, strides, layer)
+            else:
+                self._write_in_torch(self._pending, layer)
         if layer is None:
             self._pending = None
+
+    def _write_in_torch(self, jobs: np.ndarray, layer: int | None) -> None:
+        for index in range(len(self._layers)) if layer is None else (layer,):
+            tap = self._layers[index]
+            paged, sidecar = self.view(index)
+            mine = jobs[jobs[:, 0] == tap.segment]
+            for request in np.unique(mine[:, 1]).tolist():
+                groups = mine[mine[:, 1] == request, 2]
+                table = self._tables.block_tables[tap.group].gpu[request]
+                begin, end = int(groups[0]), int(groups[-1]) + 1
+                write_groups_reference(paged, sidecar, table, begin, end)
