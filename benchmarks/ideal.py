@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vllm_kvx.policy.fastkv import FastKV
-from vllm_kvx.policy.parameters import Method, PolicyError, Retain, Select
+from vllm_kvx.policy.fier import FIER
+from vllm_kvx.policy.parameters import Method, PolicyError, Retain, Retrieve, Select
+from vllm_kvx.policy.quest import Quest
+from vllm_kvx.policy.retrieval import DENSE_LAYERS
 from vllm_kvx.policy.snapkv import SnapKV
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.speed import Speed
@@ -183,12 +186,28 @@ def retained(work: Work, method: Method, length: int) -> Work:
     return replace(work, stored=kept, read=kept)
 
 
+def fier_work(method: Method, layers: int, length: int) -> Work:
+    """FIER and Quest: everything is computed and stored; above the dense layers a step reads the
+    sidecar, an eighth of the keys at 16 bits for 32 tokens a group, and the budget's entries."""
+    assert isinstance(method, Retrieve)
+    work = full_work(layers, length)
+    if length < method.floor:
+        return work
+    # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.
+    sidecar = length * (1 / method.group_tokens + (1 / 32 if method.has_codes else 0))
+    few = min(length, method.budget) + sidecar
+    dense = min(DENSE_LAYERS, layers)
+    return replace(work, read=(length,) * dense + (few,) * (layers - dense))
+
+
 WORK: dict[str, Callable[[Method, int, int], Work | None]] = {
     Speed.name: speed_work,
     SnapKV.name: snapkv_work,
     StreamingLLM.name: snapkv_work,
     FastKV.name: fastkv_work,
     StructKV.name: fastkv_work,
+    FIER.name: fier_work,
+    Quest.name: fier_work,
 }
 
 

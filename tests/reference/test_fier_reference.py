@@ -301,6 +301,31 @@ def test_fill_holes_by_hand() -> None:
     assert fill([], [1, 2]) == []
 
 
+def test_where_retention_leaves_a_prompt(llama: PreTrainedModel) -> None:
+    """What a layer computed decides which of its slots become free."""
+    prompt = prompt_of(50)
+
+    def slots(keep: Keep | Struct) -> tuple[fier.Slots, fastkv.Context]:
+        store, _ = fier.prefill(llama, prompt, keep)
+        return store.slots, store.context
+
+    # More than half of the prompt stays, so that recent tokens lie on either side of the cap.
+    found, _ = slots(Keep(sinks=3, recent=25, cutoff=2, anchors=3, tail=24))
+    assert found[0][0] == [0, 1, 2, *range(28, 50), *range(25, 28)]
+    assert found[2:] == [[[0, 1, 2, *range(26, 50)]] * KV_HEADS] * 3
+    for keep in (FASTKV, Struct(pivot=1, struct_rate=0.8, kv_rate=0.6, window=4)):
+        found, context = slots(keep)
+        assert len(context.propagated) == 40
+        for layer, heads in enumerate(found):
+            computed = list(range(50)) if layer <= 1 else context.propagated
+            for head, order in enumerate(heads):
+                assert sorted(order) == context.retained[layer][head] and len(order) == 30
+                stays = [p for p in computed[:30] if p in order]
+                assert all(order[computed.index(p)] == p for p in stays)
+                moved = [p for p in order if p not in stays]
+                assert moved == [p for p in computed[30:] if p in order] and moved
+
+
 def quantise(keys: list[list[float]], size: int) -> tuple[torch.Tensor, ...]:
     return tuple(bounds[1] for bounds in fier.quantised(torch.tensor(keys), size))
 

@@ -4,6 +4,7 @@ On CPU plain torch does it: Triton's interpreter takes seconds for a context.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +80,12 @@ class Scratch:
         unit: int,
         reduction: str,
         device: torch.device,
+        backend: str = "",
     ) -> "Scratch":
-        """Scratch for at most `max_rows` rows with `capacity` units in all."""
+        """Scratch for at most `max_rows` rows with `capacity` units in all.
+
+        backend: empty for the one that ``choose_backend`` chooses.
+        """
         # Triton's interpreter runs one program after the other.
         score, attend = (SCORE_PROGRAMS, ATTEND_PROGRAMS) if device.type != "cpu" else (1, 1)
 
@@ -101,7 +106,7 @@ class Scratch:
             reduction=reduction,
             score_programs=score,
             attend_programs=attend,
-            backend=choose_backend(device)[0],
+            backend=backend or choose_backend(device)[0],
         )
 
     @property
@@ -129,41 +134,74 @@ def retrieve(
         query, out: (N, H, D). block_table: (B, max_blocks) int32.
         scale: of the softmax. key_scale, value_scale: what an fp8 cache's entries stand for.
     """
-    num_rows, kv_heads = rows.lens.shape[0], paged.num_heads
-    unit = scratch.unit
     if scratch.backend == "torch":
         _retrieve_in_torch(
             query, paged, sidecar, block_table, rows, scratch, out, scale, key_scale, value_scale
         )
         return
-    score_units(
+    for step in steps(
         query,
+        paged,
         sidecar,
         block_table,
         rows,
-        scratch.scores,
-        scratch.stats,
-        reduction=scratch.reduction,
-        scale=scale * key_scale,
-        splits=splits_of(scratch.score_programs, num_rows, kv_heads),
-    )
-    top_units(scratch.scores, rows, scratch.indices, scratch.counts, unit=unit)
-    attend(
-        query,
-        paged,
-        block_table,
-        rows,
-        scratch.indices,
-        scratch.counts,
-        scratch.partial,
-        scratch.partial_lse,
+        scratch,
         out,
-        unit=unit,
         scale=scale,
         key_scale=key_scale,
         value_scale=value_scale,
-        splits=splits_of(scratch.attend_programs, num_rows, kv_heads, MAX_SPLITS),
-    )
+    ).values():
+        step()
+
+
+def steps(
+    query: Tensor,
+    paged: PagedKV,
+    sidecar: Sidecar,
+    block_table: Tensor,
+    rows: RetrievalRows,
+    scratch: Scratch,
+    out: Tensor,
+    *,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+) -> dict[str, Callable[[], None]]:
+    """The three ops of ``retrieve`` by name, in the order in which they run."""
+    num_rows, kv_heads = rows.lens.shape[0], paged.num_heads
+    unit = scratch.unit
+    return {
+        "score": lambda: score_units(
+            query,
+            sidecar,
+            block_table,
+            rows,
+            scratch.scores,
+            scratch.stats,
+            reduction=scratch.reduction,
+            scale=scale * key_scale,
+            splits=splits_of(scratch.score_programs, num_rows, kv_heads),
+        ),
+        "select": lambda: top_units(
+            scratch.scores, rows, scratch.indices, scratch.counts, unit=unit
+        ),
+        "attend": lambda: attend(
+            query,
+            paged,
+            block_table,
+            rows,
+            scratch.indices,
+            scratch.counts,
+            scratch.partial,
+            scratch.partial_lse,
+            out,
+            unit=unit,
+            scale=scale,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            splits=splits_of(scratch.attend_programs, num_rows, kv_heads, MAX_SPLITS),
+        ),
+    }
 
 
 def _retrieve_in_torch(

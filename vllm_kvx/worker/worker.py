@@ -7,6 +7,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvx.cache.managers import KEPT_BLOCKS
 from vllm_kvx.models.registry import use_segmented_model
+from vllm_kvx.worker.graphs import capture_each_mode
 
 
 class _PolicyWorking:
@@ -17,7 +18,10 @@ class _PolicyWorking:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         use_segmented_model(self.vllm_config.model_config)  # type: ignore[attr-defined]
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        _keep_prompts_off_graphs(self.model_runner)  # type: ignore[attr-defined]
+        runner = self.model_runner  # type: ignore[attr-defined]
+        _keep_prompts_off_graphs(runner)
+        if runner.model_state.retrieval is not None:
+            capture_each_mode(runner, runner.model_state.retrieval)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         unshared = getattr(scheduler_output, "kv_policy_unshared", None)

@@ -1,0 +1,159 @@
+"""FIER and Quest compiled, under CUDA graphs, in fp8, over two GPUs. Skipped without a GPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.conftest import (
+    EDGES,
+    Answer,
+    Engine,
+    assert_matches,
+    in_process,  # noqa: F401
+    prompts_of,
+    running,
+    tiny,  # noqa: F401
+)
+from engine.test_fier_parity import assert_reads
+from reference import fastkv, fier
+
+from .test_fastkv_gpu import lookups
+from .test_speed_gpu import COMPILED, EXACT, LOOKUP
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+PAGES = {"block_size": 32}
+
+
+def count_graphs(engine: Engine) -> dict[str, int]:
+    """Counts decode steps by what their FULL graph does, and all real steps."""
+    counts: dict[str, int] = {"steps": 0}
+    manager, state = engine.runner.cudagraph_manager, engine.runner.model_state
+    run, preprocess = manager.run_fullgraph, state.preprocess_state
+
+    def run_fullgraph(desc: Any) -> Any:
+        name = "+".join(mode.value for mode in state.retrieval.graph)
+        counts[name] = counts.get(name, 0) + 1
+        return run(desc)
+
+    def preprocess_state(*args: Any) -> None:
+        counts["steps"] += 1
+        preprocess(*args)
+
+    manager.run_fullgraph, state.preprocess_state = run_fullgraph, preprocess_state
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("policy", "retrieve"),
+    [
+        ("fier-64", fier.Retrieve(64)),
+        ("fier-96:reduction=softmax", fier.Retrieve(96, reduction="softmax")),
+        ("quest-64", fier.Retrieve(64, group=16, pages=True)),
+    ],
+)
+def test_parity_compiled(
+    tiny: Callable[..., Path],  # noqa: F811
+    policy: str,
+    retrieve: fier.Retrieve,
+) -> None:
+    model = tiny(head_dim=64, hidden=128)
+    prompts = prompts_of((*EDGES, 300, 700))
+    names = ["full" if i % 4 == 3 else None for i in range(len(prompts))]
+    with running(
+        model, policy, max_num_seqs=32, enable_prefix_caching=True, **(EXACT | PAGES)
+    ) as engine:
+        counts = count_graphs(engine)
+        answers = engine.generate(prompts, max_tokens=12, policies=names)
+        mixed, before = dict(counts), dict(counts)
+        alone = [engine.generate([p], max_tokens=6)[0] for p in prompts_of((300, 200), seed=4)]
+        decode = {name: n - before.get(name, 0) for name, n in counts.items()}
+        again = engine.generate([[*a.prompt, *a.tokens, 7] for a in answers[-4:]], max_tokens=4)
+        engine.assert_idle()
+    print(json.dumps({policy: {"mixed": mixed, "alone": decode}}))
+    own = [a for a, name in zip(answers, names, strict=True) if name is None]
+    assert_reads(model, [*own, *alone, *again], retrieve, least=0.6)
+    full = [a for a, name in zip(answers, names, strict=True) if name]
+    assert_matches(model, full, cutoff=None)
+    assert any(a.cached for a in again)
+    # Every decode step is a FULL graph; alone it runs no stock attention above layer 1.
+    assert decode["all"] == 10 and decode["steps"] == 12 and mixed["mixed"] > 0, (mixed, decode)
+
+
+def test_budget_covers_the_context(tiny: Callable[..., Path]) -> None:  # noqa: F811
+    model = tiny(head_dim=64, hidden=128)
+    with running(model, "fier-1024", max_num_seqs=32, **(EXACT | PAGES)) as engine:
+        counts = count_graphs(engine)
+        answers = engine.generate(prompts_of((*EDGES, 500, 1000)), max_tokens=8)
+        engine.assert_idle()
+    assert_matches(model, answers, cutoff=None)
+    assert set(counts) == {"steps", "dense"}, counts
+
+
+@pytest.mark.parametrize("policy", ["speed-4+fier-64", "snapkv:kv_rate=0.5+fier-64"])
+def test_composed(tiny: Callable[..., Path], policy: str) -> None:  # noqa: F811
+    model = tiny(head_dim=64, hidden=128)
+    keep = fastkv.Keep(cutoff=4) if "speed" in policy else fastkv.Keep(kv_rate=0.5)
+    with running(model, policy, max_num_seqs=32, **(EXACT | PAGES)) as engine:
+        counts = count_graphs(engine)
+        answers = engine.generate(prompts_of((33, 129, 200, 300, 401, 700)), max_tokens=8)
+        engine.assert_idle()
+    print(json.dumps({policy: counts}))
+    assert_reads(model, answers, fier.Retrieve(64), keep, least=0.6)
+
+
+def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:  # noqa: F811
+    model = tiny(head_dim=64, hidden=128)
+    prompts = prompts_of((180, 150, 200, 170, 90, 129, 160, 31, 330, 300))
+    options = EXACT | PAGES | {"enforce_eager": True}
+    with running(
+        model, "fier-64", num_gpu_blocks_override=46, max_model_len=576, max_num_seqs=16, **options
+    ) as engine:
+        answers = engine.generate(prompts, max_tokens=120)
+        preemptions = engine.preemptions()
+        engine.assert_idle()
+    assert preemptions > 0, "the pool was meant to be too small"
+    assert_reads(model, answers, fier.Retrieve(64), least=0.1)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_checkpoint_answers(kv_cache_dtype: str) -> None:
+    prompts, expected, decode = lookups(100)
+    names = ["fier-256", "fier-128", "fier-64", "speed-5+fier-128", "full"]
+    score, reads = {}, {}
+    with running(
+        LOOKUP,
+        names[0],
+        dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_seqs=64,
+        config={"kv_layout": names},
+        **(COMPILED | PAGES | {"max_num_batched_tokens": 2048}),
+    ) as engine:
+        for name in names:
+            answers = engine.generate(prompts, max_tokens=2, policies=[name] * len(prompts))
+            right = [decode(a.tokens) == e for a, e in zip(answers, expected, strict=True)]
+            score[name] = sum(right) / len(right)
+        stats = engine.stats()["policies"]
+        reads = {
+            n: stats[n]["entries_read"] / stats[n]["entries_held_in_decode"] for n in names[:4]
+        }
+        engine.assert_idle()
+    print(json.dumps({"kv_cache_dtype": kv_cache_dtype, "accuracy": score, "read": reads}))
+    assert min(score["full"], score["fier-256"]) >= 0.9, score
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tp2_decides_what_tp1_decides() -> None:
+    prompts, _, _ = lookups(24)
+    answers: dict[int, list[Answer]] = {}
+    for size in (1, 2):
+        with running(LOOKUP, "fier-128", tensor_parallel_size=size, **(EXACT | PAGES)) as engine:
+            answers[size] = engine.generate(prompts, max_tokens=5)
+            engine.assert_idle()
+    for one, two in zip(answers[1], answers[2], strict=True):
+        assert one.tokens == two.tokens
+        assert (one.logprobs - two.logprobs).abs().max() < 1e-4
