@@ -155,12 +155,12 @@ def _attend_kernel(
         inside = inside & (index < length)
         block = tl.load(table + index // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slot = index % BLOCK_SIZE
-        at = block * key_block_stride + slot * key_slot_stride
-        at = key_base + at[:, None] + channel[None, :] * key_dim_stride
-        key = tl.load(at, mask=inside[:, None], other=0.0)
-        at = block * value_block_stride + slot * value_slot_stride
-        at = value_base + at[:, None] + channel[None, :] * value_dim_stride
-        value = tl.load(at, mask=inside[:, None], other=0.0)
+        key_at = (block * key_block_stride + slot * key_slot_stride)[:, None]
+        key_at += channel[None, :] * key_dim_stride
+        key = tl.load(key_base + key_at, mask=inside[:, None], other=0.0)
+        value_at = (block * value_block_stride + slot * value_slot_stride)[:, None]
+        value_at += channel[None, :] * value_dim_stride
+        value = tl.load(value_base + value_at, mask=inside[:, None], other=0.0)
         if EXACT:
             s = tl.dot(q, tl.trans(key.to(tl.float32)), input_precision="ieee")
         else:

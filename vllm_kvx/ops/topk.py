@@ -81,15 +81,14 @@ def _select_kernel(
     prefix = tl.zeros((), tl.int32)
     wanted = budget
     for digit in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * digit
         histogram = tl.zeros((512,), tl.int32)
         for start in range(0, num_units, BLOCK):
             inside = start + at < num_units
             key = _sort_key(tl.load(mine + start + at, mask=inside, other=0.0))
             if digit > 0:
-                inside = inside & ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
+                inside = inside & ((key >> (32 - 8 * digit)) == (prefix >> (32 - 8 * digit)))
             # The bin that nobody counts takes the rest.
-            value = tl.where(inside, (key >> SHIFT) & 255, 511)
+            value = tl.where(inside, (key >> (24 - 8 * digit)) & 255, 511)
             histogram += tl.histogram(value, 512)
         histogram = tl.where(bins < 256, histogram, 0)
         total = tl.sum(histogram, axis=0)
@@ -98,7 +97,7 @@ def _select_kernel(
         here = tl.sum(tl.where(bins == chosen, histogram, 0), axis=0)
         above = tl.sum(tl.where(bins == chosen, from_top, 0), axis=0) - here
         wanted -= above
-        prefix = prefix | (chosen << SHIFT)
+        prefix = prefix | (chosen << (24 - 8 * digit))
 
     threshold = prefix ^ -2147483648
     written = tl.zeros((), tl.int32)
