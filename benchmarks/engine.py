@@ -197,6 +197,7 @@ class Bench:
             "graphs": self.recorder.graphs(),
             "retention_ms": round(spent[0], 3),
             "detector_ms": round(spent[1], 3),
+            "sidecar_ms": round(spent[2], 3),
         }
         self._latency[key] = result
         return result
@@ -211,18 +212,22 @@ class Bench:
         if runs["detector_ms"]:
             result["detector_ms"] = runs["detector_ms"]
             result["detector_of_prefill"] = round(runs["detector_ms"] / prefill["median"], 5)
+        if runs["sidecar_ms"]:
+            result["sidecar_ms"] = runs["sidecar_ms"]
+            result["sidecar_of_prefill"] = round(runs["sidecar_ms"] / prefill["median"], 5)
         return result
 
-    def _policy_s(self) -> tuple[float, float]:
+    def _policy_s(self) -> tuple[float, float, float]:
         """Device seconds so far, by the engine's clock.
 
         In saliency, detection, selection and compaction together; and of these in accumulating
-        centrality and in the detector of the pivot.
+        centrality and in the detector of the pivot. Last, in writing sidecars.
         """
         if self.spec["policy"] in (None, "full"):
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         stats = self.llm.collective_rpc("kv_policy_stats")[0]
-        return stats["seconds_in_retention"], stats["seconds_in_detector"]
+        sidecars = stats.get("retrieval", {}).get("seconds_in_sidecar_writes", 0.0)
+        return stats["seconds_in_retention"], stats["seconds_in_detector"], sidecars
 
     def _measure_tpot(self, case: Case) -> dict[str, Any]:
         runs = self._requests_alone(case)

@@ -20,9 +20,10 @@ _MARK = "_vllm_kvx_wrapped"
 
 _GROUP_HELP = "KV policies of vllm-kvx: spend less on long prompts."
 _FLAG_HELP = (
-    "KV policy of the server: full (stock vLLM), speed-K, fastkv, snapkv or streamingllm; "
+    "KV policy of the server: full (stock vLLM), speed-K, fastkv, structkv, snapkv, streamingllm, "
+    "fier-BUDGET or quest-BUDGET; "
     "parameters follow a colon and policies compose with '+', for example "
-    "fastkv:tsp_layer=15,kv_rate=0.1 or speed-24+snapkv. The "
+    "fastkv:tsp_layer=15,kv_rate=0.1 or speed-24+fier-2048. The "
     'same as --additional-config \'{"kv_policy": "..."}\'. A request may choose another policy '
     'that fits the server\'s layout: vllm_xargs={"kv_policy": "full"}.'
 )

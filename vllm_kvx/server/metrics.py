@@ -43,6 +43,23 @@ COUNTERS = {
         "Prompt entries computed and dropped by retention, summed over layers.",
     ),
     "blocks_freed": ("kv_blocks_freed", "KV cache blocks given back when prompts were in."),
+    "entries_held_in_decode": (
+        "kv_entries_held_in_decode",
+        "Entries that decode tokens under retrieval could have read, summed over layers.",
+    ),
+    "entries_scored": (
+        "kv_entries_scored",
+        "Entries that retrieval scored for decode tokens, summed over layers.",
+    ),
+    "entries_read": (
+        "kv_entries_read",
+        "Entries that decode tokens under retrieval read per KV head, summed over layers.",
+    ),
+    "retrieval_steps": ("retrieval_steps", "Decode tokens that read a selection of entries."),
+    "dense_fallbacks": (
+        "retrieval_dense_fallbacks",
+        "Decode tokens under retrieval whose context was short enough to be read whole.",
+    ),
 }
 LAYER_COUNTER = (
     "layer_kv_entries_retained",
@@ -73,7 +90,17 @@ POOL_GAUGES = {
         "Prompt tokens that the same memory would hold in stock vLLM.",
     ),
 }
-
+RECALL_GAUGES = {
+    "recall": (
+        "retrieval_recall",
+        "Share of exact attention that falls on what retrieval selects, where measured, of one "
+        "rank.",
+    ),
+    "recall_samples": (
+        "retrieval_recall_samples",
+        "Rows and query heads that the recall is the mean of.",
+    ),
+}
 
 STASH_GAUGES = {
     "stash_tokens": (
@@ -89,6 +116,7 @@ class _Metrics(NamedTuple):
     gauges: dict[str, Gauge]
     pool: dict[str, Gauge]
     stash: dict[str, Gauge]
+    recall: dict[str, Gauge]
     layers: Counter
     seconds: Counter
     moved: Counter
@@ -106,6 +134,7 @@ def _metrics() -> _Metrics:
         {field: gauge(name, text) for field, (name, text) in GAUGES.items()},
         {field: gauge(name, text) for field, (name, text) in POOL_GAUGES.items()},
         {field: gauge(name, text) for field, (name, text) in STASH_GAUGES.items()},
+        {field: gauge(name, text) for field, (name, text) in RECALL_GAUGES.items()},
         Counter(PREFIX + LAYER_COUNTER[0], LAYER_COUNTER[1], (*LABELS, "layer")),
         Counter(PREFIX + SECONDS[0], SECONDS[1], LABELS),
         Counter(PREFIX + BYTES_MOVED[0], BYTES_MOVED[1], LABELS),
@@ -153,6 +182,9 @@ class PolicyMetrics:
 
         for field, gauge in _metrics().stash.items():
             gauge.labels(self.model_name, self.policy).set(stats.get(field, 0))
+        for field, gauge in _metrics().recall.items():
+            if (value := stats.get("retrieval", {}).get(field)) is not None:
+                gauge.labels(self.model_name, self.policy).set(value)
         added = self._added("", "seconds", stats.get("seconds_in_retention", 0.0))
         _metrics().seconds.labels(self.model_name, self.policy).inc(added)
         added = self._added("", "moved", stats.get("kv_bytes_moved", 0))

@@ -99,6 +99,7 @@ class PolicyStatus:
             "seconds_in_retention": stats.get("seconds_in_retention", 0.0),
             "seconds_in_detector": stats.get("seconds_in_detector", 0.0),
             "kv_bytes_moved": stats.get("kv_bytes_moved", 0),
+            **({"retrieval": stats["retrieval"]} if "retrieval" in stats else {}),
             "counters": stats.get("policies", {}),
             "current": self.reader is None or self.reader.is_current,
         }

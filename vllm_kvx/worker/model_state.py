@@ -629,7 +629,7 @@ class PolicyModelState(DefaultModelState):
             "seconds_in_retention": self.segmented.taps.timer.seconds,
             "seconds_in_detector": self.segmented.taps.detector_timer.seconds,
             "kv_bytes_moved": self.segmented.taps.bytes_moved,
-            **(self.retrieval.stats() if self.retrieval is not None else {}),
+            **({"retrieval": self.retrieval.stats()} if self.retrieval is not None else {}),
             "stash_tokens": self.settings.stash_tokens,
             "stash_tokens_used": stash.used_tokens if stash is not None else 0,
             "layout": {

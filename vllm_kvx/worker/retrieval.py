@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -24,7 +25,7 @@ from vllm_kvx import accounting
 from vllm_kvx.accounting import IntArray
 from vllm_kvx.cache.policy_cache import sidecar_layout
 from vllm_kvx.ops.retrieval_rows import RetrievalRows, pack, room_of
-from vllm_kvx.ops.retrieve import Scratch, retrieve
+from vllm_kvx.ops.retrieve import Scratch, choose_backend, retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.parameters import Retrieve
 from vllm_kvx.policy.retrieval import DENSE_LAYERS
@@ -33,6 +34,8 @@ from vllm_kvx.policy.speed import Speed
 from vllm_kvx.worker.recall import RecallSampler
 from vllm_kvx.worker.rows import SegmentRows
 from vllm_kvx.worker.sidecars import Sidecars
+
+logger = init_logger("vllm.kvx.retrieval")
 
 
 class Mode(Enum):
@@ -130,6 +133,7 @@ class Retrieval:
             reduction=layout.reduction,
             device=device,
         )
+        logger.info("Retrieval runs %s ops: %s", *choose_backend(device))
         self.sidecars = Sidecars(layers, max_reqs, self.scratch.backend == "torch", device)
         self.sampler = RecallSampler(recall_every, device)
         # The modes whose graph the running step replays, or is captured.
@@ -340,6 +344,7 @@ class Retrieval:
     def stats(self) -> dict[str, Any]:
         """JSON-able figures of this rank."""
         return {
+            "ops": self.scratch.backend,
             "seconds_in_sidecar_writes": self.sidecars.timer.seconds,
             "recall": self.sampler.recall,
             "recall_samples": self.sampler.samples,

@@ -82,6 +82,7 @@ class Sidecars:
             before, after: (S, R) entries in the cache.
             moved: (S, R) bool, where entries that were there get other places.
         """
+        self.timer.collect()
         first, last = before // self.layout.group, after // self.layout.group
         # Entries that came with a prefix hit: above the first segment they are copied anchors.
         first[1:, self._is_fresh[requests]] = 0
