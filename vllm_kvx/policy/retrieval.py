@@ -42,7 +42,8 @@ def quantize_keys(keys: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def token_scores(query: Tensor, signs: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """Products with the quantised keys: query (H, D) -> (H, N) float32 (FIER Algorithm 1)."""
-    heads, kv_heads, group = query.shape[0], signs.shape[0], signs.shape[1] // scales.shape[1]
+    heads, kv_heads = query.shape[0], signs.shape[0]
+    group = signs.shape[1] // max(scales.shape[1], 1)
     keys = zeros.float().repeat_interleave(group, dim=1)
     keys = keys + scales.float().repeat_interleave(group, dim=1) * signs
     keys = keys.repeat_interleave(heads // kv_heads, dim=0)
