@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_kvx.ops import cuda_ops
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval_rows import RetrievalRows
 from vllm_kvx.ops.score import SCORE_PROGRAMS, score_units, score_units_reference
@@ -17,6 +18,13 @@ from vllm_kvx.ops.sidecar import Sidecar
 from vllm_kvx.ops.sparse_attention import ATTEND_PROGRAMS, MAX_SPLITS, attend, attend_reference
 from vllm_kvx.ops.topk import top_units, top_units_reference
 
+# Of score and attend: programs of a warp each in Triton, CTAs of several in CUDA. Triton's
+# interpreter runs one after the other.
+_PROGRAMS = {
+    "cuda": (528, 264),
+    "triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS),
+    "torch": (1, 1),
+}
 BACKENDS = ("cuda", "triton", "torch")
 BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"
 
@@ -36,7 +44,12 @@ def choose_backend(device: torch.device) -> tuple[str, str]:
         if wanted:
             raise ValueError(f"{BACKEND_VARIABLE}=cuda needs a GPU: unset it")
         return "torch", "the device is a CPU"
-    return "triton", "the CUDA ops are not built"
+    reason = cuda_ops.why_not()
+    if not reason:
+        return "cuda", f"{cuda_ops.LIBRARY.name} is built for this GPU"
+    if wanted:
+        raise ValueError(f"{BACKEND_VARIABLE}=cuda: {reason}")
+    return "triton", reason
 
 
 def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
@@ -51,6 +64,7 @@ class Scratch:
     Attributes:
         scores: (G, capacity) float32. indices: (R, G, K) int32. counts: (R, G) int32.
         stats: flat float32, of the softmax reduction. partial, partial_lse: flat float32.
+        histogram: (R, G, 2048) int32 and tickets: (R, G) int32, zero between calls; CUDA ops only.
         unit: tokens per unit. reduction: see ``policy.retrieval``.
         score_programs, attend_programs: how many to share the work between.
         backend: see ``choose_backend``.
@@ -62,6 +76,10 @@ class Scratch:
     stats: Tensor
     partial: Tensor
     partial_lse: Tensor
+    histogram: Tensor
+    tickets: Tensor
+    heads: int
+    head_dim: int
     unit: int
     reduction: str
     score_programs: int
@@ -86,27 +104,45 @@ class Scratch:
 
         backend: empty for the one that ``choose_backend`` chooses.
         """
-        # Triton's interpreter runs one program after the other.
-        score, attend = (SCORE_PROGRAMS, ATTEND_PROGRAMS) if device.type != "cpu" else (1, 1)
+        backend = backend or choose_backend(device)[0]
+        if backend == "cuda" and (reason := cuda_ops.why_not()):
+            raise ValueError(reason)
+        score, attend = _PROGRAMS[backend] if device.type != "cpu" else (1, 1)
 
         def floats(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.float32, device=device)
 
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
         parts = num_heads * max(attend // kv_heads, max_rows)
-        stats = num_heads * max(score // kv_heads, max_rows) * 2
+        stats = num_heads * max(SCORE_PROGRAMS // kv_heads, max_rows) * 2
         shape = (max_rows, kv_heads, max_units)
         return cls(
             scores=floats(kv_heads * capacity).view(kv_heads, capacity),
-            indices=torch.zeros(shape, dtype=torch.int32, device=device),
-            counts=torch.zeros(shape[:2], dtype=torch.int32, device=device),
+            indices=ints(*shape),
+            counts=ints(*shape[:2]),
             stats=floats(stats if reduction == "softmax" else 1),
             partial=floats(parts * head_dim),
             partial_lse=floats(parts),
+            heads=num_heads,
+            head_dim=head_dim,
             unit=unit,
             reduction=reduction,
+            histogram=ints(*shape[:2], cuda_ops.HISTOGRAM_BINS if backend == "cuda" else 0),
+            tickets=ints(*shape[:2]),
             score_programs=score,
             attend_programs=attend,
-            backend=backend or choose_backend(device)[0],
+            backend=backend,
+        )
+
+    def parts(self, num_rows: int, splits: int) -> tuple[Tensor, Tensor]:
+        """(R, H, splits, D) and (R, H, splits) float32, scratch of attention's parts."""
+        heads, head_dim = self.heads, self.head_dim
+        count = num_rows * heads * splits
+        return (
+            self.partial[: count * head_dim].view(num_rows, heads, splits, head_dim),
+            self.partial_lse[:count].view(num_rows, heads, splits),
         )
 
     @property
@@ -168,10 +204,54 @@ def steps(
     value_scale: float,
 ) -> dict[str, Callable[[], None]]:
     """The three ops of ``retrieve`` by name, in the order in which they run."""
-    num_rows, kv_heads = rows.lens.shape[0], paged.num_heads
-    unit = scratch.unit
-    return {
-        "score": lambda: score_units(
+    num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
+    score_splits = splits_of(scratch.score_programs, num_rows, kv_heads)
+    attend_splits = splits_of(scratch.attend_programs, num_rows, kv_heads, MAX_SPLITS)
+    where = (block_table, rows.tokens, rows.requests, rows.lens)
+    in_cuda = scratch.backend == "cuda" and _cuda_takes(query, paged)
+
+    def score() -> None:
+        reduction, group = cuda_ops.REDUCTIONS[scratch.reduction], sidecar.layout.group
+        into = (rows.offsets, scratch.scores, scratch.histogram)
+        how = (group, reduction, score_splits)
+        if sidecar.layout.has_codes:
+            cuda_ops.score(query, sidecar.codes, sidecar.scales, *where, *into, *how)
+        else:
+            cuda_ops.score_pages(query, sidecar.scales, *where, *into, *how)
+
+    def select() -> None:
+        cuda_ops.select(
+            scratch.scores,
+            scratch.histogram,
+            rows.lens,
+            rows.budgets,
+            rows.offsets,
+            scratch.indices,
+            scratch.counts,
+            unit,
+        )
+
+    def attend_in_cuda() -> None:
+        cuda_ops.attend(
+            query,
+            paged.keys,
+            paged.values,
+            *where,
+            scratch.indices,
+            scratch.counts,
+            *scratch.parts(num_rows, attend_splits),
+            scratch.tickets,
+            out,
+            scale,
+            key_scale,
+            value_scale,
+            unit,
+            attend_splits,
+        )
+
+    def score_in_triton() -> None:
+        splits = splits_of(SCORE_PROGRAMS if query.is_cuda else 1, num_rows, kv_heads)
+        score_units(
             query,
             sidecar,
             block_table,
@@ -180,28 +260,43 @@ def steps(
             scratch.stats,
             reduction=scratch.reduction,
             scale=scale * key_scale,
-            splits=splits_of(scratch.score_programs, num_rows, kv_heads),
-        ),
-        "select": lambda: top_units(
-            scratch.scores, rows, scratch.indices, scratch.counts, unit=unit
-        ),
-        "attend": lambda: attend(
+            splits=splits,
+        )
+
+    def select_in_triton() -> None:
+        top_units(scratch.scores, rows, scratch.indices, scratch.counts, unit=unit)
+
+    def attend_in_triton() -> None:
+        attend(
             query,
             paged,
             block_table,
             rows,
             scratch.indices,
             scratch.counts,
-            scratch.partial,
-            scratch.partial_lse,
+            *scratch.parts(num_rows, attend_splits),
             out,
             unit=unit,
             scale=scale,
             key_scale=key_scale,
             value_scale=value_scale,
-            splits=splits_of(scratch.attend_programs, num_rows, kv_heads, MAX_SPLITS),
-        ),
+            splits=attend_splits,
+        )
+
+    # The CUDA selection reads the histogram that the CUDA scores leave.
+    one_pass = in_cuda and scratch.reduction in cuda_ops.REDUCTIONS
+    return {
+        "score": score if one_pass else score_in_triton,
+        "select": select if one_pass else select_in_triton,
+        "attend": attend_in_cuda if in_cuda else attend_in_triton,
     }
+
+
+def _cuda_takes(query: Tensor, paged: PagedKV) -> bool:
+    """Whether there are CUDA ops for these shapes and types; for others the Triton ones run."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    share = query.shape[1] // paged.num_heads
+    return is_half and paged.head_dim in (64, 128, 256) and share <= 16
 
 
 def _retrieve_in_torch(

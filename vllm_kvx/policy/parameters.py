@@ -228,7 +228,7 @@ class Retrieve(Method):
     @property
     def floor(self) -> int:
         """The least length of which a step reads a part; a shorter one is read whole."""
-        return max(self.budget_units * self.unit + 1, self.dense_below)
+        return max(self.budget + 1, self.dense_below)
 
 
 def check_layer(method: Method, key: str, layer: int | str, num_layers: int) -> None:

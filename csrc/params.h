@@ -1,0 +1,97 @@
+// What the kernels take, and the functions that launch them. No torch in here.
+//
+// R rows (tokens that retrieve), H query heads that share G KV heads, D channels.
+// Strides of sidecar and cache are in bytes, all others in elements.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace kvx {
+
+enum class Dtype { FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };
+
+// What a row is.
+struct Rows {
+  const int* tokens;         // (R,) row of the queries
+  const int* requests;       // (R,) row of the block table
+  const int* lens;           // (R,) entries it sees; 0: nothing to do
+  const int* block_table;
+  int64_t block_table_stride;
+  int block_size;
+  int count;                 // R
+};
+
+struct Queries {
+  const void* data;          // (N, H, D)
+  int64_t token_stride, head_stride;
+  Dtype dtype;
+  int num_kv_heads;          // G
+  int heads;                 // H / G
+  int head_dim;              // D
+};
+
+struct ScoreParams {
+  Rows rows;
+  Queries queries;
+  const char* codes;         // (blocks, G, block_size, D / 32) int32
+  int64_t code_block_bytes, code_head_bytes;
+  const char* scales;        // (blocks, G, block_size / group, 2, D) float16
+  int64_t scale_block_bytes, scale_head_bytes;
+  const int64_t* offsets;    // (R,) a row's first unit in the scores
+  float* scores;             // (G, capacity)
+  int64_t score_stride;
+  int* histogram;            // (R, G, 2048)
+  int group;                 // tokens that share scales; of Quest, tokens of a page
+  bool sum;                  // over query heads; else their maximum
+  int splits;
+};
+
+struct SelectParams {
+  float* scores;
+  int64_t score_stride;
+  int* histogram;
+  const int *lens, *budgets;
+  const int64_t* offsets;
+  int* indices;              // (R, G, K)
+  int* counts;               // (R, G)
+  int rows, num_kv_heads, max_units, unit_tokens;
+  int cached;                // units of a CTA's share that its shared memory holds
+};
+
+struct AttendParams {
+  Rows rows;
+  Queries queries;
+  const char *keys, *values; // (blocks, G, block_size, D)
+  int64_t block_bytes, head_bytes, entry_bytes;
+  const int *indices, *counts;
+  int max_units, unit_tokens;
+  float* partial_out;        // (R, H, splits, D)
+  float* partial_lse;        // (R, H, splits), base 2
+  int* tickets;              // (R, G), zero between launches
+  void* out;                 // (N, H, D)
+  int64_t out_token_stride, out_head_stride;
+  float score_scale;         // of products, before a softmax of base 2
+  float value_scale;
+  Dtype cache_dtype;
+  int splits;
+};
+
+void score(const ScoreParams& params, cudaStream_t stream);
+void score_pages(const ScoreParams& params, cudaStream_t stream);
+void select(const SelectParams& params, cudaStream_t stream);
+void attend(const AttendParams& params, cudaStream_t stream);
+
+// One per head dimension, so that each compiles by itself.
+void score_64(const ScoreParams& params, cudaStream_t stream);
+void score_128(const ScoreParams& params, cudaStream_t stream);
+void score_256(const ScoreParams& params, cudaStream_t stream);
+void attend_64(const AttendParams& params, cudaStream_t stream);
+void attend_128(const AttendParams& params, cudaStream_t stream);
+void attend_256(const AttendParams& params, cudaStream_t stream);
+
+// nullptr if this build has code for torch's current device, else what is wrong.
+const char* device_error(int device);
+
+}  // namespace kvx

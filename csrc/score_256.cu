@@ -1,0 +1,9 @@
+#include "score.cuh"
+
+namespace kvx {
+
+void score_256(const ScoreParams& params, cudaStream_t stream) {
+  score_dim<256>(params, stream);
+}
+
+}  // namespace kvx
