@@ -191,7 +191,7 @@ def fier_work(method: Method, layers: int, length: int) -> Work:
     sidecar, an eighth of the keys at 16 bits for 32 tokens a group, and the budget's entries."""
     assert isinstance(method, Retrieve)
     work = full_work(layers, length)
-    if length < method.floor:
+    if length < method.floor(0):
         return work
     # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.
     sidecar = length * (1 / method.group_tokens + (1 / 32 if method.has_codes else 0))

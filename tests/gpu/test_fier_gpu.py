@@ -50,9 +50,9 @@ def count_graphs(engine: Engine) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("policy", "retrieve"),
     [
-        ("fier-64", fier.Retrieve(64)),
-        ("fier-96:reduction=softmax", fier.Retrieve(96, reduction="softmax")),
-        ("quest-64", fier.Retrieve(64, group=16, pages=True)),
+        ("fier-64:dense_below=0", fier.Retrieve(64)),
+        ("fier-96:reduction=softmax,dense_below=0", fier.Retrieve(96, reduction="softmax")),
+        ("quest-64:dense_below=0", fier.Retrieve(64, group=16, pages=True)),
     ],
 )
 def test_parity_compiled(
@@ -86,7 +86,7 @@ def test_parity_compiled(
 
 def test_budget_covers_the_context(tiny: Callable[..., Path]) -> None:  # noqa: F811
     model = tiny(head_dim=64, hidden=128)
-    with running(model, "fier-1024", max_num_seqs=32, **(EXACT | PAGES)) as engine:
+    with running(model, "fier-1024:dense_below=0", max_num_seqs=32, **(EXACT | PAGES)) as engine:
         counts = count_graphs(engine)
         answers = engine.generate(prompts_of((*EDGES, 500, 1000)), max_tokens=8)
         engine.assert_idle()
@@ -94,7 +94,9 @@ def test_budget_covers_the_context(tiny: Callable[..., Path]) -> None:  # noqa: 
     assert set(counts) == {"steps", "dense"}, counts
 
 
-@pytest.mark.parametrize("policy", ["speed-4+fier-64", "snapkv:kv_rate=0.5+fier-64"])
+@pytest.mark.parametrize(
+    "policy", [f"{p}+fier-64:dense_below=0" for p in ("speed-4", "snapkv:kv_rate=0.5")]
+)
 def test_composed(tiny: Callable[..., Path], policy: str) -> None:  # noqa: F811
     model = tiny(head_dim=64, hidden=128)
     keep = fastkv.Keep(cutoff=4) if "speed" in policy else fastkv.Keep(kv_rate=0.5)
@@ -111,7 +113,12 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:  # n
     prompts = prompts_of((180, 150, 200, 170, 90, 129, 160, 31, 330, 300))
     options = EXACT | PAGES | {"enforce_eager": True}
     with running(
-        model, "fier-64", num_gpu_blocks_override=46, max_model_len=576, max_num_seqs=16, **options
+        model,
+        "fier-64:dense_below=0",
+        num_gpu_blocks_override=46,
+        max_model_len=576,
+        max_num_seqs=16,
+        **options,
     ) as engine:
         answers = engine.generate(prompts, max_tokens=120)
         preemptions = engine.preemptions()
@@ -123,7 +130,8 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:  # n
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_checkpoint_answers(kv_cache_dtype: str) -> None:
     prompts, expected, decode = lookups(100)
-    names = ["fier-256", "fier-128", "fier-64", "speed-5+fier-128", "full"]
+    fiers = ["fier-256", "fier-128", "fier-64", "speed-5+fier-128"]
+    names = [*(f"{name}:dense_below=0" for name in fiers), "full"]
     score, reads = {}, {}
     with running(
         LOOKUP,
@@ -144,7 +152,7 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
         }
         engine.assert_idle()
     print(json.dumps({"kv_cache_dtype": kv_cache_dtype, "accuracy": score, "read": reads}))
-    assert min(score["full"], score["fier-256"]) >= 0.9, score
+    assert min(score["full"], score[names[0]]) >= 0.9, score
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -152,7 +160,9 @@ def test_tp2_decides_what_tp1_decides() -> None:
     prompts, _, _ = lookups(24)
     answers: dict[int, list[Answer]] = {}
     for size in (1, 2):
-        with running(LOOKUP, "fier-128", tensor_parallel_size=size, **(EXACT | PAGES)) as engine:
+        with running(
+            LOOKUP, "fier-128:dense_below=0", tensor_parallel_size=size, **(EXACT | PAGES)
+        ) as engine:
             answers[size] = engine.generate(prompts, max_tokens=5)
             engine.assert_idle()
     for one, two in zip(answers[1], answers[2], strict=True):

@@ -25,6 +25,10 @@ _PROGRAMS = {
     "triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS),
     "torch": (1, 1),
 }
+# Entries from which on a step is faster than with stock attention, for one request of
+# Llama-3.1-8B's shape on an H200 (benchmarks/results/h200-fier.json). On CPU nothing is gained, and
+# everything can be tried.
+CROSSOVER = {"cuda": 16384, "triton": 131072, "torch": 0}
 BACKENDS = ("cuda", "triton", "torch")
 BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"
 
@@ -144,6 +148,11 @@ class Scratch:
             self.partial[: count * head_dim].view(num_rows, heads, splits, head_dim),
             self.partial_lse[:count].view(num_rows, heads, splits),
         )
+
+    @property
+    def crossover(self) -> int:
+        """Entries from which on retrieval pays."""
+        return CROSSOVER[self.backend]
 
     @property
     def capacity(self) -> int:

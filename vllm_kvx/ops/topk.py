@@ -6,34 +6,82 @@ from vllm.triton_utils import tl, triton
 
 from vllm_kvx.ops.retrieval_rows import RetrievalRows
 
-_BLOCK = 4096
+# Digits of a key, from the top: how far they are shifted, and how many bits they have.
+_DIGITS = ((21, 11), (10, 11), (0, 10))
+_BINS = 2048
+_BLOCK = 2048
+# Programs in all, of those that scan scores.
+_PROGRAMS = 1024
+_MAX_SPLITS = 64
 
 
 def top_units(
-    scores: Tensor, rows: RetrievalRows, indices: Tensor, counts: Tensor, *, unit: int
+    scores: Tensor,
+    rows: RetrievalRows,
+    indices: Tensor,
+    counts: Tensor,
+    *,
+    unit: int,
+    splits: int | None = None,
 ) -> None:
     """Writes the `budgets` best units of each row, ascending; of equal scores the lower index.
 
-    Unlike vLLM's top-k ops each row has its own count and its scores begin where they may.
+    A radix select. Unlike vLLM's top-k ops each row has its own count, and its scores begin where
+    they may.
 
     Args:
         scores: (G, capacity) float32, no NaN; each row's at its offset.
         indices: (R, G, K) int32; counts: (R, G) int32, 0 where the row does not retrieve.
-        unit: tokens per unit.
+        unit: tokens per unit. splits: programs that share a row and head; chosen if not given.
     """
-    _select_kernel[(scores.shape[0], rows.lens.shape[0])](
-        scores,
-        rows.lens,
-        rows.budgets,
-        rows.offsets,
-        indices,
-        counts,
-        scores.stride(0),
-        indices.shape[2],
-        UNIT=unit,
-        BLOCK=_BLOCK,
-        num_warps=16,
-    )
+    kv_heads, num_rows = scores.shape[0], rows.lens.shape[0]
+    if splits is None:
+        splits = min(max(_PROGRAMS // (kv_heads * num_rows), 1), _MAX_SPLITS)
+        splits = splits if scores.is_cuda else 1
+    device = scores.device
+    histogram = torch.zeros(num_rows, kv_heads, _BINS, dtype=torch.int32, device=device)
+    state = torch.empty(num_rows, kv_heads, 2, dtype=torch.int32, device=device)
+    tallies = torch.empty(num_rows, kv_heads, splits, 2, dtype=torch.int32, device=device)
+    what = (scores, rows.lens, rows.budgets, rows.offsets, state)
+    scan, pairs = (splits, kv_heads, num_rows), (kv_heads, num_rows)
+    for digit, (shift, bits) in enumerate(_DIGITS):
+        above = _DIGITS[digit - 1][0] if digit else 0
+        _count_kernel[scan](
+            *what,
+            histogram,
+            scores.stride(0),
+            splits,
+            UNIT=unit,
+            FIRST=digit == 0,
+            ABOVE=above,
+            SHIFT=shift,
+            MASK=(1 << bits) - 1,
+            BINS=_BINS,
+            BLOCK=_BLOCK,
+        )
+        _find_kernel[pairs](
+            rows.lens,
+            rows.budgets,
+            state,
+            histogram,
+            UNIT=unit,
+            FIRST=digit == 0,
+            SHIFT=shift,
+            BINS=_BINS,
+        )
+    for kernel in (_tally_kernel, _emit_kernel):
+        kernel[scan](
+            *what,
+            tallies,
+            indices,
+            counts,
+            scores.stride(0),
+            indices.shape[2],
+            splits,
+            UNIT=unit,
+            BLOCK=_BLOCK,
+            SPLITS=triton.next_power_of_2(splits),
+        )
 
 
 @triton.jit
@@ -44,66 +92,174 @@ def _sort_key(score):
 
 
 @triton.jit
-def _select_kernel(
+def _share(num_units, splits, BLOCK: tl.constexpr):
+    """Units that the program scans, in whole blocks."""
+    per_split = tl.cdiv(tl.cdiv(num_units, splits), BLOCK) * BLOCK
+    begin = tl.program_id(0) * per_split
+    return begin, tl.minimum(begin + per_split, num_units)
+
+
+@triton.jit
+def _count_kernel(
     scores,
     row_lens,
     row_budgets,
     row_offsets,
+    state,
+    histogram,
+    score_stride,
+    splits,
+    UNIT: tl.constexpr,
+    FIRST: tl.constexpr,
+    ABOVE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds up how often each digit occurs among keys that begin like the wanted one."""
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
+    if num_units <= tl.load(row_budgets + row):
+        return
+    begin, end = _share(num_units, splits, BLOCK)
+    if begin >= end:
+        return
+    place = row * tl.num_programs(1) + head
+    mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
+    prefix = tl.load(state + place * 2) if not FIRST else 0
+    at = tl.arange(0, BLOCK)
+    counted = tl.zeros((BINS,), tl.int32)
+    left_out = tl.zeros((), tl.int32)
+    for start in range(begin, end, BLOCK):
+        inside = start + at < end
+        key = _sort_key(tl.load(mine + start + at, mask=inside, other=0.0))
+        if not FIRST:
+            inside = inside & ((key >> ABOVE) == (prefix >> ABOVE))
+        counted += tl.histogram(tl.where(inside, (key >> SHIFT) & MASK, 0), BINS)
+        left_out += BLOCK - tl.sum(inside.to(tl.int32), axis=0)
+    bins = tl.arange(0, BINS)
+    counted -= tl.where(bins == 0, left_out, 0)
+    tl.atomic_add(histogram + place.to(tl.int64) * BINS + bins, counted, mask=counted > 0)
+
+
+@triton.jit
+def _find_kernel(
+    row_lens,
+    row_budgets,
+    state,
+    histogram,
+    UNIT: tl.constexpr,
+    FIRST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """The wanted key's digit, and how many keys with these digits are wanted; clears the bins."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    budget = tl.load(row_budgets + row)
+    if tl.cdiv(tl.load(row_lens + row), UNIT) <= budget:
+        return
+    place = row * tl.num_programs(0) + head
+    prefix = 0
+    wanted = budget
+    if not FIRST:
+        prefix = tl.load(state + place * 2)
+        wanted = tl.load(state + place * 2 + 1)
+    bins = tl.arange(0, BINS)
+    counted = tl.load(histogram + place.to(tl.int64) * BINS + bins)
+    from_top = tl.sum(counted, axis=0) - tl.cumsum(counted, axis=0) + counted
+    chosen = tl.max(tl.where(from_top >= wanted, bins, 0), axis=0)
+    above = tl.sum(tl.where(bins == chosen, from_top - counted, 0), axis=0)
+    tl.store(state + place * 2, prefix | (chosen << SHIFT))
+    tl.store(state + place * 2 + 1, wanted - above)
+    tl.store(histogram + place.to(tl.int64) * BINS + bins, tl.zeros((BINS,), tl.int32))
+
+
+@triton.jit
+def _tally_kernel(
+    scores,
+    row_lens,
+    row_budgets,
+    row_offsets,
+    state,
+    tallies,
     indices,
     counts,
     score_stride,
     max_units,
+    splits,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    place = row * tl.num_programs(0) + head
-    length = tl.load(row_lens + row)
-    if length == 0:
-        tl.store(counts + place, 0)
+    """Counts keys above the wanted one, and equal to it, in each program's share."""
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
+    if num_units <= tl.load(row_budgets + row):
         return
-    num_units = tl.cdiv(length, UNIT)
+    begin, end = _share(num_units, splits, BLOCK)
+    place = row * tl.num_programs(1) + head
+    mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
+    threshold = tl.load(state + place * 2) ^ -2147483648
+    at = tl.arange(0, BLOCK)
+    above = tl.zeros((), tl.int32)
+    equal = tl.zeros((), tl.int32)
+    for start in range(begin, end, BLOCK):
+        inside = start + at < end
+        key = _sort_key(tl.load(mine + start + at, mask=inside, other=0.0)) ^ -2147483648
+        above += tl.sum((inside & (key > threshold)).to(tl.int32), axis=0)
+        equal += tl.sum((inside & (key == threshold)).to(tl.int32), axis=0)
+    tally = tallies + (place * splits + tl.program_id(0)) * 2
+    tl.store(tally, above)
+    tl.store(tally + 1, equal)
+
+
+@triton.jit
+def _emit_kernel(
+    scores,
+    row_lens,
+    row_budgets,
+    row_offsets,
+    state,
+    tallies,
+    indices,
+    counts,
+    score_stride,
+    max_units,
+    splits,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Writes what is selected of each program's share."""
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    place = row * tl.num_programs(1) + head
+    num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
     budget = tl.load(row_budgets + row)
+    if split == 0:
+        tl.store(counts + place, tl.minimum(num_units, budget))
+    begin, end = _share(num_units, splits, BLOCK)
     out = indices + place.to(tl.int64) * max_units
     at = tl.arange(0, BLOCK)
     if num_units <= budget:
-        for start in range(0, num_units, BLOCK):
-            tl.store(out + start + at, start + at, mask=start + at < num_units)
-        tl.store(counts + place, num_units)
+        for start in range(begin, end, BLOCK):
+            tl.store(out + start + at, start + at, mask=start + at < end)
         return
-    tl.store(counts + place, budget)
-
+    other = tl.arange(0, SPLITS)
+    tally = tallies + (place * splits + other) * 2
+    written = tl.sum(tl.load(tally, mask=other < split, other=0), axis=0)
+    equal_seen = tl.sum(tl.load(tally + 1, mask=other < split, other=0), axis=0)
+    wanted = tl.load(state + place * 2 + 1)
+    written += tl.minimum(equal_seen, wanted)
     mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
-    # Byte by byte from the top: how the best `budget` keys begin, and how many of those that
-    # begin so are among them.
-    bins = tl.arange(0, 512)
-    prefix = tl.zeros((), tl.int32)
-    wanted = budget
-    for digit in tl.static_range(4):
-        histogram = tl.zeros((512,), tl.int32)
-        for start in range(0, num_units, BLOCK):
-            inside = start + at < num_units
-            key = _sort_key(tl.load(mine + start + at, mask=inside, other=0.0))
-            if digit > 0:
-                inside = inside & ((key >> (32 - 8 * digit)) == (prefix >> (32 - 8 * digit)))
-            # The bin that nobody counts takes the rest.
-            value = tl.where(inside, (key >> (24 - 8 * digit)) & 255, 511)
-            histogram += tl.histogram(value, 512)
-        histogram = tl.where(bins < 256, histogram, 0)
-        total = tl.sum(histogram, axis=0)
-        from_top = total - tl.cumsum(histogram, axis=0) + histogram
-        chosen = tl.max(tl.where((bins < 256) & (from_top >= wanted), bins, 0), axis=0)
-        here = tl.sum(tl.where(bins == chosen, histogram, 0), axis=0)
-        above = tl.sum(tl.where(bins == chosen, from_top, 0), axis=0) - here
-        wanted -= above
-        prefix = prefix | (chosen << (24 - 8 * digit))
-
-    threshold = prefix ^ -2147483648
-    written = tl.zeros((), tl.int32)
-    equal_seen = tl.zeros((), tl.int32)
-    for start in range(0, num_units, BLOCK):
-        inside = start + at < num_units
+    threshold = tl.load(state + place * 2) ^ -2147483648
+    for start in range(begin, end, BLOCK):
+        inside = start + at < end
         key = _sort_key(tl.load(mine + start + at, mask=inside, other=0.0)) ^ -2147483648
         equal = (inside & (key == threshold)).to(tl.int32)
         rank = tl.cumsum(equal, axis=0) + equal_seen

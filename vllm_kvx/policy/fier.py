@@ -23,7 +23,8 @@ class FIER(Retrieve):
         more than the budget.
     reduction: how scores of the query heads that share a KV head become one: `max` (default),
         `sum` or `softmax` (sum of softmax mass).
-    dense_below: contexts shorter than this many tokens are read whole.
+    dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
+        length from which on retrieval was measured to be faster than reading everything.
     """
 
     name: ClassVar[str] = "fier"
@@ -35,7 +36,7 @@ class FIER(Retrieve):
     budget: int = integer(at_least=64, at_most=MAX_BUDGET)
     group: int = integer(32, at_least=32, multiple_of=32)
     reduction: str = choice("max", REDUCTIONS)
-    dense_below: int = integer(0, at_least=0)
+    dense_below: int | str = integer("auto", at_least=0, words=("auto",))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -206,7 +206,7 @@ class Retrieve(Method):
 
     budget: int
     reduction: str
-    dense_below: int
+    dense_below: int | str
     # Whether single tokens are scored, by 1-bit keys; else whole groups, by bounds.
     has_codes: ClassVar[bool]
 
@@ -225,10 +225,13 @@ class Retrieve(Method):
         """Units that a step reads."""
         return self.budget // self.unit
 
-    @property
-    def floor(self) -> int:
-        """The least length of which a step reads a part; a shorter one is read whole."""
-        return max(self.budget + 1, self.dense_below)
+    def floor(self, crossover: int) -> int:
+        """The least length of which a step reads a part; a shorter one is read whole.
+
+        crossover: from where on retrieval pays on this machine, for `dense_below=auto`.
+        """
+        below = self.dense_below if isinstance(self.dense_below, int) else crossover
+        return max(self.budget + 1, below)
 
 
 def check_layer(method: Method, key: str, layer: int | str, num_layers: int) -> None:

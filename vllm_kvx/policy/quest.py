@@ -22,7 +22,8 @@ class Quest(Retrieve):
         pages. Required.
     page: tokens in a page: 8, 16 (default), 32 or 64, and no more than the budget.
     reduction: how scores of the query heads that share a KV head become one; see FIER.
-    dense_below: contexts shorter than this many tokens are read whole.
+    dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
+        length from which on retrieval was measured to be faster than reading everything.
     """
 
     name: ClassVar[str] = "quest"
@@ -34,7 +35,7 @@ class Quest(Retrieve):
     budget: int = integer(at_least=64, at_most=MAX_BUDGET)
     page: int = integer(16)
     reduction: str = choice("max", REDUCTIONS)
-    dense_below: int = integer(0, at_least=0)
+    dense_below: int | str = integer("auto", at_least=0, words=("auto",))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -541,9 +541,11 @@ class PolicyModelState(DefaultModelState):
             return retrieval.graph_pass(None, num_reqs, block_tables) if for_capture else None
         assert step.retrieval is not None
         prompt_lens = self.prompt_lens[step.requests]
+        decodes = step.ends > prompt_lens
+        decodes[step.retrieval.chunks] = False  # Tokens that run again, after preemption.
         self.stats.add_retrieval(
             self.policy_rows[step.requests],
-            step.stored_lens * (step.ends > prompt_lens),
+            step.stored_lens * decodes,
             step.retrieval.lens,
             step.retrieval.budgets * retrieval.layout.unit,
         )

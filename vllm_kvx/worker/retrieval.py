@@ -148,14 +148,19 @@ class Retrieval:
     def add_request(self, req_index: int, policy: Retrieve | None) -> None:
         """policy: what the request retrieves by, or None."""
         self.budgets[req_index] = policy.budget_units if policy is not None else 0
-        self.floors[req_index] = policy.floor if policy is not None else 0
+        self.floors[req_index] = policy.floor(self.scratch.crossover) if policy is not None else 0
+        self.sidecars.add_request(req_index)
 
     def needs_python(self, requests: np.ndarray, lens: IntArray) -> bool:
-        """Whether a decode step cannot replay a graph: scores do not fit, or recall is measured.
+        """Whether a decode step cannot replay a graph: scores do not fit, recall is measured, or a
+        request that resumes may read what this very step computes.
 
         lens: (R,) logical lengths, at least what the requests see.
         """
-        retrieves = (self.budgets[requests] > 0) & (lens >= self.floors[requests])
+        may = self.budgets[requests] > 0
+        if (self.sidecars.is_fresh(requests) & may).any():
+            return True
+        retrieves = may & (lens >= self.floors[requests])
         if not retrieves.any():
             return False
         room = room_of(lens[retrieves], self.layout.unit).sum()
