@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from reference import fastkv
+from reference.fier import Retrieve
 
 from .conftest import assert_matches, prompts_of, running
+from .test_fier_parity import assert_reads
 
 
 def test_tp2_equals_reference(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,18 +26,25 @@ def test_tp2_equals_reference(tiny: Callable[..., Path], monkeypatch: pytest.Mon
     assert again[0].cached == 192
 
 
-def test_tp2_selects_and_retains_what_one_rank_does(
+def test_tp2_selects_retains_and_reads_what_one_rank_does(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = tiny()
-    prompts = prompts_of((2, 33, 97, 200, 150, 301))
+    prompts = prompts_of((2, 33, 97, 200, 150, 301, 110, 240))
     names = [None, "full", None, None, "snapkv:kv_rate=0.3", None]
     fast = fastkv.Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
     keeps = [fast, fastkv.Keep(), fast, fast, fastkv.Keep(kv_rate=0.3), fast]
-    with running(model, "fastkv:tsp_layer=3", tensor_parallel_size=2) as engine:
-        answers = engine.generate(prompts, policies=names)
+    reads = ["fier-64:reduction=sum", "snapkv:kv_rate=0.4+fier-64:reduction=sum"]
+    config = {"kv_layout": reads, "kv_debug": True}
+    with running(model, "fastkv:tsp_layer=3", config=config, tensor_parallel_size=2) as engine:
+        answers = engine.generate(prompts, policies=names + reads)
+        counters = [stats["policies"] for stats in engine.llm.collective_rpc("kv_policy_stats")]
         engine.assert_idle()
+    answers, read, kept = answers[:6], answers[6:7], answers[7:]
+    assert_reads(model, read, Retrieve(64, reduction="sum"))
+    assert_reads(model, kept, Retrieve(64, reduction="sum"), fastkv.Keep(kv_rate=0.4))
+    assert counters[0] == counters[1] and counters[0][reads[0]]["retrieval_steps"] == 3
     loaded = fastkv.load(model)
     for answer, keep in zip(answers, keeps, strict=True):
         expected = fastkv.score(loaded, answer.prompt, answer.tokens, keep)

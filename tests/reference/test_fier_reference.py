@@ -25,6 +25,15 @@ QUEST = Retrieve(budget=20, group=4, pages=True)
 FASTKV = Keep(tsp_layer=1, tsp_rate=0.8, kv_rate=0.6, window=4, kernel=5)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads gain nothing at these sizes, and on a busy machine they wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
