@@ -22,11 +22,14 @@ from benchmarks.saliency import BYTES_PER_US
 from vllm_kvx.ops import retrieve
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval_rows import RetrievalRows
-from vllm_kvx.ops.sidecar import Sidecar, SidecarLayout, SidecarWriter
+from vllm_kvx.ops.score import score_units_reference
+from vllm_kvx.ops.sidecar import Sidecar, SidecarLayout, SidecarWriterfrom vllm_kvx.ops.sparse_attention import attend_reference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP = 32, 8, 128, 32, 32
 # A request's cache is its own up to this much in all.
 MAX_CACHE_BYTES = 24 << 30
+# The references copy all keys out, row by row.
+MAX_TORCH_ENTRIES = 1_100_000
 _FLUSH_BYTES = 256 << 20
 
 
@@ -174,15 +177,15 @@ def stock_attention(layer: Layer) -> Callable[[], Any]:
     return run
 
 
-def others(layer: Layer, scratch: retrieve.Scratch) -> dict[str, Callable[[], Any]]:
-    """Top-k ops of others on rows of one length: vLLM's own, and torch's."""
+def others(layer: Layer) -> dict[str, Callable[[], Any]]:
+    """Ops of others: top-k on rows of one length, vLLM's own and torch's; and our references."""
     rows = layer.batch * KV_HEADS
     scores = torch.randn(rows, -(-layer.length // 4) * 4, device="cuda")
     lens = torch.full((rows,), layer.length, dtype=torch.int32, device="cuda")
     out = torch.empty(rows, layer.budget, dtype=torch.int32, device="cuda")
     space = torch.zeros(4 << 20, dtype=torch.uint8, device="cuda")
     ops = torch.ops._C
-    return {
+    select_ops: dict[str, Callable[[], Any]] = {
         "select/torch": lambda: scores.topk(layer.budget, dim=-1),
         "select/vllm persistent_topk": lambda: ops.persistent_topk(
             scores, lens, out, space, layer.budget, layer.length
@@ -191,6 +194,28 @@ def others(layer: Layer, scratch: retrieve.Scratch) -> dict[str, Callable[[], An
             scores, 1, lens, out, rows, scores.stride(0), scores.stride(1), layer.budget
         ),
     }
+    if layer.length * layer.batch > MAX_TORCH_ENTRIES:
+        return select_ops
+    index = torch.linspace(0, layer.length - 1, layer.budget, device="cuda").long()
+    heads = [
+        PagedKV(layer.paged.keys[:, g : g + 1], layer.paged.values[:, g : g + 1])
+        for g in range(KV_HEADS)
+    ]
+    queries = layer.query.unflatten(1, (KV_HEADS, -1))
+    scale = HEAD_DIM**-0.5
+
+    def score() -> None:
+        for r in range(layer.batch):
+            table = layer.table[r]
+            score_units_reference(layer.query[r], layer.sidecar, table, layer.length, "max", scale)
+
+    def attend() -> None:
+        for r in range(layer.batch):
+            for g, head in enumerate(heads):
+                attend_reference(queries[r, g], head, layer.table[r], index, scale)
+
+    return {**select_ops, "score/torch": score, "attend/torch": attend}
+
 
 
 def case(length: int, batch: int, budget: int, backends: list[str], repeats: int) -> dict[str, Any]:
@@ -228,7 +253,7 @@ def case(length: int, batch: int, budget: int, backends: list[str], repeats: int
             )
 
         operators[f"all/{backend}"] = everything
-    operators.update(others(layer, scratch))
+    operators.update(others(layer))
     report: dict[str, Any] = {"blocks_shared": layer.shared}
     for name, run in operators.items():
         try:

@@ -67,6 +67,11 @@ __device__ __forceinline__ uint32_t keep(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+template <typename T>
+__device__ __forceinline__ T* keep(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 // (~a & b) | c, in one instruction: written out, the compiler makes two of it.
 __device__ __forceinline__ uint32_t not_and_or(uint32_t a, uint32_t b, uint32_t c) {

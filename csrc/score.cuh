@@ -31,7 +31,8 @@ struct ScoreShape {
   // Of 16 bytes, in shared memory: codes, then scales, then zeros.
   static constexpr int CODE_CHUNKS = SUB * D / 128;
   static constexpr int SCALE_CHUNKS = D / 4;
-  static constexpr int SUB_CHUNKS = CODE_CHUNKS + SCALE_CHUNKS + SCALE_CHUNKS / 8;
+  // What is left free keeps reads of both groups' zeros at once off each other's banks.
+  static constexpr int SUB_CHUNKS = CODE_CHUNKS + SCALE_CHUNKS + SCALE_CHUNKS / 8 + D / 64;
   static constexpr int STAGE_CHUNKS = SUBS * SUB_CHUNKS;
   static constexpr int QUERY_CHUNKS = TILES * (D / 32) * 32;
   static constexpr int SHARED_BYTES =
@@ -110,18 +111,37 @@ __device__ __forceinline__ void score_step(const uint4* stage,
 #pragma unroll 1
   for (int round = 0; round < TILES / AT_ONCE; ++round) {
     const int first_tile = round * AT_ONCE;
-    // q.z of both groups in one product: rows 0-7 hold one group's z, rows 8-15 the other's.
-    float zero[AT_ONCE][4] = {};
+    // q.z: lanes of odd rows take the second group. With registers to spare a chunk goes in as it
+    // was read: half of it for the lane's row, half for the row 8 below, each summed by itself.
+    constexpr bool HELD = QueryFragments<D, TILES>::HELD;
+    float zero[AT_ONCE][2][4] = {};
+    const int mine = SUBS == 2 ? quad & 1 : 0;
 #pragma unroll
     for (int chunk = 0; chunk < D / 32; ++chunk) {
-      const uint4 a = scale_chunk(0, true, chunk);
-      const uint4 b = SUBS == 2 ? scale_chunk(1, true, chunk) : a;
+      const uint4 z = scale_chunk(mine, true, chunk);
 #pragma unroll
       for (int tile = 0; tile < AT_ONCE; ++tile) {
         uint32_t q[4], unused[4];
         queries.read(first_tile + tile, chunk, q, unused);
-        accumulate_tiles<Float16>(zero[tile], {a.x, b.x, a.y, b.y}, q[0], q[1]);
-        accumulate_tiles<Float16>(zero[tile], {a.z, b.z, a.w, b.w}, q[2], q[3]);
+        if constexpr (HELD) {
+          accumulate_tiles<Float16>(zero[tile][0], {z.x, z.y, z.z, z.w}, q[0], q[2]);
+          accumulate_tiles<Float16>(zero[tile][1], {z.x, z.y, z.z, z.w}, q[1], q[3]);
+        } else {
+          accumulate_tiles<Float16>(zero[tile][0], {z.x, z.x, z.y, z.y}, q[0], q[1]);
+          accumulate_tiles<Float16>(zero[tile][0], {z.z, z.z, z.w, z.w}, q[2], q[3]);
+        }
+      }
+    }
+    float zeros[AT_ONCE][SUBS];
+#pragma unroll
+    for (int tile = 0; tile < AT_ONCE; ++tile) {
+      const float sum = HELD ? zero[tile][0][0] + zero[tile][1][2] : zero[tile][0][0];
+      if constexpr (SUBS == 2) {
+        const float other = __shfl_xor_sync(ALL_LANES, sum, 4);
+        zeros[tile][0] = mine ? other : sum;
+        zeros[tile][1] = mine ? sum : other;
+      } else {
+        zeros[tile][0] = sum;
       }
     }
 
@@ -187,7 +207,7 @@ __device__ __forceinline__ void score_step(const uint4* stage,
 #pragma unroll
       for (int tile = 0; tile < AT_ONCE; ++tile) {
         if ((first_tile + tile) * 4 + quarter >= heads) continue;
-        const float bias = zero[tile][sub * 2] + (offset[tile][0] + offset[tile][1]);
+        const float bias = zeros[tile][sub] + (offset[tile][0] + offset[tile][1]);
 #pragma unroll
         for (int rows = 0; rows < TOKEN_TILES; ++rows) {
           const float(&x)[4] = sums[rows][tile];
@@ -242,7 +262,6 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
   const int full = (len - 1) >> group_bits << group_bits;  // tokens of full groups
 
   uint4* shared = reinterpret_cast<uint4*>(dynamic_shared());
-  uint4* stages = shared + warp * Shape::STAGES * Shape::STAGE_CHUNKS;
   uint4* fragments = shared + Shape::WARPS * Shape::STAGES * Shape::STAGE_CHUNKS;
   int* counted = reinterpret_cast<int*>(fragments + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);
@@ -251,6 +270,12 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
   const int* table = p.rows.block_table + request * p.rows.block_table_stride;
   const uint4* codes = reinterpret_cast<const uint4*>(p.codes + head * p.code_head_bytes);
   const uint4* scales = reinterpret_cast<const uint4*>(p.scales + head * p.scale_head_bytes);
+  const uint4 *lane_codes = keep(codes + lane), *lane_scales = keep(scales + lane);
+  const uint32_t spread_lane = keep(spread(lane));
+  uint4* stages = shared + keep(warp * Shape::STAGES * Shape::STAGE_CHUNKS);
+  auto stage_of = [&](int step) {
+    return stages + static_cast<unsigned>(step - first) % Shape::STAGES * Shape::STAGE_CHUNKS;
+  };
   int window = -64;
   uint32_t codes_at = 0, scales_at = 0;
   auto fetch = [&](int step) {
@@ -262,7 +287,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
       scales_at = block * static_cast<uint32_t>(p.scale_block_bytes / 16) +
                   (slot >> group_bits) * Shape::SCALE_CHUNKS;
     }
-    uint4* stage = stages + (step - first) % Shape::STAGES * Shape::STAGE_CHUNKS;
+    uint4* stage = stage_of(step);
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       const int from = step * SUBS + sub - window;
@@ -270,12 +295,15 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
       const uint32_t scale = __shfl_sync(ALL_LANES, scales_at, from);
       if (step * STEP + sub * Shape::SUB >= full) continue;
 #pragma unroll
-      for (int i = lane; i < Shape::CODE_CHUNKS + Shape::SCALE_CHUNKS; i += 32) {
+      for (int i = 0; i < Shape::CODE_CHUNKS + Shape::SCALE_CHUNKS; i += 32) {
         const int of_scale = i - Shape::CODE_CHUNKS;
-        const bool is_code = of_scale < 0;
-        copy_async(stage + sub * Shape::SUB_CHUNKS +
-                       (is_code ? i : Shape::CODE_CHUNKS + spread(of_scale)),
-                   is_code ? codes + (code + i) : scales + (scale + of_scale));
+        const bool is_code = lane + of_scale < 0;
+        uint4* to = stage + sub * Shape::SUB_CHUNKS;
+        if (lane + of_scale >= Shape::SCALE_CHUNKS) continue;
+        copy_async(to + (is_code ? lane + i
+                                 : static_cast<int>(spread_lane) + Shape::CODE_CHUNKS +
+                                       spread(of_scale)),
+                   is_code ? lane_codes + code + i : lane_scales + scale + of_scale);
       }
     }
   };
@@ -289,7 +317,8 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
   const float undo = load_queries<D, TILES, true>(p.queries, token, head, fragments, scratch);
   const QueryFragments<D, TILES> queries(fragments);
   const Reduction reduce{p.sum};
-  float* out = p.scores + head * p.score_stride + offset;
+  const int lane_token = lane % 4 * 8 + lane / 4;
+  float* out = p.scores + head * p.score_stride + offset + lane_token;
   for (int step = first; step < last; ++step) {
     copy_wait<Shape::STAGES - 2>();
     __syncwarp();
@@ -298,16 +327,20 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
 
     float best[8], scores[2] = {};
     if (step * STEP < full) {
-      const uint4* stage = stages + (step - first) % Shape::STAGES * Shape::STAGE_CHUNKS;
+      const uint4* stage = stage_of(step);
       score_step<D, TILES, SUBS>(stage, queries, p.queries.heads, reduce, best);
       p.sum ? reduce_quad<true>(best, scores) : reduce_quad<false>(best, scores);
     }
+    const bool inner = (step + 1) * STEP <= full;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = step * STEP + i * 32 + lane % 4 * 8 + lane / 4;
-      if (token >= len) continue;
-      const float score = token < full ? scores[i] * undo : infinity();
-      out[token] = score;
+      float score = scores[i] * undo;
+      if (!inner) {
+        const int token = step * STEP + i * 32 + lane_token;
+        if (token >= len) continue;
+        if (token >= full) score = infinity();
+      }
+      out[step * STEP + i * 32] = score;
       atomicAdd(counted + (order_key(score) >> KEY_SHIFT), 1);
     }
   }

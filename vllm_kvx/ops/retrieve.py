@@ -21,7 +21,7 @@ from vllm_kvx.ops.topk import top_units, top_units_reference
 # Of score and attend: programs of a warp each in Triton, CTAs of several in CUDA. Triton's
 # interpreter runs one after the other.
 _PROGRAMS = {
-    "cuda": (528, 264),
+    "cuda": (264, 264),
     "triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS),
     "torch": (1, 1),
 }
@@ -214,7 +214,9 @@ def steps(
 ) -> dict[str, Callable[[], None]]:
     """The three ops of ``retrieve`` by name, in the order in which they run."""
     num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
-    score_splits = splits_of(scratch.score_programs, num_rows, kv_heads)
+    # One wave of CTAs where rows are few; with many, two even out what each gets.
+    score_programs = scratch.score_programs * (2 if num_rows * kv_heads > 16 else 1)
+    score_splits = splits_of(score_programs, num_rows, kv_heads)
     attend_splits = splits_of(scratch.attend_programs, num_rows, kv_heads, MAX_SPLITS)
     where = (block_table, rows.tokens, rows.requests, rows.lens)
     in_cuda = scratch.backend == "cuda" and _cuda_takes(query, paged)
