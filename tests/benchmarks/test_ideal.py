@@ -1,6 +1,7 @@
 """The ideals that measurements are held against, checked by hand-made numbers."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,10 +105,32 @@ def test_prompt_within_anchors_and_tail_gains_nothing() -> None:
     assert ideal.prefill_ratio(LLAMA, "speed-16:anchors=8,tail=8", 16) == 1
 
 
-def test_policy_without_a_row_has_no_ideal() -> None:
-    assert ideal.prefill_ratio(LLAMA, "fier-1024", 32768) is None
-    assert ideal.decode_ratio(LLAMA, "speed-24+fier-1024", 32768) is None
-    assert ideal.pool_ratio(LLAMA, "fier-1024") is None
+def test_two_methods_have_no_ideal() -> None:
+    for policy in ("speed-24+fier-1024", "speed-24+snapkv"):
+        assert ideal.prefill_ratio(LLAMA, policy, 32768) is None
+        assert ideal.decode_ratio(LLAMA, policy, 32768) is None
+        assert ideal.pool_ratio(LLAMA, policy) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "sidecar"),
+    [
+        # A code bit is 1/32 of a 16-bit key and value, a scale and a zero are 1/group.
+        ("fier-1024", 1 / 32 + 1 / 32),
+        ("fier-1024:group=128", 1 / 32 + 1 / 128),
+        ("quest-1024", 1 / 16),
+    ],
+)
+def test_retrieval_saves_what_decode_reads(policy: str, sidecar: float) -> None:
+    work = ideal.work_of(policy, 32, 131072)
+    assert work is not None
+    assert work.read == (131072, 131072) + (1024 + 131072 * sidecar,) * 30
+    assert work == replace(ideal.full_work(32, 131072), read=work.read)
+    assert ideal.prefill_ratio(LLAMA, policy, 131072) == ideal.pool_ratio(LLAMA, policy) == 1
+    ratio = ideal.decode_ratio(LLAMA, policy, 131072)
+    assert ratio is not None and ratio > 1
+    for short in (policy, "fier-64:dense_below=1001"):
+        assert ideal.work_of(short, 32, 1000) == ideal.full_work(32, 1000)
 
 
 FASTKV = "fastkv:tsp_layer=15,tsp_rate=0.2,kv_rate=0.1"

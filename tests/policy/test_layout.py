@@ -7,11 +7,15 @@ import pytest
 from vllm_kvx.policy.layout import (
     GroupChoice,
     Layout,
+    RetrievalLayout,
     check_fits,
     choose_group_size,
     layout_of,
 )
 from vllm_kvx.policy.spec import PolicyError, parse_policy
+
+FIER = RetrievalLayout(has_codes=True, group=32, reduction="max", max_units=64)
+QUEST = RetrievalLayout(has_codes=False, group=16, reduction="max", max_units=4)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +41,14 @@ from vllm_kvx.policy.spec import PolicyError, parse_policy
         ),
         (["structkv:pivot=online,struct_rate=1"], Layout((), retain=True, window=8)),
         (["structkv:pivot=31,granularity=block"], Layout((), retain=True, window=8)),
-        (["fier-64"], Layout((), sidecar=True)),
-        (["quest-64", "speed-8"], Layout((8,), sidecar=True)),
-        (["speed-24+fier-64", "snapkv"], Layout((24,), sidecar=True, retain=True, window=8)),
+        (["fier-64"], Layout((), sidecar=FIER)),
+        (["quest-79", "speed-8"], Layout((8,), sidecar=QUEST)),
+        (
+            ["fier-64:group=64,reduction=sum", "fier-200:group=64,reduction=sum,dense_below=9"],
+            Layout((), sidecar=RetrievalLayout(True, 64, "sum", 200)),
+        ),
+        (["quest-512:page=64"], Layout((), sidecar=RetrievalLayout(False, 64, "max", 8))),
+        (["speed-24+fier-64", "snapkv"], Layout((24,), sidecar=FIER, retain=True, window=8)),
     ],
 )
 def test_layout_of(names: list[str], layout: Layout) -> None:
@@ -59,6 +68,20 @@ def test_no_layout(name: str, message: str) -> None:
         layout_of([parse_policy(name)], 32)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fier-64", "quest-64"),
+        ("fier-64", "fier-64:group=64"),
+        ("quest-64", "quest-64:page=8"),
+        ("fier-64:reduction=sum", "speed-24+fier-64"),
+    ],
+)
+def test_one_sidecar(names: tuple[str, str]) -> None:
+    with pytest.raises(PolicyError, match=r"one sidecar, not both .* use the same method"):
+        layout_of(map(parse_policy, names), 32)
+
+
 def test_online_limits_are_layers_below_the_last() -> None:
     for limits in ("min_layer=9,max_layer=8", "max_layer=31", "min_layer=20"):
         with pytest.raises(PolicyError, match="they must be in this order and below its last"):
@@ -72,21 +95,23 @@ def test_online_pivots_need_room() -> None:
 
 
 def test_segment_sizes() -> None:
-    assert Layout((), False).segment_sizes(32) == (32,)
-    assert Layout((24,), False).segment_sizes(32) == (24, 8)
-    assert Layout((1, 16, 27), True).segment_sizes(28) == (1, 15, 11, 1)
+    assert Layout(()).segment_sizes(32) == (32,)
+    assert Layout((24,)).segment_sizes(32) == (24, 8)
+    assert Layout((1, 16, 27), FIER).segment_sizes(28) == (1, 15, 11, 1)
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("full", Layout((), False)),
-        ("full", Layout((16,), True)),
-        ("speed-16:anchors=4", Layout((16, 24), False)),
+        ("full", Layout(())),
+        ("full", Layout((16,), FIER)),
+        ("speed-16:anchors=4", Layout((16, 24))),
         ("streamingllm", Layout((16,), retain=True)),
         ("snapkv:window=4", Layout((16,), retain=True, window=8)),
         ("fastkv:tsp_layer=15,tsp_rate=0.5", Layout((16, 24), retain=True, window=8, stash=True)),
-        ("speed-24+fier-64", Layout((24,), True)),
+        ("speed-24+fier-64", Layout((24,), FIER)),
+        ("fier-64:dense_below=1000", Layout((), RetrievalLayout(True, 32, "max", 99))),
+        ("quest-79", Layout((), QUEST)),
     ],
 )
 def test_fits(name: str, layout: Layout) -> None:
@@ -95,16 +120,14 @@ def test_fits(name: str, layout: Layout) -> None:
 
 def test_does_not_fit() -> None:
     with pytest.raises(PolicyError) as error:
-        check_fits(parse_policy("speed-16"), Layout((24,), False), 32)
+        check_fits(parse_policy("speed-16"), Layout((24,)), 32)
     assert str(error.value) == (
         "speed-16 does not fit this server: its layout has KV groups split at layer 24, no "
         "sidecar; speed-16 needs a split at layer 16: start the server with --kv-policy speed-16, "
         'or make room with --additional-config \'{"kv_layout": ["speed-16"]}\''
     )
-    with pytest.raises(PolicyError, match=r"has no split, no sidecar; .* needs a sidecar: start"):
-        check_fits(parse_policy("fier-64"), Layout((), False), 32)
-    with pytest.raises(PolicyError, match="needs a split at layer 8 and a sidecar"):
-        check_fits(parse_policy("speed-8+fier-64"), Layout((16, 24), False), 32)
+    with pytest.raises(PolicyError, match="needs a split at layer 8 and a sidecar of 1-bit keys"):
+        check_fits(parse_policy("speed-8+fier-64"), Layout((16, 24)), 32)
     with pytest.raises(PolicyError, match="needs a window of 9 tokens: start"):
         check_fits(parse_policy("snapkv:window=9"), Layout((), retain=True, window=8), 32)
     with pytest.raises(
@@ -112,7 +135,33 @@ def test_does_not_fit() -> None:
     ):
         check_fits(parse_policy("fastkv:tsp_layer=15"), Layout((16,)), 32)
     with pytest.raises(PolicyError, match="this model has 32 layers; use speed-1"):
-        check_fits(parse_policy("speed-40"), Layout((24,), False), 32)
+        check_fits(parse_policy("speed-40"), Layout((24,)), 32)
+
+
+HAS_FIER = "a sidecar of 1-bit keys in groups of 32 tokens (max, budgets of up to 64)"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "has", "needs"),
+    [
+        ("fier-64", Layout(()), "no sidecar", HAS_FIER),
+        ("fier-65", Layout((), FIER), HAS_FIER, HAS_FIER.replace("up to 64", "up to 65")),
+        ("fier-64:group=64", Layout((), FIER), HAS_FIER, HAS_FIER.replace("of 32", "of 64")),
+        ("fier-64:reduction=sum", Layout((), FIER), HAS_FIER, HAS_FIER.replace("max", "sum")),
+        (
+            "quest-79",
+            Layout((), FIER),
+            HAS_FIER,
+            "a sidecar of bounds of pages of 16 tokens (max, budgets of up to 64)",
+        ),
+        ("fier-64", Layout((), QUEST), "a sidecar of bounds of pages of 16 tokens", HAS_FIER),
+    ],
+)
+def test_another_sidecar(name: str, layout: Layout, has: str, needs: str) -> None:
+    with pytest.raises(PolicyError) as error:
+        check_fits(parse_policy(name), layout, 32)
+    assert f"its layout has no split, {has}" in str(error.value)
+    assert f"{name} needs {needs}: start the server with --kv-policy {name}" in str(error.value)
 
 
 @pytest.mark.parametrize(

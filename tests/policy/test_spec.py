@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from vllm_kvx.policy import spec
 from vllm_kvx.policy.fastkv import FastKV
 from vllm_kvx.policy.fier import FIER
 from vllm_kvx.policy.parameters import Method
@@ -72,7 +73,12 @@ VALID = {
         "fier-64:group=64,reduction=sum",
         KVPolicy(retrieve=FIER(64, 64, "sum")),
     ),
+    "fier-64:dense_below=auto": ("fier-64", KVPolicy(retrieve=FIER(64))),
     "quest-1024": ("quest-1024", KVPolicy(retrieve=Quest(1024))),
+    "quest-64:page=8,dense_below=0": (
+        "quest-64:page=8,dense_below=0",
+        KVPolicy(retrieve=Quest(64, 8, dense_below=0)),
+    ),
     "speed-24+fier-2048": (
         "speed-24+fier-2048",
         KVPolicy(propagate=Speed(24), retrieve=FIER(2048)),
@@ -179,12 +185,19 @@ INVALID = {
     "structkv:entropy_weight=0,sparsity_weight=0,variance_weight=0": ["must be above 0"],
     "streamingllm:sinks=0": ["sinks must be an integer of at least 1, got 0"],
     "streamingllm:recent=0": ["recent must be an integer of at least 1, got 0"],
-    "fier-63": ["BUDGET must be an integer of at least 64, got 63"],
+    "fier-63": ["BUDGET must be an integer from 64 to 8192, got 63; for example fier-1024"],
+    "fier-9000": ["BUDGET must be an integer from 64 to 8192, got 9000"],
     "fier-64:group=33": ["group must be a multiple of 32 of at least 32, got 33"],
+    "fier-1024:group=96": ["group must be one of 32, 64, 128, got 96"],
+    "fier-64:group=128": ["group must be no larger than the budget of 64 tokens, got 128"],
+    "fier-64:dense_below=-1": ["dense_below must be an integer of at least 0 or auto, got '-1'"],
     "fier-64:reduction=mean": ["reduction must be one of max, sum, softmax, got 'mean'"],
     "fier-64:reduction=1": ["reduction must be one of"],
-    "quest-8": ["BUDGET must be an integer of at least 64, got 8"],
+    "quest-8": ["BUDGET must be an integer from 64 to 8192, got 8; for example quest-1024"],
+    "quest-9000": ["BUDGET must be an integer from 64 to 8192, got 9000"],
     "quest-64:page=0": ["page must be an integer of at least 1, got 0"],
+    "quest-64:page=12": ["page must be one of 8, 16, 32, 64, got 12"],
+    "quest-64:reduction=mean": ["reduction must be one of max, sum, softmax, got 'mean'"],
     "quest-64:page=65": ["page must be no larger than the budget of 64 tokens, got 65"],
 }
 
@@ -356,20 +369,22 @@ def test_model_deep_enough() -> None:
         parse_policy(name).check_model(32)
 
 
-def test_served() -> None:
-    assert sorted(AVAILABLE) == ["fastkv", "full", "snapkv", "speed", "streamingllm", "structkv"]
-    check_served(parse_policy("full"))
-    check_served(parse_policy("speed-24:tail=3"))
-    for name in METHODS.keys() - AVAILABLE:
-        policy = parse_policy(METHODS[name].example or name)
-        message = (
-            f"{name} is not served by this version of vllm-kvx; "
-            "served: full, speed-K, fastkv, structkv, snapkv, streamingllm"
-        )
+def test_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method whose row in the table says that it is for a later version."""
+    monkeypatch.setattr(spec, "AVAILABLE", AVAILABLE - {"fier", "quest"})
+    message = (
+        "fier is not served by this version of vllm-kvx; "
+        "served: full, speed-K, fastkv, structkv, snapkv, streamingllm"
+    )
+    for name in ("fier-1024", "speed-24+fier-2048"):
         with pytest.raises(PolicyError, match=f"^{message}$"):
-            check_served(policy)
-    with pytest.raises(PolicyError, match="fier is not served"):
-        check_served(parse_policy("speed-24+fier-2048"))
+            check_served(parse_policy(name))
+
+
+def test_served() -> None:
+    assert {"full", *METHODS} == AVAILABLE
+    for name in ("full", "speed-24:tail=3", "fier-1024", "quest-1024", "snapkv+speed-24+fier-64"):
+        check_served(parse_policy(name))
     for name in ("speed-24+snapkv", "speed-24+streamingllm", "fastkv:kv_rate=1+snapkv"):
         check_served(parse_policy(name))
     with pytest.raises(PolicyError, match="chosen by data: compose it with speed-K, or retain"):

@@ -7,6 +7,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_kvx.policy.layout import Layout, RetrievalLayout
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.settings import KVSettings, policy_is_set, request_policy
 
@@ -69,7 +70,14 @@ def test_without_the_flag_nothing_is_set(parser, llama: str) -> None:
     assert parsed(parser, llama).additional_config == {}
 
 
-@pytest.mark.parametrize("name", ["sped-4", "speed-0", "speed-4.5", "speed", "", "fier-1024"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sped-4", "speed-0", "speed-4.5", "speed", ""),
+        *("fier-32", "fier-64:group=128", "quest-64:page=12", "fier-64:reduction=mean"),
+        "fastkv:kv_rate=1+streamingllm",
+    ],
+)
 def test_a_bad_name_is_a_usage_error(parser, capsys, name: str) -> None:
     with pytest.raises(SystemExit):
         parser.parse_args(["--kv-policy", name])
@@ -114,6 +122,7 @@ def test_no_policy_is_set(config) -> None:
         ({"kv_policy": "speed-4", "kv_layouts": []}, "'kv_layouts'.*'kv_layout'"),
         ({"kv_layout": ["speed-4"]}, "kv_layout.*without kv_policy"),
         ({"kv_debug": True}, "kv_debug.*without kv_policy"),
+        ({"kv_recall_every": 8}, "kv_recall_every.*without kv_policy"),
     ],
 )
 def test_a_misspelled_key_is_an_error(config: dict, names: str) -> None:
@@ -128,7 +137,28 @@ def test_a_misspelled_key_is_an_error(config: dict, names: str) -> None:
         ({"kv_policy": 4}, "^kv_policy: .*string"),
         ({"kv_policy": ["speed-4"]}, "^kv_policy: .*string"),
         ({"kv_policy": "speed-8"}, "^kv_policy: .*8 layers"),
-        ({"kv_policy": "fier-1024"}, "^kv_policy: .*not served"),
+        ({"kv_policy": "fastkv:kv_rate=1+streamingllm"}, "^kv_policy: .*chosen by data"),
+        ({"kv_policy": "fier-64:group=96"}, "^kv_policy: .*group must be one of 32, 64, 128"),
+        ({"kv_policy": "quest-9000"}, "^kv_policy: .*from 64 to 8192, got 9000"),
+        (
+            {"kv_policy": "fier-64", "kv_layout": ["speed-2+quest-64"]},
+            "one sidecar, not both .*1-bit keys.* and bounds of pages.*: use the same method",
+        ),
+        (
+            {"kv_policy": "full", "kv_layout": ["fier-64", "fier-64:group=64"]},
+            "one sidecar, not both .*groups of 32.*groups of 64.*use the same method, group",
+        ),
+        (
+            {"kv_policy": "quest-64", "kv_layout": ["quest-64:reduction=softmax"]},
+            r"one sidecar, not both .*\(max,.*\(softmax,.*use the same .* reduction",
+        ),
+        ({"kv_policy": "fier-64", "kv_recall_every": -1}, "kv_recall_every .*0 for never, got -1"),
+        ({"kv_policy": "fier-64", "kv_recall_every": 1.5}, "kv_recall_every .*got 1.5"),
+        ({"kv_policy": "fier-64", "kv_recall_every": True}, "kv_recall_every .*got True"),
+        (
+            {"kv_policy": "full", "kv_layout": ["speed-2"], "kv_recall_every": 8},
+            "kv_recall_every has no effect: no policy of this server retrieves; remove it",
+        ),
         ({"kv_policy": "full", "kv_layout": ["speed-2", "speed-x"]}, r"^kv_layout\[1\]: .*speed-x"),
         ({"kv_policy": "full", "kv_layout": ["speed-9"]}, r"^kv_layout\[0\]: .*8 layers"),
         ({"kv_policy": "full", "kv_layout": [3]}, r"^kv_layout\[0\]: .*string"),
@@ -151,6 +181,15 @@ def test_settings_of_a_config() -> None:
     assert KVSettings.of({"kv_policy": "full"}, 8).stock
     assert KVSettings.of({"kv_policy": "full", "kv_layout": ["full"]}, 8).stock
     assert not KVSettings.of({"kv_policy": "full", "kv_layout": ["speed-2"]}, 8).stock
+
+
+def test_settings_of_retrieval() -> None:
+    config = {"kv_policy": "fier-64", "kv_layout": ["speed-2+fier-128"], "kv_recall_every": 8}
+    settings = KVSettings.of(config, 8)
+    assert settings.recall_every == 8 and not settings.stock
+    assert settings.layout == Layout((2,), RetrievalLayout(True, 32, "max", max_units=128))
+    assert KVSettings.of({"kv_policy": "fier-64"}, 8).recall_every == 0
+    assert KVSettings.of({"kv_policy": "full", "kv_recall_every": 0}, 8).stock
 
 
 def test_request_policy() -> None:

@@ -1,13 +1,17 @@
 """Configurations under a policy: what is set, and what is refused with the flag to change."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, reasons
+from vllm_kvx.policy.layout import RetrievalLayout, layout_of
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server import validate
+from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, WITH_RETRIEVAL, reasons
 from vllm_kvx.server.validate import WORKERS
 
 
@@ -113,6 +117,83 @@ def test_rows_where_entries_can_be_dropped(stock) -> None:
     assert refused == [row.reason for row in (*WITH_RETENTION[1:], WITH_RETENTION[0])], (
         "a row without a case"
     )
+
+
+def test_rows_where_pages_hold_a_sidecar(stock) -> None:
+    refused = []
+    for path, value, names in [
+        ("model_config.get_head_size", lambda: 80, "head dimensions of 32, 64, 128, 256"),
+        ("attention_config.backend", AttentionBackendEnum.FLASHINFER, "FLASH_ATTN, TRITON_ATTN"),
+    ]:
+        (found,) = reasons(WITH_RETRIEVAL, changed(stock, path, value))
+        assert names in found
+        refused.append(found)
+    assert refused == [row.reason for row in WITH_RETRIEVAL], "a row without a case"
+    for works in (32, 64, 128, 256):
+        assert not reasons(
+            WITH_RETRIEVAL, changed(stock, "model_config.get_head_size", lambda works=works: works)
+        )
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "names"),
+    [
+        ("fier-64", {"block_size": 16}, "of 16 tokens .* --block-size to a multiple of 32"),
+        ("fier-64:group=64", {"block_size": 32}, "--block-size to a multiple of 64"),
+        ("quest-64", {"block_size": 16}, "--block-size to a multiple of 32"),
+        ("fier-64", {"attention_backend": "FLASHINFER"}, "FlashInfer.* one of FLASH_ATTN"),
+        pytest.param(
+            "quest-64",
+            {"tensor_parallel_size": 4},
+            "--tensor-parallel-size to at most the number of KV heads",
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="vLLM itself wants a GPU for every rank"
+            ),
+        ),
+        pytest.param(
+            "fier-64",
+            {"dtype": "bfloat16"},
+            "--dtype float32",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a row of CPU servers"),
+        ),
+        ("fier-64:group=96", {}, "group must be one of 32, 64, 128, got 96"),
+    ],
+)
+def test_what_retrieval_cannot_do(make_config, policy: str, settings: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        make_config(policy, **{"dtype": "float32"} | settings)
+
+
+def test_retrieval_knows_few_head_dimensions(make_config, model_dir) -> None:
+    odd = model_dir(head_dim=80)
+    with pytest.raises(ValueError, match=r"head dimensions of 32, .* or drop fier or quest from"):
+        make_config("fier-64", model=odd, dtype="float32")
+    make_config("snapkv", model=odd, dtype="float32")
+
+
+def sidecar_of(policy: str) -> RetrievalLayout:
+    sidecar = layout_of([parse_policy(policy)], 8).sidecar
+    assert sidecar is not None
+    return sidecar
+
+
+@pytest.mark.parametrize(
+    ("policy", "size"),
+    [
+        *(("fier-64", 32), ("fier-64:group=64", 64), ("fier-128:group=128", 128)),
+        *(("quest-64", 32), ("quest-64:page=64", 64)),
+    ],
+)
+def test_blocks_become_whole_groups(make_config, policy: str, size: int) -> None:
+    cache_config = CacheConfig()
+    config = SimpleNamespace(cache_config=cache_config)
+    assert cache_config.block_size == 16, "vLLM's own, but for CPU"
+    assert validate._block_size_problems(config, sidecar_of(policy).group) == []
+    assert (cache_config.block_size, cache_config.user_specified_block_size) == (size, True)
+    made = make_config(policy, dtype="float32").cache_config
+    assert made.block_size == (size if torch.cuda.is_available() else 128)
+    chosen = make_config(policy, dtype="float32", block_size=2 * size).cache_config
+    assert chosen.block_size == 2 * size
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     build_custom_logits_processors_params_validator,
 )
 
-from vllm_kvx.policy.spec import AVAILABLE, METHODS
+from vllm_kvx.policy import spec
+from vllm_kvx.policy.spec import AVAILABLE
 from vllm_kvx.server import request_check
 from vllm_kvx.server.request_check import class_path
 from vllm_kvx.settings import KVSettings
@@ -68,11 +69,38 @@ def test_what_does_not_fit_is_refused(name: Any, names: str) -> None:
         validator("speed-4")(params(name))
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - AVAILABLE))
-def test_methods_of_later_versions_are_refused(method: str) -> None:
-    example = METHODS[method].example or method
-    with pytest.raises(VLLMValidationError, match="not served"):
-        validator("speed-4")(params(example))
+def test_methods_of_later_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "AVAILABLE", AVAILABLE - {"quest"})
+    with pytest.raises(VLLMValidationError, match="quest is not served"):
+        validator("speed-4")(params("quest-1024"))
+
+
+@pytest.mark.parametrize("name", ["fier-64", "fier-100:dense_below=0", "speed-4+fier-128", "full"])
+def test_retrieval_within_the_sidecar_passes(name: str) -> None:
+    validator("fier-128", "speed-4")(params(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("fier-129", "budgets of up to 128.* needs a sidecar .*budgets of up to 129"),
+        ("fier-128:group=64", "groups of 32 .* needs a sidecar .*groups of 64"),
+        ("fier-128:reduction=softmax", r"\(max, .* needs a sidecar .*\(softmax, "),
+        ("quest-128", "1-bit keys .* needs a sidecar of bounds of pages of 16"),
+        ("speed-4+fier-64", "needs a split at layer 4: start"),
+    ],
+)
+def test_retrieval_beyond_the_sidecar_is_refused(name: str, names: str) -> None:
+    with pytest.raises(VLLMValidationError, match=names) as error:
+        validator("fier-128")(params(name))
+    assert f"""--additional-config '{{"kv_layout": ["{name}"]}}'""" in str(error.value)
+
+
+def test_retrieval_needs_a_sidecar() -> None:
+    with pytest.raises(VLLMValidationError, match=r"no sidecar; .*--kv-policy fier-64, or make"):
+        validator("speed-4")(params("fier-64"))
+    with pytest.raises(VLLMValidationError, match=r"full alone: .*--kv-policy quest-64, or make"):
+        validator("full")(params("quest-64"))
 
 
 def test_a_full_server_runs_full_alone() -> None:
@@ -114,13 +142,17 @@ def test_random_strings_never_crash_and_never_pass() -> None:
             check(params(name))
 
 
+SERVERS = ("full", "speed-4", "speed-5", "speed-4:tail=2", "fier-64", "quest-64", "fier-65")
+
+
 def test_the_name_carries_the_server() -> None:
-    paths = {class_path(settings_of(p)) for p in ("full", "speed-4", "speed-5", "speed-4:tail=2")}
-    assert len(paths) == 4
+    paths = {class_path(settings_of(p)) for p in SERVERS}
+    assert len(paths) == len(SERVERS)
     for path in paths:
         module, name = path.split(":")
         assert module == request_check.__name__
         cls = getattr(request_check, name)
+        assert class_path(cls.settings) == path
         assert issubclass(cls, LogitsProcessor)
         assert cls is getattr(request_check, name)
         assert pickle.loads(pickle.dumps(cls)) is cls

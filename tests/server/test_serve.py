@@ -1,4 +1,7 @@
-"""The real ``vllm serve`` command: one server with ``--kv-policy speed-4``, asked as users ask."""
+"""The real ``vllm serve`` command: one server with ``--kv-policy speed-4``, asked as users ask.
+
+It has room for retrieval too, for requests that name it.
+"""
 
 import random
 import re
@@ -36,6 +39,7 @@ FLAGS = [
     *("--dtype", "float32"),
     *("--block-size", str(BLOCK)),
     *("--max-model-len", "2048"),
+    *("--additional-config", '{"kv_layout": ["fier-64", "speed-4+fier-64"], "kv_recall_every": 1}'),
     "--enforce-eager",
 ]
 FULL = {"vllm_xargs": {"kv_policy": "full"}}
@@ -248,8 +252,14 @@ MALFORMED = {
     "no tail": ("speed-4:tail=0", "tail must be an integer of at least 1, got 0"),
     "no parameter": ("speed-4:tial=1", "tial.*tail"),
     "other layout": ("speed-5", "does not fit this server.*--kv-policy speed-5.*kv_layout"),
-    "not served": ("fier-1024", "fier is not served.*served: full, speed-K"),
-    "composed": ("speed-4+fier-1024", "fier is not served.*served: full, speed-K"),
+    "no method together": ("fastkv:kv_rate=1+streamingllm", "compose it with speed-K, or retain"),
+    "no retention": ("snapkv+fier-64", "needs retention and a window of 8 tokens: start"),
+    "over the budget": (
+        "fier-65",
+        "a sidecar of .*up to 64.*needs a sidecar .*up to 65.*kv_layout",
+    ),
+    "other sidecar": ("speed-4+quest-64", "needs a sidecar of bounds of pages of 16 .*kv_layout"),
+    "group": ("fier-64:group=128", "group must be no larger than the budget of 64 tokens, got 128"),
     "number": (4, "must be a string such as 'speed-24' or 'full', got 4"),
     "list": (["speed-4"], r"must be a string such as 'speed-24' or 'full', got \['speed-4'\]"),
     "object": ({"name": "speed-4"}, "kv_policy.*should be a valid string"),
@@ -316,7 +326,10 @@ def test_status(server: Server) -> None:
         (LAYERS - CUTOFF, 1),
     ]
     ratio = layout["pool_prompt_tokens"] / layout["stock_pool_tokens"]
-    assert ratio == pytest.approx(LAYERS / CUTOFF, rel=0.01)
+    # Of 32 tokens and 64 channels a code bit each and two float16, beside float32 keys and values.
+    assert ratio == pytest.approx(LAYERS / CUTOFF / (1 + 1 / 32), rel=0.001)
+    sidecar = {"has_codes": True, "group": 32, "reduction": "max", "max_units": 64}
+    assert layout["sidecar"] == sidecar
 
 
 def test_counters_and_metrics_grow_by_what_was_sent(server: Server) -> None:
@@ -335,6 +348,11 @@ def test_counters_and_metrics_grow_by_what_was_sent(server: Server) -> None:
             "blocks_freed": 0,
             "entries_retained": 0,
             "entries_dropped": 0,
+            "entries_held_in_decode": 0,
+            "entries_scored": 0,
+            "entries_read": 0,
+            "retrieval_steps": 0,
+            "dense_fallbacks": 0,
             "blocks_held": 0,
             "blocks_saved": 0,
             "prefix_not_shared": spent["prefix_not_shared"],
@@ -348,6 +366,37 @@ def test_counters_and_metrics_grow_by_what_was_sent(server: Server) -> None:
     layout = server.status()["layout"]
     assert after["vllm_kvx:kv_pool_tokens", "speed-4"] == layout["pool_prompt_tokens"]
     assert after["vllm_kvx:stock_kv_pool_tokens", "speed-4"] == layout["stock_pool_tokens"]
+
+
+@pytest.mark.parametrize("policy", ["fier-64", "speed-4+fier-64"])
+def test_retrieval_answers_and_is_counted(server: Server, policy: str) -> None:
+    prompt, answer = server.question()
+    body = {"vllm_xargs": {"kv_policy": policy}, "ignore_eos": True}
+    before, samples = server.metrics(), server.status()["retrieval"]["recall_samples"]
+    texts: list[str] = []
+    spent = server.spent(policy, lambda: texts.append(server.text(prompt, extra_body=body)))
+    assert texts[0].startswith(answer)
+    # Of four tokens prefill gave the first. Two layers are always read whole.
+    lower, upper = (sum(n + i for i in (1, 2, 3)) for n in (LENGTH, 2))
+    choosing = 6 if policy == "fier-64" else CUTOFF - 2
+    few = (LAYERS - 2 - choosing) * upper
+    expected = {
+        "entries_held_in_decode": (2 + choosing) * lower + few,
+        "entries_scored": choosing * lower,
+        "entries_read": 2 * lower + choosing * 3 * 64 + few,
+    }
+    steps = {"retrieval_steps": 3, "dense_fallbacks": 0}
+    assert {key: spent[key] for key in (*expected, *steps)} == expected | steps
+    after = server.metrics()
+    for name, moved in {f"kv_{k}": n for k, n in expected.items()}.items() | steps.items():
+        key = (f"vllm_kvx:{name}_total", policy)
+        assert after.get(key, 0) - before.get(key, 0) == moved, key
+    retrieval = server.status()["retrieval"]
+    assert retrieval["ops"] == "torch" and retrieval["seconds_in_sidecar_writes"] > 0
+    assert retrieval["recall_samples"] - samples == 3 * choosing * 4  # steps, layers, query heads
+    assert 0 < retrieval["recall"] <= 1
+    gauge = after["vllm_kvx:retrieval_recall", f"speed-{CUTOFF}"]
+    assert gauge == pytest.approx(retrieval["recall"])
 
 
 def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -81,7 +81,7 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
             "measured": {"tsp_layer": None, "pivot": None},
             "num_layers": 8,
-            "layout": {"splits": [4], "sidecar": False, "window": 0, **engine.stats["layout"]},
+            "layout": {"splits": [4], "sidecar": None, "window": 0, **engine.stats["layout"]},
             "stash": {"tokens": 0, "tokens_used": 0},
             "seconds_in_retention": 0.0,
             "seconds_in_detector": 0.0,
@@ -113,6 +113,34 @@ def test_route_tells_what_was_measured(config: dict, policy: str, splits: list[i
         }
         assert answer["policy"] == policy and answer["layout"]["splits"] == splits
         assert answer["parameters"]["propagate"]["pivot"] == config["kv_pivot"]
+
+    asyncio.run(main())
+
+
+def test_retrieval_is_told_and_measured() -> None:
+    async def main() -> None:
+        engine = Engine("full", model="retrieval", kv_layout=["quest-79"])
+        client = await serve(engine)
+        assert "retrieval" not in (await client.get("/v1/kv_policy")).json()
+        own = {"ops": "cuda", "recall": None, "recall_samples": 0}
+        counts = {"entries_held_in_decode": 9, "entries_scored": 7, "entries_read": 5}
+        counts |= {"retrieval_steps": 3, "dense_fallbacks": 2}
+        engine.stats = {**worker_stats(**{"quest-79": counts}), "retrieval": own}
+        answer = (await client.get("/v1/kv_policy")).json()
+        sidecar = {"has_codes": False, "group": 16, "reduction": "max", "max_units": 4}
+        assert answer["layout"]["sidecar"] == sidecar
+        assert answer["retrieval"] == own and answer["counters"] == {"quest-79": counts}
+        await client.get("/metrics/")
+        assert sample("retrieval_recall", "retrieval", "full") is None
+        assert sample("kv_entries_held_in_decode_total", "retrieval", "quest-79") == 9
+        assert sample("kv_entries_scored_total", "retrieval", "quest-79") == 7
+        assert sample("kv_entries_read_total", "retrieval", "quest-79") == 5
+        assert sample("retrieval_steps_total", "retrieval", "quest-79") == 3
+        assert sample("retrieval_dense_fallbacks_total", "retrieval", "quest-79") == 2
+        own |= {"recall": 0.75, "recall_samples": 12}
+        await client.get("/metrics/")
+        assert sample("retrieval_recall", "retrieval", "full") == 0.75
+        assert sample("retrieval_recall_samples", "retrieval", "full") == 12
 
     asyncio.run(main())
 

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
 
 ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CPU_ATTN")
 HEAD_DIMS = (32, 64, 128, 256)
+# Of these, whose pages have no room for retrieval's sidecar.
+NO_SIDECAR = ("FLASHINFER",)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -208,7 +210,7 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         "model, or drop fier or quest from the KV policy",
     ),
     Refusal(
-        lambda c: str(_backend(c)) == "FLASHINFER",
+        lambda c: _backend(c) in NO_SIDECAR,
         "FlashInfer's pages have no room for retrieval's sidecar: set --attention-backend to one "
         "of FLASH_ATTN, TRITON_ATTN",
     ),

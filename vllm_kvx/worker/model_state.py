@@ -31,7 +31,7 @@ from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.pool import pool_tokens, segment_of
 from vllm_kvx.models.segmented import SegmentedModel, StepPlan, StepRows
 from vllm_kvx.ops.slots import map_slots
-from vllm_kvx.server.refusals import ATTENTION_BACKENDS
+from vllm_kvx.server.refusals import ATTENTION_BACKENDS, NO_SIDECAR
 from vllm_kvx.settings import KVSettings, request_policy
 from vllm_kvx.worker.online import OnlinePasses
 from vllm_kvx.worker.prompts import PromptChunk, PromptState
@@ -152,10 +152,15 @@ class PolicyModelState(DefaultModelState):
         for tap in taps.layers:
             backend = tap.layer.attn_backend.get_name()
             layout = self.settings.layout
-            if (layout.retain or layout.window) and backend not in ATTENTION_BACKENDS:
+            scores = layout.retain or layout.window or layout.sidecar
+            known = [
+                name for name in ATTENTION_BACKENDS if not (layout.sidecar and name in NO_SIDECAR)
+            ]
+            if scores and backend not in known:
                 raise RuntimeError(
-                    f"retention does not know how attention backend {backend} lays out keys: set "
-                    f"--attention-backend to one of {', '.join(ATTENTION_BACKENDS)}"
+                    f"retention and retrieval do not know how attention backend {backend} lays out "
+                    f"keys, or it leaves no room beside them: set --attention-backend to one of "
+                    f"{', '.join(known)}"
                 )
             tap.group = names[tap.layer.layer_name]
         if self.retrieval is not None:
