@@ -32,13 +32,18 @@ STALE_S = 0.3
 
 @dataclass
 class Run:
-    """One policy's answer and what it took, as the server counted it."""
+    """One policy's answer and what it took, as the server counted it.
+
+    read, held: entries that decode steps under retrieval read, and could have read.
+    """
 
     policy: str
     answer: str
     layer_tokens: int
     blocks: int
     seconds: float
+    read: int
+    held: int
 
 
 def parse_args() -> argparse.Namespace:
@@ -84,7 +89,6 @@ def main() -> int:
                 show_document(prompt, expected, args.tokens)
                 # Another document first: it takes what only a first request costs.
                 other, _ = make_prompt(args.seed + 1, args.tokens, tokenizer)
-                # The policy before full, which can use no prefix that lacks the upper layers' KV.
                 for question in (other, prompt):
                     runs = [ask(url, question, policy) for policy in (args.policy, FULL)]
                 layout = status(url)["layout"]
@@ -98,7 +102,8 @@ def ask(url: str, prompt: str, policy: str) -> Run:
     """Asks under `policy`, then again with a long answer, to count blocks while it runs."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     options: dict[str, Any] = {"model": MODEL, "prompt": prompt, "temperature": 0, "stream": True}
-    xargs = {"vllm_xargs": {"kv_policy": policy}}
+    # With a salt of its own: what one policy computed, the other shall not find in the cache.
+    xargs = {"vllm_xargs": {"kv_policy": policy}, "cache_salt": policy}
 
     before = counters(url, policy)
     begin, seconds, answer = time.perf_counter(), 0.0, ""
@@ -106,6 +111,9 @@ def ask(url: str, prompt: str, policy: str) -> Run:
         seconds = seconds or time.perf_counter() - begin
         answer += chunk.choices[0].text
     after = counters(url, policy)
+
+    def moved(field: str) -> int:
+        return after[field] - before.get(field, 0)
 
     holding = xargs | {"ignore_eos": True}
     time.sleep(STALE_S)
@@ -115,9 +123,11 @@ def ask(url: str, prompt: str, policy: str) -> Run:
     return Run(
         policy=policy,
         answer=answer.strip(),
-        layer_tokens=after["layer_tokens_computed"] - before.get("layer_tokens_computed", 0),
+        layer_tokens=moved("layer_tokens_computed"),
         blocks=blocks,
         seconds=seconds,
+        read=moved("entries_read"),
+        held=moved("entries_held_in_decode"),
     )
 
 
@@ -153,6 +163,10 @@ def report(runs: list[Run], expected: str, layout: dict[str, Any]) -> int:
         spent, all_of_it = getattr(policy, field), getattr(full, field)
         saved = f"{1 - spent / all_of_it:.1%}"
         rows.append((label, f"{spent:,}", f"{all_of_it:,}", saved))
+    if policy.held:
+        saved = f"{1 - policy.read / policy.held:.1%}"
+        reads = ("KV entries that decode steps read", f"{policy.read:,}", f"{policy.held:,}", saved)
+        rows.append(reads)
     pool, stock = layout["pool_prompt_tokens"], layout["stock_pool_tokens"]
     rows.append(("prompt tokens the KV pool holds", f"{pool:,}", f"{stock:,}", ""))
     rows.append(("seconds to first token *", *(f"{run.seconds:.2f}" for run in runs), ""))
