@@ -1,10 +1,10 @@
 """Times the retrieval ops of one layer against bytes, against each other, and against stock.
 
 `python -m benchmarks.retrieval --output NAME.json` on a GPU. One layer of Llama-3.1-8B's shape in
-bf16, every request of the same length. Each operator is captured in a CUDA graph and replayed with
-a cold L2. `ideal_us` is for the bytes that the operator has to move; `of_bandwidth` is its share of
-the time. `stock` is FlashAttention as vLLM calls it in decode. Long cases share blocks between
-requests once memory runs out, and say so.
+bf16, every request of the same length. Each operator is captured in a CUDA graph and replayed, its
+L2 cold but for what the operator before it left. `ideal_us` is for the bytes that the operator has
+to move; `of_bandwidth` is its share of the time. `stock` is FlashAttention as vLLM calls it in
+decode. Long cases share blocks between requests once memory runs out, and say so.
 """
 
 import argparse
@@ -18,29 +18,40 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.retrieval_others import Operators, references, top_k, xformers_attention
 from benchmarks.saliency import BYTES_PER_US
 from vllm_kvx.ops import retrieve
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval_rows import RetrievalRows
-from vllm_kvx.ops.score import score_units_reference
 from vllm_kvx.ops.sidecar import Sidecar, SidecarLayout, SidecarWriter
-from vllm_kvx.ops.sparse_attention import attend_reference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP = 32, 8, 128, 32, 32
 # A request's cache is its own up to this much in all.
 MAX_CACHE_BYTES = 24 << 30
 # The references copy all keys out, row by row.
 MAX_TORCH_ENTRIES = 1_100_000
+# Attention to a selection costs the same at all lengths.
+PAGED_LENGTH, PAGES = 130_000, (16, 64)
 _FLUSH_BYTES = 256 << 20
 
 
-def measure(operator: Callable[[], Any], repeats: int, captured: bool = True) -> float:
-    """Median microseconds of one call with a cold L2, replayed as a CUDA graph if `captured`."""
+def measure(
+    operator: Callable[[], Any],
+    repeats: int,
+    captured: bool = True,
+    before: Callable[[], Any] = lambda: None,
+) -> float:
+    """Median microseconds of one call, replayed as a CUDA graph if `captured`.
+
+    before: what runs first each time, not timed, after L2 has been emptied.
+    """
+    before()
     operator()
     torch.cuda.synchronize()
     run = operator
     if captured:
         graph = torch.cuda.CUDAGraph()
+        before()
         with torch.cuda.graph(graph):
             operator()
         run = graph.replay
@@ -48,6 +59,7 @@ def measure(operator: Callable[[], Any], repeats: int, captured: bool = True) ->
     samples = []
     for _ in range(repeats):
         flush.zero_()
+        before()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         run()
@@ -181,53 +193,47 @@ def stock_attention(layer: Layer) -> Callable[[], Any]:
     return run
 
 
-def others(layer: Layer) -> dict[str, Callable[[], Any]]:
-    """Ops of others: top-k on rows of one length, vLLM's own and torch's; and our references."""
-    rows = layer.batch * KV_HEADS
-    scores = torch.randn(rows, -(-layer.length // 4) * 4, device="cuda")
-    lens = torch.full((rows,), layer.length, dtype=torch.int32, device="cuda")
-    out = torch.empty(rows, layer.budget, dtype=torch.int32, device="cuda")
-    space = torch.zeros(4 << 20, dtype=torch.uint8, device="cuda")
-    ops = torch.ops._C
-    select_ops: dict[str, Callable[[], Any]] = {
-        "select/torch": lambda: scores.topk(layer.budget, dim=-1),
-        "select/vllm persistent_topk": lambda: ops.persistent_topk(
-            scores, lens, out, space, layer.budget, layer.length
-        ),
-        "select/vllm top_k_per_row_decode": lambda: ops.top_k_per_row_decode(
-            scores, 1, lens, out, rows, scores.stride(0), scores.stride(1), layer.budget
-        ),
-    }
-    if layer.length * layer.batch > MAX_TORCH_ENTRIES:
-        return select_ops
-    index = torch.linspace(0, layer.length - 1, layer.budget, device="cuda").long()
-    heads = [
-        PagedKV(layer.paged.keys[:, g : g + 1], layer.paged.values[:, g : g + 1])
-        for g in range(KV_HEADS)
-    ]
-    queries = layer.query.unflatten(1, (KV_HEADS, -1))
-    scale = HEAD_DIM**-0.5
-
-    def score() -> None:
-        for r in range(layer.batch):
-            table = layer.table[r]
-            score_units_reference(layer.query[r], layer.sidecar, table, layer.length, "max", scale)
-
-    def attend() -> None:
-        for r in range(layer.batch):
-            for g, head in enumerate(heads):
-                attend_reference(queries[r, g], head, layer.table[r], index, scale)
-
-    return {**select_ops, "score/torch": score, "attend/torch": attend}
-
-
 def case(length: int, batch: int, budget: int, backends: list[str], repeats: int) -> dict[str, Any]:
     """Every operator at one size."""
     layer = Layer(length, batch, budget)
-    operators: dict[str, Callable[[], Any]] = {"stock": stock_attention(layer)}
+    operators: Operators = {"stock": stock_attention(layer)}
+    # Scores are counted as they are made, and the selection reads scores that are still in L2.
+    before: Operators = {}
     for backend in backends:
-        scratch = layer.scratch(backend)
-        for name, run in retrieve.steps(
+        add_ops(layer, backend, operators, before)
+    of_others, touch = top_k(batch * KV_HEADS, length, budget)
+    operators.update(of_others)
+    before.update(dict.fromkeys(of_others, touch))
+    by_row: Operators = {}
+    if length * batch <= MAX_TORCH_ENTRIES:
+        by_row = references(layer.query, layer.paged, layer.sidecar, layer.table, length, budget)
+        operators.update(by_row)
+    if length == PAGED_LENGTH:
+        for page in PAGES:
+            try:
+                operators.update(xformers_attention(layer.query, KV_HEADS, budget, page))
+            except ImportError as error:
+                print(f"xformers is left out: {error}", file=sys.stderr)
+    report: dict[str, Any] = {"blocks_shared": layer.shared}
+    for name, run in operators.items():
+        try:
+            first = before.get(name, lambda: None)
+            us = measure(run, repeats, captured=name not in by_row, before=first)
+        except Exception as error:
+            report[name] = {"error": str(error).splitlines()[0]}
+            continue
+        ideal = layer.bytes_of(name.partition("/")[0]) / BYTES_PER_US
+        report[name] = {"us": round(us, 2), "ideal_us": round(ideal, 2)}
+        report[name]["of_bandwidth"] = round(ideal / us, 3)
+    return report
+
+
+def add_ops(layer: Layer, backend: str, operators: Operators, before: Operators) -> None:
+    """One backend's three operators and all of them, and what comes before each."""
+    scratch = layer.scratch(backend)
+
+    def made_with(call: Callable[..., Any]) -> Any:
+        return call(
             layer.query,
             layer.paged,
             layer.sidecar,
@@ -238,38 +244,16 @@ def case(length: int, batch: int, budget: int, backends: list[str], repeats: int
             scale=HEAD_DIM**-0.5,
             key_scale=1.0,
             value_scale=1.0,
-        ).items():
-            operators[f"{name}/{backend}"] = run
+        )
 
-        def everything(scratch: retrieve.Scratch = scratch) -> None:
-            retrieve.retrieve(
-                layer.query,
-                layer.paged,
-                layer.sidecar,
-                layer.table,
-                layer.rows,
-                scratch,
-                layer.out,
-                scale=HEAD_DIM**-0.5,
-                key_scale=1.0,
-                value_scale=1.0,
-            )
-
-        operators[f"all/{backend}"] = everything
-    operators.update(others(layer))
-    report: dict[str, Any] = {"blocks_shared": layer.shared}
-    for name, run in operators.items():
-        try:
-            # The references copy constants from the host, which cannot be captured.
-            eager = name in ("score/torch", "attend/torch")
-            us = measure(run, repeats, captured=not eager)
-        except Exception as error:
-            report[name] = {"error": str(error).splitlines()[0]}
-            continue
-        ideal = layer.bytes_of(name.partition("/")[0]) / BYTES_PER_US
-        report[name] = {"us": round(us, 2), "ideal_us": round(ideal, 2)}
-        report[name]["of_bandwidth"] = round(ideal / us, 3)
-    return report
+    done: list[Callable[[], Any]] = [scratch.histogram.zero_]
+    for name, run in made_with(retrieve.steps).items():
+        operators[f"{name}/{backend}"] = run
+        earlier = list(done)
+        before[f"{name}/{backend}"] = lambda earlier=earlier: [run() for run in earlier]
+        done.append(run)
+    operators[f"all/{backend}"] = lambda: made_with(retrieve.retrieve)
+    before[f"all/{backend}"] = done[0]
 
 
 def write_case(length: int, repeats: int) -> dict[str, float]:

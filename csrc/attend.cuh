@@ -228,9 +228,24 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   constexpr int WARPS = Shape::WARPS, THREADS = Shape::THREADS;
   const int split = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
   const int64_t pair = static_cast<int64_t>(row) * gridDim.y + kv_head;
-  const int len = p.rows.lens[row], entries = p.counts[pair] * p.unit_tokens;
+  const int len = p.rows.lens[row];
   const int token = p.rows.tokens[row], request = p.rows.requests[row];
   if (len == 0) return;
+  const int heads = p.queries.heads;
+  const char* query = static_cast<const char*>(p.queries.data) +
+                      (token * p.queries.token_stride +
+                       static_cast<int64_t>(kv_head) * heads * p.queries.head_stride) * 2;
+  // On their way while addresses are looked up.
+  constexpr int QUERY_LOADS = Shape::QUERY_CHUNKS / THREADS;
+  uint4 query_chunks[QUERY_LOADS];
+#pragma unroll
+  for (int k = 0; k < QUERY_LOADS; ++k) {
+    const int i = k * THREADS + threadIdx.x;
+    const int head = i / Shape::ROW_CHUNKS, chunk = i % Shape::ROW_CHUNKS;
+    query_chunks[k] = head < heads ? load_16(query + head * p.queries.head_stride * 2 + chunk * 16)
+                                   : make_uint4(0, 0, 0, 0);
+  }
+  const int entries = p.counts[pair] * p.unit_tokens;
   const int chunks = (entries + CHUNK - 1) / CHUNK;
   // CTAs without a chunk for each warp would only make the merge longer.
   const int splits = max(1, min(p.splits, (chunks + WARPS - 1) / WARPS));
@@ -246,17 +261,6 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   float* largest = reinterpret_cast<float*>(offsets + PANEL);
   float* sums = largest + WARPS * 16;
   int* last = reinterpret_cast<int*>(sums + WARPS * 16);
-
-  const int heads = p.queries.heads;
-  const char* query = static_cast<const char*>(p.queries.data) +
-                      (token * p.queries.token_stride +
-                       static_cast<int64_t>(kv_head) * heads * p.queries.head_stride) * 2;
-  for (int i = threadIdx.x; i < Shape::QUERY_CHUNKS; i += THREADS) {
-    const int head = i / Shape::ROW_CHUNKS, chunk = i % Shape::ROW_CHUNKS;
-    queries[head * Shape::ROW_CHUNKS + swizzled(head, chunk)] =
-        head < heads ? load_16(query + head * p.queries.head_stride * 2 + chunk * 16)
-                     : make_uint4(0, 0, 0, 0);
-  }
 
   const int* table = p.rows.block_table + request * p.rows.block_table_stride;
   const int* indices = p.indices + pair * p.max_units;
@@ -289,6 +293,14 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
         }
       }
       offsets[i] = offset;
+    }
+    if (panel == begin) {
+#pragma unroll
+      for (int k = 0; k < QUERY_LOADS; ++k) {
+        const int i = k * THREADS + threadIdx.x;
+        const int head = i / Shape::ROW_CHUNKS, chunk = i % Shape::ROW_CHUNKS;
+        queries[head * Shape::ROW_CHUNKS + swizzled(head, chunk)] = query_chunks[k];
+      }
     }
     __syncthreads();
     if (warp < count) fetch(warp, 0);

@@ -29,53 +29,67 @@ __device__ __forceinline__ float2 unpack(uint32_t pair, Dtype dtype) {
   return make_float2(Float16::low(pair), Float16::high(pair));
 }
 
-// Fills fragments[TILES][CHUNKS][32], zeros for heads that there are not, and returns what scores
-// must be multiplied by: queries are brought to a largest magnitude in [1, 2), for float16 to hold
-// them, and their products with scales, whatever the model. All threads of the CTA take part.
-template <int D, int TILES, bool PAIRED>
-__device__ float load_queries(const Queries& queries, int token, int kv_head, uint4* fragments,
-                              float* scratch) {
+// A row's queries on their way into fragments[TILES][CHUNKS][32], zeros for heads that there are
+// not. All threads of the CTA take part.
+template <int D, int TILES, bool PAIRED, int THREADS>
+struct QueryLoader {
   using Layout = QueryLayout<D, PAIRED>;
-  constexpr int COUNT = TILES * Layout::CHUNKS * 32;
-  const int64_t first = token * queries.token_stride +
-                        static_cast<int64_t>(kv_head) * queries.heads * queries.head_stride;
-  const char* base = static_cast<const char*>(queries.data) + first * 2;
-  auto load = [&](int i) {
-    const int lane = i % 32, chunk = i / 32 % Layout::CHUNKS, tile = i / 32 / Layout::CHUNKS;
-    const int head = Layout::head(tile, lane);
-    if (head >= queries.heads) return make_uint4(0, 0, 0, 0);
-    return load_16(base + (head * queries.head_stride + Layout::channel(chunk, lane)) * 2);
-  };
+  static constexpr int COUNT = TILES * Layout::CHUNKS * 32, PER = (COUNT + THREADS - 1) / THREADS;
+  uint4 raw[PER];
+  Dtype dtype;
 
-  float largest = 0.0f;
-  for (int i = threadIdx.x; i < COUNT; i += blockDim.x) {
-    const uint4 raw = load(i);
-    for (const uint32_t pair : {raw.x, raw.y, raw.z, raw.w}) {
-      const float2 x = unpack(pair, queries.dtype);
-      largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+  __device__ QueryLoader(const Queries& queries, int token, int kv_head) : dtype(queries.dtype) {
+    const int64_t first = token * queries.token_stride +
+                          static_cast<int64_t>(kv_head) * queries.heads * queries.head_stride;
+    const char* base = static_cast<const char*>(queries.data) + first * 2;
+#pragma unroll
+    for (int k = 0; k < PER; ++k) {
+      const int i = k * THREADS + threadIdx.x;
+      const int lane = i % 32, chunk = i / 32 % Layout::CHUNKS, tile = i / 32 / Layout::CHUNKS;
+      const int head = Layout::head(tile, lane);
+      const int64_t at = head * queries.head_stride + Layout::channel(chunk, lane);
+      const bool held = i < COUNT && head < queries.heads;
+      raw[k] = held ? load_16(base + at * 2) : make_uint4(0, 0, 0, 0);
     }
   }
-  for (int step = 16; step; step /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
-  }
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = largest;
-  __syncthreads();
-  for (int warp = 0; warp < blockDim.x / 32; ++warp) largest = fmaxf(largest, scratch[warp]);
 
-  const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100);
-  const float factor = __uint_as_float(static_cast<uint32_t>(127 - min(exponent, 126)) << 23);
-  for (int i = threadIdx.x; i < COUNT; i += blockDim.x) {
-    const uint4 raw = load(i);
-    const float by = PAIRED && (i / 4 & 1) ? -factor : factor;
-    auto scaled = [&](uint32_t pair) {
-      const float2 x = unpack(pair, queries.dtype);
-      return Float16::pack(x.x * by, x.y * by);
-    };
-    fragments[i] = make_uint4(scaled(raw.x), scaled(raw.y), scaled(raw.z), scaled(raw.w));
+  // Returns what scores must be multiplied by: queries are brought to a largest magnitude in [1, 2),
+  // for float16 to hold them, and their products with scales, whatever the model.
+  __device__ float store(uint4* fragments, float* scratch) const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int k = 0; k < PER; ++k) {
+      for (const uint32_t pair : {raw[k].x, raw[k].y, raw[k].z, raw[k].w}) {
+        const float2 x = unpack(pair, dtype);
+        largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+      }
+    }
+    for (int step = 16; step; step /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
+    }
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < THREADS / 32; ++warp) largest = fmaxf(largest, scratch[warp]);
+
+    const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100);
+    const float factor = __uint_as_float(static_cast<uint32_t>(127 - min(exponent, 126)) << 23);
+#pragma unroll
+    for (int k = 0; k < PER; ++k) {
+      const int i = k * THREADS + threadIdx.x;
+      if (i >= COUNT) continue;
+      const float by = PAIRED && (i / 4 & 1) ? -factor : factor;
+      auto scaled = [&](uint32_t pair) {
+        const float2 x = unpack(pair, dtype);
+        return Float16::pack(x.x * by, x.y * by);
+      };
+      const uint4 x = raw[k];
+      fragments[i] = make_uint4(scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w));
+    }
+    __syncthreads();
+    return __uint_as_float(static_cast<uint32_t>(127 + min(exponent, 126)) << 23);
   }
-  __syncthreads();
-  return __uint_as_float(static_cast<uint32_t>(127 + min(exponent, 126)) << 23);
-}
+};
 
 // Combines scores over query heads.
 struct Reduction {

@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(PageShape<D, TILES>::THREADS, 2)
   const int first = share_begin(steps, cta_warp + warp, warps);
   const int last = share_begin(steps, cta_warp + warp + 1, warps);
 
+  const QueryLoader<D, TILES, false, Shape::THREADS> loader(p.queries, token, head);
   uint4* queries = reinterpret_cast<uint4*>(dynamic_shared());
   int* counted = reinterpret_cast<int*>(queries + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);
@@ -54,8 +55,7 @@ __global__ void __launch_bounds__(PageShape<D, TILES>::THREADS, 2)
   }
 
   for (int bin = threadIdx.x; bin < KEY_BINS; bin += Shape::THREADS) counted[bin] = 0;
-  const float undo = load_queries<D, TILES, false>(p.queries, token, head, queries,
-                                                   scratch);
+  const float undo = loader.store(queries, scratch);
   const Reduction reduce{p.sum};
   float* out = p.scores + head * p.score_stride + offset;
   for (int step = first; step < last; ++step) {
@@ -112,6 +112,7 @@ __global__ void __launch_bounds__(PageShape<D, TILES>::THREADS, 2)
     score = reduce(score, __shfl_xor_sync(ALL_LANES, score, 2)) * undo;
     const int page = step * Shape::PAGES + quarter * 8 + quad;
     if (quarter < 2 && page < pages) {
+      if (isnan(score)) score = -infinity();
       if (page >= full) score = infinity();
       out[page] = score;
       atomicAdd(counted + (order_key(score) >> KEY_SHIFT), 1);

@@ -53,7 +53,7 @@ __device__ __forceinline__ void words_of(const uint4& chunk, uint32_t (&words)[4
   words[0] = chunk.x, words[1] = chunk.y, words[2] = chunk.z, words[3] = chunk.w;
 }
 
-// Queries as ``load_queries`` left them, in registers if there are few.
+// Queries as QueryLoader left them, in registers if there are few.
 template <int D, int TILES>
 struct QueryFragments {
   static constexpr bool HELD = TILES == 1 && D <= 128;
@@ -261,6 +261,8 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
   const int group_bits = SUBS == 2 ? 5 : p.group == 64 ? 6 : 7;
   const int full = (len - 1) >> group_bits << group_bits;  // tokens of full groups
 
+  // Under way while addresses are looked up.
+  const QueryLoader<D, TILES, true, Shape::THREADS> loader(p.queries, token, head);
   uint4* shared = reinterpret_cast<uint4*>(dynamic_shared());
   uint4* fragments = shared + Shape::WARPS * Shape::STAGES * Shape::STAGE_CHUNKS;
   int* counted = reinterpret_cast<int*>(fragments + Shape::QUERY_CHUNKS);
@@ -307,14 +309,14 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
       }
     }
   };
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < Shape::STAGES - 1; ++i) {
     if (first + i < last) fetch(first + i);
     copy_commit();
   }
 
   for (int bin = threadIdx.x; bin < KEY_BINS; bin += Shape::THREADS) counted[bin] = 0;
-  const float undo = load_queries<D, TILES, true>(p.queries, token, head, fragments, scratch);
+  const float undo = loader.store(fragments, scratch);
   const QueryFragments<D, TILES> queries(fragments);
   const Reduction reduce{p.sum};
   const int lane_token = lane % 4 * 8 + lane / 4;
@@ -335,6 +337,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float score = scores[i] * undo;
+      if (isnan(score)) score = -infinity();  // as every comparison of the selection has it
       if (!inner) {
         const int token = step * STEP + i * 32 + lane_token;
         if (token >= len) continue;

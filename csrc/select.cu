@@ -11,27 +11,51 @@
 
 namespace kvx {
 
+// Most of the code runs once per launch, so what it costs is fetching it: loops stay loops.
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST_CTAS = 8;
-constexpr int CANDIDATES = 4096;  // listed, by all CTAs together
-constexpr int PER_THREAD = CANDIDATES / THREADS;
 constexpr int LOW_BITS = (1 << KEY_SHIFT) - 1;
-constexpr int AHEAD = 4;          // loads of a lane under way at a time, of keys not cached
+constexpr int MOST_QUADS = 8;  // of a thread at a time: 32 keys, one bit each
+constexpr int KEY_QUADS = THREADS * (MOST_QUADS | 1);
 
+// Candidates that can be listed, by all CTAs together: as many as leave room for two CTAs on a
+// multiprocessor, or for one if each row and head has many.
+template <int CTAS>
+constexpr int CANDIDATES = CTAS == 1 ? 4096 : CTAS < MOST_CTAS ? 3072 : 8192;
+
+template <int CTAS>
 struct SelectShared {
   int histogram[KEY_BINS];
   union {
     int second_histogram[KEY_BINS];
-    uint32_t list[CANDIDATES];    // of this CTA: lower bits of the key, above them the owner
+    uint32_t list[CANDIDATES<CTAS>];  // of this CTA: lower bits of the key, above them the owner
   };
-  int warp_sums[WARPS];
+  uint32_t all[CTAS == 1 ? 1 : CANDIDATES<CTAS>];  // the lists of all
+  int warp_sums[2][WARPS];
   int found[3];
   int listed;
-  int2 warp_counts[WARPS];        // of this CTA: keys above what is listed, keys at the threshold
-  int2 owners[MOST_CTAS * WARPS]; // of all: selected keys above and at the threshold
-  uint4 keys[1];                  // as many as SelectParams::cached / 4
+  int2 warp_counts[WARPS];       // of this CTA: keys above what is listed, keys at the threshold
+  int2 owners[CTAS * WARPS];     // of all: selected keys above and at the threshold
+  uint4 scores[KEY_QUADS];
 };
+
+// Sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to(int x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(ALL_LANES, x, step);
+    if (lane >= step) x += other;
+  }
+  return x;
+}
+
+// The float whose order_key this is; for keys beyond those of infinities, an infinity.
+__device__ __forceinline__ float float_of(uint32_t key) {
+  key = min(max(key, 0x007fffffu), 0xff800000u);
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
 
 // Of bins in descending order the one in which the `wanted`-th unit is.
 struct Bin {
@@ -43,100 +67,95 @@ __device__ __forceinline__ int4 read_bins(const int* bins) {
   return reinterpret_cast<const int4*>(bins)[THREADS - 1 - threadIdx.x];
 }
 
-__device__ Bin find_bin(int4 bins, int wanted, SelectShared& shared) {
+__device__ __noinline__ Bin find_bin(int4 bins, int wanted, int* warp_sums, int* found) {
   static_assert(KEY_BINS == THREADS * 4);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int counts[4] = {bins.w, bins.z, bins.y, bins.x};
   const int sum = bins.x + bins.y + bins.z + bins.w;
-  int before = sum;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(ALL_LANES, before, step);
-    if (lane >= step) before += other;
-  }
-  if (lane == 31) shared.warp_sums[warp] = before;
-  if (threadIdx.x < 3) shared.found[threadIdx.x] = 0;
+  int before = sum_up_to(sum);
+  if (lane == 31) warp_sums[warp] = before;
+  if (threadIdx.x < 3) found[threadIdx.x] = 0;
   __syncthreads();
   before -= sum;
-  for (int i = 0; i < warp; ++i) before += shared.warp_sums[i];
+  #pragma unroll 4
+  for (int i = 0; i < warp; ++i) before += warp_sums[i];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (before < wanted && wanted <= before + counts[i]) {
-      shared.found[0] = KEY_BINS - 1 - (threadIdx.x * 4 + i);
-      shared.found[1] = wanted - before;
-      shared.found[2] = counts[i];
+      found[0] = KEY_BINS - 1 - (threadIdx.x * 4 + i);
+      found[1] = wanted - before;
+      found[2] = counts[i];
     }
     before += counts[i];
   }
   __syncthreads();
-  return {shared.found[0], shared.found[1], shared.found[2]};
+  return {found[0], found[1], found[2]};
 }
 
-// A warp's share of the units, in quads: four of them where scores are aligned to 16 bytes. The
-// first quad and the last one may hold what is no unit; its key is 0, which no score has.
+// A CTA's share of the units, in quads: four of them where scores are aligned to 16 bytes. The
+// first quad and the last one may hold what is no unit. A thread has `per` quads side by side at a
+// time; a tile is what all threads have.
 struct Share {
   const float4* scores;  // of the row and head, from the first quad on
-  uint4* keys;           // in shared memory: those of quads [begin, cached_end)
-  int begin, cached_end, end;
+  uint4* tile;           // in shared memory, of this warp
+  int begin, end;        // quads
+  int per, tiles;
   int lead, units;       // the first unit is the first quad's element `lead`
+  int loaded;            // the tile that is in shared memory, or on its way there
+
+  // A thread's quads start an odd number of quads after its neighbour's: no bank conflicts.
+  __device__ int stride() const { return per | 1; }
+  __device__ int first_quad(int index) const {
+    return begin + (index * THREADS + static_cast<int>(threadIdx.x)) * per;
+  }
+
+  // Each warp what its lanes will read.
+  __device__ void load(int index) {
+    const int lane = threadIdx.x % 32, first = first_quad(index) - lane * per;
+    const int count = min(32 * per, end - first);
+    const uint32_t inverse = 65536u / per + 1;
+#pragma unroll 1
+    for (int i = lane; i < count; i += 32) {
+      const int owner = i * inverse >> 16;
+      copy_async(tile + owner * stride() + (i - owner * per), scores + first + i);
+    }
+    copy_commit();
+    loaded = index;
+  }
+
+  // For all tiles in order calls visit(i, scores) for each of the thread's quads, of number i in
+  // the tile, then tile_ends(index, valid): a bit for each element that is a unit.
+  template <typename Visit, typename End>
+  __device__ __forceinline__ void for_each(Visit visit, End tile_ends) {
+#pragma unroll 1
+    for (int index = 0; index < tiles; ++index) {
+      if (loaded != index) {
+        __syncwarp();
+        load(index);
+      }
+      copy_wait<0>();
+      __syncwarp();
+      const int first = first_quad(index), count = min(per, end - first);
+      const uint4* mine = tile + threadIdx.x % 32 * stride();
+#pragma unroll 2
+      for (int i = 0; i < count; ++i) visit(i, reinterpret_cast<const float4&>(mine[i]));
+      const int skip = max(lead - first * 4, 0), till = min(units + lead - first * 4, count * 4);
+      const uint32_t upper = till <= 0 ? 0 : ALL_LANES >> (32 - till);
+      tile_ends(index, upper & ALL_LANES << skip);
+    }
+  }
+
+  __device__ const float* elements() const {
+    return reinterpret_cast<const float*>(tile + threadIdx.x % 32 * stride());
+  }
 };
 
-__device__ __forceinline__ uint4 keys_of(const Share& share, int quad, float4 x) {
-  uint4 keys = make_uint4(order_key(x.x), order_key(x.y), order_key(x.z), order_key(x.w));
-  const int first = quad * 4 - share.lead;
-  if (first < 0 || first + 4 > share.units) {
-    auto held = [&](int i) { return first + i >= 0 && first + i < share.units; };
-    if (!held(0)) keys.x = 0;
-    if (!held(1)) keys.y = 0;
-    if (!held(2)) keys.z = 0;
-    if (!held(3)) keys.w = 0;
-  }
-  return keys;
-}
-
-// Both by the lane that will use the keys.
-__device__ __forceinline__ void load_keys(const Share& share) {
-  for (int quad = share.begin + threadIdx.x % 32; quad < share.cached_end; quad += 32) {
-    copy_async(share.keys + (quad - share.begin), share.scores + quad);
-  }
-  copy_commit();
-}
-
-__device__ __forceinline__ void convert_keys(const Share& share) {
-  copy_wait<0>();
-#pragma unroll 4
-  for (int quad = share.begin + threadIdx.x % 32; quad < share.cached_end; quad += 32) {
-    uint4& keys = share.keys[quad - share.begin];
-    keys = keys_of(share, quad, reinterpret_cast<const float4&>(keys));
-  }
-}
-
-// Calls visit(quad, keys) for the warp's quads in order, all lanes together.
-template <typename Visit>
-__device__ __forceinline__ void for_each_quad(const Share& share, Visit visit) {
-  const int lane = threadIdx.x % 32;
-  int base = share.begin;
-#pragma unroll 2
-  for (; base < share.cached_end; base += 32) {
-    const int quad = base + lane;
-    uint4 keys = make_uint4(0, 0, 0, 0);
-    if (quad < share.cached_end) keys = share.keys[quad - share.begin];
-    visit(quad, keys);
-  }
-  for (; base < share.end; base += 32 * AHEAD) {
-    float4 scores[AHEAD];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int quad = base + i * 32 + lane;
-      if (quad < share.end) scores[i] = __ldg(share.scores + quad);
-    }
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int quad = base + i * 32 + lane;
-      uint4 keys = make_uint4(0, 0, 0, 0);
-      if (quad < share.end) keys = keys_of(share, quad, scores[i]);
-      visit(quad, keys);
-    }
-  }
+// A bit for each element of quad `i` that `has` what is asked.
+template <typename Has>
+__device__ __forceinline__ uint32_t bits(int i, float4 x, Has has) {
+  const uint32_t four = (has(x.x) ? 1u : 0u) | (has(x.y) ? 2u : 0u) | (has(x.z) ? 4u : 0u) |
+                        (has(x.w) ? 8u : 0u);
+  return four << i * 4;
 }
 
 template <int CTAS>
@@ -156,20 +175,27 @@ __device__ __forceinline__ T* in_peer(T* mine, int rank) {
 // Of keys that have the bits above `above` in common with `prefix`, counts (key >> shift) & mask,
 // over the cluster. Returns this thread's bins.
 template <int CTAS>
-__device__ int4 count_digits(const Share& share, int* histogram, uint32_t prefix, int above,
-                             int shift, uint32_t mask) {
+__device__ __noinline__ int4 count_digits(Share share, int* histogram, uint32_t prefix, int above,
+                                          int shift, uint32_t mask) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < KEY_BINS; i += THREADS) histogram[i] = 0;
   __syncthreads();
-  for_each_quad(share, [&](int, uint4 keys) {
-    auto count = [&](uint32_t key) {
-      if (key >> above == prefix) atomicAdd(histogram + (key >> shift & mask), 1);
-    };
-    count(keys.x), count(keys.y), count(keys.z), count(keys.w);
-  });
+  share.for_each(
+      [](int, float4) {},
+      [&](int, uint32_t valid) {
+        const float* mine = share.elements();
+#pragma unroll 2
+        for (int i = 0; i < share.per * 4; ++i) {
+          const uint32_t key = order_key(mine[i]);
+          if (valid >> i & 1 && key >> above == prefix) {
+            atomicAdd(histogram + (key >> shift & mask), 1);
+          }
+        }
+      });
   sync_cluster<CTAS>();
   if constexpr (CTAS == 1) return read_bins(histogram);
   int4 sum = make_int4(0, 0, 0, 0);
-#pragma unroll
+#pragma unroll 2
   for (int cta = 0; cta < CTAS; ++cta) {
     const int4 bins = read_bins(in_peer<CTAS>(histogram, cta));
     sum.x += bins.x, sum.y += bins.y, sum.z += bins.z, sum.w += bins.w;
@@ -178,8 +204,10 @@ __device__ int4 count_digits(const Share& share, int* histogram, uint32_t prefix
 }
 
 template <int CTAS>
-__global__ void __launch_bounds__(THREADS, 2) select_kernel(const SelectParams p) {
-  SelectShared& shared = *reinterpret_cast<SelectShared*>(dynamic_shared());
+__global__ void __launch_bounds__(THREADS, CTAS == MOST_CTAS ? 1 : 2)
+    select_kernel(const SelectParams p) {
+  constexpr int LISTED = CANDIDATES<CTAS>;
+  auto& shared = *reinterpret_cast<SelectShared<CTAS>*>(dynamic_shared());
   const int rank = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t at = static_cast<int64_t>(row) * gridDim.y + head;
@@ -210,186 +238,162 @@ __global__ void __launch_bounds__(THREADS, 2) select_kernel(const SelectParams p
   share.scores = reinterpret_cast<const float4*>(scores - share.lead);
   share.units = units;
   const int quads = (share.lead + units + 3) / 4;
-  const int cta_begin = share_begin(quads, rank, CTAS);
-  const int cta_quads = share_begin(quads, rank + 1, CTAS) - cta_begin;
-  share.begin = cta_begin + share_begin(cta_quads, warp, WARPS);
-  share.end = cta_begin + share_begin(cta_quads, warp + 1, WARPS);
-  const int room = p.cached / (4 * WARPS);
-  share.keys = shared.keys + warp * room;
-  share.cached_end = min(share.end, share.begin + room);
-  load_keys(share);
+  share.begin = share_begin(quads, rank, CTAS);
+  share.end = share_begin(quads, rank + 1, CTAS);
+  const int each = (share.end - share.begin + THREADS - 1) / THREADS;
+  share.tiles = max((each + MOST_QUADS - 1) / MOST_QUADS, 1);
+  share.per = max((each + share.tiles - 1) / share.tiles, 1);
+  share.tile = shared.scores + warp * 32 * share.stride();
+  share.load(0);
 
   // Bits of the threshold from `shift` on are known, and how many keys have them too.
   if (threadIdx.x == 0) shared.listed = 0;
-  Bin found = find_bin(read_bins(global_histogram), budget, shared);
+  auto find = [&](int4 bins, int wanted) {
+    return find_bin(bins, wanted, shared.warp_sums[0], shared.found);
+  };
+  Bin found = find(read_bins(global_histogram), budget);
   uint32_t threshold = static_cast<uint32_t>(found.bin) << KEY_SHIFT;
   int shift = KEY_SHIFT;
-  convert_keys(share);
-  if (found.count > CANDIDATES) {
-    found = find_bin(count_digits<CTAS>(share, shared.histogram, threshold >> KEY_SHIFT,
-                                        KEY_SHIFT, 10, KEY_BINS - 1),
-                     found.rank, shared);
-    threshold |= static_cast<uint32_t>(found.bin) << 10;
-    shift = 10;
-    if (found.count > CANDIDATES) {
-      found = find_bin(count_digits<CTAS>(share, shared.second_histogram, threshold >> 10, 10, 0,
-                                          1023),
-                       found.rank, shared);
-      threshold |= found.bin;
-      shift = 0;
-    }
-  }
-
-  // Counts keys above those, and lists those.
-  const uint32_t highest = threshold | ((1u << shift) - 1);
-  const uint32_t owner = static_cast<uint32_t>(rank * WARPS + warp) << KEY_SHIFT;
-  int above = 0, equal = 0;
-  for_each_quad(share, [&](int, uint4 keys) {
-    const uint32_t key[4] = {keys.x, keys.y, keys.z, keys.w};
-    int inside = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      above += key[i] > highest;
-      inside += key[i] >= threshold && key[i] <= highest;
-    }
-    equal += inside;
-    if (inside == 0 || shift == 0) return;
-    int to = atomicAdd(&shared.listed, inside);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (key[i] < threshold || key[i] > highest) continue;
-      if (to < CANDIDATES) shared.list[to] = (key[i] & LOW_BITS) | owner;
-      ++to;
-    }
-  });
-  above = __reduce_add_sync(ALL_LANES, above);
-  equal = __reduce_add_sync(ALL_LANES, equal);
-  if (lane == 0) shared.warp_counts[warp] = make_int2(above, shift == 0 ? equal : 0);
-  for (int i = threadIdx.x; i < KEY_BINS; i += THREADS) {
-    if (shift == KEY_SHIFT) shared.histogram[i] = 0;
-  }
-  sync_cluster<CTAS>();
-
-  if (threadIdx.x < CTAS * WARPS) {
-    shared.owners[threadIdx.x] =
-        *in_peer<CTAS>(shared.warp_counts + threadIdx.x % WARPS, threadIdx.x / WARPS);
-  }
-  // Each thread takes some of the candidates of all CTAs.
-  uint32_t candidates[PER_THREAD];
-  int held = 0;
-  if (shift > 0) {
-    int ends[CTAS];
-    int total = 0;
-#pragma unroll
-    for (int cta = 0; cta < CTAS; ++cta) {
-      total += *in_peer<CTAS>(&shared.listed, cta);
-      ends[cta] = total;
-    }
-    // A histogram that is not of these scores must not lead out of bounds.
-    total = min(total, CANDIDATES);
-#pragma unroll
-    for (int k = 0; k < PER_THREAD; ++k) {
-      const int i = k * THREADS + threadIdx.x;
-      if (i >= total) continue;
-      int cta = 0, begin = 0;
-#pragma unroll
-      for (int other = 0; other < CTAS - 1; ++other) {
-        if (i >= ends[other]) cta = other + 1, begin = ends[other];
-      }
-      candidates[k] = *in_peer<CTAS>(shared.list + (i - begin), cta);
-      held = k + 1;
-    }
-  }
-  // Shared memory must outlive its readers; every CTA has read the global histogram too.
-  if constexpr (CTAS > 1) cluster_arrive();
-  auto for_each_candidate = [&](auto visit) {
-#pragma unroll
-    for (int k = 0; k < PER_THREAD; ++k) {
-      if (k < held) visit(candidates[k]);
-    }
-  };
-  while (shift > 0) {
-    const int above_digit = shift;
-    shift = shift == KEY_SHIFT ? 10 : 0;
-    if (above_digit != KEY_SHIFT) {
-      for (int i = threadIdx.x; i < KEY_BINS; i += THREADS) shared.histogram[i] = 0;
-      __syncthreads();
-    }
-    const uint32_t prefix = (threshold & LOW_BITS) >> above_digit;
-    for_each_candidate([&](uint32_t candidate) {
-      const uint32_t low = candidate & LOW_BITS;
-      if (low >> above_digit != prefix) return;
-      atomicAdd(shared.histogram + (low >> shift & ((1u << (above_digit - shift)) - 1)), 1);
-    });
-    __syncthreads();
-    found = find_bin(read_bins(shared.histogram), found.rank, shared);
+  while (shift > 0 && found.count > LISTED) {
+    const int known = shift;
+    shift = known == KEY_SHIFT ? 10 : 0;
+    int* histogram = known == KEY_SHIFT ? shared.histogram : shared.second_histogram;
+    const uint32_t mask = (1u << (known - shift)) - 1;
+    found = find(count_digits<CTAS>(share, histogram, threshold >> known, known, shift, mask),
+                 found.rank);
+    share.loaded = share.tiles - 1;
     threshold |= static_cast<uint32_t>(found.bin) << shift;
   }
 
-  // Selected are keys above `threshold` and the first `ties` of those that equal it.
-  const int ties = found.rank;
-  for_each_candidate([&](uint32_t candidate) {
-    const uint32_t low = candidate & LOW_BITS, last = threshold & LOW_BITS;
-    if (low < last) return;
-    int2& counts = shared.owners[candidate >> KEY_SHIFT];
-    atomicAdd(low > last ? &counts.x : &counts.y, 1);
-  });
-  __syncthreads();
-  int2 before = make_int2(0, 0), sum = make_int2(0, 0);
-  for (int i = lane; i < CTAS * WARPS; i += 32) {
-    const int2 counts = shared.owners[i];
-    sum.x += counts.x, sum.y += counts.y;
-    if (i < rank * WARPS + warp) before.x += counts.x, before.y += counts.y;
+  // Counts keys above those, and lists those.
+  const float lowest = float_of(threshold), highest = float_of(threshold | ((1u << shift) - 1));
+  const uint32_t owner = static_cast<uint32_t>(rank * WARPS + warp) << KEY_SHIFT;
+  int above = 0, equal = 0;
+  uint32_t greater = 0, equals = 0;  // a bit for each of a tile's keys
+  share.for_each(
+      [&](int i, float4 x) {
+        greater |= bits(i, x, [&](float x) { return x > highest; });
+        equals |= bits(i, x, [&](float x) { return x >= lowest && x <= highest; });
+      },
+      [&](int, uint32_t valid) {
+        uint32_t inside = equals & valid;
+        const int count = __popc(inside);
+        above += __popc(greater & valid), equal += count;
+        greater = equals = 0;
+        if (shift == 0 || !__any_sync(ALL_LANES, count)) return;
+        const int up_to = sum_up_to(count);
+        int to = lane == 31 ? atomicAdd(&shared.listed, up_to) : 0;
+        to = __shfl_sync(ALL_LANES, to, 31) + up_to - count;
+        const float* mine = share.elements();
+#pragma unroll 1
+        for (; inside; inside &= inside - 1) {
+          const uint32_t low = order_key(mine[__ffs(inside) - 1]) & LOW_BITS;
+          if (to < LISTED) shared.list[to] = low | owner;
+          ++to;
+        }
+      });
+  above = __reduce_add_sync(ALL_LANES, above);
+  equal = __reduce_add_sync(ALL_LANES, equal);
+  if (lane == 0) shared.warp_counts[warp] = make_int2(above, shift == 0 ? equal : 0);
+  sync_cluster<CTAS>();
+
+  // A histogram that is not of these scores must not lead out of bounds.
+  const uint32_t* candidates = shared.list;
+  int listed = min(shared.listed, LISTED);
+  if constexpr (CTAS > 1) {
+    if (threadIdx.x < CTAS * WARPS) {
+      shared.owners[threadIdx.x] =
+          *in_peer<CTAS>(shared.warp_counts + threadIdx.x % WARPS, threadIdx.x / WARPS);
+    }
+    const int mine = lane < CTAS ? *in_peer<CTAS>(&shared.listed, lane) : 0;
+    const int end = sum_up_to(mine), peer = warp % CTAS;
+    const int first = __shfl_sync(ALL_LANES, end - mine, peer);
+    listed = min(__shfl_sync(ALL_LANES, end, CTAS - 1), LISTED);
+    const int count = min(__shfl_sync(ALL_LANES, mine, peer), LISTED - first);
+    const uint32_t* from = in_peer<CTAS>(shared.list, peer);
+#pragma unroll 4
+    for (int i = warp / CTAS * 32 + lane; i < count; i += WARPS / CTAS * 32) {
+      shared.all[first + i] = from[i];
+    }
+    candidates = shared.all;
+    // Shared memory must outlive its readers; every CTA has read the global histogram too.
+    cluster_arrive();
   }
-  before.x = __reduce_add_sync(ALL_LANES, before.x);
-  before.y = __reduce_add_sync(ALL_LANES, before.y);
-  if (rank == 0 && warp == 0) {
-    sum.x = __reduce_add_sync(ALL_LANES, sum.x);
-    sum.y = __reduce_add_sync(ALL_LANES, sum.y);
-    if (lane == 0) p.counts[at] = min(sum.x + min(sum.y, ties), p.max_units);
+#pragma unroll 1
+  while (shift > 0) {
+    const int known = shift;
+    shift = known == KEY_SHIFT ? 10 : 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < KEY_BINS; i += THREADS) shared.histogram[i] = 0;
+    __syncthreads();
+    const uint32_t prefix = (threshold & LOW_BITS) >> known, mask = (1u << (known - shift)) - 1;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < listed; i += THREADS) {
+      const uint32_t low = candidates[i] & LOW_BITS;
+      if (low >> known == prefix) atomicAdd(shared.histogram + (low >> shift & mask), 1);
+    }
+    __syncthreads();
+    found = find(read_bins(shared.histogram), found.rank);
+    threshold |= static_cast<uint32_t>(found.bin) << shift;
   }
 
-  equal = before.y;
-  int to = before.x + min(equal, ties);
-  const uint32_t lower = (1u << lane) - 1;
-  for_each_quad(share, [&](int quad, uint4 keys) {
-    const uint32_t key[4] = {keys.x, keys.y, keys.z, keys.w};
-    bool taken[4], some = false, some_equal = false;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      taken[i] = key[i] >= threshold;
-      some |= taken[i];
+  // Selected are keys above `threshold` and the first `ties` of those that equal it. Of CTAs before
+  // this one, their lists tell how many those are.
+  const int ties = found.rank;
+  int2 before = make_int2(0, 0);
+  if constexpr (CTAS > 1) {
+    const uint32_t last = threshold & LOW_BITS;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < listed; i += THREADS) {
+      const uint32_t candidate = candidates[i], low = candidate & LOW_BITS;
+      if (low < last) continue;
+      int2& counts = shared.owners[candidate >> KEY_SHIFT];
+      atomicAdd(low > last ? &counts.x : &counts.y, 1);
     }
-    if (!__any_sync(ALL_LANES, some)) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) some_equal |= key[i] == threshold;
-    if (__any_sync(ALL_LANES, some_equal)) {
-      int mine = equal;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t equals = __ballot_sync(ALL_LANES, key[i] == threshold);
-        mine += __popc(equals & lower);
-        equal += __popc(equals);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (key[i] == threshold) taken[i] = mine++ < ties;
-      }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = lane; i < rank * WARPS; i += 32) {
+      const int2 counts = shared.owners[i];
+      before.x += counts.x, before.y += counts.y;
     }
-    int mine = to;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t all = __ballot_sync(ALL_LANES, taken[i]);
-      mine += __popc(all & lower);
-      to += __popc(all);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!taken[i]) continue;
-      if (mine < p.max_units) indices[mine] = quad * 4 - share.lead + i;
-      ++mine;
-    }
-  });
+    before.x = __reduce_add_sync(ALL_LANES, before.x);
+    before.y = __reduce_add_sync(ALL_LANES, before.y);
+  }
+
+  const float last = float_of(threshold);
+  share.for_each(
+      [&](int i, float4 x) {
+        greater |= bits(i, x, [&](float x) { return x > last; });
+        equals |= bits(i, x, [&](float x) { return x == last; });
+      },
+      [&](int index, uint32_t valid) {
+        greater &= valid, equals &= valid;
+        // Both counts in one word: a tile has less than 2^15 keys.
+        const int counts = __popc(greater) << 16 | __popc(equals);
+        int up_to = sum_up_to(counts);
+        int* sums = shared.warp_sums[index % 2];
+        if (lane == 31) sums[warp] = up_to;
+        __syncthreads();
+        const int of_warp = lane < WARPS ? sums[lane] : 0;
+        const int total = __reduce_add_sync(ALL_LANES, of_warp);
+        up_to += __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0) - counts;
+        int equal_before = before.y + (up_to & 0xffff);
+        int to = before.x + (up_to >> 16) + min(equal_before, ties);
+        const int first = share.first_quad(index) * 4 - share.lead;
+#pragma unroll 1
+        for (uint32_t left = greater | equals; left; left &= left - 1) {
+          const int bit = __ffs(left) - 1;
+          if (equals >> bit & 1 && equal_before++ >= ties) continue;
+          if (to < p.max_units) indices[to] = first + bit;
+          ++to;
+        }
+        before.x += total >> 16, before.y += total & 0xffff;
+        greater = equals = 0;
+      });
+  if (rank == CTAS - 1 && threadIdx.x == 0) {
+    p.counts[at] = min(before.x + min(before.y, ties), p.max_units);
+  }
+#pragma unroll 1
   for (int i = rank * THREADS + threadIdx.x; i < KEY_BINS; i += CTAS * THREADS) {
     global_histogram[i] = 0;
   }
@@ -397,23 +401,20 @@ __global__ void __launch_bounds__(THREADS, 2) select_kernel(const SelectParams p
 }
 
 template <int CTAS>
-static void launch_select(SelectParams p, cudaStream_t stream) {
+static void launch_select(const SelectParams& p, cudaStream_t stream) {
   static_assert(CTAS <= MOST_CTAS);
-  // Two CTAs fit a multiprocessor of Hopper. What is not cached comes from L2 again.
-  constexpr int CACHED = 22 * 1024, EVEN = WARPS * 128;
-  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  const int fixed = sizeof(SelectShared);
-  const int room = (most - fixed) / 4;
-  p.cached = (room < CACHED ? room : CACHED) / EVEN * EVEN;
   launch<SelectParams, select_kernel<CTAS>>(dim3(CTAS, p.num_kv_heads, p.rows), THREADS,
-                                            fixed + p.cached * 4, CTAS, stream, p);
+                                            sizeof(SelectShared<CTAS>), CTAS, stream, p);
 }
 
 void select(const SelectParams& params, cudaStream_t stream) {
   const int pairs = params.rows * params.num_kv_heads;
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) {
+  // About as many CTAs as multiprocessors.
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9 || pairs > 128) {
     launch_select<1>(params, stream);
-  } else if (pairs > 132) {
+  } else if (pairs > 32) {
+    launch_select<2>(params, stream);
+  } else if (pairs > 8) {
     launch_select<4>(params, stream);
   } else {
     launch_select<8>(params, stream);

@@ -12,6 +12,9 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.structkv import WEIGHTS, Struct
 
+from vllm_kvx.ops.retrieval_rows import room_of
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.worker import retrieval
 from vllm_kvx.worker.recall import RecallSampler
 
 from .conftest import BLOCK, Answer, Engine, assert_matches, prompts_of, running
@@ -205,6 +208,62 @@ def test_composed(tiny: Callable[..., Path], retrieve: Retrieve, some: slice) ->
             metrics = structkv.metrics(loaded, [answer.prompt])
             keep = replace(ONLINE, pivot=structkv.online_pivot(metrics, WEIGHTS, LOW, HIGH))
         assert_reads(loaded, [answer], retrieve, keep)
+
+
+ROOM = 512
+
+
+def watch_graphs(engine: Engine) -> list[tuple[bool, int, int]]:
+    """Grows by each step's: needs Python, entries of the segment that scores most, batches."""
+    state = engine.runner.model_state
+    needs_python, eager_pass = state.needs_python, state.retrieval.eager_pass
+    seen: list[tuple[bool, int, int]] = []
+    decided: list[bool] = []
+
+    def decides(requests: Any) -> bool:
+        decided.append(needs_python(requests))
+        return decided[-1]
+
+    def runs(step: Any, *args: Any) -> Any:
+        now = eager_pass(step, *args)
+        most = max(len(batches) for batches in now.batches) if now is not None else 0
+        seen.append((decided[-1], int(room_of(step.lens, 1).sum(axis=1).max()), most))
+        return now
+
+    state.needs_python, state.retrieval.eager_pass = decides, runs
+    return seen
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_room_for_scores(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps leave the CUDA graphs if the entries stored have no room, not if the tokens have none;
+    they are right all the same."""
+    monkeypatch.setattr(retrieval, "capacity_of", lambda *_: ROOM)
+    model = tiny()
+    keep = COMPOSED["fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4"]
+    keeps = "fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4+fier-64"
+    prompts = prompts_of((300, 283, 290))
+    config = {"kv_layout": [keeps], "kv_debug": True}
+    with running(model, "fier-64", config=config, max_num_batched_tokens=2304) as engine:
+        steps = watch_graphs(engine)
+        small = ask(engine, prompts, [keeps] * 3, tokens=8)
+        first, *decodes = steps
+        assert first[0] and len(decodes) == 7
+        assert all(not needs and 0 < room <= ROOM for needs, room, _ in decodes)
+        # Too short to retrieve by what is stored, and long enough by its tokens.
+        steps.clear()
+        ask(engine, prompts, [f"{keeps}:dense_below=200"] * 3)
+        assert steps[1:] == [(False, 0, 0)] * 3
+        steps.clear()
+        large = ask(engine, prompts, [None, None, "full"], tokens=8)
+        assert [batches for *_, batches in steps] == [0] + [2] * 7
+        assert all(needs and room > ROOM for needs, room, _ in steps[1:])
+        counters = engine.stats()["policies"]
+    assert counters[str(parse_policy(keeps))]["retrieval_steps"] == 3 * 7
+    assert counters["fier-64"]["retrieval_steps"] == 2 * 7
+    assert_reads(model, small, FIER, keep)
+    assert_reads(model, large[:2], FIER)
+    assert_matches(model, large[2:], cutoff=None)
 
 
 def test_counters_and_recall(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ import torch
 from reference import fastkv, fier
 from reference.fier import Retrieve
 
+from vllm_kvx.policy.spec import parse_policy
+
 from .conftest import Answer, assert_matches, prompts_of, running
 
 # Around the edges of groups, blocks, chunks and the budgets of 64, 100 and 128.
@@ -123,11 +125,16 @@ def test_token_by_token(tiny: Callable[..., Path]) -> None:
 
 
 def test_by_the_kernels(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What GPUs run, under Triton's interpreter."""
+    """What GPUs without CUDA ops run, under Triton's interpreter; `auto` never retrieves by it."""
     monkeypatch.setenv("KVX_RETRIEVAL_OPS", "triton")
     model = tiny(layers=3)
     with running(model, named(Retrieve(64))) as engine:
-        assert engine.runner.model_state.retrieval.scratch.backend == "triton"
+        assert engine.stats()["retrieval"]["ops"] == "triton"
         answers = engine.generate(prompts_of((94,)), max_tokens=4)
+        before = engine.stats()["policies"]
+        engine.generate(prompts_of((94,)), max_tokens=4, policies=["fier-64"])
+        auto = engine.stats()["policies"]["fier-64"]
         engine.assert_idle()
+    assert before[str(parse_policy(named(Retrieve(64))))]["retrieval_steps"] == 3
+    assert auto["retrieval_steps"] == 0 and auto["dense_fallbacks"] == 3
     assert_reads(model, answers, Retrieve(64))

@@ -1,4 +1,4 @@
-"""Retrieval's CUDA operators against plain torch. Skipped without a GPU or a build of them."""
+"""Retrieval's CUDA and Triton operators against plain torch. Skipped if the first are not built."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,11 @@ from torch import Tensor
 
 from vllm_kvx.ops import cuda_ops
 from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval_rows import RetrievalRows
+from vllm_kvx.ops.score import score_units
 from vllm_kvx.ops.sidecar import Sidecar, SidecarLayout
+from vllm_kvx.ops.sparse_attention import attend
+from vllm_kvx.ops.topk import top_units
 from vllm_kvx.policy.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
 
 pytestmark = pytest.mark.skipif(not cuda_ops.available(), reason=cuda_ops.why_not())
@@ -151,7 +155,9 @@ def bins_of(scores: Tensor) -> Tensor:
     return torch.bincount(keys >> 21, minlength=2048).int()
 
 
-def check_scores(case: Case, scores: Scores, reduction: str, pages: bool) -> None:
+def check_scores(
+    case: Case, scores: Scores, reduction: str, pages: bool, tolerance: float = 2e-5
+) -> None:
     group = case.sidecar.layout.group
     written = torch.zeros_like(scores.values, dtype=torch.bool)
     for row, length in enumerate(case.lens.tolist()):
@@ -171,7 +177,7 @@ def check_scores(case: Case, scores: Scores, reduction: str, pages: bool) -> Non
         expected = reduce_heads(expected, case.num_kv_heads, reduction, 1.0)
         known = expected.shape[1]
         if known:
-            assert (got[:, :known] - expected).abs().max() <= 2e-5 * expected.abs().max()
+            assert (got[:, :known] - expected).abs().max() <= tolerance * expected.abs().max()
         assert (got[:, known:] == float("inf")).all()
         for head in range(case.num_kv_heads):
             assert torch.equal(scores.histogram[row, head], bins_of(got[head]))
@@ -269,11 +275,12 @@ DISTRIBUTIONS = {
     ("lens", "kv_heads", "unit"),
     [
         ([130_000], 8, 1),  # clusters of 8
-        ([0, 5000, 64, 63, 65], 2, 1),
+        ([0, 5000, 64, 63, 65], 2, 1),  # of 4
         ([300_000], 1, 16),
-        ([3000, 2000, 700, 65, 1, 0], 7, 1),  # of 4
-        ([3000, 2000, 700, 65, 1, 0] * 2, 8, 1),  # of 2
+        ([3000, 2000, 700, 65, 1, 0], 7, 1),  # of 2
+        ([70_000, 2000, 700, 65, 1, 0] * 2, 8, 1),  # of 2
         ([40_000, 17, 9000] * 17, 3, 1),  # no cluster, more than shared memory holds
+        ([130_000, 70_000], 8, 1),  # of 4, likewise
         ([1_000_000], 1, 1),
     ],
 )
@@ -287,18 +294,24 @@ def test_select(distribution: str, lens: list[int], kv_heads: int, unit: int, bu
         scores.row(row)[:, max(count - 1, 0) // 32 * 32 :] = float("inf")
     scores.count()
     budgets = [budget if row % 2 == 0 else budget // 2 for row in range(len(lens))]
+    rows = rows_of(torch.tensor(lens, dtype=torch.int32, device="cuda"), budgets, scores)
     indices, counts = outputs(len(lens), kv_heads, budget)
-    cuda_ops.select(
-        scores.values,
-        scores.histogram,
-        torch.tensor(lens, dtype=torch.int32, device="cuda"),
-        torch.tensor(budgets, dtype=torch.int32, device="cuda"),
-        scores.offsets,
-        indices,
-        counts,
-        unit,
-    )
+    of_rows = (rows.lens, rows.budgets, rows.offsets)
+    cuda_ops.select(scores.values, scores.histogram, *of_rows, indices, counts, unit)
     check_selected(scores, budgets, indices, counts)
+
+    indices, counts = outputs(len(lens), kv_heads, budget)
+    top_units(scores.values, rows, indices, counts, unit=unit)
+    check_selected(scores, budgets, indices, counts)
+
+
+def rows_of(
+    lens: Tensor, budgets: list[int], scores: Scores, case: Case | None = None
+) -> RetrievalRows:
+    unused = torch.zeros_like(lens)
+    tokens, requests = (case.tokens, case.requests) if case else (unused, unused)
+    at_most = torch.tensor(budgets, dtype=torch.int32, device="cuda")
+    return RetrievalRows(tokens, requests, lens, at_most, scores.offsets)
 
 
 def outputs(rows: int, kv_heads: int, units: int) -> tuple[Tensor, Tensor]:
@@ -468,3 +481,54 @@ def test_graph_of_all() -> None:
             expected = reduce_heads(expected, 8, "max", 1.0)
             error = (live.row(row)[:, : full * 32] - expected).abs().max() if full else 0
             assert error <= 2e-5 * 1000
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("share", [1, 4, 7])
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("reduction", ["max", "sum", "softmax"])
+def test_triton(head_dim: int, share: int, pages: bool, reduction: str) -> None:
+    """A step of the Triton operators, one after the other."""
+    budget, splits, unit = 256, 3, 32 if pages else 1
+    scale = head_dim**-0.5 / 8
+    case = make_case(LENGTHS, head_dim=head_dim, share=share, has_codes=not pages)
+    heads, kv_heads, rows = case.q.shape[1], case.num_kv_heads, len(LENGTHS)
+    scores = Scores.of([-(-n // unit) for n in LENGTHS], kv_heads)
+    budgets = [budget // unit - row for row in range(rows)]
+    columns = rows_of(case.lens, budgets, scores, case)
+    stats = torch.full((rows * heads * splits * 2,), float("nan"), device="cuda")
+    what = (case.sidecar, case.block_table, columns)
+    score_units(
+        case.q, *what, scores.values, stats, reduction=reduction, scale=scale, splits=splits
+    )
+    for row, length in enumerate(LENGTHS):
+        if length and reduction == "softmax":
+            known = num_full_groups(length, 32) * 32 // unit
+            mass = scores.row(row)[:, :known].sum(dim=1)
+            assert not known or torch.allclose(mass, torch.full_like(mass, share), rtol=1e-3)
+    if reduction != "softmax":
+        scores.count()
+        check_scores(case, scores, reduction, pages, tolerance=1e-4)
+    scores.histogram.zero_()
+
+    indices, counts = outputs(rows, kv_heads, budget // unit)
+    top_units(scores.values, columns, indices, counts, unit=unit)
+    check_selected(scores, budgets, indices, counts)
+    got = Attention.of(case, splits)
+    attend(
+        case.q,
+        case.paged,
+        case.block_table,
+        columns,
+        indices,
+        counts,
+        got.partial_out,
+        got.partial_lse,
+        got.out,
+        unit=unit,
+        scale=head_dim**-0.5,
+        key_scale=KEY_SCALE,
+        value_scale=VALUE_SCALE,
+        splits=splits,
+    )
+    check_attention(case, indices, counts, unit, got)

@@ -17,6 +17,9 @@ from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval_rows import RetrievalRows, offsets_of, pack, room_of
 from vllm_kvx.ops.retrieve import (
     BACKEND_VARIABLE,
+    CROSSOVER,
+    NEVER,
+    Backends,
     Scratch,
     choose_backend,
     retrieve,
@@ -32,6 +35,8 @@ from vllm_kvx.ops.sidecar import (
 )
 from vllm_kvx.ops.sparse_attention import attend, attend_reference
 from vllm_kvx.ops.topk import same_selection, top_units, top_units_reference
+from vllm_kvx.policy.fier import FIER
+from vllm_kvx.policy.parameters import MAX_DIGITS
 from vllm_kvx.policy.retrieval import (
     REDUCTIONS,
     num_full_groups,
@@ -740,6 +745,37 @@ class TestBackend:
         monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
         assert choose_backend(torch.device("cpu"))[0] == "torch"
         assert choose_backend(torch.device("cuda"))[0] in ("cuda", "triton")
+
+    @pytest.mark.parametrize(
+        ("options", "ops", "why"),
+        [
+            ({}, "cuda", "built"),
+            ({"reduction": "sum", "head_dim": 256, "share": 16}, "cuda", "built"),
+            ({"reduction": "softmax"}, "score and select: triton, attend: cuda", "max or sum"),
+            ({"dtype": torch.float32}, "triton", "not float32"),
+            ({"head_dim": 32}, "triton", "64, 128, 256, not 32"),
+            ({"share": 17, "reduction": "softmax"}, "triton", "at most 16 query heads"),
+        ],
+        ids=lambda value: str(value) if isinstance(value, dict) else "",
+    )
+    def test_triton_where_there_is_no_cuda_op(
+        self, options: dict[str, Any], ops: str, why: str
+    ) -> None:
+        """`auto` retrieves only where everything that depends on the length runs in CUDA."""
+        query = {"dtype": torch.bfloat16, "head_dim": 128, "share": 4, "reduction": "max"}
+        backends = Backends.of("cuda", "built", **(query | options))
+        assert str(backends) == ops and why in backends.reason
+        assert (backends.crossover < NEVER) == (ops == "cuda")
+        for backend in ("triton", "torch"):
+            asked = Backends.of(backend, "set", **(query | options))
+            assert str(asked) == backend and asked.reason == "set"
+
+    def test_crossover(self) -> None:
+        """Of `auto`: no length of an int32 reaches the one that never comes."""
+        never, always = (CROSSOVER[backend] for backend in ("triton", "torch"))
+        assert FIER(64).floor(never) == NEVER and FIER(64).floor(always) == 65
+        assert FIER(64, dense_below=0).floor(never) == 65
+        assert 10**MAX_DIGITS < NEVER < 1 << 31
 
     def test_splits(self) -> None:
         assert splits_of(256, 1, 8) == 32

@@ -26,6 +26,9 @@ LIBRARY = Path(__file__).with_name("_kvx_ops.so")
 HISTOGRAM_BINS = 2048
 MAX_ATTEND_SPLITS = 128
 REDUCTIONS = {"max": 0, "sum": 1}
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+MAX_SHARE = 16
 # That of csrc/binding.cpp.
 _INTERFACE = 1
 
@@ -40,6 +43,20 @@ def why_not() -> str:
     if not torch.cuda.is_available():
         return "there is no GPU"
     return _load() or _device_error(torch.cuda.current_device())
+
+
+def why_not_for(dtype: torch.dtype, head_dim: int, share: int) -> str:
+    """Why the operators do not take such queries, empty if they do.
+
+    share: query heads per KV head.
+    """
+    if dtype not in DTYPES:
+        return f"CUDA ops want float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS:
+        return f"CUDA ops want head dimensions of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    if share > MAX_SHARE:
+        return f"CUDA ops want at most {MAX_SHARE} query heads per KV head, not {share}"
+    return ""
 
 
 @cache

@@ -25,10 +25,15 @@ _PROGRAMS = {
     "triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS),
     "torch": (1, 1),
 }
-# Entries from which on a step is faster than with stock attention, for one request of
-# Llama-3.1-8B's shape on an H200 (benchmarks/results/h200-fier.json). On CPU nothing is gained, and
-# everything can be tried.
-CROSSOVER = {"cuda": 16384, "triton": 131072, "torch": 0}
+# That attention gives a program at least, where there are many.
+_ENTRIES = 128
+# More entries than any request has; lengths on the device are int32, and so is this.
+NEVER = 1 << 30
+# Entries from which on a step is faster than with stock attention, by what scores and selects, for
+# one request of Llama-3.1-8B's shape on an H200 (benchmarks/results/h200-fier.json). In Triton a
+# layer was slower than with stock attention at every size (h200-retrieval-ops.json). On CPU nothing
+# is gained, and everything can be tried.
+CROSSOVER = {"cuda": 16384, "triton": NEVER, "torch": 0}
 BACKENDS = ("cuda", "triton", "torch")
 BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"
 
@@ -56,6 +61,52 @@ def choose_backend(device: torch.device) -> tuple[str, str]:
     return "triton", reason
 
 
+@dataclass(frozen=True)
+class Backends:
+    """Which ops run, each one of BACKENDS.
+
+    score: also of selection, which in CUDA reads what the CUDA scores leave. attend: of attention.
+    reason: why these.
+    """
+
+    score: str
+    attend: str
+    reason: str
+
+    @classmethod
+    def of(
+        cls,
+        backend: str,
+        reason: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        share: int,
+        reduction: str,
+    ) -> "Backends":
+        """`backend`, and Triton's ops where there are no CUDA ones.
+
+        dtype: of queries. share: query heads per KV head. reduction: see ``policy.retrieval``.
+        """
+        if backend != "cuda":
+            return cls(backend, backend, reason)
+        if refusal := cuda_ops.why_not_for(dtype, head_dim, share):
+            return cls("triton", "triton", refusal)
+        if reduction not in cuda_ops.REDUCTIONS:
+            known = " or ".join(cuda_ops.REDUCTIONS)
+            return cls("triton", "cuda", f"CUDA ops want reduction={known}, not {reduction}")
+        return cls(backend, backend, reason)
+
+    @property
+    def crossover(self) -> int:
+        """Entries from which on retrieval pays; NEVER if at no length."""
+        return CROSSOVER[self.score]
+
+    def __str__(self) -> str:
+        if self.score == self.attend:
+            return self.score
+        return f"score and select: {self.score}, attend: {self.attend}"
+
+
 def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
     """Programs that share a row and head, so that about `programs` run in all."""
     return max(1, min(programs // (num_rows * kv_heads), most))
@@ -71,7 +122,7 @@ class Scratch:
         histogram: (R, G, 2048) int32 and tickets: (R, G) int32, zero between calls; CUDA ops only.
         unit: tokens per unit. reduction: see ``policy.retrieval``.
         score_programs, attend_programs: how many to share the work between.
-        backend: see ``choose_backend``.
+        backends: of the ops.
     """
 
     scores: Tensor
@@ -88,7 +139,7 @@ class Scratch:
     reduction: str
     score_programs: int
     attend_programs: int
-    backend: str
+    backends: Backends
 
     @classmethod
     def of(
@@ -103,15 +154,20 @@ class Scratch:
         reduction: str,
         device: torch.device,
         backend: str = "",
+        dtype: torch.dtype = torch.bfloat16,
     ) -> "Scratch":
         """Scratch for at most `max_rows` rows with `capacity` units in all.
 
-        backend: empty for the one that ``choose_backend`` chooses.
+        backend: empty for the one that ``choose_backend`` chooses. dtype: of queries.
         """
-        backend = backend or choose_backend(device)[0]
-        if backend == "cuda" and (reason := cuda_ops.why_not()):
-            raise ValueError(reason)
-        score, attend = _PROGRAMS[backend] if device.type != "cpu" else (1, 1)
+        if backend == "cuda" and (missing := cuda_ops.why_not()):
+            raise ValueError(missing)
+        chosen, reason = (backend, "it was asked for") if backend else choose_backend(device)
+        share = num_heads // kv_heads
+        backends = Backends.of(chosen, reason, dtype, head_dim, share, reduction)
+        score = attend = 1
+        if device.type != "cpu":
+            score, attend = _PROGRAMS[backends.score][0], _PROGRAMS[backends.attend][1]
 
         def floats(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.float32, device=device)
@@ -120,7 +176,7 @@ class Scratch:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         parts = num_heads * max(attend // kv_heads, max_rows)
-        stats = num_heads * max(SCORE_PROGRAMS // kv_heads, max_rows) * 2
+        stats = num_heads * max(score // kv_heads, max_rows) * 2
         shape = (max_rows, kv_heads, max_units)
         return cls(
             scores=floats(kv_heads * capacity).view(kv_heads, capacity),
@@ -133,11 +189,11 @@ class Scratch:
             head_dim=head_dim,
             unit=unit,
             reduction=reduction,
-            histogram=ints(*shape[:2], cuda_ops.HISTOGRAM_BINS if backend == "cuda" else 0),
+            histogram=ints(*shape[:2], cuda_ops.HISTOGRAM_BINS if backends.score == "cuda" else 0),
             tickets=ints(*shape[:2]),
             score_programs=score,
             attend_programs=attend,
-            backend=backend,
+            backends=backends,
         )
 
     def parts(self, num_rows: int, splits: int) -> tuple[Tensor, Tensor]:
@@ -148,11 +204,6 @@ class Scratch:
             self.partial[: count * head_dim].view(num_rows, heads, splits, head_dim),
             self.partial_lse[:count].view(num_rows, heads, splits),
         )
-
-    @property
-    def crossover(self) -> int:
-        """Entries from which on retrieval pays."""
-        return CROSSOVER[self.backend]
 
     @property
     def capacity(self) -> int:
@@ -179,7 +230,7 @@ def retrieve(
         query, out: (N, H, D). block_table: (B, max_blocks) int32.
         scale: of the softmax. key_scale, value_scale: what an fp8 cache's entries stand for.
     """
-    if scratch.backend == "torch":
+    if scratch.backends.score == "torch":
         _retrieve_in_torch(
             query, paged, sidecar, block_table, rows, scratch, out, scale, key_scale, value_scale
         )
@@ -214,14 +265,19 @@ def steps(
 ) -> dict[str, Callable[[], None]]:
     """The three ops of ``retrieve`` by name, in the order in which they run."""
     num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
+    score_programs = scratch.score_programs
     # One wave of CTAs where rows are few; with many, two even out what each gets.
-    score_programs = scratch.score_programs * (2 if num_rows * kv_heads > 16 else 1)
+    if scratch.backends.score == "cuda" and num_rows * kv_heads > 16:
+        score_programs *= 2
     score_splits = splits_of(score_programs, num_rows, kv_heads)
-    attend_splits = splits_of(scratch.attend_programs, num_rows, kv_heads, MAX_SPLITS)
+    # What one row's programs have is merged by one: many small parts take longer than few.
+    most = MAX_SPLITS
+    if scratch.backends.attend == "cuda":
+        most = min(max(scratch.indices.shape[2] * unit // _ENTRIES, 16), most)
+    attend_splits = splits_of(scratch.attend_programs, num_rows, kv_heads, most)
     where = (block_table, rows.tokens, rows.requests, rows.lens)
-    in_cuda = scratch.backend == "cuda" and _cuda_takes(query, paged)
 
-    def score() -> None:
+    def score_in_cuda() -> None:
         reduction, group = cuda_ops.REDUCTIONS[scratch.reduction], sidecar.layout.group
         into = (rows.offsets, scratch.scores, scratch.histogram)
         how = (group, reduction, score_splits)
@@ -230,7 +286,7 @@ def steps(
         else:
             cuda_ops.score_pages(query, sidecar.scales, *where, *into, *how)
 
-    def select() -> None:
+    def select_in_cuda() -> None:
         cuda_ops.select(
             scratch.scores,
             scratch.histogram,
@@ -261,7 +317,6 @@ def steps(
         )
 
     def score_in_triton() -> None:
-        splits = splits_of(SCORE_PROGRAMS if query.is_cuda else 1, num_rows, kv_heads)
         score_units(
             query,
             sidecar,
@@ -271,7 +326,7 @@ def steps(
             scratch.stats,
             reduction=scratch.reduction,
             scale=scale * key_scale,
-            splits=splits,
+            splits=score_splits,
         )
 
     def select_in_triton() -> None:
@@ -294,20 +349,12 @@ def steps(
             splits=attend_splits,
         )
 
-    # The CUDA selection reads the histogram that the CUDA scores leave.
-    one_pass = in_cuda and scratch.reduction in cuda_ops.REDUCTIONS
+    scores_in_cuda = scratch.backends.score == "cuda"
     return {
-        "score": score if one_pass else score_in_triton,
-        "select": select if one_pass else select_in_triton,
-        "attend": attend_in_cuda if in_cuda else attend_in_triton,
+        "score": score_in_cuda if scores_in_cuda else score_in_triton,
+        "select": select_in_cuda if scores_in_cuda else select_in_triton,
+        "attend": attend_in_cuda if scratch.backends.attend == "cuda" else attend_in_triton,
     }
-
-
-def _cuda_takes(query: Tensor, paged: PagedKV) -> bool:
-    """Whether there are CUDA ops for these shapes and types; for others the Triton ones run."""
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    share = query.shape[1] // paged.num_heads
-    return is_half and paged.head_dim in (64, 128, 256) and share <= 16
 
 
 def _retrieve_in_torch(

@@ -6,9 +6,11 @@ from vllm.triton_utils import tl, triton
 
 from vllm_kvx.ops.retrieval_rows import RetrievalRows
 
-# Digits of a key, from the top: how far they are shifted, and how many bits they have.
-_DIGITS = ((21, 11), (10, 11), (0, 10))
-_BINS = 2048
+# Digits of a key, from the top: how far they are shifted. Triton's histogram takes time for each
+# bin: four passes with few bins are faster than three with many.
+_SHIFTS = (24, 16, 8, 0)
+_BITS = 8
+_BINS = 1 << _BITS
 _BLOCK = 2048
 # Programs in all, of those that scan scores.
 _PROGRAMS = 1024
@@ -44,8 +46,7 @@ def top_units(
     tallies = torch.empty(num_rows, kv_heads, splits, 2, dtype=torch.int32, device=device)
     what = (scores, rows.lens, rows.budgets, rows.offsets, state)
     scan, pairs = (splits, kv_heads, num_rows), (kv_heads, num_rows)
-    for digit, (shift, bits) in enumerate(_DIGITS):
-        above = _DIGITS[digit - 1][0] if digit else 0
+    for digit, shift in enumerate(_SHIFTS):
         _count_kernel[scan](
             *what,
             histogram,
@@ -53,9 +54,9 @@ def top_units(
             splits,
             UNIT=unit,
             FIRST=digit == 0,
-            ABOVE=above,
+            ABOVE=shift + _BITS,
             SHIFT=shift,
-            MASK=(1 << bits) - 1,
+            MASK=_BINS - 1,
             BINS=_BINS,
             BLOCK=_BLOCK,
         )

@@ -35,12 +35,16 @@ def _capture_sets(manager: Any, retrieval: Retrieval) -> None:
         retrieval.graph = dense
         stock_capture(*args, **kwargs)
         descriptions = manager._capture_descs
-        # vLLM measures the memory of a few graphs before it sizes the KV cache: of the first set.
-        is_sample = manager._max_full_descs_to_capture is not None
-        if CUDAGraphMode.FULL not in descriptions or is_sample:
+        full = descriptions.get(CUDAGraphMode.FULL)
+        if not full:
+            return
+        if manager._max_full_descs_to_capture is not None:
+            # A manager to be thrown away: vLLM measures a few graphs before it sizes the KV cache,
+            # and reserves memory for as many as are described here.
+            manager._capture_descs = {**descriptions, CUDAGraphMode.FULL: full * len(sets)}
             return
         try:
-            manager._capture_descs = {CUDAGraphMode.FULL: descriptions[CUDAGraphMode.FULL]}
+            manager._capture_descs = {CUDAGraphMode.FULL: full}
             for modes in retrieval.graph_modes[1:]:
                 retrieval.graph, manager.graphs = modes, sets[modes]
                 what = "Capturing CUDA graphs of retrieval"

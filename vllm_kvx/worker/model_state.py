@@ -218,9 +218,12 @@ class PolicyModelState(DefaultModelState):
         """Whether a step with these requests does more than a CUDA graph of decodes replays."""
         if bool(self._prompts) and any(i in self._prompts for i in requests.tolist()):
             return True
-        retrieval = self.retrieval
-        return retrieval is not None and retrieval.needs_python(
-            requests, self.seq_lens[requests] + 1
+        if self.retrieval is None:
+            return False
+        ends = self.seq_lens[requests] + 1
+        gaps = self.gap_starts.np[:, requests], self.gap_sizes.np[:, requests]
+        return self.retrieval.needs_python(
+            requests, ends, self.prompt_lens[requests], accounting.stored_lens(ends, *gaps)
         )
 
     def after_forward(self) -> None:

@@ -8,7 +8,7 @@ stock attention runs over all rows, those that retrieve cut to one entry.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from vllm_kvx import accounting
 from vllm_kvx.accounting import IntArray
 from vllm_kvx.cache.policy_cache import sidecar_layout
 from vllm_kvx.ops.retrieval_rows import RetrievalRows, pack, room_of
-from vllm_kvx.ops.retrieve import Scratch, choose_backend, retrieve
+from vllm_kvx.ops.retrieve import NEVER, Scratch, retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.parameters import Retrieve
 from vllm_kvx.policy.retrieval import DENSE_LAYERS
@@ -36,6 +36,12 @@ from vllm_kvx.worker.rows import SegmentRows
 from vllm_kvx.worker.sidecars import Sidecars
 
 logger = init_logger("vllm.kvx.retrieval")
+
+# Scores are allocated before vLLM sizes the KV pool: in this share of the device's memory, some
+# times what one score for every entry of the pool takes (rows that share a prompt have scores of
+# their own), and never in more than the second.
+SCORE_SHARE = 1 / 1024
+MAX_SCORE_BYTES = 256 << 20
 
 
 class Mode(Enum):
@@ -109,7 +115,7 @@ class Retrieval:
     ) -> None:
         """layers: ``taps.LayerTap``. graph_modes: those of the CUDA graphs, most special first."""
         max_reqs = vllm_config.scheduler_config.max_num_seqs
-        impl = layers[0].layer.impl
+        impl, model = layers[0].layer.impl, vllm_config.model_config
         self.layout, self.layers, self.graph_modes = layout, layers, tuple(graph_modes)
         self.max_num_reqs, self._device = max_reqs, device
         self._vllm_config = vllm_config
@@ -127,14 +133,31 @@ class Retrieval:
             kv_heads=impl.num_kv_heads,
             head_dim=impl.head_size,
             max_rows=max_reqs,
-            capacity=capacity_of(max_reqs, vllm_config.model_config.max_model_len, layout.unit),
+            capacity=capacity_of(
+                max_reqs,
+                model.max_model_len,
+                layout.unit,
+                impl.num_kv_heads,
+                score_bytes(device),
+            ),
             max_units=layout.max_units,
             unit=layout.unit,
             reduction=layout.reduction,
             device=device,
+            dtype=cast(torch.dtype, model.dtype),
         )
-        logger.info("Retrieval runs %s ops: %s", *choose_backend(device))
-        self.sidecars = Sidecars(layers, max_reqs, self.scratch.backend == "torch", device)
+        self.backends = self.scratch.backends
+        logger.info("Ops of retrieval: %s (%s)", self.backends, self.backends.reason)
+        if self.backends.crossover == NEVER:
+            logger.warning(
+                "dense_below=auto reads every context whole on this server: scores and selection "
+                "run in Triton (%s), which was slower than stock attention at every length "
+                "measured. For speed have them run in CUDA, whose ops `python -m "
+                "vllm_kvx.tools.build_ops` builds; to retrieve all the same, set "
+                "dense_below=<tokens> in the policy",
+                self.backends.reason,
+            )
+        self.sidecars = Sidecars(layers, max_reqs, self.backends.score == "torch", device)
         self.sampler = RecallSampler(recall_every, device)
         # The modes whose graph the running step replays, or is captured.
         self.graph: Modes = (Mode.DENSE,) * num_segments
@@ -148,23 +171,41 @@ class Retrieval:
     def add_request(self, req_index: int, policy: Retrieve | None) -> None:
         """policy: what the request retrieves by, or None."""
         self.budgets[req_index] = policy.budget_units if policy is not None else 0
-        self.floors[req_index] = policy.floor(self.scratch.crossover) if policy is not None else 0
+        self.floors[req_index] = policy.floor(self.backends.crossover) if policy is not None else 0
         self.sidecars.add_request(req_index)
 
-    def needs_python(self, requests: np.ndarray, lens: IntArray) -> bool:
+    def needs_python(
+        self, requests: np.ndarray, ends: IntArray, prompt_lens: IntArray, stored_lens: IntArray
+    ) -> bool:
         """Whether a decode step cannot replay a graph: scores do not fit, recall is measured, or a
         request that resumes may read what this very step computes.
 
-        lens: (R,) logical lengths, at least what the requests see.
+        Args: see ``lens_of``.
         """
         may = self.budgets[requests] > 0
+        if not may.any():
+            return False
         if (self.sidecars.is_fresh(requests) & may).any():
             return True
-        retrieves = may & (lens >= self.floors[requests])
-        if not retrieves.any():
-            return False
-        room = room_of(lens[retrieves], self.layout.unit).sum()
-        return bool(room > self.scratch.capacity) or self.sampler.is_due
+        lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
+        return not self._fits(lens) or (self.sampler.is_due and bool(lens.any()))
+
+    def lens_of(
+        self, requests: np.ndarray, ends: IntArray, prompt_lens: IntArray, stored_lens: IntArray
+    ) -> IntArray:
+        """(S, R) entries that each request's last token sees, 0 where it does not retrieve.
+
+        Args:
+            requests: (R,) request states. ends, prompt_lens: (R,) logical lengths.
+            stored_lens: (S, R) entries seen by each request's last token.
+        """
+        generates = (ends > prompt_lens) & (self.budgets[requests] > 0)
+        return np.where(generates & (stored_lens >= self.floors[requests]), stored_lens, 0)
+
+    def _fits(self, lens: IntArray) -> bool:
+        """Whether the scores of (S, R) entries have room at once, segment by segment."""
+        room = room_of(lens, self.layout.unit).sum(axis=1)
+        return bool((room <= self.scratch.capacity).all())
 
     def plan(
         self,
@@ -183,11 +224,11 @@ class Retrieval:
             is_fresh: (R,) bool, requests that have run no step yet.
         """
         budgets, floors = self.budgets[requests], self.floors[requests]
-        generates = (begins + counts > prompt_lens) & (budgets > 0)
+        ends = begins + counts
+        lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
         # One that resumes may read, of a prefix, what another request computes in this step.
-        several = generates & ((counts > 1) | is_fresh)
-        retrieves = (generates & ~several) & (stored_lens >= floors)
-        lens = np.where(retrieves, stored_lens, 0)
+        several = (ends > prompt_lens) & (budgets > 0) & ((counts > 1) | is_fresh)
+        lens[:, several] = 0
         sampled = self.sampler.takes_step(bool(lens.any()))
         return RetrievalStep(lens, np.flatnonzero(several).tolist(), budgets, floors, sampled)
 
@@ -203,6 +244,7 @@ class Retrieval:
         offsets = np.zeros((num_segments, num_reqs), dtype=np.int64)
         if step is not None:
             wanted = step.modes
+            assert self._fits(step.lens), "scores of a CUDA graph do not fit"
             covered = [m for m in self.graph_modes if _covers(m, wanted)]
             self.graph = covered[0]
             index = np.arange(step.lens.shape[1])
@@ -349,7 +391,7 @@ class Retrieval:
     def stats(self) -> dict[str, Any]:
         """JSON-able figures of this rank."""
         return {
-            "ops": self.scratch.backend,
+            "ops": str(self.backends),
             "seconds_in_sidecar_writes": self.sidecars.timer.seconds,
             "recall": self.sampler.recall,
             "recall_samples": self.sampler.samples,
@@ -408,7 +450,20 @@ def _covers(graph: Modes, wanted: Modes) -> bool:
     return all(g is w or g is Mode.MIXED for g, w in zip(graph, wanted, strict=True))
 
 
-def capacity_of(max_num_reqs: int, max_model_len: int, unit: int) -> int:
-    """Units that scores have room for: all there can be, or two of the longest and a million."""
+def score_bytes(device: torch.device) -> int:
+    """Memory for scores on `device`."""
+    if device.type == "cpu":
+        return MAX_SCORE_BYTES
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(int(total * SCORE_SHARE), MAX_SCORE_BYTES)
+
+
+def capacity_of(
+    max_num_reqs: int, max_model_len: int, unit: int, kv_heads: int, num_bytes: int
+) -> int:
+    """Units that scores have room for: all there can be, or what tokens fit into the memory, but
+    two of the longest in any case. A multiple of four, as ``room_of``.
+    """
     longest = int(room_of(np.array([max_model_len]), unit)[0])
-    return min(max_num_reqs * longest, max(2 * longest, (1 << 20) // unit))
+    tokens = num_bytes // (4 * kv_heads)
+    return min(max_num_reqs * longest, max(2 * longest, tokens // unit // 4 * 4))

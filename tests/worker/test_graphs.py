@@ -1,0 +1,82 @@
+"""Sets of CUDA graphs, on a manager that only notes what it captures."""
+
+from typing import Any
+
+import pytest
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu import cudagraph_utils
+
+from vllm_kvx.worker.graphs import capture_each_mode
+
+MODES = ("dense", "all", "mixed")
+
+
+class Manager:
+    """What ``capture_each_mode`` touches of vLLM's ``CudaGraphManager``."""
+
+    def __init__(self, retrieval: Any) -> None:
+        self.retrieval = retrieval
+        self.graphs: dict[str, tuple[str, str]] = {}
+        self._capture_descs = {
+            CUDAGraphMode.PIECEWISE: ["p"],
+            CUDAGraphMode.FULL: ["8", "4", "2", "1"],
+        }
+        self._max_full_descs_to_capture: int | None = None
+        self.captured: list[str] = []
+
+    def capture(self, progress_bar_desc: str = "") -> None:
+        for descriptions in self._capture_descs.values():
+            for description in descriptions[: self._max_full_descs_to_capture]:
+                self.captured.append(f"{description} {self.retrieval.graph}")
+                self.graphs[description] = (description, self.retrieval.graph)
+
+    def run_fullgraph(self, description: str) -> tuple[str, str]:
+        return self.graphs[description]
+
+
+class Retrieval:
+    graph_modes = MODES
+    graph = "dense"
+
+
+class Runner:
+    def __init__(self, retrieval: Any) -> None:
+        self.retrieval, self.cudagraph_manager = retrieval, None
+
+    def initialize_kv_cache(self) -> None:
+        self.cudagraph_manager: Any = Manager(self.retrieval)
+
+
+@pytest.fixture
+def runner() -> Runner:
+    retrieval: Any = Retrieval()
+    runner = Runner(retrieval)
+    capture_each_mode(runner, retrieval)
+    runner.initialize_kv_cache()
+    return runner
+
+
+def test_every_set_is_captured_and_replayed(runner: Runner) -> None:
+    manager = runner.cudagraph_manager
+    manager.capture()
+    full = [f"{size} {mode}" for mode in MODES for size in (8, 4, 2, 1)]
+    assert manager.captured == ["p dense", *full]
+    for mode in MODES:
+        runner.retrieval.graph = mode
+        assert manager.run_fullgraph("4") == ("4", mode)
+
+
+def test_memory_is_reserved_for_every_set(runner: Runner) -> None:
+    """As vLLM's ``profile_cudagraph_memory`` does: two graphs are measured, all are counted."""
+    manager = runner.cudagraph_manager
+    manager._max_full_descs_to_capture = 2
+    manager.capture()
+    assert manager.captured == ["p dense", "8 dense", "4 dense"]
+    count = len(manager._capture_descs[CUDAGraphMode.FULL])
+    assert count == 3 * 4
+    estimate = cudagraph_utils._extrapolate_full_graph_memory([100 << 20, 5 << 20], count)
+    assert estimate == (100 + 11 * 5) << 20
+    # The real KV cache comes with a manager of its own.
+    runner.initialize_kv_cache()
+    runner.cudagraph_manager.capture()
+    assert len(runner.cudagraph_manager.captured) == 1 + 3 * 4
