@@ -23,7 +23,7 @@ from vllm_kvx.policy.spec import PolicyError, parse_policy
 MODEL = "lookup-8l"
 FULL = "full"
 MAX_MODEL_LEN = 2048
-ANSWER_TOKENS = 4
+ANSWER_TOKENS = 6
 # Long enough that the request is still running when its blocks are counted.
 HOLD_TOKENS = 96
 # The server answers with what it read up to 0.25 s ago.
@@ -71,7 +71,9 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    prompt, expected = make_prompt(args.seed, args.tokens, tokenizer)
+    # The first word of an answer comes with the prompt; decode steps are to look something up too.
+    words = 3 if parse_policy(args.policy).retrieve else 1
+    prompt, expected = make_prompt(args.seed, args.tokens, tokenizer, words)
     flags = [
         str(CHECKPOINT),
         *("--served-model-name", MODEL),
@@ -88,7 +90,7 @@ def main() -> int:
             with serving(flags, log, cpu_environment()) as url:
                 show_document(prompt, expected, args.tokens)
                 # Another document first: it takes what only a first request costs.
-                other, _ = make_prompt(args.seed + 1, args.tokens, tokenizer)
+                other, _ = make_prompt(args.seed + 1, args.tokens, tokenizer, words)
                 for question in (other, prompt):
                     runs = [ask(url, question, policy) for policy in (args.policy, FULL)]
                 layout = status(url)["layout"]

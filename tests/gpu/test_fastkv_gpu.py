@@ -152,13 +152,16 @@ def test_tp2_selects_what_tp1_selects() -> None:
         assert (one.logprobs - two.logprobs).abs().max() < 1e-4
 
 
-def lookups(count: int) -> tuple[list[list[int]], list[str], Any]:
-    """Prompts of the checkpoint's task, what it should answer, and how to read its tokens."""
+def lookups(count: int, values: int = 1) -> tuple[list[list[int]], list[str], Any]:
+    """Prompts of the checkpoint's task, what it should answer, and how to read its tokens.
+
+    values: words of an answer; those after the first one are found by decode steps.
+    """
     from transformers import AutoTokenizer
 
     from benchmarks.checkpoint.prompts import make_prompt
 
     tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
-    questions = [make_prompt(seed, 1024, tokenizer) for seed in range(count)]
+    questions = [make_prompt(seed, 1024, tokenizer, values) for seed in range(count)]
     prompts = [tokenizer(question).input_ids for question, _ in questions]
     return prompts, [answer for _, answer in questions], tokenizer.decode

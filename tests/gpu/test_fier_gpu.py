@@ -129,7 +129,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:  # n
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_checkpoint_answers(kv_cache_dtype: str) -> None:
-    prompts, expected, decode = lookups(100)
+    prompts, expected, decode = lookups(100, values=3)
     fiers = ["fier-256", "fier-128", "fier-64", "speed-5+fier-128"]
     names = [*(f"{name}:dense_below=0" for name in fiers), "full"]
     score, reads = {}, {}
@@ -143,7 +143,7 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
         **(COMPILED | PAGES | {"max_num_batched_tokens": 2048}),
     ) as engine:
         for name in names:
-            answers = engine.generate(prompts, max_tokens=2, policies=[name] * len(prompts))
+            answers = engine.generate(prompts, max_tokens=4, policies=[name] * len(prompts))
             right = [decode(a.tokens) == e for a, e in zip(answers, expected, strict=True)]
             score[name] = sum(right) / len(right)
         stats = engine.stats()["policies"]
@@ -157,7 +157,7 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tp2_decides_what_tp1_decides() -> None:
-    prompts, _, _ = lookups(24)
+    prompts, _, _ = lookups(24, values=3)
     answers: dict[int, list[Answer]] = {}
     for size in (1, 2):
         with running(

@@ -729,7 +729,7 @@ class TestBackend:
     @pytest.mark.parametrize("name", ["triton", "torch"])
     def test_asked_for(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(BACKEND_VARIABLE, name)
-        for device in ("cpu", "cuda"):
+        for device in ("cpu", "cuda") if name == "triton" else ("cpu",):
             backend, why = choose_backend(torch.device(device))
             assert backend == name and BACKEND_VARIABLE in why
 
@@ -740,6 +740,9 @@ class TestBackend:
         monkeypatch.setenv(BACKEND_VARIABLE, "cuda")
         with pytest.raises(ValueError, match="needs a GPU"):
             choose_backend(torch.device("cpu"))
+        monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+        with pytest.raises(ValueError, match="is for CPUs"):
+            choose_backend(torch.device("cuda"))
 
     def test_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
@@ -761,20 +764,22 @@ class TestBackend:
     def test_triton_where_there_is_no_cuda_op(
         self, options: dict[str, Any], ops: str, why: str
     ) -> None:
-        """`auto` retrieves only where everything that depends on the length runs in CUDA."""
+        """`auto` follows what depends on the length."""
         query = {"dtype": torch.bfloat16, "head_dim": 128, "share": 4, "reduction": "max"}
         backends = Backends.of("cuda", "built", **(query | options))
         assert str(backends) == ops and why in backends.reason
-        assert (backends.crossover < NEVER) == (ops == "cuda")
+        softmax = options.get("reduction") == "softmax"
+        expected = CROSSOVER["cuda" if ops == "cuda" else "triton"]
+        assert backends.crossover == (NEVER if softmax else expected)
         for backend in ("triton", "torch"):
             asked = Backends.of(backend, "set", **(query | options))
             assert str(asked) == backend and asked.reason == "set"
 
     def test_crossover(self) -> None:
         """Of `auto`: no length of an int32 reaches the one that never comes."""
-        never, always = (CROSSOVER[backend] for backend in ("triton", "torch"))
-        assert FIER(64).floor(never) == NEVER and FIER(64).floor(always) == 65
-        assert FIER(64, dense_below=0).floor(never) == 65
+        assert FIER(64).floor(NEVER) == NEVER and FIER(64).floor(CROSSOVER["torch"]) == 65
+        assert FIER(64, dense_below=0).floor(NEVER) == 65
+        assert [FIER(n).floor(16384) for n in (64, 4096, 8192)] == [16384, 16384, 32768]
         assert 10**MAX_DIGITS < NEVER < 1 << 31
 
     def test_splits(self) -> None:

@@ -78,7 +78,15 @@ def test_no_layout(name: str, message: str) -> None:
     ],
 )
 def test_one_sidecar(names: tuple[str, str]) -> None:
-    with pytest.raises(PolicyError, match=r"one sidecar, not both .* use the same method"):
+    with pytest.raises(PolicyError, match=r"one sidecar, but .* the same method") as error:
+        layout_of(map(parse_policy, names), 32)
+    for name in names:
+        assert f" {name} " in str(error.value)
+
+
+def test_a_sidecar_is_of_its_widest_policy() -> None:
+    names = ("fier-64", "speed-24+fier-128", "fier-99", "quest-64")
+    with pytest.raises(PolicyError, match=r"but speed-24\+fier-128 .* up to 128\), and quest-64 "):
         layout_of(map(parse_policy, names), 32)
 
 
@@ -161,7 +169,34 @@ def test_another_sidecar(name: str, layout: Layout, has: str, needs: str) -> Non
     with pytest.raises(PolicyError) as error:
         check_fits(parse_policy(name), layout, 32)
     assert f"its layout has no split, {has}" in str(error.value)
-    assert f"{name} needs {needs}: start the server with --kv-policy {name}" in str(error.value)
+    assert f"{name} needs {needs}: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "server", "instead"),
+    [
+        ("quest-512", "fier-2048", "fier-512"),
+        ("fier-512:group=64", "fier-2048", "fier-512"),
+        ("fier-512:reduction=softmax", "fier-2048", "fier-512"),
+        ("fier-512", "fier-2048:reduction=sum", "fier-512:reduction=sum"),
+        ("fier-512:dense_below=9", "quest-1024:page=64", "quest-512:page=64,dense_below=9"),
+        ("fier-512", "quest-79", "quest-64"),
+        ("quest-64", "fier-256:group=128", "fier-128:group=128"),
+        ("speed-8+quest-64", "speed-8+fier-64", "speed-8+fier-64"),
+        ("quest-64+snapkv", "fier-64", None),
+        ("speed-8+quest-64", "fier-64", None),
+    ],
+)
+def test_what_fits_in_its_place(name: str, server: str, instead: str | None) -> None:
+    policy, layout = parse_policy(name), layout_of([parse_policy(server)], 32)
+    with pytest.raises(PolicyError) as error:
+        check_fits(policy, layout, 32)
+    way_out = f"start a server of its own with --kv-policy {policy}"
+    if instead is not None:
+        check_fits(parse_policy(instead), layout, 32)
+        way_out = f"request {instead}, which fits, or {way_out}"
+    assert str(error.value).rpartition(": ")[2] == way_out
+    check_fits(policy, layout_of([policy], 32), 32)
 
 
 @pytest.mark.parametrize(

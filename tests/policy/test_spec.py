@@ -187,7 +187,9 @@ INVALID = {
     "streamingllm:recent=0": ["recent must be an integer of at least 1, got 0"],
     "fier-63": ["BUDGET must be an integer from 64 to 8192, got 63; for example fier-1024"],
     "fier-9000": ["BUDGET must be an integer from 64 to 8192, got 9000"],
-    "fier-64:group=33": ["group must be a multiple of 32 of at least 32, got 33"],
+    "fier-64:group=33": ["group must be one of 32, 64, 128, got 33"],
+    "fier-1024:group=16": ["group must be one of 32, 64, 128, got 16"],
+    "fier-1024:group=32.0": ["group must be one of 32, 64, 128, got 32.0"],
     "fier-1024:group=96": ["group must be one of 32, 64, 128, got 96"],
     "fier-64:group=128": ["group must be no larger than the budget of 64 tokens, got 128"],
     "fier-64:dense_below=-1": ["dense_below must be an integer of at least 0 or auto, got '-1'"],
@@ -195,10 +197,10 @@ INVALID = {
     "fier-64:reduction=1": ["reduction must be one of"],
     "quest-8": ["BUDGET must be an integer from 64 to 8192, got 8; for example quest-1024"],
     "quest-9000": ["BUDGET must be an integer from 64 to 8192, got 9000"],
-    "quest-64:page=0": ["page must be an integer of at least 1, got 0"],
+    "quest-64:page=0": ["page must be one of 8, 16, 32, 64, got 0"],
     "quest-64:page=12": ["page must be one of 8, 16, 32, 64, got 12"],
     "quest-64:reduction=mean": ["reduction must be one of max, sum, softmax, got 'mean'"],
-    "quest-64:page=65": ["page must be no larger than the budget of 64 tokens, got 65"],
+    "quest-64:page=65": ["page must be one of 8, 16, 32, 64, got 65"],
 }
 
 

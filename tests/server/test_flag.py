@@ -142,15 +142,15 @@ def test_a_misspelled_key_is_an_error(config: dict, names: str) -> None:
         ({"kv_policy": "quest-9000"}, "^kv_policy: .*from 64 to 8192, got 9000"),
         (
             {"kv_policy": "fier-64", "kv_layout": ["speed-2+quest-64"]},
-            "one sidecar, not both .*1-bit keys.* and bounds of pages.*: use the same method",
+            "but fier-64 needs .* 1-bit keys.* and speed-2.quest-64 one of bounds of pages.*server",
         ),
         (
             {"kv_policy": "full", "kv_layout": ["fier-64", "fier-64:group=64"]},
-            "one sidecar, not both .*groups of 32.*groups of 64.*use the same method, group",
+            "sidecar, but fier-64 .*groups of 32.*fier-64:group=64 .*groups of 64.*method, group",
         ),
         (
             {"kv_policy": "quest-64", "kv_layout": ["quest-64:reduction=softmax"]},
-            r"one sidecar, not both .*\(max,.*\(softmax,.*use the same .* reduction",
+            r"one sidecar, but quest-64 .*\(max,.*\(softmax,.*give them the same .* reduction",
         ),
         ({"kv_policy": "fier-64", "kv_recall_every": -1}, "kv_recall_every .*0 for never, got -1"),
         ({"kv_policy": "fier-64", "kv_recall_every": 1.5}, "kv_recall_every .*got 1.5"),

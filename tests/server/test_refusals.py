@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_kvx.ops import cuda_ops
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server import validate
@@ -124,6 +126,7 @@ def test_rows_where_pages_hold_a_sidecar(stock) -> None:
     for path, value, names in [
         ("model_config.get_head_size", lambda: 80, "head dimensions of 32, 64, 128, 256"),
         ("attention_config.backend", AttentionBackendEnum.FLASHINFER, "FLASH_ATTN, TRITON_ATTN"),
+        ("compilation_config.pass_config.fuse_attn_quant", True, '{"fuse_attn_quant": false}'),
     ]:
         (found,) = reasons(WITH_RETRIEVAL, changed(stock, path, value))
         assert names in found
@@ -156,12 +159,51 @@ def test_rows_where_pages_hold_a_sidecar(stock) -> None:
             "--dtype float32",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a row of CPU servers"),
         ),
+        (
+            "fier-64",
+            {"compilation_config": {"pass_config": {"fuse_attn_quant": True}}},
+            "its quantization cannot be fused .* --compilation-config",
+        ),
         ("fier-64:group=96", {}, "group must be one of 32, 64, 128, got 96"),
     ],
 )
 def test_what_retrieval_cannot_do(make_config, policy: str, settings: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         make_config(policy, **{"dtype": "float32"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("ops", "names"),
+    [
+        ("bogus", "KVX_RETRIEVAL_OPS must be one of cuda, triton, torch, got 'bogus'"),
+        pytest.param(
+            "cuda",
+            "KVX_RETRIEVAL_OPS=cuda needs a GPU: unset it",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is of CPU servers"),
+        ),
+    ],
+)
+def test_retrieval_ops_that_there_are_not(make_config, monkeypatch, ops: str, names: str) -> None:
+    monkeypatch.setenv("KVX_RETRIEVAL_OPS", ops)
+    with pytest.raises(ValueError, match=names):
+        make_config("fier-64", dtype="float32")
+    make_config("speed-4", dtype="float32")
+    for works in ("triton", "torch", ""):
+        monkeypatch.setenv("KVX_RETRIEVAL_OPS", works)
+        make_config("fier-64", dtype="float32")
+
+
+def test_cuda_ops_on_a_gpu_must_be_built(monkeypatch, tmp_path) -> None:
+    """Found out without CUDA, which the API server's process must not initialise."""
+    monkeypatch.setenv("KVX_RETRIEVAL_OPS", "cuda")
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
+    library = tmp_path / "ops.so"
+    monkeypatch.setattr(cuda_ops, "LIBRARY", library)
+    (found,) = validate._ops_problems()
+    assert "ops.so is not built: run python -m vllm_kvx.tools.build_ops" in found
+    library.touch()
+    assert validate._ops_problems() == []
 
 
 def test_retrieval_knows_few_head_dimensions(make_config, model_dir) -> None:

@@ -1,5 +1,6 @@
 """A request's policy is checked where vLLM admits it, and costs nothing in the worker."""
 
+import json
 import pickle
 import random
 import string
@@ -93,7 +94,31 @@ def test_retrieval_within_the_sidecar_passes(name: str) -> None:
 def test_retrieval_beyond_the_sidecar_is_refused(name: str, names: str) -> None:
     with pytest.raises(VLLMValidationError, match=names) as error:
         validator("fier-128")(params(name))
-    assert f"""--additional-config '{{"kv_layout": ["{name}"]}}'""" in str(error.value)
+    message = str(error.value)
+    validator(message.partition("--kv-policy ")[2].split(",")[0].strip())(params(name))
+
+
+@pytest.mark.parametrize("name", ["fier-129", "speed-4+fier-64", "speed-4+fier-129"])
+def test_room_can_be_made_for_larger_budgets(name: str) -> None:
+    with pytest.raises(VLLMValidationError, match=r"or make room with") as error:
+        validator("fier-128")(params(name))
+    config = json.loads(str(error.value).split("--additional-config '")[1].split("'")[0])
+    check = validator("fier-128", *config["kv_layout"])
+    check(params(name))
+    check(params("fier-128"))
+
+
+@pytest.mark.parametrize(
+    "name", ["quest-96", "fier-96:group=64", "fier-96:reduction=softmax", "quest-512"]
+)
+def test_no_room_can_be_made_for_another_sidecar(name: str) -> None:
+    check = validator("fier-128")
+    with pytest.raises(VLLMValidationError, match=r"request \S+, which fits") as error:
+        check(params(name))
+    assert "kv_layout" not in str(error.value)
+    check(params(str(error.value).split("request ")[1].split(",")[0]))
+    with pytest.raises(ValueError, match="one server holds one sidecar, but fier-128 needs"):
+        validator("fier-128", name)
 
 
 def test_retrieval_needs_a_sidecar() -> None:

@@ -258,7 +258,10 @@ MALFORMED = {
         "fier-65",
         "a sidecar of .*up to 64.*needs a sidecar .*up to 65.*kv_layout",
     ),
-    "other sidecar": ("speed-4+quest-64", "needs a sidecar of bounds of pages of 16 .*kv_layout"),
+    "other sidecar": (
+        "speed-4+quest-64",
+        r"needs a sidecar of bounds of pages of 16 .*: request speed-4\+fier-64, which fits",
+    ),
     "group": ("fier-64:group=128", "group must be no larger than the budget of 64 tokens, got 128"),
     "number": (4, "must be a string such as 'speed-24' or 'full', got 4"),
     "list": (["speed-4"], r"must be a string such as 'speed-24' or 'full', got \['speed-4'\]"),

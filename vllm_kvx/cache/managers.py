@@ -27,7 +27,7 @@ class RequestKV:
     Attributes:
         storage: what it stores in the manager's segment.
         shares: whether its blocks may be read by others, and others' by it.
-    publishes: leading tokens whose blocks others may read; None if all.
+        publishes: leading tokens whose blocks others may read; None if all.
         anchors: leading tokens whose entries a prefix hit must bring along.
         anchor_hash: key of those entries, by their tokens; ``None`` if they cannot be shared.
         by_block: retention keeps whole blocks; which, the worker says.

@@ -30,10 +30,9 @@ _ENTRIES = 128
 # More entries than any request has; lengths on the device are int32, and so is this.
 NEVER = 1 << 30
 # Entries from which on a step is faster than with stock attention, by what scores and selects, for
-# one request of Llama-3.1-8B's shape on an H200 (benchmarks/results/h200-fier.json). In Triton a
-# layer was slower than with stock attention at every size (h200-retrieval-ops.json). On CPU nothing
-# is gained, and everything can be tried.
-CROSSOVER = {"cuda": 16384, "triton": NEVER, "torch": 0}
+# one request of Llama-3.1-8B's shape on an H200 (benchmarks/results/h200-fier.json, and for Triton
+# h200-retrieval-ops.json). On CPU nothing is gained, and everything can be tried.
+CROSSOVER = {"cuda": 16384, "triton": 262_144, "torch": 0}
 BACKENDS = ("cuda", "triton", "torch")
 BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"
 
@@ -47,6 +46,8 @@ def choose_backend(device: torch.device) -> tuple[str, str]:
     wanted = os.environ.get(BACKEND_VARIABLE, "")
     if wanted not in ("", *BACKENDS):
         raise ValueError(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {wanted!r}")
+    if wanted == "torch" and device.type != "cpu":
+        raise ValueError(f"{BACKEND_VARIABLE}=torch is for CPUs: unset it")
     if wanted in ("triton", "torch"):
         return wanted, f"{BACKEND_VARIABLE} is set"
     if device.type == "cpu":
@@ -67,11 +68,13 @@ class Backends:
 
     score: also of selection, which in CUDA reads what the CUDA scores leave. attend: of attention.
     reason: why these.
+    crossover: entries from which on retrieval pays; NEVER if at no length.
     """
 
     score: str
     attend: str
     reason: str
+    crossover: int
 
     @classmethod
     def of(
@@ -87,19 +90,18 @@ class Backends:
 
         dtype: of queries. share: query heads per KV head. reduction: see ``policy.retrieval``.
         """
-        if backend != "cuda":
-            return cls(backend, backend, reason)
-        if refusal := cuda_ops.why_not_for(dtype, head_dim, share):
-            return cls("triton", "triton", refusal)
-        if reduction not in cuda_ops.REDUCTIONS:
-            known = " or ".join(cuda_ops.REDUCTIONS)
-            return cls("triton", "cuda", f"CUDA ops want reduction={known}, not {reduction}")
-        return cls(backend, backend, reason)
-
-    @property
-    def crossover(self) -> int:
-        """Entries from which on retrieval pays; NEVER if at no length."""
-        return CROSSOVER[self.score]
+        score = attend = backend
+        if backend == "cuda":
+            if refusal := cuda_ops.why_not_for(dtype, head_dim, share):
+                score = attend = "triton"
+                reason = refusal
+            elif reduction not in cuda_ops.REDUCTIONS:
+                score = "triton"
+                known = " or ".join(cuda_ops.REDUCTIONS)
+                reason = f"CUDA ops want reduction={known}, not {reduction}"
+        # Two passes over the keys: slower than stock at every length measured.
+        twice = score == "triton" and reduction == "softmax"
+        return cls(score, attend, reason, NEVER if twice else CROSSOVER[score])
 
     def __str__(self) -> str:
         if self.score == self.attend:

@@ -34,16 +34,12 @@ class FIER(Retrieve):
     has_codes: ClassVar[bool] = True
 
     budget: int = integer(at_least=64, at_most=MAX_BUDGET)
-    group: int = integer(32, at_least=32, multiple_of=32)
+    group: int = choice(32, GROUPS)
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.group not in GROUPS:
-            raise PolicyError(
-                f"fier: group must be one of {', '.join(map(str, GROUPS))}, got {self.group}"
-            )
         if self.group > self.budget:
             raise PolicyError(
                 f"fier: the newest group is always read, so group must be no larger than the "

@@ -5,7 +5,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from vllm_kvx.policy.fier import FIER
 from vllm_kvx.policy.parameters import Retain, Retrieve, Select
+from vllm_kvx.policy.quest import Quest
 from vllm_kvx.policy.spec import KVPolicy, PolicyError
 from vllm_kvx.policy.structkv import StructKV
 
@@ -37,9 +39,19 @@ class RetrievalLayout:
         """Tokens that are read together."""
         return 1 if self.has_codes else self.group
 
+    def is_like(self, other: "RetrievalLayout") -> bool:
+        """Whether pages and reduction are those of `other`; budgets may differ."""
+        return replace(self, max_units=other.max_units) == other
+
     def fits(self, other: "RetrievalLayout | None") -> bool:
         """Whether a server laid out like `other` can do this."""
-        return other is not None and replace(self, max_units=other.max_units) == other
+        return other is not None and self.is_like(other) and self.max_units <= other.max_units
+
+    def nearest(self, method: Retrieve) -> Retrieve:
+        """What a server laid out like this can do in the place of `method`."""
+        budget = min(max(method.budget, self.group), self.max_units * self.unit)
+        near = FIER if self.has_codes else Quest
+        return near(budget, self.group, self.reduction, method.dense_below)
 
     def __str__(self) -> str:
         what = "1-bit keys in groups" if self.has_codes else "bounds of pages"
@@ -92,6 +104,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     splits: set[int] = set()
     cuts: set[int] = set()
     sidecar: RetrievalLayout | None = None
+    owner: KVPolicy | None = None  # of the sidecar
     retain, stash, window = False, False, 0
     for policy in policies:
         policy.check_model(num_layers)
@@ -101,7 +114,15 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             above = {layer for layer in part.splits() if layer < num_layers}
             splits |= above
             if isinstance(part, Retrieve):
-                sidecar = _widest(sidecar, RetrievalLayout.of(part))
+                needed = RetrievalLayout.of(part)
+                if sidecar is not None and not needed.is_like(sidecar):
+                    raise PolicyError(
+                        f"one server holds one sidecar, but {owner} needs one of {sidecar}, and "
+                        f"{policy} one of {needed}: give them the same method, group or page, and "
+                        "reduction, or each a server of its own"
+                    )
+                if not needed.fits(sidecar):
+                    sidecar, owner = needed, policy
             stash |= part is policy.propagate and isinstance(part, Select) and bool(above)
             if isinstance(part, StructKV) and part.is_online:
                 low, high = part.limits(num_layers)
@@ -112,26 +133,13 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     return Layout(tuple(sorted(splits)), sidecar, retain, window, stash, tuple(sorted(cuts)))
 
 
-def _widest(one: RetrievalLayout | None, other: RetrievalLayout) -> RetrievalLayout:
-    if one is None:
-        return other
-    if not other.fits(one):
-        raise PolicyError(
-            f"one server holds one sidecar, not both {one} and {other}: use the same method, group "
-            "or page, and reduction"
-        )
-    return max(one, other, key=lambda layout: layout.max_units)
-
-
 def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     """Raise PolicyError, saying what to change, unless a server with `layout` can run `policy`."""
     needed = layout_of([policy], num_layers)
     missing = [layer for layer in needed.splits if layer not in layout.splits]
     needs = [f"a split at {_layers(missing)}"] if missing else []
-    if needed.sidecar is not None:
-        wide = layout.sidecar is not None and needed.sidecar.max_units <= layout.sidecar.max_units
-        if not (needed.sidecar.fits(layout.sidecar) and wide):
-            needs.append(f"a sidecar of {needed.sidecar}")
+    if needed.sidecar is not None and not needed.sidecar.fits(layout.sidecar):
+        needs.append(f"a sidecar of {needed.sidecar}")
     if needed.retain and not layout.retain:
         needs.append("retention")
     if needed.window > layout.window:
@@ -141,12 +149,31 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     if needed.stash and not layout.stash:
         needs.append("a stash")
     if needs:
-        room = json.dumps({"kv_layout": [str(policy)]})
         raise PolicyError(
             f"{policy} does not fit this server: its layout has {layout}; {policy} needs "
-            f"{' and '.join(needs)}: start the server with --kv-policy {policy}, or make room with "
-            f"--additional-config '{room}'"
+            f"{' and '.join(needs)}: {_way_out(policy, needed, layout, num_layers)}"
         )
+
+
+def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) -> str:
+    """What to do about a `policy` that needs more than `layout`."""
+    theirs, ours = needed.sidecar, layout.sidecar
+    if theirs is None or ours is None or theirs.is_like(ours):
+        room = json.dumps({"kv_layout": [str(policy)]})
+        return (
+            f"start the server with --kv-policy {policy}, or make room with --additional-config "
+            f"'{room}'"
+        )
+    # No server has room for two sidecars.
+    alone = f"start a server of its own with --kv-policy {policy}"
+    other = KVPolicy.of(
+        ours.nearest(part) if isinstance(part, Retrieve) else part for part in policy.parts
+    )
+    try:
+        check_fits(other, layout, num_layers)
+    except PolicyError:
+        return alone
+    return f"request {other}, which fits, or {alone}"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ def integer(
     at_least: int = 1,
     words: tuple[str, ...] = (),
     odd: bool = False,
-    multiple_of: int = 1,
     at_most: int | None = None,
 ) -> Any:
     """An integer field within these limits, or one of `words`; required without a default."""
@@ -51,11 +50,9 @@ def integer(
             return value in words
         if value < at_least or (at_most is not None and value > at_most):
             return False
-        return value % multiple_of == 0 and (value % 2 == 1 or not odd)
+        return value % 2 == 1 or not odd
 
     kind = "an odd integer" if odd else "an integer"
-    if multiple_of > 1:
-        kind = f"a multiple of {multiple_of}"
     limits = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     wanted = " or ".join([f"{kind} {limits}", *words])
     return _declare(default, Limits(wanted, allows))
@@ -71,9 +68,13 @@ def weight(default: float) -> Any:
     return _declare(default, Limits("a number in [0, 1]", lambda v: _is_number(v) and 0 <= v <= 1))
 
 
-def choice(default: str, words: tuple[str, ...]) -> Any:
-    """One of `words`."""
-    return _declare(default, Limits("one of " + ", ".join(words), lambda v: v in words))
+def choice(default: int | str, values: tuple[int, ...] | tuple[str, ...]) -> Any:
+    """One of `values`, all of the default's type."""
+
+    def allows(value: Any) -> bool:
+        return type(value) is type(default) and value in values
+
+    return _declare(default, Limits("one of " + ", ".join(map(str, values)), allows))
 
 
 def optional(field: Any) -> Any:
@@ -228,9 +229,13 @@ class Retrieve(Method):
     def floor(self, crossover: int) -> int:
         """The least length of which a step reads a part; a shorter one is read whole.
 
-        crossover: from where on retrieval pays on this machine, for `dense_below=auto`.
+        crossover: from where on retrieval pays on this machine, for `dense_below=auto` and budgets
+            of up to a quarter of it; larger ones take longer to read. 0: everywhere.
         """
-        below = self.dense_below if isinstance(self.dense_below, int) else crossover
+        if isinstance(self.dense_below, int):
+            below = self.dense_below
+        else:
+            below = max(crossover, 4 * self.budget) if crossover else 0
         return max(self.budget + 1, below)
 
 

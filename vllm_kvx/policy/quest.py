@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.fier import MAX_BUDGET
-from vllm_kvx.policy.parameters import PolicyError, Retrieve, choice, integer
+from vllm_kvx.policy.parameters import Retrieve, choice, integer
 from vllm_kvx.policy.retrieval import REDUCTIONS
 
 PAGES = (8, 16, 32, 64)
@@ -20,7 +20,7 @@ class Quest(Retrieve):
 
     budget: tokens that a decode step reads for each KV head, 64 to 8192; `budget // page` whole
         pages. Required.
-    page: tokens in a page: 8, 16 (default), 32 or 64, and no more than the budget.
+    page: tokens in a page: 8, 16 (default), 32 or 64.
     reduction: how scores of the query heads that share a KV head become one; see FIER.
     dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
         length from which on retrieval was measured to be faster than reading everything.
@@ -33,21 +33,9 @@ class Quest(Retrieve):
     has_codes: ClassVar[bool] = False
 
     budget: int = integer(at_least=64, at_most=MAX_BUDGET)
-    page: int = integer(16)
+    page: int = choice(16, PAGES)
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.page > self.budget:
-            raise PolicyError(
-                f"quest: page must be no larger than the budget of {self.budget} tokens, "
-                f"got {self.page}"
-            )
-        if self.page not in PAGES:
-            raise PolicyError(
-                f"quest: page must be one of {', '.join(map(str, PAGES))}, got {self.page}"
-            )
 
     @property
     def group_tokens(self) -> int:

@@ -214,6 +214,11 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         "FlashInfer's pages have no room for retrieval's sidecar: set --attention-backend to one "
         "of FLASH_ATTN, TRITON_ATTN",
     ),
+    Refusal(
+        lambda c: c.compilation_config.pass_config.fuse_attn_quant,
+        "retrieval writes attention's output unquantized, so its quantization cannot be fused into "
+        'attention: set --compilation-config \'{"pass_config": {"fuse_attn_quant": false}}\'',
+    ),
 )
 
 

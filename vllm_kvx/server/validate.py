@@ -1,5 +1,6 @@
 """Makes a finished vLLM configuration one that runs the policy, or says why it cannot."""
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm_kvx.policy.speed import Speed
@@ -63,6 +64,7 @@ def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list
     problems = reasons(WITH_RETENTION, vllm_config) if scores else []
     if layout.sidecar is not None:
         problems += reasons(WITH_RETRIEVAL, vllm_config)
+        problems += _ops_problems()
         problems += _block_size_problems(vllm_config, layout.sidecar.group)
     budget = vllm_config.scheduler_config.max_num_batched_tokens
     if layout.window > budget:
@@ -71,6 +73,31 @@ def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list
             f"--max-num-batched-tokens to at least {layout.window}, or window= to at most {budget}"
         )
     return problems
+
+
+def _ops_problems() -> list[str]:
+    """What ``choose_backend`` would refuse in the worker, as far as can be known without CUDA."""
+    import torch
+    from vllm.platforms import current_platform
+
+    from vllm_kvx.ops.cuda_ops import LIBRARY
+    from vllm_kvx.ops.retrieve import BACKEND_VARIABLE, choose_backend
+
+    wanted = os.environ.get(BACKEND_VARIABLE)
+    # Whether it suits the GPU only the worker can tell: this process must not touch CUDA.
+    if wanted == "cuda" and not current_platform.is_cpu():
+        if LIBRARY.exists():
+            return []
+        return [
+            f"{BACKEND_VARIABLE}=cuda: {LIBRARY} is not built: run python -m "
+            "vllm_kvx.tools.build_ops, or unset it"
+        ]
+    device = torch.device(current_platform.device_type if wanted == "torch" else "cpu")
+    try:
+        choose_backend(device)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _block_size_problems(vllm_config: "VllmConfig", group: int) -> list[str]:

@@ -148,14 +148,16 @@ class Retrieval:
         )
         self.backends = self.scratch.backends
         logger.info("Ops of retrieval: %s (%s)", self.backends, self.backends.reason)
-        if self.backends.crossover == NEVER:
+        if self.backends.crossover >= model.max_model_len:
             logger.warning(
-                "dense_below=auto reads every context whole on this server: scores and selection "
-                "run in Triton (%s), which was slower than stock attention at every length "
-                "measured. For speed have them run in CUDA, whose ops `python -m "
-                "vllm_kvx.tools.build_ops` builds; to retrieve all the same, set "
-                "dense_below=<tokens> in the policy",
-                self.backends.reason,
+                "dense_below=auto reads every context of this server whole: retrieval by these ops "
+                "was measured to pay %s, and max_model_len is %d. CUDA ops pay earlier than Triton "
+                "ones: `python -m vllm_kvx.tools.build_ops` builds them. To retrieve all the same, "
+                "set dense_below=<tokens> in the policy",
+                f"from {self.backends.crossover} tokens on"
+                if self.backends.crossover < NEVER
+                else "at no length",
+                model.max_model_len,
             )
         self.sidecars = Sidecars(layers, max_reqs, self.backends.score == "torch", device)
         self.sampler = RecallSampler(recall_every, device)
