@@ -15,14 +15,16 @@ MARKS = {
     "torch": ("x", "tab:gray"),
     "vllm persistent_topk": ("^", "tab:green"),
     "vllm top_k_per_row_decode": ("v", "tab:olive"),
+    "xformers split-K, pages of 16": ("<", "tab:purple"),
+    "xformers split-K, pages of 64": (">", "tab:brown"),
     "stock attention": ("D", "tab:red"),
 }
 
 
-def points(cases: dict[str, Any], op: str) -> dict[str, list[tuple[float, float]]]:
+def points(report: dict[str, Any], op: str) -> dict[str, list[tuple[float, float]]]:
     """By implementation, (bytes in MB, GB per second) of every case, fewest bytes first."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for case in cases.values():
+    for case in report["cases"].values():
         for name, value in case.items():
             if not isinstance(value, dict) or "us" not in value:
                 continue
@@ -31,7 +33,7 @@ def points(cases: dict[str, Any], op: str) -> dict[str, list[tuple[float, float]
                 backend = "stock attention"
             elif kind != op:
                 continue
-            megabytes = value["of_bandwidth"] * value["us"] * 4.3
+            megabytes = value["ideal_us"] * report["bytes_per_us"] / 1e6
             found.setdefault(backend, []).append((megabytes, megabytes / value["us"] * 1e3))
     return {backend: sorted(values) for backend, values in found.items()}
 
@@ -46,7 +48,7 @@ def main() -> None:
     report = json.loads(source.read_text())
     figure, axes = pyplot.subplots(1, len(OPS), figsize=(4.2 * len(OPS), 4), sharey=True)
     for axis, op in zip(axes, OPS, strict=True):
-        for backend, values in points(report["cases"], op).items():
+        for backend, values in points(report, op).items():
             mark, color = MARKS[backend]
             axis.plot(*zip(*values, strict=True), mark, color=color, label=backend, alpha=0.8)
         axis.axhline(report["bytes_per_us"] / 1e3, color="black", linewidth=1)
