@@ -3,8 +3,8 @@
 // A radix select on keys of 32 bits: the score kernel counted the top 11, which leaves few keys
 // that may be the last one selected. These are listed, and the list settles the other 11 + 10 bits;
 // as long as they are too many to list, a pass over all keys settles a digit. Of units at the
-// threshold the first ones are taken. The CTAs of a cluster share a row and KV head; each keeps its
-// share's keys in shared memory and reads the others' lists.
+// threshold the first ones are taken. The CTAs of a cluster share a row and KV head; each has its
+// share's scores in shared memory, a tile at a time, and reads the others' lists.
 #include "device.cuh"
 #include "launch.cuh"
 #include "params.h"
@@ -51,9 +51,11 @@ __device__ __forceinline__ int sum_up_to(int x) {
   return x;
 }
 
-// The float whose order_key this is; for keys beyond those of infinities, an infinity.
+// The float whose order_key this is; for keys beyond those of infinities, an infinity. That of
+// negative zero no score has: it becomes the number below, as it would equal zero.
 __device__ __forceinline__ float float_of(uint32_t key) {
   key = min(max(key, 0x007fffffu), 0xff800000u);
+  if (key == 0x7fffffffu) --key;
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 

@@ -1,7 +1,7 @@
 """Retrieval's CUDA and Triton operators against plain torch. Skipped if the first are not built."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,9 +255,12 @@ def test_score_pages(
     check_scores(case, scores, reduction, pages=True)
 
 
-def special(shape: tuple[int, int]) -> Tensor:
-    values = torch.tensor([0.0, -0.0, 1.0, float("inf"), -float("inf")], device="cuda")
-    return values[torch.randint(0, 5, shape, device="cuda")]
+def some_of(*values: float) -> Callable[[tuple[int, int]], Tensor]:
+    def choose(shape: tuple[int, int]) -> Tensor:
+        index = torch.randint(0, len(values), shape, device="cuda")
+        return torch.tensor(values, device="cuda")[index]
+
+    return choose
 
 
 DISTRIBUTIONS = {
@@ -266,7 +269,9 @@ DISTRIBUTIONS = {
     "few": lambda shape: torch.randint(-2, 3, shape, device="cuda").float(),
     "close": lambda shape: 1 + torch.rand(shape, device="cuda") * 1e-4,
     "lowest": lambda shape: torch.full(shape, -float("inf"), device="cuda"),
-    "special": special,
+    "special": some_of(0.0, -0.0, 1.0, float("inf"), -float("inf")),
+    "denormal": some_of(0.0, *[-1e-40, -1e-45] * 50),
+    "few denormal": some_of(0.0, -1e-40, -1e-45, *[-1.0] * 200),
 }
 
 

@@ -782,6 +782,13 @@ class TestBackend:
         assert [FIER(n).floor(16384) for n in (64, 4096, 8192)] == [16384, 16384, 32768]
         assert 10**MAX_DIGITS < NEVER < 1 << 31
 
+    def test_crossover_by_bytes(self) -> None:
+        """Half as many bytes per entry: stock attention takes as long for twice as many."""
+        cuda = Backends.of("cuda", "built", torch.bfloat16, 128, 4, "max")
+        never = Backends.of("triton", "set", torch.bfloat16, 128, 4, "softmax")
+        assert [cuda.crossover_for(n) for n in (16384, 4096, 2048)] == [16384, 16384, 32768]
+        assert never.crossover_for(512) == NEVER
+
     def test_splits(self) -> None:
         assert splits_of(256, 1, 8) == 32
         assert splits_of(256, 1, 8, most=16) == 16

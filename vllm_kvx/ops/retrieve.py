@@ -33,6 +33,8 @@ NEVER = 1 << 30
 # one request of Llama-3.1-8B's shape on an H200 (benchmarks/results/h200-fier.json, and for Triton
 # h200-retrieval-ops.json). On CPU nothing is gained, and everything can be tried.
 CROSSOVER = {"cuda": 16384, "triton": 262_144, "torch": 0}
+# Bytes that an entry of a layer's cache had there: 8 KV heads, 128 channels, 16 bits.
+_ENTRY_BYTES = 4096
 BACKENDS = ("cuda", "triton", "torch")
 BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"
 
@@ -102,6 +104,14 @@ class Backends:
         # Two passes over the keys: slower than stock at every length measured.
         twice = score == "triton" and reduction == "softmax"
         return cls(score, attend, reason, NEVER if twice else CROSSOVER[score])
+
+    def crossover_for(self, entry_bytes: int) -> int:
+        """The crossover where stock attention reads `entry_bytes` per entry of a layer.
+
+        Of smaller entries more take it as long: of an fp8 cache, of one rank of several. What
+        retrieval takes is mostly latency, and is thought of as the same.
+        """
+        return min(self.crossover * max(_ENTRY_BYTES // entry_bytes, 1), NEVER)
 
     def __str__(self) -> str:
         if self.score == self.attend:

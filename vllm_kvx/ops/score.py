@@ -201,6 +201,8 @@ def _score_kernel(
             else:
                 product = tl.where(one[None, :] < SHARE, product, 0.0)
                 score = tl.sum(product, axis=1)
+            # What is no number is last, as with the CUDA ops.
+            score = tl.where(score == score, score, float("-inf"))
             tl.store(out + group * UNITS + unit, score)
     if REDUCTION == "stats":
         tl.store(stat + split * 2, peak, mask=one < SHARE)
@@ -237,4 +239,5 @@ def score_units_reference(
         scores = token_scores(query, signs, scales, zeros)
         newest = length - full * layout.group
     scores = reduce_heads(scores, layout.num_kv_heads, reduction, scale)
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))
     return torch.nn.functional.pad(scores, (0, newest), value=float("inf"))

@@ -148,15 +148,22 @@ class Retrieval:
         )
         self.backends = self.scratch.backends
         logger.info("Ops of retrieval: %s (%s)", self.backends, self.backends.reason)
-        if self.backends.crossover >= model.max_model_len:
+        dtype = layers[0].layer.kv_cache_torch_dtype
+        entry_bytes = impl.num_kv_heads * 2 * impl.head_size * dtype.itemsize
+        self.crossover = self.backends.crossover_for(entry_bytes)
+        if self.crossover >= model.max_model_len:
+            pays = f"from {self.crossover} tokens on" if self.crossover < NEVER else "at no length"
+            build = (
+                ", CUDA ops pay earlier than Triton ones (`python -m vllm_kvx.tools.build_ops`)"
+                if self.backends.score == "triton"
+                else ""
+            )
             logger.warning(
-                "dense_below=auto reads every context of this server whole: retrieval by these ops "
-                "was measured to pay %s, and max_model_len is %d. CUDA ops pay earlier than Triton "
-                "ones: `python -m vllm_kvx.tools.build_ops` builds them. To retrieve all the same, "
+                "Policies with dense_below=auto read every context of this server whole: with "
+                "these ops retrieval pays %s%s, and max_model_len is %d. To retrieve all the same, "
                 "set dense_below=<tokens> in the policy",
-                f"from {self.backends.crossover} tokens on"
-                if self.backends.crossover < NEVER
-                else "at no length",
+                pays,
+                build,
                 model.max_model_len,
             )
         self.sidecars = Sidecars(layers, max_reqs, self.backends.score == "torch", device)
@@ -173,7 +180,7 @@ class Retrieval:
     def add_request(self, req_index: int, policy: Retrieve | None) -> None:
         """policy: what the request retrieves by, or None."""
         self.budgets[req_index] = policy.budget_units if policy is not None else 0
-        self.floors[req_index] = policy.floor(self.backends.crossover) if policy is not None else 0
+        self.floors[req_index] = policy.floor(self.crossover) if policy is not None else 0
         self.sidecars.add_request(req_index)
 
     def needs_python(
