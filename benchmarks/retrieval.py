@@ -51,7 +51,6 @@ def measure(
     run = operator
     if captured:
         graph = torch.cuda.CUDAGraph()
-        before()
         with torch.cuda.graph(graph):
             operator()
         run = graph.replay

@@ -1,6 +1,7 @@
 """Shared set-up: on a machine without a GPU every test runs vLLM's Model Runner V2 on CPU."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,3 +16,12 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Two threads on tiny matrices mostly wait for each other, on a busy machine for seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -10,7 +10,7 @@ from reference import fastkv, fier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import recall
+from benchmarks import recall, recall_data
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.policy import retrieval
 
@@ -18,10 +18,10 @@ LENGTH, BUDGET = 256, 64
 
 
 def test_lookups_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "ANSWER_BUDGETS", (BUDGET,))
-    monkeypatch.setattr(recall, "ANSWER_METHODS", (("fier", 32), ("quest", 16)))
+    monkeypatch.setattr(recall_data, "ANSWER_BUDGETS", (BUDGET,))
+    monkeypatch.setattr(recall_data, "ANSWER_METHODS", (("fier", 32), ("quest", 16)))
     path = recall.ROOT / "tests/checkpoints/lookup-8l"
-    demo, model = recall.Demo(path, LENGTH), fastkv.load(path)
+    demo, model = recall_data.Demo(path, LENGTH), fastkv.load(path)
     found = list(demo.lookups(1, 2))
     prompt = make_prompt(0, LENGTH, demo.tokenizer, values=3)[0]
     notes = re.findall(r"^- (\w+)((?: \w+){3}\.)$", prompt, re.MULTILINE)
@@ -43,17 +43,17 @@ def test_lookups_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_scores_are_those_of_the_policy() -> None:
-    step = next(recall.planted(1, 200))
+    step = next(recall_data.planted(1, 200))
     signs, scales, zeros = retrieval.quantize_keys(step.keys[:, :192], 32)
-    ours = recall.score(step.query, step.keys, "fier", 32)
+    ours = recall_data.score(step.query, step.keys, "fier", 32)
     assert ours.allclose(retrieval.token_scores(step.query, signs, scales, zeros), atol=1e-3)
-    ours = recall.score(step.query, step.keys, "quest", 32)
+    ours = recall_data.score(step.query, step.keys, "quest", 32)
     assert ours.allclose(retrieval.page_scores(step.query, scales, zeros), atol=1e-3)
 
 
 def test_answers_are_compared_in_pairs() -> None:
-    found: list[dict[recall.Key | None, bool]] = [
-        {None: True} | {key: key[2] != "sum" or i % 2 == 0 for key in recall.answer_keys()}
+    found: list[dict[recall_data.Key | None, bool]] = [
+        {None: True} | {key: key[2] != "sum" or i % 2 == 0 for key in recall_data.answer_keys()}
         for i in range(3)
     ]
     rows = {(r["method"], r["group"], r["reduction"]): r for r in recall.summarise_answers(found)}

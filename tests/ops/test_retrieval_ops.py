@@ -13,18 +13,10 @@ import torch
 from ops.ragged import NO_BLOCK
 from torch import Tensor
 
+from vllm_kvx.ops.backends import BACKEND_VARIABLE, CROSSOVER, NEVER, Backends, choose_backend
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval_rows import RetrievalRows, offsets_of, pack, room_of
-from vllm_kvx.ops.retrieve import (
-    BACKEND_VARIABLE,
-    CROSSOVER,
-    NEVER,
-    Backends,
-    Scratch,
-    choose_backend,
-    retrieve,
-    splits_of,
-)
+from vllm_kvx.ops.retrieve import Scratch, retrieve, splits_of
 from vllm_kvx.ops.score import score_units, score_units_reference
 from vllm_kvx.ops.sidecar import (
     Sidecar,

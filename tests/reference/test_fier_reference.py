@@ -15,6 +15,8 @@ from .fier import Retrieve
 from .models import ARCHS, build_model
 from .structkv import Struct
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS, KV_HEADS, STEPS, VOCAB = 5, 2, 6, 512
 # Rounding between two orders of the same float32 sums; engine tests have 1e-4.
 ATOL = 1e-5
@@ -23,15 +25,6 @@ CLEAR = 1e-2
 FIER = Retrieve(budget=20, group=8)
 QUEST = Retrieve(budget=20, group=4, pages=True)
 FASTKV = Keep(tsp_layer=1, tsp_rate=0.8, kv_rate=0.6, window=4, kernel=5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads gain nothing at these sizes, and on a busy machine they wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)

@@ -59,10 +59,17 @@ def why_not_for(dtype: torch.dtype, head_dim: int, share: int) -> str:
     return ""
 
 
+def not_built() -> str:
+    """What to do if there is no library, else empty; needs no GPU."""
+    if LIBRARY.exists():
+        return ""
+    return f"{LIBRARY} is not built: run python -m vllm_kvx.tools.build_ops"
+
+
 @cache
 def _load() -> str:
-    if not LIBRARY.exists():
-        return f"{LIBRARY} is not built: python -m vllm_kvx.tools.build_ops"
+    if missing := not_built():
+        return missing
     try:
         torch.ops.load_library(str(LIBRARY))
         interface = _library().kvx_interface()

@@ -70,24 +70,23 @@ def top_units(
             SHIFT=shift,
             BINS=_BINS,
         )
-    for kernel in (_tally_kernel, _emit_kernel):
-        kernel[scan](
-            *what,
-            tallies,
-            indices,
-            counts,
-            scores.stride(0),
-            indices.shape[2],
-            splits,
-            UNIT=unit,
-            BLOCK=_BLOCK,
-            SPLITS=triton.next_power_of_2(splits),
-        )
+    shared = (*what, tallies, scores.stride(0), splits)
+    _tally_kernel[scan](*shared, UNIT=unit, BLOCK=_BLOCK)
+    _emit_kernel[scan](
+        *shared,
+        indices,
+        counts,
+        indices.shape[2],
+        UNIT=unit,
+        BLOCK=_BLOCK,
+        SPLITS=triton.next_power_of_2(splits),
+    )
 
 
 @triton.jit
-def _sort_key(score):
+def _load_keys(scores, inside):
     """int32 keys in the order of the scores, which sort as unsigned numbers."""
+    score = tl.load(scores, mask=inside, other=0.0)
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # Negative zero is zero.
     return tl.where(bits < 0, ~bits, bits ^ -2147483648)
 
@@ -135,7 +134,7 @@ def _count_kernel(
     left_out = tl.zeros((), tl.int32)
     for start in range(begin, end, BLOCK):
         inside = start + at < end
-        key = _sort_key(tl.load(mine + start + at, mask=inside, other=0.0))
+        key = _load_keys(mine + start + at, inside)
         if not FIRST:
             inside = inside & ((key >> ABOVE) == (prefix >> ABOVE))
         counted += tl.histogram(tl.where(inside, (key >> SHIFT) & MASK, 0), BINS)
@@ -186,14 +185,10 @@ def _tally_kernel(
     row_offsets,
     state,
     tallies,
-    indices,
-    counts,
     score_stride,
-    max_units,
     splits,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """Counts keys above the wanted one, and equal to it, in each program's share."""
     head = tl.program_id(1)
@@ -210,7 +205,7 @@ def _tally_kernel(
     equal = tl.zeros((), tl.int32)
     for start in range(begin, end, BLOCK):
         inside = start + at < end
-        key = _sort_key(tl.load(mine + start + at, mask=inside, other=0.0)) ^ -2147483648
+        key = _load_keys(mine + start + at, inside) ^ -2147483648
         above += tl.sum((inside & (key > threshold)).to(tl.int32), axis=0)
         equal += tl.sum((inside & (key == threshold)).to(tl.int32), axis=0)
     tally = tallies + (place * splits + tl.program_id(0)) * 2
@@ -226,11 +221,11 @@ def _emit_kernel(
     row_offsets,
     state,
     tallies,
+    score_stride,
+    splits,
     indices,
     counts,
-    score_stride,
     max_units,
-    splits,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -261,7 +256,7 @@ def _emit_kernel(
     threshold = tl.load(state + place * 2) ^ -2147483648
     for start in range(begin, end, BLOCK):
         inside = start + at < end
-        key = _sort_key(tl.load(mine + start + at, mask=inside, other=0.0)) ^ -2147483648
+        key = _load_keys(mine + start + at, inside) ^ -2147483648
         equal = (inside & (key == threshold)).to(tl.int32)
         rank = tl.cumsum(equal, axis=0) + equal_seen
         take = inside & ((key > threshold) | ((equal == 1) & (rank <= wanted)))

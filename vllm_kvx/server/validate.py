@@ -80,18 +80,14 @@ def _ops_problems() -> list[str]:
     import torch
     from vllm.platforms import current_platform
 
-    from vllm_kvx.ops.cuda_ops import LIBRARY
-    from vllm_kvx.ops.retrieve import BACKEND_VARIABLE, choose_backend
+    from vllm_kvx.ops import cuda_ops
+    from vllm_kvx.ops.backends import BACKEND_VARIABLE, choose_backend
 
     wanted = os.environ.get(BACKEND_VARIABLE)
     # Whether it suits the GPU only the worker can tell: this process must not touch CUDA.
     if wanted == "cuda" and not current_platform.is_cpu():
-        if LIBRARY.exists():
-            return []
-        return [
-            f"{BACKEND_VARIABLE}=cuda: {LIBRARY} is not built: run python -m "
-            "vllm_kvx.tools.build_ops, or unset it"
-        ]
+        missing = cuda_ops.not_built()
+        return [f"{BACKEND_VARIABLE}=cuda: {missing}, or unset it"] if missing else []
     device = torch.device(current_platform.device_type if wanted == "torch" else "cpu")
     try:
         choose_backend(device)

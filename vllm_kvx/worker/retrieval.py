@@ -24,8 +24,9 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_kvx import accounting
 from vllm_kvx.accounting import IntArray
 from vllm_kvx.cache.policy_cache import sidecar_layout
+from vllm_kvx.ops.backends import NEVER
 from vllm_kvx.ops.retrieval_rows import RetrievalRows, pack, room_of
-from vllm_kvx.ops.retrieve import NEVER, Scratch, retrieve
+from vllm_kvx.ops.retrieve import Scratch, retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.parameters import Retrieve
 from vllm_kvx.policy.retrieval import DENSE_LAYERS
