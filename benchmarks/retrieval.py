@@ -8,6 +8,7 @@ decode. Long cases share blocks between requests once memory runs out, and say s
 """
 
 import argparse
+import datetime
 import json
 import statistics
 import sys
@@ -17,7 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import vllm
 
+from benchmarks.compare import git_commit
 from benchmarks.retrieval_others import Operators, references, top_k, xformers_attention
 from benchmarks.saliency import BYTES_PER_US
 from vllm_kvx.ops import retrieve
@@ -273,11 +277,16 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--backends", nargs="+", default=["cuda", "triton"])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     args = parser.parse_args()
     report: dict[str, Any] = {
         "command": f"python -m benchmarks.retrieval {' '.join(sys.argv[1:])}".strip(),
         "device": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "commit": args.commit or git_commit(),
+        "vllm": vllm.__version__,
         "torch": torch.__version__,
+        "triton": triton.__version__,
         "budget": args.budget,
         "bytes_per_us": BYTES_PER_US,
         "cases": {},
