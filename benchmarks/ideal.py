@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from vllm_kvx.policy.fastkv import FastKV
-from vllm_kvx.policy.fier import FIER
+from vllm_kvx.equations.retrieval import DENSE_LAYERS
+from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.methods.quest import Quest
+from vllm_kvx.policy.methods.snapkv import SnapKV
+from vllm_kvx.policy.methods.speed import Speed
+from vllm_kvx.policy.methods.streamingllm import StreamingLLM
+from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.parameters import Method, PolicyError, Retain, Retrieve, Select
-from vllm_kvx.policy.quest import Quest
-from vllm_kvx.policy.retrieval import DENSE_LAYERS
-from vllm_kvx.policy.snapkv import SnapKV
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.policy.speed import Speed
-from vllm_kvx.policy.streamingllm import StreamingLLM
-from vllm_kvx.policy.structkv import StructKV
 
 # Entries of a KV block where whole blocks stay: vLLM's default.
 BLOCK_SIZE = 16

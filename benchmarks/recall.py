@@ -311,8 +311,8 @@ def main(argv: list[str]) -> None:
     print(file=sys.stderr)
     results["answers"] = {
         "what": "tests/checkpoints/lookup-8l in transformers, float32; decode steps read what "
-        "vllm_kvx.policy.retrieval selects, given the right tokens so far; right if all are, up to "
-        "the end of sequence",
+        "vllm_kvx.equations.retrieval selects, given the right tokens so far; right if all are, up "
+        "to the end of sequence",
         "keys": args.length,
         "documents": args.documents,
         "samples": len(found),

@@ -1,7 +1,7 @@
 """Decode steps for the recall table, and lookups that read what retrieval selects.
 
 No engine runs: the checkpoint runs in transformers, in float32, and what its attention reads is
-chosen by ``vllm_kvx.policy.retrieval``, which the engine's kernels are tested against.
+chosen by ``vllm_kvx.equations.retrieval``, which the engine's kernels are tested against.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt, words
-from vllm_kvx.policy import retrieval
+from vllm_kvx.equations import retrieval
 
 ANSWER_BUDGETS = (64, 128, 256, 512)
 # Method and its group or page.

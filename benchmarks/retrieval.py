@@ -24,10 +24,10 @@ import vllm
 from benchmarks.compare import git_commit
 from benchmarks.retrieval_others import Operators, references, top_k, xformers_attention
 from benchmarks.saliency import BYTES_PER_US
-from vllm_kvx.ops import retrieve
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval_rows import RetrievalRows
-from vllm_kvx.ops.sidecar import Sidecar, SidecarLayout, SidecarWriter
+from vllm_kvx.ops.retrieval import retrieve
+from vllm_kvx.ops.retrieval.rows import RetrievalRows
+from vllm_kvx.ops.retrieval.sidecar import Sidecar, SidecarLayout, SidecarWriter
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP = 32, 8, 128, 32, 32
 # A request's cache is its own up to this much in all.

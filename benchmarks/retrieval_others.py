@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.score import score_units_reference
-from vllm_kvx.ops.sidecar import Sidecar
-from vllm_kvx.ops.sparse_attention import attend_reference
+from vllm_kvx.ops.retrieval.attend import attend_reference
+from vllm_kvx.ops.retrieval.score import score_units_reference
+from vllm_kvx.ops.retrieval.sidecar import Sidecar
 
 Operators = dict[str, Callable[[], Any]]
 _XFORMERS_CACHE_BYTES = 8 << 30

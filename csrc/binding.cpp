@@ -7,7 +7,7 @@
 
 #include "params.h"
 
-// What vllm_kvx/ops/cuda_ops.py checks; to be raised in both with every change of a signature.
+// What vllm_kvx/ops/retrieval/cuda.py checks; to be raised in both with every change of a signature.
 constexpr int INTERFACE = 1;
 
 using torch::headeronly::ScalarType;

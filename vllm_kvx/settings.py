@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvx.policy.fastkv import FastKV
 from vllm_kvx.policy.layout import Layout, layout_of
+from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.parameters import Method
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
-from vllm_kvx.policy.structkv import StructKV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

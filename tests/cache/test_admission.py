@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from vllm_kvx.accounting import STASH_PAGE
 from vllm_kvx.cache.admission import SPLIT_WINDOWS, PromptAdmission
+from vllm_kvx.policy.storage import STASH_PAGE
 from vllm_kvx.settings import KVSettings
 
 FASTKV = "fastkv:tsp_layer=3"

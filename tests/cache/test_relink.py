@@ -7,10 +7,10 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_kvx.accounting import storage_of
+from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, RequestKV
-from vllm_kvx.cache.policy_cache import LowerAttentionSpec, PolicyAttentionSpec
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.storage import storage_of
 
 BLOCK = 4
 PROMPT = 38  # Ten blocks, the last one half full; four stay.

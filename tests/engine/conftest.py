@@ -343,8 +343,9 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     Interpreted, the kernels take a second per prompt; tests/ops compares them, and the tests
     without this fixture run them.
     """
-    from vllm_kvx.ops import metrics, saliency, select
-    from vllm_kvx.worker import taps
+    from vllm_kvx.ops.prompt import attention_metrics as metrics
+    from vllm_kvx.ops.prompt import saliency, select
+    from vllm_kvx.worker import layer_hooks as taps
 
     def window_saliency(*args: Any, key_scale: float = 1.0) -> torch.Tensor:
         sizes, scale = args[:-3], args[-1]

@@ -19,7 +19,7 @@ def test_first_segment_is_captured_beside_the_stock_decoder(
     from vllm.forward_context import get_forward_context, set_forward_context
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
-    from vllm_kvx.models.segmented import StepPlan, StepRows
+    from vllm_kvx.models.decoder import StepPlan, StepRows
 
     with running(tiny(), "speed-4") as engine:
         model, config = engine.runner.model, engine.llm.llm_engine.vllm_config

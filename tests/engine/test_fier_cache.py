@@ -12,10 +12,10 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.structkv import WEIGHTS, Struct
 
-from vllm_kvx.ops.retrieval_rows import room_of
+from vllm_kvx.ops.retrieval.rows import room_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.worker import retrieval
-from vllm_kvx.worker.recall import RecallSampler
+from vllm_kvx.worker.decode import retrieval
+from vllm_kvx.worker.decode.recall import RecallSampler
 
 from .conftest import BLOCK, Answer, Engine, assert_matches, prompts_of, running
 from .test_fier_parity import assert_reads

@@ -8,15 +8,15 @@ import torch
 from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
 
-from vllm_kvx.ops import saliency, select
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.saliency import (
+from vllm_kvx.ops.prompt import saliency, select
+from vllm_kvx.ops.prompt.saliency import (
     pool_per_kv_head,
     pool_per_kv_head_reference,
     window_saliency,
     window_saliency_reference,
 )
-from vllm_kvx.ops.select import (
+from vllm_kvx.ops.prompt.select import (
     move_entries,
     move_entries_reference,
     select_kept,

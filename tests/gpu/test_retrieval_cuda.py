@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_kvx.ops import cuda_ops
+from vllm_kvx.equations.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval_rows import RetrievalRows
-from vllm_kvx.ops.score import score_units
-from vllm_kvx.ops.sidecar import Sidecar, SidecarLayout
-from vllm_kvx.ops.sparse_attention import attend
-from vllm_kvx.ops.topk import top_units
-from vllm_kvx.policy.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
+from vllm_kvx.ops.retrieval import cuda as cuda_ops
+from vllm_kvx.ops.retrieval.attend import attend
+from vllm_kvx.ops.retrieval.rows import RetrievalRows
+from vllm_kvx.ops.retrieval.score import score_units
+from vllm_kvx.ops.retrieval.sidecar import Sidecar, SidecarLayout
+from vllm_kvx.ops.retrieval.topk import top_units
 
 pytestmark = pytest.mark.skipif(not cuda_ops.available(), reason=cuda_ops.why_not())
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_kvx.ops.blocks import top_blocks
+from vllm_kvx.ops.prompt.blocks import top_blocks
 
 
 def blocks_of(count: int, size: int, window: int) -> tuple[list[range], list[int]]:

@@ -7,10 +7,11 @@ import torch
 from ops.ragged import Batch, make_batch, poisoned_outputs
 from torch import Tensor
 
-from vllm_kvx.ops import metrics, saliency
-from vllm_kvx.ops.metrics import window_metrics, window_metrics_reference
-from vllm_kvx.policy.pivot import TOP_SHARE, attention_metrics
-from vllm_kvx.policy.saliency import window_attention
+from vllm_kvx.equations.pivot import TOP_SHARE, attention_metrics
+from vllm_kvx.equations.saliency import window_attention
+from vllm_kvx.ops.prompt import attention_metrics as metrics
+from vllm_kvx.ops.prompt import saliency
+from vllm_kvx.ops.prompt.attention_metrics import window_metrics, window_metrics_reference
 
 SCALE = 0.3
 

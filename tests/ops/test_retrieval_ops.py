@@ -13,23 +13,7 @@ import torch
 from ops.ragged import NO_BLOCK
 from torch import Tensor
 
-from vllm_kvx.ops.backends import BACKEND_VARIABLE, CROSSOVER, NEVER, Backends, choose_backend
-from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval_rows import RetrievalRows, offsets_of, pack, room_of
-from vllm_kvx.ops.retrieve import Scratch, retrieve, splits_of
-from vllm_kvx.ops.score import score_units, score_units_reference
-from vllm_kvx.ops.sidecar import (
-    Sidecar,
-    SidecarLayout,
-    SidecarWriter,
-    channel_bits,
-    write_groups_reference,
-)
-from vllm_kvx.ops.sparse_attention import attend, attend_reference
-from vllm_kvx.ops.topk import same_selection, top_units, top_units_reference
-from vllm_kvx.policy.fier import FIER
-from vllm_kvx.policy.parameters import MAX_DIGITS
-from vllm_kvx.policy.retrieval import (
+from vllm_kvx.equations.retrieval import (
     REDUCTIONS,
     num_full_groups,
     page_scores,
@@ -38,6 +22,28 @@ from vllm_kvx.policy.retrieval import (
     select_units,
     token_scores,
 )
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.attend import attend, attend_reference
+from vllm_kvx.ops.retrieval.backends import (
+    BACKEND_VARIABLE,
+    CROSSOVER,
+    NEVER,
+    Backends,
+    choose_backend,
+)
+from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve, splits_of
+from vllm_kvx.ops.retrieval.rows import RetrievalRows, offsets_of, pack, room_of
+from vllm_kvx.ops.retrieval.score import score_units, score_units_reference
+from vllm_kvx.ops.retrieval.sidecar import (
+    Sidecar,
+    SidecarLayout,
+    SidecarWriter,
+    channel_bits,
+    write_groups_reference,
+)
+from vllm_kvx.ops.retrieval.topk import same_selection, top_units, top_units_reference
+from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.parameters import MAX_DIGITS
 
 SCALE = 0.2
 UNWRITTEN = -7

@@ -7,9 +7,9 @@ import torch
 from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
 
-from vllm_kvx.ops import saliency
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.saliency import (
+from vllm_kvx.ops.prompt import saliency
+from vllm_kvx.ops.prompt.saliency import (
     pool_per_kv_head,
     pool_per_kv_head_reference,
     window_saliency,

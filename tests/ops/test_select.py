@@ -8,7 +8,7 @@ from ops.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.select import (
+from vllm_kvx.ops.prompt.select import (
     move_entries,
     move_entries_reference,
     select_kept,

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_kvx.policy.calibration import model_key, record_path
+from vllm_kvx.calibration.records import model_key, record_path
+from vllm_kvx.calibration.resolve import find_measured
+from vllm_kvx.cli import main
 from vllm_kvx.policy.spec import PolicyError
-from vllm_kvx.server.measured import find_measured
 from vllm_kvx.settings import KVSettings
-from vllm_kvx.tools.cli import main
 
 LOOKUP = Path(__file__).resolve().parents[1] / "checkpoints" / "lookup-8l"
-TOOL = [sys.executable, "-m", "vllm_kvx.tools.cli"]
+TOOL = [sys.executable, "-m", "vllm_kvx.cli"]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

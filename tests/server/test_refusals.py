@@ -9,7 +9,7 @@ from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_kvx.ops import cuda_ops
+from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server import validate
@@ -201,7 +201,7 @@ def test_cuda_ops_on_a_gpu_must_be_built(monkeypatch, tmp_path) -> None:
     library = tmp_path / "ops.so"
     monkeypatch.setattr(cuda_ops, "LIBRARY", library)
     (found,) = validate._ops_problems()
-    assert "ops.so is not built: run python -m vllm_kvx.tools.build_ops" in found
+    assert "ops.so is not built: run python -m vllm_kvx.ops.build" in found
     library.touch()
     assert validate._ops_problems() == []
 
@@ -261,7 +261,7 @@ def test_the_stash_must_hold_the_longest_prompt(make_config) -> None:
 
 
 def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> None:
-    from vllm_kvx.policy import calibration
+    from vllm_kvx.calibration import records as calibration
     from vllm_kvx.settings import KVSettings
 
     monkeypatch.setattr(calibration, "tsp_layer_of", lambda *_: (5, "measured"))

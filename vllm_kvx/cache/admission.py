@@ -6,8 +6,8 @@ from vllm.config import SchedulerConfig
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
-from vllm_kvx.accounting import selector_of, stash_pages
 from vllm_kvx.policy.spec import KVPolicy
+from vllm_kvx.policy.storage import selector_of, stash_pages
 from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.scheduler")

@@ -13,7 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.request import Request
 
-from vllm_kvx.accounting import Storage
+from vllm_kvx.policy.storage import Storage
 
 # Attribute of a step's output, where prompts came in that keep whole blocks: by request and
 # segment, which of their blocks stay, ascending.

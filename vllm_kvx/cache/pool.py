@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
-from vllm_kvx import accounting
-from vllm_kvx.cache.policy_cache import PolicyAttentionSpec
+from vllm_kvx.cache.kv_cache_specs import PolicyAttentionSpec
+from vllm_kvx.policy import storage as accounting
 from vllm_kvx.settings import KVSettings
 
 

@@ -9,7 +9,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_kvx.accounting import selector_of, storage_of
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.managers import (
     KEPT_BLOCKS,
@@ -20,8 +19,9 @@ from vllm_kvx.cache.managers import (
 )
 from vllm_kvx.cache.pool import pool_tokens
 from vllm_kvx.policy.layout import check_fits
+from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
-from vllm_kvx.policy.speed import Speed
+from vllm_kvx.policy.storage import selector_of, storage_of
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
 
 logger = init_logger("vllm.kvx.scheduler")

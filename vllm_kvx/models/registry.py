@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 # Architecture as in config.json -> where its segmented class lives. A dense decoder whose layers
 # take (positions, hidden_states, residual) needs one row here and one line in segmented.py.
 SEGMENTED: dict[str, str] = {
-    "LlamaForCausalLM": "vllm_kvx.models.segmented:SegmentedLlamaForCausalLM",
-    "MistralForCausalLM": "vllm_kvx.models.segmented:SegmentedMistralForCausalLM",
-    "Qwen2ForCausalLM": "vllm_kvx.models.segmented:SegmentedQwen2ForCausalLM",
-    "Qwen3ForCausalLM": "vllm_kvx.models.segmented:SegmentedQwen3ForCausalLM",
+    "LlamaForCausalLM": "vllm_kvx.models.decoder:SegmentedLlamaForCausalLM",
+    "MistralForCausalLM": "vllm_kvx.models.decoder:SegmentedMistralForCausalLM",
+    "Qwen2ForCausalLM": "vllm_kvx.models.decoder:SegmentedQwen2ForCausalLM",
+    "Qwen3ForCausalLM": "vllm_kvx.models.decoder:SegmentedQwen3ForCausalLM",
 }
 
 

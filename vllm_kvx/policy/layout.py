@@ -5,11 +5,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from vllm_kvx.policy.fier import FIER
+from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.methods.quest import Quest
+from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.parameters import Retain, Retrieve, Select
-from vllm_kvx.policy.quest import Quest
 from vllm_kvx.policy.spec import KVPolicy, PolicyError
-from vllm_kvx.policy.structkv import StructKV
 
 MAX_GROUPS = 8
 # Share of the first segment's layers: what padding may cost to stay within MAX_GROUPS.
@@ -21,7 +21,7 @@ class RetrievalLayout:
     """What the server's pages hold for retrieval, and what its decode steps do with it.
 
     has_codes: 1-bit keys (FIER), or bounds alone (Quest). group: tokens of a group, or a page.
-    reduction: see ``policy.retrieval``. max_units: units that a step may read at most.
+    reduction: see ``equations.retrieval``. max_units: units that a step may read at most.
     """
 
     has_codes: bool

@@ -10,8 +10,13 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_kvx.policy.fastkv import FastKV
-from vllm_kvx.policy.fier import FIER
+from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.methods.quest import Quest
+from vllm_kvx.policy.methods.snapkv import SnapKV
+from vllm_kvx.policy.methods.speed import Speed
+from vllm_kvx.policy.methods.streamingllm import StreamingLLM
+from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.parameters import (
     AXES,
     Method,
@@ -23,11 +28,6 @@ from vllm_kvx.policy.parameters import (
     Value,
     read_value,
 )
-from vllm_kvx.policy.quest import Quest
-from vllm_kvx.policy.snapkv import SnapKV
-from vllm_kvx.policy.speed import Speed
-from vllm_kvx.policy.streamingllm import StreamingLLM
-from vllm_kvx.policy.structkv import StructKV
 
 __all__ = ["AVAILABLE", "METHODS", "KVPolicy", "PolicyError", "check_served", "parse_policy"]
 

@@ -3,8 +3,8 @@
 import os
 from typing import TYPE_CHECKING
 
-from vllm_kvx.policy.speed import Speed
-from vllm_kvx.server.measured import find_measured
+from vllm_kvx.calibration.resolve import find_measured
+from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, WITH_RETRIEVAL, reasons
 from vllm_kvx.settings import KVSettings
 
@@ -80,8 +80,8 @@ def _ops_problems() -> list[str]:
     import torch
     from vllm.platforms import current_platform
 
-    from vllm_kvx.ops import cuda_ops
-    from vllm_kvx.ops.backends import BACKEND_VARIABLE, choose_backend
+    from vllm_kvx.ops.retrieval import cuda as cuda_ops
+    from vllm_kvx.ops.retrieval.backends import BACKEND_VARIABLE, choose_backend
 
     wanted = os.environ.get(BACKEND_VARIABLE)
     # Whether it suits the GPU only the worker can tell: this process must not touch CUDA.

@@ -26,19 +26,25 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_kvx import accounting
 from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.pool import pool_tokens, segment_of
-from vllm_kvx.models.segmented import SegmentedModel, StepPlan, StepRows
+from vllm_kvx.models.decoder import SegmentedModel, StepPlan, StepRows
 from vllm_kvx.ops.slots import map_slots
+from vllm_kvx.policy import storage as accounting
 from vllm_kvx.server.refusals import ATTENTION_BACKENDS, NO_SIDECAR
 from vllm_kvx.settings import KVSettings, request_policy
-from vllm_kvx.worker.online import OnlinePasses
-from vllm_kvx.worker.prompts import PromptChunk, PromptState
-from vllm_kvx.worker.retrieval import Mode, Retrieval, RetrievalPass, RetrievalStep, graph_modes
+from vllm_kvx.worker.decode.retrieval import (
+    Mode,
+    Retrieval,
+    RetrievalPass,
+    RetrievalStep,
+    graph_modes,
+)
+from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
+from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
+from vllm_kvx.worker.prefill.passes import PromptPasses, SelectedBatch
+from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.rows import SegmentRows, plan_rows
-from vllm_kvx.worker.selected import PromptPasses, SelectedBatch
-from vllm_kvx.worker.stash import Stash
 from vllm_kvx.worker.stats import PolicyStats
 
 

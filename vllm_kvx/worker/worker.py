@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvx.cache.managers import KEPT_BLOCKS
 from vllm_kvx.models.registry import use_segmented_model
-from vllm_kvx.worker.graphs import capture_each_mode
+from vllm_kvx.worker.decode.graphs import capture_each_mode
 
 
 class _PolicyWorking:

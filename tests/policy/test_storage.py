@@ -1,0 +1,163 @@
+"""Stored slots against a brute-force list of the positions that a policy keeps."""
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from vllm_kvx.policy.methods.speed import Speed
+from vllm_kvx.policy.spec import KVPolicy, parse_policy
+from vllm_kvx.policy.storage import (
+    NO_GAP,
+    Gap,
+    gap_of,
+    kept_counts,
+    storage_of,
+    stored_len,
+    stored_lens,
+)
+
+CUTOFF = 3
+PROMPT_LENS = range(1, 11)
+LONGEST = 14
+SHAPES = list(itertools.product(PROMPT_LENS, range(5), range(1, 5)))
+
+
+def kept_positions(prompt_len: int, anchors: int, tail: int) -> list[int]:
+    """Positions below LONGEST that SPEED stores above its cutoff, one by one."""
+    prompt = list(range(prompt_len))
+    return sorted({*prompt[:anchors], *prompt[-tail:], *range(prompt_len, LONGEST)})
+
+
+@pytest.mark.parametrize(("prompt_len", "anchors", "tail"), SHAPES)
+def test_speed_above_the_cutoff(prompt_len: int, anchors: int, tail: int) -> None:
+    policy = KVPolicy(propagate=Speed(CUTOFF, anchors, tail))
+    kept = kept_positions(prompt_len, anchors, tail)
+    for layer in (CUTOFF, CUTOFF + 1):
+        gap = gap_of(policy, prompt_len, layer)
+        assert (gap == NO_GAP) == (prompt_len <= anchors + tail)
+        for position in range(LONGEST):
+            assert gap.is_kept(position) == (position in kept)
+            slot = kept.index(position) if position in kept else None
+            assert gap.slot(position) == slot
+        for logical_len in range(LONGEST + 1):
+            expected = sum(position < logical_len for position in kept)
+            assert gap.stored_len(logical_len) == expected
+            assert stored_len(policy, prompt_len, logical_len, layer, 16) == expected
+
+
+@pytest.mark.parametrize("name", ["full", "speed-3", "fastkv:tsp_layer=1,kv_rate=1", "fier-64"])
+def test_no_gap(name: str) -> None:
+    policy = parse_policy(name)
+    for prompt_len, layer, logical_len in itertools.product(range(1, 6), range(CUTOFF), range(8)):
+        assert gap_of(policy, prompt_len, layer) is NO_GAP
+        assert stored_len(policy, prompt_len, logical_len, layer, 16) == logical_len
+        assert NO_GAP.slot(logical_len) == logical_len
+
+
+def test_speed_composed_keeps_its_gap() -> None:
+    assert gap_of(parse_policy("speed-3+fier-64"), 100, 3) == Gap(1, 98)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_arrays_equal_scalars(dtype: type[np.signedinteger]) -> None:
+    gaps = [
+        gap_of(KVPolicy(propagate=Speed(CUTOFF, anchors, tail)), prompt_len, CUTOFF)
+        for prompt_len, anchors, tail in SHAPES
+    ]
+    starts = np.array([gap.start for gap in gaps], dtype=dtype)
+    sizes = np.array([gap.size for gap in gaps], dtype=dtype)
+    for begin, end in itertools.combinations_with_replacement(range(LONGEST + 1), 2):
+        ends = np.full(len(gaps), end, dtype=dtype)
+        stored = stored_lens(ends, starts, sizes)
+        assert stored.dtype == dtype
+        assert stored.tolist() == [gap.stored_len(end) for gap in gaps]
+        kept = kept_counts(np.full_like(ends, begin), ends, starts, sizes)
+        assert kept.tolist() == [sum(map(gap.is_kept, range(begin, end))) for gap in gaps]
+
+
+def test_arrays_broadcast() -> None:
+    lengths = np.arange(LONGEST)[:, None]
+    stored = stored_lens(lengths, np.array([1, 0]), np.array([4, 0]))
+    assert stored.shape == (LONGEST, 2)
+    assert stored[:, 0].tolist() == [Gap(1, 4).stored_len(n) for n in range(LONGEST)]
+    assert stored[:, 1].tolist() == list(range(LONGEST))
+
+
+BLOCKS = "structkv:pivot=3,granularity=block"
+
+
+def stored_of(name: str, prompt_len: int, layer: int, block_size: int) -> tuple[int, int]:
+    """Entries before and after retention."""
+    storage = storage_of(parse_policy(name), prompt_len, layer, block_size)
+    assert storage.stored_len(prompt_len + 5) == storage.kept + 5
+    assert storage.peak_len(prompt_len) == storage.rows
+    return storage.rows, storage.kept
+
+
+@pytest.mark.parametrize(
+    ("rates", "prompt_len", "lower", "upper"),
+    [
+        ("", 8, (8, 8), (8, 8)),  # No longer than the window.
+        ("", 32, (32, 32), (8, 8)),  # One block is the least.
+        ("", 33, (33, 33), (8, 8)),  # The window is in both.
+        ("", 39, (39, 39), (8, 8)),
+        ("", 40, (40, 8), (8, 8)),  # It begins with the second block.
+        ("", 41, (41, 9), (8, 8)),
+        ("", 64, (64, 32), (12, 12)),
+        ("", 71, (71, 39), (14, 14)),
+        ("", 72, (72, 8), (14, 14)),
+        ("", 320, (320, 32), (64, 32)),  # A tenth is one block,
+        ("", 321, (321, 33), (64, 64)),  # and now a bit more; its window is in two as well.
+        ("", 351, (351, 63), (70, 38)),
+        ("", 352, (352, 64), (70, 38)),
+        ("", 640, (640, 64), (128, 64)),
+        ("", 650, (650, 74), (130, 66)),
+        (",struct_rate=1", 650, (650, 74), (650, 74)),
+        (",kv_rate=1", 650, (650, 650), (130, 130)),
+        (",kv_rate=0.5", 650, (650, 330), (130, 130)),  # 11 of 21 blocks, of 5 all.
+        (",window=64", 64, (64, 64), (64, 64)),
+        (",window=64", 96, (96, 64), (64, 64)),
+        (",window=64", 97, (97, 65), (64, 64)),
+        (",window=1", 33, (33, 1), (6, 6)),
+    ],
+)
+def test_whole_blocks(
+    rates: str, prompt_len: int, lower: tuple[int, int], upper: tuple[int, int]
+) -> None:
+    assert stored_of(BLOCKS + rates, prompt_len, 0, 32) == lower
+    assert stored_of(BLOCKS + rates, prompt_len, 4, 32) == upper
+
+
+def whole_blocks(rows: int, most: Fraction, window: int, block_size: int) -> int:
+    """Entries left of `rows` once the lowest blocks that may go have gone, one by one."""
+    blocks = [range(first, min(first + block_size, rows)) for first in range(0, rows, block_size)]
+    while len(blocks) - 1 >= most / block_size and blocks[0].stop <= rows - window:
+        blocks.pop(0)
+    return sum(map(len, blocks))
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("window", [1, 8, 24, 64])
+@pytest.mark.parametrize("kv_rate", ["0.125", "0.5", "0.75"])
+def test_whole_blocks_one_by_one(block_size: int, window: int, kv_rate: str) -> None:
+    """Rates that floats hold: no count hangs on their rounding."""
+    name = f"{BLOCKS},struct_rate=0.25,kv_rate={kv_rate},window={window}"
+    for prompt_len in range(1, 400):
+        most = prompt_len * Fraction(kv_rate)
+        selected = min(max(prompt_len // 4, window), prompt_len)
+        for layer, rows in ((0, prompt_len), (4, selected)):
+            kept = whole_blocks(rows, most, window, block_size)
+            assert stored_of(name, prompt_len, layer, block_size) == (rows, kept)
+
+
+@pytest.mark.parametrize("prompt_len", [2, 3, 40, 320, 650])
+def test_whole_blocks_below_a_cutoff(prompt_len: int) -> None:
+    """SPEED's own segment keeps its anchors and tail, which no retention touches."""
+    name = f"speed-6+{BLOCKS},struct_rate=1"
+    below = stored_of(BLOCKS, prompt_len, 0, 32)
+    assert stored_of(name, prompt_len, 0, 32) == stored_of(name, prompt_len, 4, 32) == below
+    assert stored_of(name, prompt_len, 6, 32) == (2, 2)
+    above = storage_of(parse_policy(name), prompt_len, 6, 32)
+    assert not above.compacts and not above.changes

@@ -1,0 +1,155 @@
+"""KV cache specs of layers whose stored entries follow a policy.
+
+The layers of the first segment stay full attention, with vLLM's prefix cache. Every later segment
+gets groups of its own. Both have managers that allocate blocks by *stored* entries. Registered
+with vLLM when this module is imported, which unpickling a spec does in every process that needs it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
+from vllm_kvx.ops.retrieval.sidecar import SidecarLayout
+from vllm_kvx.policy.layout import GroupChoice, RetrievalLayout, choose_group_size, grouped
+from vllm_kvx.settings import KVSettings
+
+logger = init_logger("vllm.kvx.cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerAttentionSpec(FullAttentionSpec):
+    """Full attention in the first segment, whose entries may go when a prompt is in.
+
+    bucket: splits the layers so that groups come out in the chosen size, where vLLM's own choice
+        of group size would pad more than needed.
+    """
+
+    bucket: int = 0
+
+    @classmethod
+    def merge(cls, specs: list["LowerAttentionSpec"]) -> "LowerAttentionSpec":
+        return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyAttentionSpec(AttentionSpec):
+    """KV of one layer of a segment whose entries follow the request's policy.
+
+    Not a ``FullAttentionSpec``: vLLM would merge such layers with the lower segment's.
+
+    Attributes:
+        segment: index of the segment, 1 or higher.
+        start_layer: the segment's first layer.
+        bucket: as in ``LowerAttentionSpec``.
+    """
+
+    dcp_sharded: bool = False
+    segment: int
+    start_layer: int
+    bucket: int = 0
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        # Its entries are not the prompt's tokens in order; anchors are shared by the manager.
+        return False
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        # A `full` request, or one long answer, stores every token: the honest worst case.
+        return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
+
+
+def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) -> None:
+    """Gives every layer the KV cache spec of its segment.
+
+    Args:
+        attention: the model's attention layers, in order.
+    """
+    sizes = settings.layout.segment_sizes(len(attention))
+    starts = (0, *settings.layout.splits)
+    buckets = _buckets(sizes)
+    choice = group_layers(sizes)
+    logger.info(
+        "KV policy %s: segments of %s layers in %s KV groups of %d layers, %d padding layers",
+        settings.policy,
+        " + ".join(map(str, sizes)),
+        " + ".join(map(str, choice.groups_per_segment)),
+        choice.size,
+        choice.padding_layers,
+    )
+    for segment, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        num_buckets = 1 if buckets is None else buckets[segment]
+        for offset, layer in enumerate(attention[start : start + size]):
+            sidecar = settings.layout.sidecar
+            _override_spec(layer, segment, start, offset % num_buckets, sidecar)
+
+
+def group_layers(segment_sizes: Sequence[int]) -> GroupChoice:
+    """The KV groups that vLLM forms for these segments, with the buckets given to it."""
+    if _buckets(segment_sizes) is not None:
+        return choose_group_size(segment_sizes)
+    return grouped(segment_sizes, _vllm_group_size(segment_sizes))
+
+
+def _buckets(segment_sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """Buckets per segment that make vLLM pick our group size; None where it does without.
+
+    None also where it cannot be made to: vLLM takes the smallest bucket's size unless the largest
+    is less than 1.5 times that.
+    """
+    choice = choose_group_size(segment_sizes)
+    if _vllm_group_size(segment_sizes) == choice.size:
+        return None
+    sizes = [
+        layers // n + (i < layers % n)
+        for layers, n in zip(segment_sizes, choice.groups_per_segment, strict=True)
+        for i in range(n)
+    ]
+    return choice.groups_per_segment if _vllm_group_size(sizes) == choice.size else None
+
+
+def _vllm_group_size(bucket_sizes: Sequence[int]) -> int:
+    """The rule of ``_get_kv_cache_groups_uniform_page_size`` in vLLM 0.32."""
+    small, large = min(bucket_sizes), max(bucket_sizes)
+    return large if large < small * 1.5 else small
+
+
+def sidecar_layout(spec: AttentionSpec, sidecar: RetrievalLayout) -> SidecarLayout:
+    """The shape of what a page of `spec` holds beside its entries."""
+    return SidecarLayout(
+        spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group, sidecar.has_codes
+    )
+
+
+def _override_spec(
+    layer: Attention, segment: int, start: int, bucket: int, sidecar: RetrievalLayout | None
+) -> None:
+    stock = layer.get_kv_cache_spec
+
+    def get_kv_cache_spec(vllm_config: VllmConfig) -> KVCacheSpec:
+        spec = stock(vllm_config)
+        assert type(spec) is FullAttentionSpec, f"unexpected KV cache spec {spec}"
+        if sidecar is not None:
+            room = sidecar_layout(spec, sidecar).page_bytes
+            spec = replace(spec, page_size_padded=spec.page_size_bytes + room)
+        if segment == 0:
+            values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
+            return LowerAttentionSpec(**values, bucket=bucket)
+        values = {f.name: getattr(spec, f.name) for f in fields(AttentionSpec)}
+        values["dcp_sharded"] = False
+        return PolicyAttentionSpec(**values, segment=segment, start_layer=start, bucket=bucket)
+
+    layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
+
+
+# The registry fills itself only while it is empty, so vLLM's own specs have to go in first.
+register_all_kvcache_specs(None)
+KVCacheSpecRegistry.register(LowerAttentionSpec, LowerKVCacheManager, FullAttentionSpec)
+KVCacheSpecRegistry.register(PolicyAttentionSpec, PolicyKVCacheManager, PolicyAttentionSpec)

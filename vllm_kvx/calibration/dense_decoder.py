@@ -1,0 +1,230 @@
+"""A decoder run layer by layer in plain torch, to look at what its layers see.
+
+The offline tools use it: one prompt at a time, no cache and no vLLM, on CPU or one GPU. Attention
+goes through SDPA and everything else through slices of the rows, so that a prompt of 128K tokens
+needs a few times its hidden states beside the weights. Only the attention rows of the prompt's last
+queries are ever materialised.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from vllm_kvx.equations.saliency import window_attention
+from vllm_kvx.errors import ToolError
+
+# Their modules have the same names and the same meaning; q_norm and k_norm are Qwen3's alone.
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+# Rows that projections and the MLP take at once: it bounds their intermediate values.
+_SLICE = 4096
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some tokens of one prompt between two layers, in the order of their positions.
+
+    hidden: (n, hidden), in the model's dtype.
+    cos, sin: (n, D), the rotary embedding of the tokens' positions in the prompt.
+    """
+
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    def select(self, indices: Tensor) -> "Rows":
+        """The rows at ascending `indices` (m,), with the positions that they had."""
+        return Rows(self.hidden[indices], self.cos[indices], self.sin[indices])
+
+
+def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
+    """The configuration of the model in a directory, or of that name on the Hugging Face hub.
+
+    Raises:
+        ToolError: there is none, or its architecture is none of ARCHITECTURES.
+    """
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or name[0] in "./~" or name.count("/") > 1):
+        raise ToolError(f"no model at {name}: give a directory with config.json, or a hub name")
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    except Exception as error:  # transformers and the hub raise what they like
+        raise ToolError(f"cannot read the configuration of {name}: {_line(error)}") from error
+    found = (getattr(config, "architectures", None) or ["no architecture"])[0]
+    if found not in ARCHITECTURES:
+        raise ToolError(f"{name} has {found}; supported: {', '.join(ARCHITECTURES)}")
+    return config
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """The longest prompt, in tokens, that every layer sees in full; None without a limit."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and "sliding_attention" not in layer_types:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+class DenseDecoder:
+    """The layers of a Llama, Mistral, Qwen2 or Qwen3, to be run one after the other.
+
+    Sliding windows are not applied: prompts are to be no longer than `sliding_window(config)`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model.eval()
+        self.num_layers = len(self._model.model.layers)
+        self.num_kv_heads: int = model.config.num_key_value_heads
+        self.device = model.device
+
+    @classmethod
+    def load(
+        cls, name: str, device: str = "auto", dtype: str = "auto", revision: str | None = None
+    ) -> "DenseDecoder":
+        """The model of a directory or hub name, with its weights.
+
+        device: `auto` is the GPU if there is one.
+        dtype: a torch type's name; `auto` is the checkpoint's on a GPU, and float32 on CPU, where
+            the narrower types are slow and save only memory.
+
+        Raises:
+            ToolError: there is no such device, or the weights cannot be loaded or are not all
+                there.
+        """
+        target = choose_device(device)
+        if dtype == "auto" and target.type == "cpu":
+            dtype = "float32"
+        loader: Any = AutoModelForCausalLM  # its type knows nothing of the report
+        try:
+            model, report = loader.from_pretrained(
+                name,
+                revision=revision,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers and the hub raise what they like
+            raise ToolError(f"cannot load the weights of {name}: {_line(error)}") from error
+        if missing := sorted(report["missing_keys"]):
+            # transformers draws these at random and goes on.
+            raise ToolError(f"{name} lacks {len(missing)} of its weights: {missing[0]}, ...")
+        return cls(model.to(target))
+
+    @torch.no_grad()
+    def embed(self, token_ids: Sequence[int]) -> Rows:
+        """The rows of a whole prompt before layer 0."""
+        tokens = torch.tensor(token_ids, device=self.device)
+        hidden = self._model.model.embed_tokens(tokens)
+        # Once for the prompt: some rotary embeddings depend on its length.
+        positions = torch.arange(len(tokens), device=self.device)
+        cos, sin = self._model.model.rotary_emb(hidden[None], positions[None])
+        return Rows(hidden, cos[0], sin[0])
+
+    def layers(
+        self, rows: Rows, first: int = 0, window: int = 0
+    ) -> Iterator[tuple[Rows, Tensor | None]]:
+        """Run layers `first` to the last; after each one its output and its window attention.
+
+        Rows see each other causally and nothing else. The attention is (H, w, n) float32, softmax
+        rows of the last `window` rows, at most n; None if `window` is 0.
+        """
+        for index in range(first, self.num_layers):
+            rows, attention = self._layer(self._model.model.layers[index], rows, window)
+            yield rows, attention
+
+    @torch.no_grad()
+    def last_state(self, rows: Rows) -> Tensor:
+        """(hidden,) float32: the last row of the last layer's output after the final norm."""
+        return self._model.model.norm(rows.hidden[-1:])[0].float()
+
+    def finish(self, rows: Rows, first: int) -> Tensor:
+        """`last_state` after layers `first` to the last."""
+        for output, _ in self.layers(rows, first):
+            rows = output
+        return self.last_state(rows)
+
+    @torch.no_grad()
+    def _layer(self, layer: Any, rows: Rows, window: int) -> tuple[Rows, Tensor | None]:
+        attn = layer.self_attn
+        query, key, value = _project(layer, rows)
+        heads, count, head_dim = query.shape
+        shared = heads // key.shape[0]
+        groups = [slice(head, head + shared) for head in range(0, heads, shared)]
+        attention = None
+        if window:
+            # By KV head: the reference math copies the keys for every query head, in float32.
+            attention = torch.cat(
+                [
+                    window_attention(query[group, -window:], key[head, None], attn.scaling)
+                    for head, group in enumerate(groups)
+                ]
+            )
+        mixed = query.new_empty(count, heads, head_dim)
+        for head, group in enumerate(groups):
+            # By KV head too: SDPA's grouped-query path falls back to a full matrix in float32.
+            keys, values = (x[head].expand(shared, -1, -1)[None] for x in (key, value))
+            mixed[:, group] = F.scaled_dot_product_attention(
+                query[None, group], keys, values, is_causal=True, scale=attn.scaling
+            )[0].transpose(0, 1)
+        hidden = torch.empty_like(rows.hidden)
+        for part in _slices(count):
+            residual = rows.hidden[part] + attn.o_proj(mixed[part].flatten(1))
+            hidden[part] = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        return replace(rows, hidden=hidden), attention
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `name` means; ToolError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ToolError(f"device must be auto, cpu, cuda or cuda:<int>, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ToolError(f"this machine has no {name} that torch can use: use --device cpu")
+    return device
+
+
+def _project(layer: Any, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (H, n, D), keys and values (G, n, D) of a layer, rotated."""
+    attn, count = layer.self_attn, len(rows)
+    projections = (attn.q_proj, attn.k_proj, attn.v_proj)
+    query, key, value = (
+        rows.hidden.new_empty(proj.out_features // attn.head_dim, count, attn.head_dim)
+        for proj in projections
+    )
+    for part in _slices(count):
+        normed = layer.input_layernorm(rows.hidden[part])
+        q, k, v = (proj(normed).unflatten(-1, (-1, attn.head_dim)) for proj in projections)
+        if hasattr(attn, "q_norm"):
+            q, k = attn.q_norm(q), attn.k_norm(k)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        q, k = apply_rotary_pos_emb(q, k, rows.cos[None, part], rows.sin[None, part])
+        query[:, part], key[:, part], value[:, part] = q[0], k[0], v[0]
+    return query, key, value
+
+
+def _slices(count: int) -> Iterator[slice]:
+    for begin in range(0, count, _SLICE):
+        yield slice(begin, min(begin + _SLICE, count))
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return next((line for line in str(error).splitlines() if line), type(error).__name__)

@@ -1,0 +1,109 @@
+"""The tools' figures; without matplotlib they say how to get one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_kvx.errors import ToolError
+
+_BLUE, _RED, _GREEN, _ORANGE = "#4878a8", "#b8504c", "#5a9a5a", "#d8923c"
+
+
+def draw(path: Path, figure_of: Callable[..., Any], *args: Any) -> str:
+    """Draw `figure_of(pyplot, *args)` to `path`; says where it is, or how to get one.
+
+    Raises:
+        ToolError: `path` cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return "No plot: it needs matplotlib; pip install 'vllm-kvx[tools]'"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = figure_of(pyplot, *args)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not have
+        raise ToolError(f"the result is stored, but the plot {path} is not: {error}") from error
+    finally:
+        pyplot.close(figure)
+    return f"Plot: {path}"
+
+
+def tsp_curve(pyplot: Any, record: Mapping[str, Any]) -> Any:
+    """FastKV's Figure 3: the distance of Eq. 3 over the candidate layers."""
+    mean, std = record["distances"]["mean"], record["distances"]["std"]
+    layers, chosen = list(range(len(mean))), record["tsp_layer"]
+    figure, axis = pyplot.subplots(figsize=(6, 3.5))
+    axis.errorbar(layers, mean, yerr=std, color=_BLUE, marker="o", markersize=4, capsize=3)
+    axis.plot(chosen, mean[chosen], "o", color="black", markersize=8, zorder=3)
+    axis.axvline(chosen, color="gray", linewidth=0.8, linestyle=":")
+    axis.set_title(f"{Path(record['model']).name}: TSP layer {chosen}", loc="left")
+    axis.set_xlabel(f"candidate TSP layer, of {record['layers']}")
+    axis.set_ylabel("relative squared distance (Eq. 3)")
+    top = axis.get_ylim()[1]
+    axis.set_ylim(-0.03 * top, top)
+    axis.locator_params(axis="x", integer=True)
+    figure.tight_layout()
+    return figure
+
+
+def pivot_curves(pyplot: Any, record: Mapping[str, Any], online: int | None = None) -> Any:
+    """StructKV's Figure 4: its metrics and the transition score by layer, and the pivot.
+
+    record: `metrics`, `transition`, `pivot`, `layers` and `model`.
+    online: the online rule's pivot, dashed.
+    """
+    curves = (
+        ("entropy (nats)", record["metrics"]["entropy"], _BLUE),
+        ("sparsity", record["metrics"]["sparsity"], _GREEN),
+        ("variance", record["metrics"]["variance"], _ORANGE),
+        ("transition score", record["transition"], _RED),
+    )
+    figure, axes = pyplot.subplots(4, figsize=(6.5, 8), sharex=True)
+    pivot = record["pivot"]
+    for axis, (label, values, color) in zip(axes, curves, strict=True):
+        axis.plot(_numbers(values), color=color, marker="o", markersize=4)
+        axis.axvspan(-0.5, pivot, color="gray", alpha=0.12, linewidth=0)
+        axis.axvline(pivot, color="black", linewidth=1, label=f"pivot {pivot}")
+        if online is not None:
+            axis.axvline(
+                online, color="black", linewidth=1, linestyle="--", label=f"online {online}"
+            )
+        axis.set_ylabel(label)
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4))
+        axis.set_xlim(-0.5, record["layers"] - 0.5)
+    # Below the pivot attention still settles: the paper's unstable region, in gray.
+    axes[0].set_title(f"{Path(record['model']).name}: pivot {pivot}", loc="left")
+    if online is not None:
+        axes[0].legend(fontsize=8)
+    axes[-1].set_xlabel(f"layer, of {record['layers']}")
+    axes[-1].locator_params(axis="x", integer=True)
+    figure.align_ylabels(axes)
+    figure.tight_layout()
+    return figure
+
+
+def recovery_curves(pyplot: Any, record: Mapping[str, Any], labels: Mapping[str, str]) -> Any:
+    """StructKV's Figure 5: attention mass recovery by layer; a line for each of `labels`."""
+    figure, axis = pyplot.subplots(figsize=(6.5, 4))
+    for (method, label), color in zip(labels.items(), (_RED, _BLUE, _GREEN, _ORANGE), strict=True):
+        means = record["recovery"][method]["mean"]
+        # StructKV's on top: up to the pivot FastKV's is the same.
+        order = 3 if method == "structkv" else 2
+        axis.plot(means, color=color, marker="o", markersize=4, label=label, zorder=order)
+    axis.axvline(record["pivot"], color="gray", linewidth=0.8, linestyle=":")
+    axis.set_title(f"{Path(record['model']).name}: after layer {record['pivot']}", loc="left")
+    axis.set_xlabel(f"layer, of {record['layers']}")
+    axis.set_ylabel("attention mass recovered")
+    axis.set_ylim(0, 1.03)
+    axis.legend(fontsize=8, loc="lower left")
+    axis.locator_params(axis="x", integer=True)
+    figure.tight_layout()
+    return figure
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]

@@ -1,0 +1,257 @@
+"""`vllm-kvx`: the tools around a server, one subcommand each.
+
+vllm-kvx calibrate MODEL --prompts FILE
+vllm-kvx calibrate MODEL --method structkv
+vllm-kvx diagnose MODEL
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.policy.parameters import PolicyError
+
+# torch and transformers come with vLLM, which is an extra of this package.
+_COME_WITH_VLLM = ("torch", "transformers")
+
+_FASTKV, _STRUCTKV = FastKV(), StructKV()
+_WEIGHTS = (_STRUCTKV.entropy_weight, _STRUCTKV.sparsity_weight, _STRUCTKV.variance_weight)
+# What `calibrate --method` runs, and the options with defaults that only this method has.
+_CALIBRATORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fastkv": (
+        "tsp_layer",
+        {"max_layer": None, "tsp_rate": _FASTKV.tsp_rate, "kernel": _FASTKV.kernel},
+    ),
+    "structkv": ("pivot", {"weights": _WEIGHTS}),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in `argv` (default: the process's) and return its exit code.
+
+    2 if it cannot be done as asked, with one line on stderr that says what to change.
+    """
+    args = parser().parse_args(argv)
+    try:
+        args.run(args)
+    except ModuleNotFoundError as error:
+        if error.name not in _COME_WITH_VLLM:
+            raise
+        return _fail(args, f"{error.name} is missing: pip install 'vllm-kvx[cuda]' or [cpu]")
+    except (ToolError, PolicyError) as error:
+        return _fail(args, str(error))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options; `run` in the result does the work."""
+    top = argparse.ArgumentParser(prog="vllm-kvx", description="Tools around a vllm-kvx server.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_calibrate(commands)
+    _add_diagnose(commands)
+    return top
+
+
+def _fail(args: argparse.Namespace, message: str) -> int:
+    print(f"vllm-kvx {args.command}: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _tool(name: str) -> Any:
+    """A module of this package. Not before arguments are read: importing torch takes seconds."""
+    return import_module(f"vllm_kvx.calibration.{name}")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "calibrate",
+        help="find FastKV's TSP layer or StructKV's pivot for a model",
+        description="Finds the layer after which only selected tokens go on: the one where FastKV "
+        "loses least (Eq. 3 of its paper), or StructKV's pivot (Eq. 4-9 of its paper). It is "
+        "stored for the model's configuration and weights, where a server with that --kv-policy "
+        "looks.",
+    )
+    command.set_defaults(run=_calibrate)
+    command.add_argument("model", metavar="MODEL", help="directory or Hugging Face hub name")
+    command.add_argument(
+        "--method",
+        choices=tuple(_CALIBRATORS),
+        default="fastkv",
+        help="whose layer (default: %(default)s)",
+    )
+    _add_prompts(command, "structkv's default: a built-in text; fastkv has none")
+    command.add_argument(
+        "--max-layer",
+        type=int,
+        metavar="L",
+        help="fastkv: last candidate, counted from 0 (default: half of the layers, minus 1)",
+    )
+    command.add_argument(
+        "--tsp-rate",
+        type=float,
+        metavar="RATE",
+        help=f"fastkv: share of the tokens that is propagated (default: {_FASTKV.tsp_rate})",
+    )
+    command.add_argument(
+        "--kernel",
+        type=int,
+        metavar="K",
+        help=f"fastkv: width of the pooling over scores (default: {_FASTKV.kernel})",
+    )
+    _add_window(command)
+    _add_weights(command, None, "structkv: ")
+    _add_model(command)
+    picture = command.add_mutually_exclusive_group()
+    picture.add_argument(
+        "--plot", metavar="PATH", help="where to draw the curve (default: beside the result, .png)"
+    )
+    picture.add_argument("--no-plot", action="store_true", help="draw nothing")
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    for method, (_, options) in _CALIBRATORS.items():
+        for name, default in options.items():
+            if getattr(args, name) is None:
+                setattr(args, name, default)
+            elif method != args.method:
+                option = name.replace("_", "-")
+                raise ToolError(f"--{option} has no meaning without --method {method}")
+    _tool(_CALIBRATORS[args.method][0]).run(args)
+
+
+def _add_diagnose(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "diagnose",
+        help="draw where a model's attention settles, and what selecting tokens there recovers",
+        description="Draws StructKV's Figures 4 and 5 for a model: entropy, sparsity, variance and "
+        "transition score by layer, with the pivot; and the share of the attention mass that "
+        "StructKV, FastKV, SnapKV and a GemFilter-like selection leave to each layer. Writes "
+        "their numbers beside them.",
+    )
+    command.set_defaults(run=lambda args: _tool("diagnose").run(args))
+    command.add_argument("model", metavar="MODEL", help="directory or Hugging Face hub name")
+    _add_prompts(command, "default: a built-in text")
+    command.add_argument(
+        "--pivot",
+        type=int,
+        metavar="L",
+        help="select after this layer, counted from 0 (default: the pivot of these prompts)",
+    )
+    command.add_argument(
+        "--struct-rate",
+        type=float,
+        default=_STRUCTKV.struct_rate,
+        metavar="RATE",
+        help="share of the tokens that StructKV, FastKV and GemFilter select (default: "
+        "%(default)s)",
+    )
+    command.add_argument(
+        "--kv-rate",
+        type=float,
+        default=_STRUCTKV.kv_rate,
+        metavar="RATE",
+        help="share of the entries that SnapKV retains (default: %(default)s)",
+    )
+    command.add_argument(
+        "--decay",
+        type=float,
+        default=_STRUCTKV.decay,
+        metavar="D",
+        help="weight of the layers below in StructKV's centrality (default: %(default)s)",
+    )
+    command.add_argument(
+        "--kernel",
+        type=int,
+        default=_FASTKV.kernel,
+        metavar="K",
+        help="width of FastKV's and SnapKV's pooling over scores (default: %(default)s)",
+    )
+    _add_window(command)
+    _add_weights(command, _WEIGHTS)
+    _add_model(command)
+    command.add_argument(
+        "--output", metavar="DIR", help="where to write (default: diagnose-<name of the model>)"
+    )
+
+
+# Options that both commands have.
+
+
+def _add_prompts(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='.jsonl with {"prompt": "..."} or {"prompt_token_ids": [...]} per line, or .txt with '
+        "a line of --- between two prompts. Texts are used as they are: apply a chat template "
+        f"beforehand ({default})",
+    )
+    command.add_argument(
+        "--max-prompt-tokens",
+        type=_positive,
+        metavar="N",
+        help="longer prompts lose their middle (default: no limit)",
+    )
+
+
+def _add_window(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--window",
+        type=int,
+        default=_STRUCTKV.window,
+        metavar="W",
+        help="last tokens, whose queries score the others (default: %(default)s)",
+    )
+
+
+def _add_weights(
+    command: argparse.ArgumentParser, default: tuple[float, ...] | None, whose: str = ""
+) -> None:
+    command.add_argument(
+        "--weights",
+        type=_weights,
+        default=default,
+        metavar="W1,W2,W3",
+        help=f"{whose}of entropy, sparsity and variance in the transition score (default: "
+        f"{','.join(map(str, _WEIGHTS))})",
+    )
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--revision", help="revision of a hub model (default: main)")
+    command.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda or cuda:<int> (default: %(default)s)"
+    )
+    command.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="auto is the checkpoint's on a GPU, float32 on CPU (default: %(default)s)",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    try:
+        entropy, sparsity, variance = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be three numbers, for example 0.2,0.3,0.5; got {text!r}"
+        ) from None
+    return entropy, sparsity, variance
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

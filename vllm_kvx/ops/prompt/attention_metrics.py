@@ -1,0 +1,471 @@
+"""How broad or focused each head's attention is: StructKV's metrics (Eq. 4-6), from paged keys.
+
+They are those of `equations.pivot.attention_metrics`, per query head and request. Lengths are read
+on the device, so nothing here waits for it. Keys are read twice, as for the saliency: once for
+the sums of the softmax rows, once for the probabilities themselves. These go to a scratch, where
+a program per row finds the tenth of them that is largest.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+
+from vllm_kvx.equations.pivot import attention_metrics
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.prompt import saliency
+from vllm_kvx.ops.prompt.saliency import (
+    _HIDDEN,
+    _load_queries,
+    _row_sums_kernel,
+    _split,
+    _tile_scores,
+)
+from vllm_kvx.ops.prompt.select import _threshold
+
+# Probabilities held at a time. Rows of one tile are never parted, so a request of more than 2 ** 20
+# keys needs more if its window has 64 rows, up to 256 bytes a key.
+_SCRATCH_BYTES = 1 << 28
+# Probabilities that the program of one row reads at a time.
+_ROW_BLOCK = 8192
+# Rows of the scratch begin and end at multiples of it, for wide loads and stores.
+_ALIGNMENT: tl.constexpr = tl.constexpr(16)
+# Splits whose partial sums are loaded at a time; also rows of the window.
+_MERGED: tl.constexpr = tl.constexpr(64)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+def window_metrics(
+    queries: Tensor,
+    paged: PagedKV,
+    block_tables: Tensor,
+    num_keys: Tensor,
+    windows: Tensor,
+    max_num_keys: int,
+    scale: float,
+    key_scale: float = 1.0,
+) -> Tensor:
+    """Entropy, sparsity and variance of each head's attention, means over the window's queries.
+
+    Entropy is in nats; sparsity is the mass of the tenth of the keys that get most; variance is
+    that of the attention that the visible keys get. All fp32, from fp32 softmax rows. What a
+    request gets does not depend on the others in its batch, bit for bit.
+
+    Args:
+        queries: (F, W, H, D), the model's dtype. Rows 0..windows[f]-1 are the queries of the last
+            windows[f] keys of request f, in order; later rows are not read.
+        paged: the layer's keys; entries past num_keys[f] are not read.
+        block_tables: (F, max_blocks) int32, unit stride along a row.
+        num_keys: (F,) int32, on the device as is the next one; 0 for padding.
+        windows: (F,) int32, at most W and num_keys[f].
+        max_num_keys: at least the largest of `num_keys`.
+        scale: factor of query times key before the softmax.
+        key_scale: what a stored key is multiplied with to get the key, for an fp8 cache.
+
+    Returns:
+        (F, H, 3) float32: entropy, sparsity, variance; 0 for padding.
+    """
+    num_requests, max_window, num_heads, _ = queries.shape
+    device = queries.device
+    metrics = torch.zeros(num_requests, num_heads, 3, dtype=torch.float32, device=device)
+    if not (metrics.numel() and max_window and max_num_keys):
+        return metrics
+    group = num_heads // paged.num_heads
+    by_row = metrics.new_empty(num_requests, num_heads, max_window, 3)
+    row_length = triton.cdiv(max_num_keys, _ALIGNMENT.value) * _ALIGNMENT.value
+    for first_row in range(0, max_window, saliency._MAX_ROWS):
+        num_rows = min(max_window - first_row, saliency._MAX_ROWS)
+        # As for the whole layer, whatever part of it comes at a time, for the promise of equal
+        # bits.
+        padded_rows = triton.next_power_of_2(num_rows)
+        head_tile = min(triton.next_power_of_2(group), saliency._MAX_ROWS // padded_rows)
+        padded_rows = max(padded_rows, saliency._MIN_DOT // head_tile)
+        max_splits = saliency._PROGRAMS // (paged.num_heads * triton.cdiv(group, head_tile))
+        max_splits = min(max(max_splits, saliency._SPLITS[0]), saliency._SPLITS[1])
+        parts = _parts(num_requests, paged.num_heads, group, head_tile, num_rows * row_length * 4)
+        for requests, kv_heads, heads in parts:
+            _rows_metrics(
+                queries[requests, :, heads],
+                paged.keys[:, kv_heads],
+                block_tables[requests],
+                num_keys[requests],
+                windows[requests],
+                max_num_keys,
+                scale * key_scale,
+                by_row[requests, heads],
+                first_row,
+                num_rows,
+                row_length,
+                head_tile,
+                padded_rows,
+                max_splits,
+            )
+    _mean_kernel[(num_heads, num_requests)](by_row, windows, metrics, max_window)
+    return metrics
+
+
+def _parts(
+    num_requests: int, num_kv_heads: int, group: int, head_tile: int, head_bytes: int
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Requests, KV heads and their query heads to be handled at a time, for a bounded scratch.
+
+    Whole requests where they fit, else whole KV heads of one, else heads of one KV head, of which
+    no fewer than `head_tile` are handled at a time.
+
+    head_bytes: scratch of one query head of one request.
+    """
+    fitting = _SCRATCH_BYTES // head_bytes
+    num_together = max(fitting // (num_kv_heads * group), 1)
+    kv_heads = max(fitting // group, 1)
+    heads = group if fitting >= group else max(fitting // head_tile, 1) * head_tile
+    for request in range(0, num_requests, num_together):
+        for kv_head in range(0, num_kv_heads, kv_heads):
+            last_kv_head = min(kv_head + kv_heads, num_kv_heads)
+            for head in range(kv_head * group, (kv_head + 1) * group, heads):
+                # More KV heads than one come only with all of their heads.
+                last = last_kv_head * group
+                if heads < group:
+                    last = min(head + heads, last)
+                yield (
+                    slice(request, request + num_together),
+                    slice(kv_head, last_kv_head),
+                    slice(head, last),
+                )
+
+
+def _rows_metrics(
+    queries: Tensor,
+    keys: Tensor,
+    block_tables: Tensor,
+    num_keys: Tensor,
+    windows: Tensor,
+    max_num_keys: int,
+    scale: float,
+    by_row: Tensor,
+    first_row: int,
+    num_rows: int,
+    row_length: int,
+    head_tile: int,
+    padded_rows: int,
+    max_splits: int,
+) -> None:
+    """Metrics of the window's rows `first_row` to `first_row + num_rows`, all at once.
+
+    Args:
+        queries: (F, W, H, D); it and the next four as for `window_metrics`, of part of the
+            requests and heads.
+        keys: (num_blocks, G, block_size, D).
+        by_row: (F, H, W, 3) float32, the result; rows past a request's window are not written.
+        row_length: floats per row of the scratch, at least max_num_keys.
+    """
+    num_requests, _, num_heads, head_dim = queries.shape
+    num_kv_heads, block_size = keys.shape[1:3]
+    group = num_heads // num_kv_heads
+    head_tiles = triton.cdiv(group, head_tile)
+    padded_dim = max(triton.next_power_of_2(head_dim), saliency._MIN_DOT)
+    width = queries.element_size()
+    interpreted = queries.device.type == "cpu"
+    block_keys = saliency._BLOCK_KEYS[queries.device.type]
+    if not interpreted:
+        tile_bytes = saliency._TILE_BYTES[width]
+        block_keys = min(max(tile_bytes // (padded_dim * width), saliency._MIN_DOT), block_keys)
+    num_splits = min(triton.cdiv(max_num_keys, block_keys), max_splits)
+    grid = (num_kv_heads * head_tiles, num_splits, num_requests)
+    rows = head_tile * padded_rows
+    softmax_sums = by_row.new_empty(num_requests, *grid[:2], 2, rows)
+    metric_sums = torch.empty_like(softmax_sums)
+    probabilities = by_row.new_empty(num_requests, num_heads, num_rows, row_length)
+    arguments = (
+        queries,
+        *queries.stride(),
+        keys,
+        *keys.stride(),
+        block_tables,
+        block_tables.stride(0),
+        num_keys,
+        windows,
+        # In powers of two, which the hardware has an instruction for.
+        scale * saliency._LOG2_E,
+        softmax_sums,
+    )
+    tiles = dict(
+        FIRST_ROW=first_row,
+        GROUP=group,
+        HEAD_TILE=head_tile,
+        PADDED_ROWS=padded_rows,
+        BLOCK_KEYS=block_keys,
+        MAX_SPLITS=max_splits,
+    )
+    constants = dict(
+        **tiles,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        BLOCK_SIZE=block_size,
+        # Triton's interpreter multiplies 16-bit floats as the integers that it keeps them in.
+        UPCAST=interpreted,
+        num_warps=4 if rows <= 32 and width < 4 else 8,
+        num_stages=3,
+    )
+    _row_sums_kernel[grid](*arguments, **constants)
+    _probabilities_kernel[grid](
+        *arguments, metric_sums, probabilities, row_length, NUM_ROWS=num_rows, **constants
+    )
+    _rows_kernel[(num_rows, num_heads, num_requests)](
+        probabilities,
+        row_length,
+        metric_sums,
+        num_splits,
+        num_keys,
+        windows,
+        by_row,
+        by_row.stride(0),
+        by_row.stride(1),
+        **tiles,
+        BLOCK=_ROW_BLOCK,
+        num_warps=16,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["block_tables", "table_stride", "num_keys", "windows"],
+)
+def _probabilities_kernel(
+    queries,
+    query_request_stride,
+    query_row_stride,
+    query_head_stride,
+    query_channel_stride,
+    keys,
+    key_block_stride,
+    key_head_stride,
+    key_entry_stride,
+    key_channel_stride,
+    block_tables,
+    table_stride,
+    num_keys,
+    windows,
+    scale,
+    softmax_sums,
+    metric_sums,
+    probabilities,
+    row_length,
+    FIRST_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+):
+    """Probabilities of one split of the keys, its part of the entropy and squared deviations.
+
+    Up to the next multiple of `_ALIGNMENT`, keys that do not exist are written as 0.
+    """
+    request = tl.program_id(2)
+    length = tl.load(num_keys + request)
+    begin, end, splits = _split(length, BLOCK_KEYS, MAX_SPLITS)
+    if begin >= end:
+        return
+    window = tl.load(windows + request)
+    query_tile, row, exists = _load_queries(
+        queries,
+        query_request_stride,
+        query_row_stride,
+        query_head_stride,
+        query_channel_stride,
+        window,
+        FIRST_ROW,
+        GROUP,
+        HEAD_TILE,
+        PADDED_ROWS,
+        HEAD_DIM,
+        PADDED_DIM,
+        UPCAST,
+    )
+    HEAD_TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
+    kv_head = tl.program_id(0) // HEAD_TILES
+    keys += kv_head.to(tl.int64) * key_head_stride
+    table = block_tables + request.to(tl.int64) * table_stride
+
+    ROWS: tl.constexpr = HEAD_TILE * PADDED_ROWS
+    column = tl.arange(0, ROWS)
+    index = request.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    index *= tl.num_programs(1)
+    softmax_sums += index * (2 * ROWS) + column[None, :]
+    maximum = tl.full((ROWS,), _HIDDEN, dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    for first in range(0, splits, _MERGED):
+        split = first + tl.arange(0, _MERGED)[:, None]
+        partial = softmax_sums + split * (2 * ROWS)
+        split_maxima = tl.load(partial, mask=split < splits, other=_HIDDEN)
+        split_sums = tl.load(partial + ROWS, mask=split < splits, other=0.0)
+        larger = tl.maximum(maximum, tl.max(split_maxima, axis=0))
+        total *= tl.exp2(maximum - larger)
+        total += tl.sum(split_sums * tl.exp2(split_maxima - larger[None, :]), axis=0)
+        maximum = larger
+    weight = tl.where(exists, 1.0 / total, 0.0)
+    bits = tl.where(exists, tl.log2(total), 0.0)
+    last_visible = length - window + row
+    uniform = tl.where(exists, 1.0 / (last_visible + 1).to(tl.float32), 0.0)
+
+    head_in_group = tl.program_id(0) % HEAD_TILES * HEAD_TILE + column // PADDED_ROWS
+    head = (request.to(tl.int64) * (tl.num_programs(0) // HEAD_TILES) + kv_head) * GROUP
+    probabilities_row = (head + head_in_group) * NUM_ROWS + column % PADDED_ROWS
+    probabilities += probabilities_row[None, :] * row_length
+    padded_end = tl.cdiv(end, _ALIGNMENT) * _ALIGNMENT
+    # Each position of the tile keeps its own sums from tile to tile, so that nothing has to cross
+    # threads before the end.
+    entropy = tl.zeros((BLOCK_KEYS, ROWS), dtype=tl.float32)
+    deviation = tl.zeros((BLOCK_KEYS, ROWS), dtype=tl.float32)
+    for first in range(begin, end, BLOCK_KEYS):
+        scores = _tile_scores(
+            query_tile,
+            last_visible,
+            keys,
+            key_block_stride,
+            key_entry_stride,
+            key_channel_stride,
+            table,
+            first,
+            length,
+            scale,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            BLOCK_KEYS,
+        )
+        below = maximum[None, :] - scores
+        probability = tl.exp2(-below) * weight[None, :]
+        # Hidden keys are far below, but finitely: their probability of 0 makes the product 0.
+        entropy += probability * (below + bits[None, :])
+        key = first + tl.arange(0, BLOCK_KEYS)[:, None]
+        # Squares of differences, not differences of squares, of which little would be left.
+        step = tl.where(key <= last_visible[None, :], probability - uniform[None, :], 0.0)
+        deviation += step * step
+        tl.store(probabilities + key, probability, mask=(key < padded_end) & exists[None, :])
+
+    partial = metric_sums + (index + tl.program_id(1)) * (2 * ROWS) + column
+    tl.store(partial, tl.sum(entropy, axis=0))
+    tl.store(partial + ROWS, tl.sum(deviation, axis=0))
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "num_keys", "windows", "by_row"],
+)
+def _rows_kernel(
+    probabilities,
+    row_length,
+    metric_sums,
+    num_splits,
+    num_keys,
+    windows,
+    by_row,
+    by_row_request_stride,
+    by_row_head_stride,
+    FIRST_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Metrics of one row of attention: the split sums added up, and the mass of the top tenth."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    length = tl.load(num_keys + request)
+    window = tl.load(windows + request)
+    if FIRST_ROW + row >= window:
+        return
+
+    _, _, splits = _split(length, BLOCK_KEYS, MAX_SPLITS)
+    HEAD_TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
+    ROWS: tl.constexpr = HEAD_TILE * PADDED_ROWS
+    head_in_group = head % GROUP
+    tile = head // GROUP * HEAD_TILES + head_in_group // HEAD_TILE
+    index = request * (tl.num_programs(1) // GROUP * HEAD_TILES) + tile
+    metric_sums += index * num_splits * (2 * ROWS) + head_in_group % HEAD_TILE * PADDED_ROWS + row
+    entropies = tl.zeros((_MERGED,), dtype=tl.float32)
+    deviations = tl.zeros((_MERGED,), dtype=tl.float32)
+    for first in range(0, splits, _MERGED):
+        split = first + tl.arange(0, _MERGED)
+        partial = metric_sums + split * (2 * ROWS)
+        entropies += tl.load(partial, mask=split < splits, other=0.0)
+        deviations += tl.load(partial + ROWS, mask=split < splits, other=0.0)
+    visible = length - window + FIRST_ROW + row + 1
+
+    # int(0.1 * length) in float64 is this up to two million, of which tests make sure.
+    wanted = tl.maximum(length // 10, 1)
+    # The zeros that pad the row lose to every key, or tie with keys that weigh nothing.
+    padded = tl.cdiv(length, _ALIGNMENT) * _ALIGNMENT
+    index = (request * tl.num_programs(1) + head) * tl.num_programs(0) + row
+    probabilities += index * row_length
+    low, ties = _threshold(probabilities, padded, wanted, BLOCK)
+    above = tl.zeros((BLOCK,), dtype=tl.float32)
+    equal = tl.zeros((BLOCK,), dtype=tl.int32)
+    for begin in range(0, padded, BLOCK):
+        key = begin + tl.arange(0, BLOCK)
+        value = tl.load(probabilities + key, mask=key < padded, other=0.0)
+        bits = value.to(tl.int32, bitcast=True)
+        above += tl.where(bits > low, value, 0.0)
+        equal += ((bits == low) & (key < padded)).to(tl.int32)
+    ties = tl.minimum(ties, tl.sum(equal))
+    mass = tl.sum(above)
+    # Without a tie the bound need not be a probability, or any number.
+    if ties > 0:
+        mass += ties.to(tl.float32) * low.to(tl.float32, bitcast=True)
+
+    by_row += request * by_row_request_stride + head.to(tl.int64) * by_row_head_stride
+    by_row += (FIRST_ROW + row) * 3
+    tl.store(by_row, tl.sum(entropies) * _LN_2)
+    tl.store(by_row + 1, mass)
+    tl.store(by_row + 2, tl.sum(deviations) / visible.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["windows", "max_window"])
+def _mean_kernel(by_row, windows, metrics, max_window):
+    """Means over the window of one head, (F, H, W, 3) -> (F, H, 3); in one order in every batch."""
+    request = tl.program_id(1).to(tl.int64)
+    index = request * tl.num_programs(0) + tl.program_id(0)
+    window = tl.load(windows + request)
+    metric = tl.arange(0, 4)[None, :]
+    by_row += index * max_window * 3 + metric
+    total = tl.zeros((_MERGED, 4), dtype=tl.float32)
+    for first in range(0, window, _MERGED):
+        row = first + tl.arange(0, _MERGED)[:, None]
+        total += tl.load(by_row + row * 3, mask=(row < window) & (metric < 3), other=0.0)
+    mean = tl.sum(total, axis=0) / tl.maximum(window, 1).to(tl.float32)
+    metric = tl.arange(0, 4)
+    tl.store(metrics + index * 3 + metric, mean, mask=metric < 3)
+
+
+def window_metrics_reference(
+    queries: Tensor,
+    paged: PagedKV,
+    block_tables: Tensor,
+    num_keys: Tensor,
+    windows: Tensor,
+    scale: float,
+    key_scale: float = 1.0,
+) -> Tensor:
+    """`window_metrics` in plain torch and float64, one request after the other; (F, H, 3)."""
+    num_requests, _, num_heads, _ = queries.shape
+    group = num_heads // paged.num_heads
+    metrics = torch.zeros(num_requests, num_heads, 3, dtype=torch.float64, device=queries.device)
+    for f, (length, window) in enumerate(zip(num_keys.tolist(), windows.tolist(), strict=True)):
+        if not window:
+            continue
+        keys = paged.dense_keys(block_tables[f], length)
+        position = torch.arange(length, device=keys.device)
+        hidden = position > position[length - window :, None]
+        for head in range(num_heads):
+            rows = queries[f, :window, head].double() @ keys[head // group].double().T
+            rows = (rows * (scale * key_scale)).masked_fill(hidden, float("-inf"))
+            metrics[f, head] = torch.stack(attention_metrics(rows.softmax(dim=1)[None]))
+    return metrics

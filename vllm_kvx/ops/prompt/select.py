@@ -1,0 +1,393 @@
+"""Which keys stay, exactly, and their compaction inside the blocks that hold them.
+
+A row of scores is one KV head, or one for all heads. Per row, request f keeps the best-scored
+keys outside its window and the window itself, `caps[f]` in all. Of equal scores the lower index
+stays, which max-pooling makes the common case rather than a corner. Counts are known on the
+host; the device only decides which keys they are.
+"""
+
+import torch
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+
+from vllm_kvx.equations import saliency as dense
+from vllm_kvx.ops.paged import PagedKV
+
+# Scores that the program of one row and request reads at a time.
+_BLOCK = 8192
+# An interpreted program costs the same whatever its size.
+_MOVE_BLOCK = {"cuda": 16, "cpu": 512}
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def select_kept(
+    scores: Tensor,
+    num_keys: Tensor,
+    windows: Tensor,
+    caps: Tensor,
+    offsets: Tensor,
+    out_offsets: Tensor,
+    total_kept: int,
+    block: int = _BLOCK,
+) -> Tensor:
+    """Indices of the kept keys, ascending, counted from the request's first key.
+
+    Args:
+        scores: (R, total_keys) float32, at least 0 (NaN ranks above all); unit stride along
+            a row. Columns of window keys are not read.
+        num_keys: (F,) int32, on the device as are the next four; 0 for padding.
+        windows: (F,) int32, at most num_keys[f].
+        caps: (F,) int32, at least windows[f]. All keys are kept if there are no more.
+        offsets: (F + 1,) int64, exclusive cumulative sum of `num_keys`.
+        out_offsets: (F + 1,) int64, exclusive cumulative sum of min(caps, num_keys).
+        total_kept: columns of the result, at least out_offsets[F].
+        block: scores read at a time, a power of two, at most 16384.
+
+    Returns:
+        (R, total_kept) int32, request f in columns out_offsets[f]:out_offsets[f + 1]; those from
+        out_offsets[F] on are not written.
+    """
+    kept = torch.empty(scores.shape[0], total_kept, dtype=torch.int32, device=scores.device)
+    sizes = (num_keys, windows, caps, offsets, out_offsets)
+    _select(scores, *sizes, kept, None, None, block)
+    return kept
+
+
+def select_moves(
+    scores: Tensor,
+    num_keys: Tensor,
+    windows: Tensor,
+    caps: Tensor,
+    offsets: Tensor,
+    out_offsets: Tensor,
+    total_kept: int,
+    block: int = _BLOCK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Moves after which the first caps[f] slots hold exactly the kept keys.
+
+    Kept keys below the cap stay where they are; those above it go to the slots of keys that were
+    not kept, so sources and targets have no slot in common and moves need no order.
+
+    Args:
+        As for `select_kept`.
+
+    Returns:
+        sources, targets: (R, total_kept) int32, ascending keys of request f from column
+            out_offsets[f] on, of which the first num_moves[r, f] are written.
+        num_moves: (R, F) int32.
+    """
+    rows = scores.shape[0]
+    sources = torch.empty(rows, total_kept, dtype=torch.int32, device=scores.device)
+    targets = torch.empty_like(sources)
+    num_moves = sources.new_empty(rows, num_keys.shape[0])
+    sizes = (num_keys, windows, caps, offsets, out_offsets)
+    _select(scores, *sizes, sources, targets, num_moves, block)
+    return sources, targets, num_moves
+
+
+def _select(
+    scores: Tensor,
+    num_keys: Tensor,
+    windows: Tensor,
+    caps: Tensor,
+    offsets: Tensor,
+    out_offsets: Tensor,
+    first_out: Tensor,
+    targets: Tensor | None,
+    num_moves: Tensor | None,
+    block: int,
+) -> None:
+    if not (num_keys.shape[0] and scores.shape[0]):
+        return
+    _select_kernel[(scores.shape[0], num_keys.shape[0])](
+        scores,
+        scores.stride(0),
+        num_keys,
+        windows,
+        caps,
+        offsets,
+        out_offsets,
+        first_out,
+        targets,
+        first_out.stride(0),
+        num_moves,
+        MOVES=targets is not None,
+        BLOCK=block,
+        num_warps=16 if block >= 4096 else 4,
+    )
+
+
+@triton.jit
+def _threshold(scores, count, wanted, BLOCK: tl.constexpr):
+    """Score that separates the wanted best of `count`, by bisection on its bits.
+
+    float32 bits order as int32 where the sign is not set. Each pass finds two of them, until the
+    scores from the bound on are exactly as many as wanted, or no bits are left.
+
+    Returns:
+        low: bits of the bound, int32. All scores above it are wanted.
+        ties: how many of those equal to it are, or more than there are.
+    """
+    low = tl.full((), -2147483648, dtype=tl.int32)
+    at_least_low = count
+    # Scores known to be out of the interval that starts at `low`, above it.
+    above = tl.zeros_like(count)
+    shift = tl.full((), 30, dtype=tl.int32)
+    while (shift >= 0) & (at_least_low != wanted):
+        step = tl.full((), 1, dtype=tl.int32) << shift
+        bound_1 = low + step
+        bound_2 = bound_1 + step
+        bound_3 = bound_2 + step
+        # No sum crosses threads before the pass is over.
+        count_1 = tl.zeros((BLOCK,), dtype=tl.int32)
+        count_2 = tl.zeros((BLOCK,), dtype=tl.int32)
+        count_3 = tl.zeros((BLOCK,), dtype=tl.int32)
+        for begin in range(0, count, BLOCK):
+            key = begin + tl.arange(0, BLOCK)
+            score = tl.load(scores + key, mask=key < count, other=0.0).to(tl.int32, bitcast=True)
+            score = tl.where(key < count, score, -2147483648)
+            count_1 += (score >= bound_1).to(tl.int32)
+            count_2 += (score >= bound_2).to(tl.int32)
+            count_3 += (score >= bound_3).to(tl.int32)
+        from_1, from_2, from_3 = tl.sum(count_1), tl.sum(count_2), tl.sum(count_3)
+        if from_3 >= wanted:
+            low = bound_3
+            at_least_low = from_3
+        elif from_2 >= wanted:
+            low = bound_2
+            at_least_low = from_2
+            above = from_3
+        elif from_1 >= wanted:
+            low = bound_1
+            at_least_low = from_1
+            above = from_2
+        else:
+            above = from_1
+        shift -= 2
+    return low, wanted - above
+
+
+@triton.jit(
+    do_not_specialize=[
+        "scores_stride",
+        "num_keys",
+        "windows",
+        "caps",
+        "offsets",
+        "out_offsets",
+        "out_stride",
+        "num_moves",
+    ],
+)
+def _select_kernel(
+    scores,
+    scores_stride,
+    num_keys,
+    windows,
+    caps,
+    offsets,
+    out_offsets,
+    kept_or_sources,
+    targets,
+    out_stride,
+    num_moves,
+    MOVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.program_id(1)
+    length = tl.load(num_keys + request)
+    cap = tl.load(caps + request)
+    outside = length - tl.load(windows + request)
+    wanted = tl.minimum(cap - (length - outside), outside)
+    scores += row * scores_stride + tl.load(offsets + request)
+    out = row * out_stride + tl.load(out_offsets + request)
+    low, ties_wanted = _threshold(scores, outside, wanted, BLOCK)
+
+    sure = tl.zeros_like(length)
+    ties = tl.zeros_like(length)
+    kept_below_cap = tl.zeros_like(length)
+    for begin in range(0, length, BLOCK):
+        key = begin + tl.arange(0, BLOCK)
+        scored = key < outside
+        score = tl.load(scores + key, mask=scored, other=0.0).to(tl.int32, bitcast=True)
+        is_sure = (scored & (score > low)) | ((key >= outside) & (key < length))
+        is_tie = scored & (score == low)
+        # One scan counts both: neither reaches 2 ** 15 within a block.
+        packed = is_sure.to(tl.int32) + (is_tie.to(tl.int32) << 16)
+        before = tl.cumsum(packed, axis=0) - packed
+        ties_before = ties + (before >> 16)
+        keep = is_sure | (is_tie & (ties_before < ties_wanted))
+        kept_before = sure + (before & 0xFFFF) + tl.minimum(ties_before, ties_wanted)
+        in_block = tl.sum(packed)
+        sure += in_block & 0xFFFF
+        ties += in_block >> 16
+        if MOVES:
+            # Only keys at or above the cap need the sum, which is complete by then.
+            kept_below_cap += tl.sum((keep & (key < cap)).to(tl.int32))
+            source = keep & (key >= cap)
+            tl.store(kept_or_sources + out + kept_before - kept_below_cap, key, mask=source)
+            target = (key < cap) & (key < length) & ~keep
+            tl.store(targets + out + key - kept_before, key, mask=target)
+        else:
+            tl.store(kept_or_sources + out + kept_before, key, mask=keep)
+    if MOVES:
+        moves = tl.maximum(tl.minimum(cap, length) - kept_below_cap, 0)
+        tl.store(num_moves + row * tl.num_programs(1) + request, moves)
+
+
+def select_kept_reference(
+    scores: Tensor,
+    num_keys: Tensor,
+    windows: Tensor,
+    caps: Tensor,
+    offsets: Tensor,
+) -> list[Tensor]:
+    """`select_kept` in plain torch: per request (R, min(caps[f], num_keys[f])) int64."""
+    sizes = (num_keys.tolist(), windows.tolist(), caps.tolist(), offsets.tolist())
+    return [
+        dense.kept_indices(scores[:, first : first + length - window], cap, window)
+        for length, window, cap, first in zip(*sizes, strict=False)
+    ]
+
+
+def select_moves_reference(
+    scores: Tensor,
+    num_keys: Tensor,
+    windows: Tensor,
+    caps: Tensor,
+    offsets: Tensor,
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """`select_moves` in plain torch: per request and row, sources and targets, int64."""
+    moves = []
+    kept = select_kept_reference(scores, num_keys, windows, caps, offsets)
+    for cap, rows in zip(caps.tolist(), kept, strict=True):
+        slots = torch.arange(min(cap, rows.shape[1]), device=scores.device)
+        moves.append([(row[row >= cap], slots[~torch.isin(slots, row)]) for row in rows])
+    return moves
+
+
+def move_entries(
+    paged: PagedKV,
+    block_tables: Tensor,
+    sources: Tensor,
+    targets: Tensor,
+    num_moves: Tensor,
+    out_offsets: Tensor,
+    max_moves: int,
+) -> None:
+    """Copies keys and values of each KV head from source to target entries, bit for bit.
+
+    Args:
+        paged: the layer's cache, of any 1, 2 or 4 byte dtype; changed in place.
+        block_tables: (F, max_blocks) int32, unit stride along a row.
+        sources, targets: (G, total) int32, from `select_moves`: entry indices within the request,
+            no entry in both.
+        num_moves: (G, F) int32, contiguous.
+        out_offsets: (F + 1,) int64, first column of each request.
+        max_moves: at least the largest of `num_moves`.
+    """
+    if not (max_moves and num_moves.numel()):
+        return
+    raw = _RAW[paged.keys.element_size()]
+    keys, values = paged.keys.view(raw), paged.values.view(raw)
+    block = _MOVE_BLOCK[keys.device.type]
+    _move_kernel[(triton.cdiv(max_moves, block), *num_moves.shape)](
+        keys,
+        *keys.stride(),
+        values,
+        *values.stride(),
+        block_tables,
+        block_tables.stride(0),
+        sources,
+        targets,
+        sources.stride(0),
+        num_moves,
+        out_offsets,
+        HEAD_DIM=paged.head_dim,
+        PADDED_DIM=triton.next_power_of_2(paged.head_dim),
+        BLOCK_SIZE=paged.block_size,
+        BLOCK=block,
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "block_tables",
+        "table_stride",
+        "sources",
+        "targets",
+        "moves_stride",
+        "num_moves",
+        "out_offsets",
+    ],
+)
+def _move_kernel(
+    keys,
+    key_block_stride,
+    key_head_stride,
+    key_entry_stride,
+    key_channel_stride,
+    values,
+    value_block_stride,
+    value_head_stride,
+    value_entry_stride,
+    value_channel_stride,
+    block_tables,
+    table_stride,
+    sources,
+    targets,
+    moves_stride,
+    num_moves,
+    out_offsets,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(2)
+    count = tl.load(num_moves + head * tl.num_programs(2) + request)
+    first = tl.program_id(0) * BLOCK
+    if first >= count:
+        return
+    move = first + tl.arange(0, BLOCK)
+    exists = move < count
+    column = head * moves_stride + tl.load(out_offsets + request) + move
+    source = tl.load(sources + column, mask=exists, other=0)
+    target = tl.load(targets + column, mask=exists, other=0)
+    table = block_tables + request.to(tl.int64) * table_stride
+    source_block = tl.load(table + source // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    target_block = tl.load(table + target // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    source = (source % BLOCK_SIZE)[:, None]
+    target = (target % BLOCK_SIZE)[:, None]
+    source_block = source_block[:, None]
+    target_block = target_block[:, None]
+    channel = tl.arange(0, PADDED_DIM)[None, :]
+    mask = exists[:, None]
+    if HEAD_DIM != PADDED_DIM:
+        mask = mask & (channel < HEAD_DIM)
+
+    keys += head * key_head_stride + channel * key_channel_stride
+    values += head * value_head_stride + channel * value_channel_stride
+    key = tl.load(keys + source_block * key_block_stride + source * key_entry_stride, mask=mask)
+    value = tl.load(
+        values + source_block * value_block_stride + source * value_entry_stride, mask=mask
+    )
+    tl.store(keys + target_block * key_block_stride + target * key_entry_stride, key, mask=mask)
+    tl.store(
+        values + target_block * value_block_stride + target * value_entry_stride, value, mask=mask
+    )
+
+
+def move_entries_reference(
+    paged: PagedKV, block_tables: Tensor, moves: list[list[tuple[Tensor, Tensor]]]
+) -> None:
+    """`move_entries` in plain torch, for the moves of `select_moves_reference`; in place."""
+    for table, heads in zip(block_tables, moves, strict=True):
+        for head, (sources, targets) in enumerate(heads):
+            for cache in (paged.keys, paged.values):
+                raw = cache.view(_RAW[cache.element_size()])
+                source = (table[sources // paged.block_size].long(), sources % paged.block_size)
+                target = (table[targets // paged.block_size].long(), targets % paged.block_size)
+                raw[target[0], head, target[1]] = raw[source[0], head, source[1]]

@@ -1,0 +1,233 @@
+"""Exact attention over selected entries of the paged KV cache, one query token per row."""
+
+import torch
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.rows import RetrievalRows
+
+ATTEND_PROGRAMS = 256
+MAX_SPLITS = 32
+_TILE = 64
+
+
+def attend(
+    query: Tensor,
+    paged: PagedKV,
+    block_table: Tensor,
+    rows: RetrievalRows,
+    indices: Tensor,
+    counts: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    *,
+    unit: int,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+    splits: int,
+) -> None:
+    """Softmax attention of each row over the units listed for it; other rows stay as they are.
+
+    Args:
+        query: (N, H, D); out: (N, H, D), written at the rows' tokens.
+        block_table: (B, max_blocks) int32.
+        indices: (R, G, K) int32 units, counts: (R, G) int32; see ``topk``.
+        partial: (R, H, splits, D) float32, partial_lse: (R, H, splits) float32, scratch.
+        unit: tokens per unit. key_scale, value_scale: what an fp8 cache's entries are multiplied
+            with. splits: programs that share a row and head.
+    """
+    heads, head_dim = query.shape[1], query.shape[2]
+    kv_heads, num_rows = paged.num_heads, rows.lens.shape[0]
+    share = heads // kv_heads
+    keys, values = paged.keys, paged.values
+    _attend_kernel[(splits, kv_heads, num_rows)](
+        query,
+        keys,
+        values,
+        block_table,
+        rows.tokens,
+        rows.requests,
+        rows.lens,
+        indices,
+        counts,
+        partial,
+        partial_lse,
+        scale * key_scale,
+        value_scale,
+        query.stride(0),
+        query.stride(1),
+        *keys.stride(),
+        *values.stride(),
+        block_table.stride(0),
+        indices.shape[2],
+        splits,
+        BLOCK_SIZE=paged.block_size,
+        D=head_dim,
+        SHARE=share,
+        PADDED=max(16, triton.next_power_of_2(share)),
+        UNIT=unit,
+        TILE=_TILE,
+        EXACT=query.dtype == torch.float32,
+        num_warps=4,
+    )
+    _combine_kernel[(heads, num_rows)](
+        rows.tokens,
+        rows.lens,
+        partial,
+        partial_lse,
+        out,
+        out.stride(0),
+        out.stride(1),
+        splits,
+        D=head_dim,
+        BLOCK=triton.next_power_of_2(splits),
+    )
+
+
+@triton.jit
+def _attend_kernel(
+    query,
+    keys,
+    values,
+    block_table,
+    row_tokens,
+    row_requests,
+    row_lens,
+    indices,
+    counts,
+    partial,
+    partial_lse,
+    scale,
+    value_scale,
+    query_stride,
+    query_head_stride,
+    key_block_stride,
+    key_head_stride,
+    key_slot_stride,
+    key_dim_stride,
+    value_block_stride,
+    value_head_stride,
+    value_slot_stride,
+    value_dim_stride,
+    table_stride,
+    max_units,
+    splits,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    SHARE: tl.constexpr,
+    PADDED: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    length = tl.load(row_lens + row)
+    if length == 0:
+        return
+    place = row * tl.num_programs(1) + head
+    num_entries = tl.load(counts + place) * UNIT
+    per_split = tl.cdiv(tl.cdiv(num_entries, splits), TILE) * TILE
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, num_entries)
+    chosen = indices + place.to(tl.int64) * max_units
+    table = block_table + tl.load(row_requests + row).to(tl.int64) * table_stride
+
+    channel = tl.arange(0, D)
+    one = tl.arange(0, PADDED)
+    token = tl.load(row_tokens + row).to(tl.int64)
+    at = query + token * query_stride + (head * SHARE + one)[:, None] * query_head_stride
+    q = tl.load(at + channel[None, :], mask=one[:, None] < SHARE, other=0.0)
+    tile = tl.arange(0, TILE)
+    peak = tl.full((PADDED,), float("-inf"), tl.float32)
+    mass = tl.zeros((PADDED,), tl.float32)
+    total = tl.zeros((PADDED, D), tl.float32)
+    key_base = keys + head.to(tl.int64) * key_head_stride
+    value_base = values + head.to(tl.int64) * value_head_stride
+    for start in range(begin, end, TILE):
+        entry = start + tile
+        inside = entry < end
+        index = tl.load(chosen + entry // UNIT, mask=inside, other=0) * UNIT + entry % UNIT
+        inside = inside & (index < length)
+        block = tl.load(table + index // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = index % BLOCK_SIZE
+        key_at = (block * key_block_stride + slot * key_slot_stride)[:, None]
+        key_at += channel[None, :] * key_dim_stride
+        key = tl.load(key_base + key_at, mask=inside[:, None], other=0.0)
+        value_at = (block * value_block_stride + slot * value_slot_stride)[:, None]
+        value_at += channel[None, :] * value_dim_stride
+        value = tl.load(value_base + value_at, mask=inside[:, None], other=0.0)
+        if EXACT:
+            s = tl.dot(q, tl.trans(key.to(tl.float32)), input_precision="ieee")
+        else:
+            s = tl.dot(q, tl.trans(key.to(q.dtype)))
+        s = tl.where(inside[None, :], s * scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(s, axis=1))
+        p = tl.exp(s - higher[:, None])
+        fade = tl.exp(peak - higher)
+        mass = mass * fade + tl.sum(p, axis=1)
+        total = total * fade[:, None]
+        if EXACT:
+            total += tl.dot(p, value.to(tl.float32), input_precision="ieee")
+        else:
+            total += tl.dot(p.to(q.dtype), value.to(q.dtype))
+        peak = higher
+    is_head = one < SHARE
+    at = (place * SHARE + one).to(tl.int64) * splits + split
+    has = mass > 0
+    mass = tl.where(has, mass, 1.0)
+    total = total * (value_scale / mass)[:, None]
+    lse = tl.where(has, peak + tl.log(mass), float("-inf"))
+    tl.store(partial_lse + at, lse, mask=is_head)
+    tl.store(partial + at[:, None] * D + channel[None, :], total, mask=is_head[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    row_tokens,
+    row_lens,
+    partial,
+    partial_lse,
+    out,
+    out_stride,
+    out_head_stride,
+    splits,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    if tl.load(row_lens + row) == 0:
+        return
+    first = (row * tl.num_programs(0) + head).to(tl.int64) * splits
+    split = tl.arange(0, BLOCK)
+    lse = tl.load(partial_lse + first + split, mask=split < splits, other=float("-inf"))
+    weight = tl.exp(lse - tl.max(lse, axis=0))
+    weight = weight / tl.sum(weight, axis=0)
+    channel = tl.arange(0, D)
+    at = (first + split)[:, None] * D + channel[None, :]
+    parts = tl.load(partial + at, mask=(split < splits)[:, None], other=0.0)
+    result = tl.sum(parts * weight[:, None], axis=0)
+    token = tl.load(row_tokens + row).to(tl.int64)
+    tl.store(out + token * out_stride + head * out_head_stride + channel, result)
+
+
+def attend_reference(
+    query: Tensor,
+    paged: PagedKV,
+    block_table: Tensor,
+    index: Tensor,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor:
+    """One row and KV head in plain torch: query (H / G, D) of KV head `g`'s heads, index (n,) of
+    entries, `paged` of that head alone (blocks, 1, block_size, D) -> (H / G, D) float32."""
+    blocks, slots = block_table[index // paged.block_size].long(), index % paged.block_size
+    keys = paged.keys[blocks, 0, slots].float() * key_scale
+    values = paged.values[blocks, 0, slots].float() * value_scale
+    return (query.float() @ keys.T * scale).softmax(dim=-1) @ values

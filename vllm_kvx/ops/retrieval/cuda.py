@@ -1,0 +1,256 @@
+"""Retrieval's CUDA operators, where they have been built: `python -m vllm_kvx.ops.build`.
+
+R rows: tokens of a step that retrieve, whose tensors stay where they are, for CUDA graphs. A row's
+*units* are what is selected: its entries for FIER, its pages for Quest. The newest group or page is
+always selected: its scores are infinite.
+
+Every operator takes
+    tokens: (R,) int32, the row's index in `q` and `out`;
+    requests: (R,) int32, its row of the block table;
+    lens: (R,) int32, entries it sees, its own included; 0 if there is nothing to do;
+    block_table: (B, max_blocks) int32;
+and
+    offsets: (R,) int64, where the row's units begin in the scores.
+Nothing waits for the device, allocates, or depends on lengths but on the device. H query heads
+share G KV heads, up to 16 each; head dimension D is 64, 128 or 256.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).parents[1] / "_kvx_ops.so"
+HISTOGRAM_BINS = 2048
+MAX_ATTEND_SPLITS = 128
+REDUCTIONS = {"max": 0, "sum": 1}
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+MAX_SHARE = 16
+# That of csrc/binding.cpp.
+_INTERFACE = 1
+
+
+def available() -> bool:
+    """Whether the operators can run in this process, on its current GPU."""
+    return not why_not()
+
+
+def why_not() -> str:
+    """Why the operators cannot run, empty if they can. Loads them."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    return _load() or _device_error(torch.cuda.current_device())
+
+
+def why_not_for(dtype: torch.dtype, head_dim: int, share: int) -> str:
+    """Why the operators do not take such queries, empty if they do.
+
+    share: query heads per KV head.
+    """
+    if dtype not in DTYPES:
+        return f"CUDA ops want float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS:
+        return f"CUDA ops want head dimensions of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    if share > MAX_SHARE:
+        return f"CUDA ops want at most {MAX_SHARE} query heads per KV head, not {share}"
+    return ""
+
+
+def not_built() -> str:
+    """What to do if there is no library, else empty; needs no GPU."""
+    if LIBRARY.exists():
+        return ""
+    return f"{LIBRARY} is not built: run python -m vllm_kvx.ops.build"
+
+
+@cache
+def _load() -> str:
+    if missing := not_built():
+        return missing
+    try:
+        torch.ops.load_library(str(LIBRARY))
+        interface = _library().kvx_interface()
+    except (OSError, AttributeError) as error:
+        return f"{LIBRARY} cannot be loaded: {error}"
+    if interface != _INTERFACE:
+        return f"{LIBRARY} is of another version: python -m vllm_kvx.ops.build"
+    return ""
+
+
+@cache
+def _device_error(device: int) -> str:
+    probe = _library().kvx_device_error
+    probe.restype = ctypes.c_char_p
+    error = probe(device)
+    if error is None:
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{LIBRARY} is not built for compute capability {major}.{minor}: {error.decode()}"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(LIBRARY))
+
+
+def score(
+    q: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    block_table: Tensor,
+    tokens: Tensor,
+    requests: Tensor,
+    lens: Tensor,
+    offsets: Tensor,
+    scores: Tensor,
+    histogram: Tensor,
+    group: int,
+    reduction: int,
+    splits: int,
+) -> None:
+    """Scores every entry by its 1-bit key, one score per KV head (FIER Algorithm 1).
+
+    Args:
+        q: (N, H, D) float16 or bfloat16.
+        codes: (blocks, G, block_size, D / 32) int32, scales: (blocks, G, block_size / group, 2, D)
+            float16: the sidecar, any strides of blocks and heads.
+        scores: (G, capacity) float32, written at [g, offsets[r] + entry].
+        histogram: (R, G, 2048) int32, zero; gets how many scores there are by the top 11 bits.
+        group: tokens that share scales: 32, 64 or 128, a divisor of the block size.
+        reduction: over query heads that share a KV head: 0 maximum, 1 sum.
+        splits: CTAs per row and KV head.
+    """
+    torch.ops.vllm_kvx.kvx_score(
+        q,
+        codes,
+        scales,
+        block_table,
+        tokens,
+        requests,
+        lens,
+        offsets,
+        scores,
+        histogram,
+        group,
+        reduction,
+        splits,
+    )
+
+
+def score_pages(
+    q: Tensor,
+    scales: Tensor,
+    block_table: Tensor,
+    tokens: Tensor,
+    requests: Tensor,
+    lens: Tensor,
+    offsets: Tensor,
+    scores: Tensor,
+    histogram: Tensor,
+    page: int,
+    reduction: int,
+    splits: int,
+) -> None:
+    """Scores every page by the largest product that its keys allow, one score per KV head (Quest).
+
+    Args:
+        page: tokens of a page, a divisor of the block size. Others: see ``score``; units of scores
+            and offsets are pages.
+    """
+    torch.ops.vllm_kvx.kvx_score_pages(
+        q,
+        scales,
+        block_table,
+        tokens,
+        requests,
+        lens,
+        offsets,
+        scores,
+        histogram,
+        page,
+        reduction,
+        splits,
+    )
+
+
+def select(
+    scores: Tensor,
+    histogram: Tensor,
+    lens: Tensor,
+    budgets: Tensor,
+    offsets: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    unit_tokens: int,
+) -> None:
+    """Selects each row's units of highest score, of equal ones those of lower index.
+
+    Args:
+        scores, histogram: as the score operators left them; the histogram is zero afterwards.
+        budgets: (R,) int32, units to select, at most K; all of them if there are no more.
+        indices: (R, G, K) int32, written in ascending order.
+        counts: (R, G) int32, how many were; 0 for rows with nothing to do.
+        unit_tokens: tokens of a unit.
+    """
+    torch.ops.vllm_kvx.kvx_select(
+        scores, histogram, lens, budgets, offsets, indices, counts, unit_tokens
+    )
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    tokens: Tensor,
+    requests: Tensor,
+    lens: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    tickets: Tensor,
+    out: Tensor,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+    unit_tokens: int,
+    splits: int,
+) -> None:
+    """Attention over the selected units only, exact.
+
+    Args:
+        q: (N, H, D) float16 or bfloat16.
+        keys, values: (blocks, G, block_size, D) of the same strides, dtype of q, float8_e4m3fn or
+            float8_e5m2.
+        indices, counts: as ``select`` left them; entries past a row's length do not count.
+        partial_out: (R, H, splits, D) float32, partial_lse: (R, H, splits) float32: scratch.
+        tickets: (R, G) int32, zero, and again afterwards.
+        out: like q; rows `tokens` are written, but for rows with nothing to do.
+        scale: of the products. key_scale, value_scale: what stored numbers are multiplied by.
+        unit_tokens: tokens of a unit.
+        splits: CTAs per row and KV head, at most 128.
+    """
+    torch.ops.vllm_kvx.kvx_attend(
+        q,
+        keys,
+        values,
+        block_table,
+        tokens,
+        requests,
+        lens,
+        indices,
+        counts,
+        partial_out,
+        partial_lse,
+        tickets,
+        out,
+        scale,
+        key_scale,
+        value_scale,
+        unit_tokens,
+        splits,
+    )

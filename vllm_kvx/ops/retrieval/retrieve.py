@@ -1,0 +1,320 @@
+"""Retrieval in one layer: score, select, attend; in CUDA where built, else in Triton.
+
+On CPU plain torch does it: Triton's interpreter takes seconds for a context.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval import cuda as cuda_ops
+from vllm_kvx.ops.retrieval.attend import ATTEND_PROGRAMS, MAX_SPLITS, attend, attend_reference
+from vllm_kvx.ops.retrieval.backends import Backends, choose_backend
+from vllm_kvx.ops.retrieval.rows import RetrievalRows
+from vllm_kvx.ops.retrieval.score import SCORE_PROGRAMS, score_units, score_units_reference
+from vllm_kvx.ops.retrieval.sidecar import Sidecar
+from vllm_kvx.ops.retrieval.topk import top_units, top_units_reference
+
+# Of score and attend: programs of a warp each in Triton, CTAs of several in CUDA. Triton's
+# interpreter runs one after the other.
+_PROGRAMS = {
+    "cuda": (264, 264),
+    "triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS),
+    "torch": (1, 1),
+}
+# That attention gives a program at least, where there are many.
+_ENTRIES = 128
+
+
+def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
+    """Programs that share a row and head, so that about `programs` run in all."""
+    return max(1, min(programs // (num_rows * kv_heads), most))
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What the ops write between one another, the same in every layer.
+
+    Attributes:
+        scores: (G, capacity) float32. indices: (R, G, K) int32. counts: (R, G) int32.
+        stats: flat float32, of the softmax reduction. partial, partial_lse: flat float32.
+        histogram: (R, G, 2048) int32 and tickets: (R, G) int32, zero between calls; CUDA ops only.
+        unit: tokens per unit. reduction: see ``equations.retrieval``.
+        score_programs, attend_programs: how many to share the work between.
+        backends: of the ops.
+    """
+
+    scores: Tensor
+    indices: Tensor
+    counts: Tensor
+    stats: Tensor
+    partial: Tensor
+    partial_lse: Tensor
+    histogram: Tensor
+    tickets: Tensor
+    heads: int
+    head_dim: int
+    unit: int
+    reduction: str
+    score_programs: int
+    attend_programs: int
+    backends: Backends
+
+    @classmethod
+    def of(
+        cls,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        capacity: int,
+        max_units: int,
+        unit: int,
+        reduction: str,
+        device: torch.device,
+        backend: str = "",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> "Scratch":
+        """Scratch for at most `max_rows` rows with `capacity` units in all.
+
+        backend: empty for the one that ``choose_backend`` chooses. dtype: of queries.
+        """
+        if backend == "cuda" and (missing := cuda_ops.why_not()):
+            raise ValueError(missing)
+        chosen, reason = (backend, "it was asked for") if backend else choose_backend(device)
+        share = num_heads // kv_heads
+        backends = Backends.of(chosen, reason, dtype, head_dim, share, reduction)
+        score = attend = 1
+        if device.type != "cpu":
+            score, attend = _PROGRAMS[backends.score][0], _PROGRAMS[backends.attend][1]
+
+        def floats(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float32, device=device)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        parts = num_heads * max(attend // kv_heads, max_rows)
+        stats = num_heads * max(score // kv_heads, max_rows) * 2
+        shape = (max_rows, kv_heads, max_units)
+        return cls(
+            scores=floats(kv_heads * capacity).view(kv_heads, capacity),
+            indices=ints(*shape),
+            counts=ints(*shape[:2]),
+            stats=floats(stats if reduction == "softmax" else 1),
+            partial=floats(parts * head_dim),
+            partial_lse=floats(parts),
+            heads=num_heads,
+            head_dim=head_dim,
+            unit=unit,
+            reduction=reduction,
+            histogram=ints(*shape[:2], cuda_ops.HISTOGRAM_BINS if backends.score == "cuda" else 0),
+            tickets=ints(*shape[:2]),
+            score_programs=score,
+            attend_programs=attend,
+            backends=backends,
+        )
+
+    def parts(self, num_rows: int, splits: int) -> tuple[Tensor, Tensor]:
+        """(R, H, splits, D) and (R, H, splits) float32, scratch of attention's parts."""
+        heads, head_dim = self.heads, self.head_dim
+        count = num_rows * heads * splits
+        return (
+            self.partial[: count * head_dim].view(num_rows, heads, splits, head_dim),
+            self.partial_lse[:count].view(num_rows, heads, splits),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Units that the scores have room for."""
+        return self.scores.shape[1]
+
+
+def retrieve(
+    query: Tensor,
+    paged: PagedKV,
+    sidecar: Sidecar,
+    block_table: Tensor,
+    rows: RetrievalRows,
+    scratch: Scratch,
+    out: Tensor,
+    *,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+) -> None:
+    """Attention of `rows` to the entries that they select; other rows of `out` stay as they are.
+
+    Args:
+        query, out: (N, H, D). block_table: (B, max_blocks) int32.
+        scale: of the softmax. key_scale, value_scale: what an fp8 cache's entries stand for.
+    """
+    if scratch.backends.score == "torch":
+        _retrieve_in_torch(
+            query, paged, sidecar, block_table, rows, scratch, out, scale, key_scale, value_scale
+        )
+        return
+    for step in steps(
+        query,
+        paged,
+        sidecar,
+        block_table,
+        rows,
+        scratch,
+        out,
+        scale=scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    ).values():
+        step()
+
+
+def steps(
+    query: Tensor,
+    paged: PagedKV,
+    sidecar: Sidecar,
+    block_table: Tensor,
+    rows: RetrievalRows,
+    scratch: Scratch,
+    out: Tensor,
+    *,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+) -> dict[str, Callable[[], None]]:
+    """The three ops of ``retrieve`` by name, in the order in which they run."""
+    num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
+    score_programs = scratch.score_programs
+    # One wave of CTAs where rows are few; with many, two even out what each gets.
+    if scratch.backends.score == "cuda" and num_rows * kv_heads > 16:
+        score_programs *= 2
+    score_splits = splits_of(score_programs, num_rows, kv_heads)
+    # What one row's programs have is merged by one: many small parts take longer than few.
+    most = MAX_SPLITS
+    if scratch.backends.attend == "cuda":
+        most = min(max(scratch.indices.shape[2] * unit // _ENTRIES, 16), most)
+    attend_splits = splits_of(scratch.attend_programs, num_rows, kv_heads, most)
+    where = (block_table, rows.tokens, rows.requests, rows.lens)
+
+    def score_in_cuda() -> None:
+        reduction, group = cuda_ops.REDUCTIONS[scratch.reduction], sidecar.layout.group
+        into = (rows.offsets, scratch.scores, scratch.histogram)
+        how = (group, reduction, score_splits)
+        if sidecar.layout.has_codes:
+            cuda_ops.score(query, sidecar.codes, sidecar.scales, *where, *into, *how)
+        else:
+            cuda_ops.score_pages(query, sidecar.scales, *where, *into, *how)
+
+    def select_in_cuda() -> None:
+        cuda_ops.select(
+            scratch.scores,
+            scratch.histogram,
+            rows.lens,
+            rows.budgets,
+            rows.offsets,
+            scratch.indices,
+            scratch.counts,
+            unit,
+        )
+
+    def attend_in_cuda() -> None:
+        cuda_ops.attend(
+            query,
+            paged.keys,
+            paged.values,
+            *where,
+            scratch.indices,
+            scratch.counts,
+            *scratch.parts(num_rows, attend_splits),
+            scratch.tickets,
+            out,
+            scale,
+            key_scale,
+            value_scale,
+            unit,
+            attend_splits,
+        )
+
+    def score_in_triton() -> None:
+        score_units(
+            query,
+            sidecar,
+            block_table,
+            rows,
+            scratch.scores,
+            scratch.stats,
+            reduction=scratch.reduction,
+            scale=scale * key_scale,
+            splits=score_splits,
+        )
+
+    def select_in_triton() -> None:
+        top_units(scratch.scores, rows, scratch.indices, scratch.counts, unit=unit)
+
+    def attend_in_triton() -> None:
+        attend(
+            query,
+            paged,
+            block_table,
+            rows,
+            scratch.indices,
+            scratch.counts,
+            *scratch.parts(num_rows, attend_splits),
+            out,
+            unit=unit,
+            scale=scale,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            splits=attend_splits,
+        )
+
+    scores_in_cuda = scratch.backends.score == "cuda"
+    return {
+        "score": score_in_cuda if scores_in_cuda else score_in_triton,
+        "select": select_in_cuda if scores_in_cuda else select_in_triton,
+        "attend": attend_in_cuda if scratch.backends.attend == "cuda" else attend_in_triton,
+    }
+
+
+def _retrieve_in_torch(
+    query: Tensor,
+    paged: PagedKV,
+    sidecar: Sidecar,
+    block_table: Tensor,
+    rows: RetrievalRows,
+    scratch: Scratch,
+    out: Tensor,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+) -> None:
+    unit, share = scratch.unit, query.shape[1] // paged.num_heads
+    columns = (rows.tokens, rows.requests, rows.lens, rows.budgets)
+    for r, (token, request, length, budget) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        scratch.counts[r] = 0
+        if not length:
+            continue
+        table = block_table[request]
+        scores = score_units_reference(
+            query[token], sidecar, table, length, scratch.reduction, scale * key_scale
+        )
+        for g, of_head in enumerate(scores):
+            units = top_units_reference(of_head, budget)
+            scratch.counts[r, g] = len(units)
+            scratch.indices[r, g, : len(units)] = units.int()
+            entries = (units[:, None] * unit + torch.arange(unit, device=units.device)).flatten()
+            heads = slice(g * share, (g + 1) * share)
+            out[token, heads] = attend_reference(
+                query[token, heads],
+                PagedKV(paged.keys[:, g : g + 1], paged.values[:, g : g + 1]),
+                table,
+                entries[entries < length],
+                scale,
+                key_scale,
+                value_scale,
+            ).to(out.dtype)

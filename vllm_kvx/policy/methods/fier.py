@@ -1,0 +1,51 @@
+"""FIER: 1-bit keys choose the tokens that a decode step reads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_kvx.equations.retrieval import REDUCTIONS
+from vllm_kvx.policy.parameters import PolicyError, Retrieve, choice, integer
+
+GROUPS = (32, 64, 128)
+MAX_BUDGET = 8192
+
+
+@dataclass(frozen=True)
+class FIER(Retrieve):
+    """FIER: token-level retrieval by 1-bit quantised keys (Wang et al.).
+
+    Every entry stays stored; from the third layer on a decode step reads, for each KV head, the
+    tokens of the newest quantisation group and the best-scoring others. A context no longer than
+    the budget is read whole.
+
+    budget: tokens that a decode step reads for each KV head, 64 to 8192. Required.
+    group: tokens that share a scale and a zero for each channel: 32 (default), 64 or 128, and no
+        more than the budget.
+    reduction: how scores of the query heads that share a KV head become one: `max` (default),
+        `sum` or `softmax` (sum of softmax mass).
+    dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
+        length from which on retrieval was measured to be faster than reading everything.
+    """
+
+    name: ClassVar[str] = "fier"
+    number: ClassVar[str] = "budget"
+    letter: ClassVar[str] = "BUDGET"
+    example: ClassVar[str] = "fier-1024"
+    has_codes: ClassVar[bool] = True
+
+    budget: int = integer(at_least=64, at_most=MAX_BUDGET)
+    group: int = choice(32, GROUPS)
+    reduction: str = choice("max", REDUCTIONS)
+    dense_below: int | str = integer("auto", at_least=0, words=("auto",))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group > self.budget:
+            raise PolicyError(
+                f"fier: the newest group is always read, so group must be no larger than the "
+                f"budget of {self.budget} tokens, got {self.group}"
+            )
+
+    @property
+    def group_tokens(self) -> int:
+        return self.group

@@ -1,0 +1,42 @@
+"""Quest: per-page bounds choose the pages that a decode step reads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_kvx.equations.retrieval import REDUCTIONS
+from vllm_kvx.policy.methods.fier import MAX_BUDGET
+from vllm_kvx.policy.parameters import Retrieve, choice, integer
+
+PAGES = (8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Quest(Retrieve):
+    """Quest: page-level retrieval by bounds on the keys (Tang et al., arXiv 2406.10774).
+
+    Every entry stays stored with the channel-wise minimum and maximum of each page's keys. A page's
+    score is the sum over channels of the larger of query x minimum and query x maximum; from the
+    third layer on a decode step reads the newest page and the best others.
+
+    budget: tokens that a decode step reads for each KV head, 64 to 8192; `budget // page` whole
+        pages. Required.
+    page: tokens in a page: 8, 16 (default), 32 or 64.
+    reduction: how scores of the query heads that share a KV head become one; see FIER.
+    dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
+        length from which on retrieval was measured to be faster than reading everything.
+    """
+
+    name: ClassVar[str] = "quest"
+    number: ClassVar[str] = "budget"
+    letter: ClassVar[str] = "BUDGET"
+    example: ClassVar[str] = "quest-1024"
+    has_codes: ClassVar[bool] = False
+
+    budget: int = integer(at_least=64, at_most=MAX_BUDGET)
+    page: int = choice(16, PAGES)
+    reduction: str = choice("max", REDUCTIONS)
+    dense_below: int | str = integer("auto", at_least=0, words=("auto",))
+
+    @property
+    def group_tokens(self) -> int:
+        return self.page

@@ -1,0 +1,143 @@
+"""StructKV: centrality over the lower layers chooses the tokens that go on."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_kvx.equations.pivot import Weights, online_limits
+from vllm_kvx.policy.methods.snapkv import MAX_WINDOW
+from vllm_kvx.policy.parameters import (
+    PolicyError,
+    Retain,
+    Select,
+    check_layer,
+    choice,
+    integer,
+    rate,
+    share_of,
+    weight,
+)
+
+
+@dataclass(frozen=True)
+class StructKV(Select, Retain):
+    """StructKV: structural propagation at a detected pivot, retention by local saliency.
+
+    Layers 0..pivot process all N prompt tokens and add up centrality, `C = decay * C + S` (Eq. 3);
+    later layers process the `max(int(N * struct_rate), window)` most central tokens. Each layer
+    retains `max(int(N * kv_rate), window)` entries by its own saliency S (Eq. 2, 13). The rates are
+    independent: struct_rate = 1 only retains, kv_rate = 1 only propagates.
+
+    pivot: the last layer that processes every token: `calibrated` (default; measured before
+        serving by Eq. 4-9), `online` (found within the pass) or a layer counted from 0.
+    struct_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
+    kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1).
+    min_layer, max_layer: with pivot=online, where the rule first looks and where it ends (default
+        auto: a quarter and half of the depth).
+    granularity: `token` (default), or `block` to keep whole blocks without copying.
+    window: last prompt tokens, whose queries score the keys and which always stay (default
+        8, at most 64).
+    decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
+    entropy_weight, sparsity_weight, variance_weight: w1, w2, w3 of the transition score, Eq. 8
+        (defaults 0.2, 0.3, 0.5).
+    """
+
+    name: ClassVar[str] = "structkv"
+
+    pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))
+    struct_rate: float = rate(0.2)
+    kv_rate: float = rate(0.1)
+    granularity: str = choice("token", ("token", "block"))
+    window: int = integer(8, at_most=MAX_WINDOW)
+    decay: float = rate(0.9)
+    entropy_weight: float = weight(0.2)
+    sparsity_weight: float = weight(0.3)
+    variance_weight: float = weight(0.5)
+    min_layer: int | str = integer("auto", at_least=0, words=("auto",))
+    max_layer: int | str = integer("auto", at_least=0, words=("auto",))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pivot == "online" and self.granularity == "block":
+            raise PolicyError(
+                "structkv: pivot=online cannot be had with granularity=block, whose KV groups are "
+                "fixed at start; use pivot=calibrated, pivot=<int> or granularity=token"
+            )
+        if self.pivot == "online" and self.kv_rate > self.struct_rate:
+            raise PolicyError(
+                "structkv: pivot=online needs kv_rate <= struct_rate, so that every layer keeps "
+                "equally much whatever its pivot; lower kv_rate to struct_rate or less, or use "
+                "pivot=calibrated"
+            )
+        if not self.is_online and (self.min_layer, self.max_layer) != ("auto", "auto"):
+            raise PolicyError(
+                "structkv: min_layer and max_layer have effect with pivot=online and struct_rate "
+                "below 1 only; leave them out"
+            )
+        if not (self.entropy_weight or self.sparsity_weight or self.variance_weight):
+            raise PolicyError(
+                "structkv: one of entropy_weight, sparsity_weight and variance_weight must be "
+                "above 0"
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        gates = {"propagate": self.struct_rate, "retain": self.kv_rate}
+        return tuple(a for a in super().axes if gates[a] != 1)
+
+    def check_model(self, num_layers: int) -> None:
+        check_layer(self, "pivot", self.pivot, num_layers)
+        if self.is_online:
+            low, high = self.limits(num_layers)
+            if not low <= high < num_layers - 1:
+                raise PolicyError(
+                    f"{self}: min_layer={low} and max_layer={high} do not fit this model of "
+                    f"{num_layers} layers: they must be in this order and below its last layer"
+                )
+
+    @property
+    def is_online(self) -> bool:  # type: ignore[override]
+        return self.pivot == "online" and self.struct_rate < 1
+
+    def limits(self, num_layers: int) -> tuple[int, int]:
+        """The first and the last layer that pivot=online may choose."""
+        low, high = online_limits(num_layers)
+        return (
+            low if isinstance(self.min_layer, str) else self.min_layer,
+            high if isinstance(self.max_layer, str) else self.max_layer,
+        )
+
+    @property
+    def weights(self) -> Weights:
+        """w1, w2, w3."""
+        return self.entropy_weight, self.sparsity_weight, self.variance_weight
+
+    @property
+    def last_full_layer(self) -> int:
+        if isinstance(self.pivot, str):
+            raise PolicyError(f"{self}: the pivot of this model is not known: write pivot=<int>")
+        return self.pivot
+
+    def num_propagated(self, prompt_len: int) -> int:
+        return share_of(prompt_len, self.struct_rate, self.window)
+
+    def cap(self, prompt_len: int) -> int:
+        return share_of(prompt_len, self.kv_rate, self.window)
+
+    @property
+    def keeps_blocks(self) -> bool:  # type: ignore[override]
+        return self.granularity == "block"
+
+    def kept(self, prompt_len: int, rows: int, block_size: int) -> int:
+        if not self.keeps_blocks:
+            return super().kept(prompt_len, rows, block_size)
+        blocks = -(-rows // block_size)
+        touched = blocks - (rows - min(self.window, rows)) // block_size
+        wanted = max(math.ceil(prompt_len * self.kv_rate / block_size), touched)
+        # The last block stays, and it alone may be partly filled.
+        return rows - max(blocks - wanted, 0) * block_size
+
+    def splits(self) -> tuple[int, ...]:
+        if self.is_online or (self.struct_rate == 1 and self.granularity == "token"):
+            return ()
+        return (self.last_full_layer + 1,)

@@ -1,0 +1,70 @@
+"""How much of exact attention falls on what retrieval selects, measured in some steps."""
+
+import torch
+from torch import Tensor
+
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.retrieve import Scratch
+from vllm_kvx.ops.retrieval.rows import RetrievalRows
+
+
+class RecallSampler:
+    """Measures every n-th step that retrieves; such a step replays no CUDA graph.
+
+    every: n; 0 never. mass, rows: float64 sums on the device, over layers, rows and query heads.
+    """
+
+    def __init__(self, every: int, device: torch.device) -> None:
+        self.every = every
+        self._countdown = every
+        self.mass = torch.zeros((), dtype=torch.float64, device=device)
+        self.samples = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step that retrieves is measured."""
+        return self.every > 0 and self._countdown <= 1
+
+    def takes_step(self, retrieves: bool) -> bool:
+        """Whether this step is measured; called once a step."""
+        if not self.every or not retrieves:
+            return False
+        if self._countdown > 1:
+            self._countdown -= 1
+            return False
+        self._countdown = self.every
+        return True
+
+    def measure(
+        self,
+        query: Tensor,
+        paged: PagedKV,
+        block_table: Tensor,
+        rows: RetrievalRows,
+        scratch: Scratch,
+        scale: float,
+    ) -> None:
+        """Adds the share of each query head's exact attention that falls on the rows' selection.
+
+        Reads back lengths from the device: for diagnosis, not for speed.
+        """
+        unit = scratch.unit
+        lens, tokens, requests = (x.tolist() for x in (rows.lens, rows.tokens, rows.requests))
+        counts = scratch.counts.tolist()
+        for r, length in enumerate(lens):
+            if not length:
+                continue
+            keys = paged.dense_keys(block_table[requests[r]], length).float()
+            heads = query[tokens[r]].float().unflatten(0, (keys.shape[0], -1))
+            for g, (q, k) in enumerate(zip(heads, keys, strict=True)):
+                attention = (q @ k.T * scale).softmax(dim=-1)
+                units = scratch.indices[r, g, : counts[r][g]].long()
+                chosen = (units[:, None] * unit + torch.arange(unit, device=k.device)).flatten()
+                mass = attention[:, chosen[chosen < length]].sum(dim=-1, dtype=torch.float64)
+                self.mass += mass.sum()
+                self.samples += len(mass)
+
+    @property
+    def recall(self) -> float | None:
+        """Mean share so far; None before the first. Waits for the device."""
+        return self.mass.item() / self.samples if self.samples else None
