@@ -2,25 +2,17 @@
 
 The model is a dense decoder with grouped-query attention and a gated MLP. Counted are matrix
 products and the bytes of weights and KV cache; norms, activations and biases are left out, far
-below a percent at the shapes measured here. A policy enters through `Work` alone, so a new
-policy is one function and one row in `WORK`.
+below a percent at the shapes measured here. A policy enters through `Work` alone, which is
+counted from what its methods answer.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm_kvx.equations.retrieval import DENSE_LAYERS
-from vllm_kvx.policy.methods.fastkv import FastKV
-from vllm_kvx.policy.methods.fier import FIER
-from vllm_kvx.policy.methods.quest import Quest
-from vllm_kvx.policy.methods.snapkv import SnapKV
-from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.policy.methods.streamingllm import StreamingLLM
-from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.policy.parameters import Method, PolicyError, Retain, Retrieve, Select
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.storage import gap_of, storage_of
 
 # Entries of a KV block where whole blocks stay: vLLM's default.
 BLOCK_SIZE = 16
@@ -140,88 +132,55 @@ class Work:
     stored: tuple[int, ...]
     read: tuple[float, ...]
 
-    @classmethod
-    def of_rows(cls, rows: tuple[int, ...]) -> "Work":
-        """Every computed row is stored, and read by every step; n rows make n (n + 1) / 2 pairs."""
-        return cls(rows, tuple(n * (n + 1) // 2 for n in rows), rows, rows)
-
 
 def full_work(layers: int, length: int) -> Work:
-    """Stock vLLM: N rows in each layer."""
-    return Work.of_rows((length,) * layers)
-
-
-def speed_work(method: Method, layers: int, length: int) -> Work:
-    """SPEED-K: N rows in layers 0..K-1, min(N, anchors + tail) in layers K..L-1."""
-    assert isinstance(method, Speed)
-    kept = min(length, method.anchors + method.tail)
-    return Work.of_rows((length,) * method.cutoff + (kept,) * (layers - method.cutoff))
-
-
-def snapkv_work(method: Method, layers: int, length: int) -> Work:
-    """SnapKV and StreamingLLM: N rows in each layer, of which at most the cap stays."""
-    return retained(full_work(layers, length), method, length)
-
-
-def fastkv_work(method: Method, layers: int, length: int) -> Work | None:
-    """FastKV and StructKV: N rows in layers 0..T, M above; of each layer's rows some stay.
-
-    T is the TSP layer or pivot. None where the name leaves it to measurement, or to the pass.
-    """
-    assert isinstance(method, Select)
-    propagated, lower = method.num_propagated(length), layers
-    if propagated < length:
-        try:
-            lower = method.last_full_layer + 1
-        except PolicyError:
-            return None
-    rows = (length,) * lower + (propagated,) * (layers - lower)
-    return retained(Work.of_rows(rows), method, length)
-
-
-def retained(work: Work, method: Method, length: int) -> Work:
-    """`work` with as many entries stored, and read, in each layer as the method keeps."""
-    assert isinstance(method, Retain)
-    kept = tuple(method.kept(length, rows, BLOCK_SIZE) for rows in work.rows)
-    return replace(work, stored=kept, read=kept)
-
-
-def fier_work(method: Method, layers: int, length: int) -> Work:
-    """FIER and Quest: everything is computed and stored; above the dense layers a step reads the
-    sidecar, an eighth of the keys at 16 bits for 32 tokens a group, and the budget's entries."""
-    assert isinstance(method, Retrieve)
-    work = full_work(layers, length)
-    if length < method.floor(0):
-        return work
-    # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.
-    sidecar = length * (1 / method.group_tokens + (1 / 32 if method.has_codes else 0))
-    few = min(length, method.budget) + sidecar
-    dense = min(DENSE_LAYERS, layers)
-    return replace(work, read=(length,) * dense + (few,) * (layers - dense))
-
-
-WORK: dict[str, Callable[[Method, int, int], Work | None]] = {
-    Speed.name: speed_work,
-    SnapKV.name: snapkv_work,
-    StreamingLLM.name: snapkv_work,
-    FastKV.name: fastkv_work,
-    StructKV.name: fastkv_work,
-    FIER.name: fier_work,
-    Quest.name: fier_work,
-}
+    """Stock vLLM: N rows in each layer, all stored and read."""
+    rows = (length,) * layers
+    return Work(rows, tuple(_pairs(n) for n in rows), rows, rows)
 
 
 def work_of(policy: str | None, layers: int, length: int) -> Work | None:
-    """The work of a policy by name (None is stock); None if no row of `WORK` describes it.
+    """The work of a policy by name; None is stock.
 
-    Nor is there one where the name does not say which layer selects: `pivot=online`.
+    Counted from what the policy's methods answer, so a new method needs nothing here. None where
+    the name does not say which layer selects: that is left to measurement, or to the pass.
     """
-    parts = parse_policy(policy or "full").parts
-    if not parts:
-        return full_work(layers, length)
-    if len(parts) > 1 or parts[0].name not in WORK:
+    parsed = parse_policy(policy or "full")
+    try:
+        selection = parsed.selection(length, layers)
+        by_layer = [
+            storage_of(parsed, length, layer, BLOCK_SIZE, layers) for layer in range(layers)
+        ]
+    except PolicyError:
         return None
-    return WORK[parts[0].name](parts[0], layers, length)
+    if selection is not None and selection.online is not None:
+        return None
+    rows, pairs = [], []
+    for layer in range(layers):
+        passes = [length - gap_of(parsed, length, layer).size]
+        if selection is not None:
+            passes = [length] if layer <= selection.after else []
+            passes += [selection.count] if layer >= selection.resumes_at else []
+        rows.append(sum(passes))
+        pairs.append(sum(map(_pairs, passes)))
+    stored = tuple(storage.kept for storage in by_layer)
+    read = tuple(_read(parsed.retrieve, layer, entries) for layer, entries in enumerate(stored))
+    return Work(tuple(rows), tuple(pairs), stored, read)
+
+
+def _pairs(rows: int) -> int:
+    """Query-key pairs of n rows under causal attention."""
+    return rows * (rows + 1) // 2
+
+
+def _read(method: Retrieve | None, layer: int, entries: int) -> float:
+    """What a decode step reads of a layer's `entries`: those of the budget, and the sidecar."""
+    if method is None or layer < DENSE_LAYERS or entries < method.floor(0):
+        return entries
+    index = method.index
+    # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.
+    codes = 1 / 32 if index.name == "one_bit" else 0
+    return min(entries, method.budget) + entries * (1 / index.group + codes)
 
 
 def prefill_flops(shape: Shape, work: Work) -> float:

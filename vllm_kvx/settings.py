@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.policy.axes import Measurement, Method
 from vllm_kvx.policy.layout import Layout, layout_of
-from vllm_kvx.policy.methods.fastkv import FastKV
-from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.policy.parameters import Method
+from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
 
 if TYPE_CHECKING:
@@ -26,11 +25,13 @@ if TYPE_CHECKING:
 POLICY_KEY = "kv_policy"
 LAYOUT_KEY = "kv_layout"
 STASH_KEY = "kv_stash_tokens"
-TSP_LAYER_KEY = "kv_tsp_layer"
-PIVOT_KEY = "kv_pivot"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
-KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, TSP_LAYER_KEY, PIVOT_KEY, DEBUG_KEY, RECALL_KEY)
+# Of methods with a layer that has to be measured.
+MEASUREMENTS: tuple[Measurement, ...] = tuple(
+    method.to_measure for method in METHODS.values() if method.to_measure is not None
+)
+KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, *(m.key for m in MEASUREMENTS), DEBUG_KEY, RECALL_KEY)
 
 # Clients choose policies, so what is counted by name is bounded; the rest is counted together.
 MAX_POLICIES = 64
@@ -39,18 +40,24 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Measured:
-    """Layers that stand for words in a policy's name; None where not known for this model."""
+    """Layers that stand for words in a policy's name, as far as they are known for this model.
 
-    tsp_layer: int | None = None
-    pivot: int | None = None
+    layers: by key in ``additional_config``.
+    """
+
+    layers: tuple[tuple[str, int], ...] = ()
 
     def put_into(self, part: Method) -> Method:
         """`part` with the layer in the place of the word, if it is known."""
-        if isinstance(part, FastKV) and part.tsp_layer == "auto" and self.tsp_layer is not None:
-            return replace(part, tsp_layer=self.tsp_layer)
-        if isinstance(part, StructKV) and part.pivot == "calibrated" and self.pivot is not None:
-            return replace(part, pivot=self.pivot)
-        return part
+        wanted = part.to_measure
+        if wanted is None or getattr(part, wanted.parameter) != wanted.word:
+            return part
+        layer = dict(self.layers).get(wanted.key)
+        return part if layer is None else replace(part, **{wanted.parameter: layer})
+
+    def as_dict(self) -> dict[str, int | None]:
+        """By parameter, None where not known."""
+        return {m.parameter: dict(self.layers).get(m.key) for m in MEASUREMENTS}
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Measured":
@@ -59,11 +66,11 @@ class Measured:
         Raises:
             ValueError: one that is no layer's number.
         """
-        values = [config.get(key) for key in (TSP_LAYER_KEY, PIVOT_KEY)]
-        for key, value in zip((TSP_LAYER_KEY, PIVOT_KEY), values, strict=True):
-            if value is not None and (type(value) is not int or value < 0):
+        found = [(m.key, config[m.key]) for m in MEASUREMENTS if config.get(m.key) is not None]
+        for key, value in found:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"{key} must be a layer's number, got {value!r}")
-        return cls(*values)
+        return cls(tuple(found))
 
 
 @lru_cache(maxsize=1024)
@@ -236,8 +243,7 @@ def _policy(where: str, name: Any, num_layers: int, measured: Measured) -> KVPol
         policy = _parse(name, measured) if isinstance(name, str) else parse_policy(name)
         policy.check_model(num_layers)
         check_served(policy)
-        for part in policy.parts:
-            part.splits()
+        layout_of([policy], num_layers)  # Is every layer known that it splits at?
     except PolicyError as error:
         raise PolicyError(f"{where}: {error}") from None
     return policy

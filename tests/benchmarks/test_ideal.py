@@ -105,11 +105,15 @@ def test_prompt_within_anchors_and_tail_gains_nothing() -> None:
     assert ideal.prefill_ratio(LLAMA, "speed-16:anchors=8,tail=8", 16) == 1
 
 
-def test_two_methods_have_no_ideal() -> None:
-    for policy in ("speed-24+fier-1024", "speed-24+snapkv"):
-        assert ideal.prefill_ratio(LLAMA, policy, 32768) is None
-        assert ideal.decode_ratio(LLAMA, policy, 32768) is None
-        assert ideal.pool_ratio(LLAMA, policy) is None
+def test_two_methods_gain_together() -> None:
+    speed = ideal.work_of("speed-24", 32, 32768)
+    both = ideal.work_of("speed-24+fier-1024", 32, 32768)
+    kept = ideal.work_of("speed-24+snapkv", 32, 32768)
+    assert speed is not None and both is not None and kept is not None
+    assert both.rows == kept.rows == speed.rows and both.stored == speed.stored
+    assert both.read[:2] == (32768, 32768) and both.read[24:] == (2,) * 8
+    assert both.read[2] == 1024 + 32768 / 16
+    assert kept.stored == kept.read == (3276,) * 24 + (2,) * 8
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import recall, recall_data
 from benchmarks.checkpoint.prompts import make_prompt
-from vllm_kvx.equations import retrieval
+from vllm_kvx.policy.axes import REDUCTIONS
 
 LENGTH, BUDGET = 256, 64
 
@@ -34,7 +34,7 @@ def test_lookups_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
         for reading, right in answers.items():
             assert reading is not None
             method, group, reduction, budget = reading
-            if reduction in retrieval.REDUCTIONS:
+            if reduction in REDUCTIONS:
                 retrieve = fier.Retrieve(budget, group, method == "quest", reduction)
                 read = fier.score(model, question, wanted, retrieve)
                 assert (read.argmax == wanted) == right, reading

@@ -40,7 +40,7 @@ class Blocks:
         self.add("a")
 
     def add(self, name: str) -> None:
-        storage = storage_of(POLICY, PROMPT, self.manager.start_layer, BLOCK)
+        storage = storage_of(POLICY, PROMPT, self.manager.start_layer, BLOCK, 8)
         assert cdiv(storage.kept, BLOCK) == len(KEPT)
         self.manager.add_request(name, RequestKV(storage, shares=False, by_block=True))
 

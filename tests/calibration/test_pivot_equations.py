@@ -11,16 +11,16 @@ from torch import Tensor
 
 from vllm_kvx.equations.pivot import (
     Metrics,
-    Weights,
     attention_metrics,
     by_layer,
     mean_metrics,
-    online_limits,
     online_pivot,
     pivot_of,
     transition_is_behind,
     transition_scores,
 )
+from vllm_kvx.policy.axes import Weights
+from vllm_kvx.policy.methods.structkv import online_limits
 
 WEIGHTS = (0.2, 0.3, 0.5)
 FLAT = [0.0] * 5

@@ -22,8 +22,9 @@ from vllm_kvx.calibration import pivot
 from vllm_kvx.calibration.prompts import BUILTIN, builtin_prompts
 from vllm_kvx.calibration.records import pivot_of_model
 from vllm_kvx.cli import main
-from vllm_kvx.equations.pivot import Metrics, online_limits
+from vllm_kvx.equations.pivot import Metrics
 from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.methods.structkv import online_limits
 
 LOOKUP = Path(__file__).resolve().parents[1] / "checkpoints" / "lookup-8l"
 VOCAB, WINDOW = 512, 8

@@ -14,7 +14,6 @@ from ops.ragged import NO_BLOCK
 from torch import Tensor
 
 from vllm_kvx.equations.retrieval import (
-    REDUCTIONS,
     num_full_groups,
     page_scores,
     quantize_keys,
@@ -42,6 +41,7 @@ from vllm_kvx.ops.retrieval.sidecar import (
     write_groups_reference,
 )
 from vllm_kvx.ops.retrieval.topk import same_selection, top_units, top_units_reference
+from vllm_kvx.policy.axes import REDUCTIONS
 from vllm_kvx.policy.methods.fier import FIER
 from vllm_kvx.policy.parameters import MAX_DIGITS
 

@@ -1,21 +1,16 @@
 """Layouts: splits, what fits, and how many layers a KV group holds."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from vllm_kvx.policy.layout import (
-    GroupChoice,
-    Layout,
-    RetrievalLayout,
-    check_fits,
-    choose_group_size,
-    layout_of,
-)
+from vllm_kvx.cache.group_size import GroupChoice, choose_group_size
+from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits, layout_of
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 
-FIER = RetrievalLayout(has_codes=True, group=32, reduction="max", max_units=64)
-QUEST = RetrievalLayout(has_codes=False, group=16, reduction="max", max_units=4)
+FIER = RetrievalLayout("one_bit", group=32, unit=1, reduction="max", max_units=64)
+QUEST = RetrievalLayout("page_bounds", group=16, unit=16, reduction="max", max_units=4)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +32,7 @@ QUEST = RetrievalLayout(has_codes=False, group=16, reduction="max", max_units=4)
         (["structkv:pivot=10,granularity=block"], Layout((11,), retain=True, window=8, stash=True)),
         (
             ["structkv:pivot=online,max_layer=10"],
-            Layout((), retain=True, window=8, stash=True, cuts=(9, 10, 11)),
+            Layout((), retain=True, window=8, stash=True, online_cuts=(9, 10, 11)),
         ),
         (["structkv:pivot=online,struct_rate=1"], Layout((), retain=True, window=8)),
         (["structkv:pivot=31,granularity=block"], Layout((), retain=True, window=8)),
@@ -45,14 +40,22 @@ QUEST = RetrievalLayout(has_codes=False, group=16, reduction="max", max_units=4)
         (["quest-79", "speed-8"], Layout((8,), sidecar=QUEST)),
         (
             ["fier-64:group=64,reduction=sum", "fier-200:group=64,reduction=sum,dense_below=9"],
-            Layout((), sidecar=RetrievalLayout(True, 64, "sum", 200)),
+            Layout((), sidecar=RetrievalLayout("one_bit", 64, 1, "sum", 200)),
         ),
-        (["quest-512:page=64"], Layout((), sidecar=RetrievalLayout(False, 64, "max", 8))),
+        (
+            ["quest-512:page=64"],
+            Layout((), sidecar=RetrievalLayout("page_bounds", 64, 64, "max", 8)),
+        ),
         (["speed-24+fier-64", "snapkv"], Layout((24,), sidecar=FIER, retain=True, window=8)),
     ],
 )
 def test_layout_of(names: list[str], layout: Layout) -> None:
-    assert layout_of(map(parse_policy, names), 32) == layout
+    assert layout_of(map(parse_policy, names), 32) == cut(layout)
+
+
+def cut(layout: Layout) -> Layout:
+    """`layout`, whose rows may leave the batch wherever a KV group begins."""
+    return replace(layout, row_cuts=layout.splits)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +105,10 @@ def test_online_pivots_need_room() -> None:
         check_fits(policy, layout_of([parse_policy("structkv:pivot=online")], 32), 32)
 
 
-def test_segment_sizes() -> None:
-    assert Layout(()).segment_sizes(32) == (32,)
-    assert Layout((24,)).segment_sizes(32) == (24, 8)
-    assert Layout((1, 16, 27), FIER).segment_sizes(28) == (1, 15, 11, 1)
+def test_stage_sizes() -> None:
+    assert Layout(()).stage_sizes(32) == (32,)
+    assert Layout((24,)).stage_sizes(32) == (24, 8)
+    assert Layout((1, 16, 27), FIER).stage_sizes(28) == (1, 15, 11, 1)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +121,12 @@ def test_segment_sizes() -> None:
         ("snapkv:window=4", Layout((16,), retain=True, window=8)),
         ("fastkv:tsp_layer=15,tsp_rate=0.5", Layout((16, 24), retain=True, window=8, stash=True)),
         ("speed-24+fier-64", Layout((24,), FIER)),
-        ("fier-64:dense_below=1000", Layout((), RetrievalLayout(True, 32, "max", 99))),
+        ("fier-64:dense_below=1000", Layout((), RetrievalLayout("one_bit", 32, 1, "max", 99))),
         ("quest-79", Layout((), QUEST)),
     ],
 )
 def test_fits(name: str, layout: Layout) -> None:
-    check_fits(parse_policy(name), layout, 32)
+    check_fits(parse_policy(name), cut(layout), 32)
 
 
 def test_does_not_fit() -> None:
@@ -141,7 +144,7 @@ def test_does_not_fit() -> None:
     with pytest.raises(
         PolicyError, match="needs retention and a window of 8 tokens and a stash: start"
     ):
-        check_fits(parse_policy("fastkv:tsp_layer=15"), Layout((16,)), 32)
+        check_fits(parse_policy("fastkv:tsp_layer=15"), cut(Layout((16,))), 32)
     with pytest.raises(PolicyError, match="this model has 32 layers; use speed-1"):
         check_fits(parse_policy("speed-40"), Layout((24,)), 32)
 

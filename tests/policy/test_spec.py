@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from vllm_kvx.policy import spec
+from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.fier import FIER
 from vllm_kvx.policy.methods.quest import Quest
@@ -17,7 +18,6 @@ from vllm_kvx.policy.methods.snapkv import SnapKV
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.methods.streamingllm import StreamingLLM
 from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.policy.parameters import Method
 from vllm_kvx.policy.spec import (
     AVAILABLE,
     METHODS,

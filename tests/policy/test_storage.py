@@ -44,7 +44,7 @@ def test_speed_above_the_cutoff(prompt_len: int, anchors: int, tail: int) -> Non
         for logical_len in range(LONGEST + 1):
             expected = sum(position < logical_len for position in kept)
             assert gap.stored_len(logical_len) == expected
-            assert stored_len(policy, prompt_len, logical_len, layer, 16) == expected
+            assert stored_len(policy, prompt_len, logical_len, layer, 16, 8) == expected
 
 
 @pytest.mark.parametrize("name", ["full", "speed-3", "fastkv:tsp_layer=1,kv_rate=1", "fier-64"])
@@ -52,7 +52,7 @@ def test_no_gap(name: str) -> None:
     policy = parse_policy(name)
     for prompt_len, layer, logical_len in itertools.product(range(1, 6), range(CUTOFF), range(8)):
         assert gap_of(policy, prompt_len, layer) is NO_GAP
-        assert stored_len(policy, prompt_len, logical_len, layer, 16) == logical_len
+        assert stored_len(policy, prompt_len, logical_len, layer, 16, 8) == logical_len
         assert NO_GAP.slot(logical_len) == logical_len
 
 
@@ -90,7 +90,7 @@ BLOCKS = "structkv:pivot=3,granularity=block"
 
 def stored_of(name: str, prompt_len: int, layer: int, block_size: int) -> tuple[int, int]:
     """Entries before and after retention."""
-    storage = storage_of(parse_policy(name), prompt_len, layer, block_size)
+    storage = storage_of(parse_policy(name), prompt_len, layer, block_size, 8)
     assert storage.stored_len(prompt_len + 5) == storage.kept + 5
     assert storage.peak_len(prompt_len) == storage.rows
     return storage.rows, storage.kept
@@ -159,5 +159,5 @@ def test_whole_blocks_below_a_cutoff(prompt_len: int) -> None:
     below = stored_of(BLOCKS, prompt_len, 0, 32)
     assert stored_of(name, prompt_len, 0, 32) == stored_of(name, prompt_len, 4, 32) == below
     assert stored_of(name, prompt_len, 6, 32) == (2, 2)
-    above = storage_of(parse_policy(name), prompt_len, 6, 32)
+    above = storage_of(parse_policy(name), prompt_len, 6, 32, 8)
     assert not above.compacts and not above.changes

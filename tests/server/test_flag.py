@@ -187,7 +187,9 @@ def test_settings_of_retrieval() -> None:
     config = {"kv_policy": "fier-64", "kv_layout": ["speed-2+fier-128"], "kv_recall_every": 8}
     settings = KVSettings.of(config, 8)
     assert settings.recall_every == 8 and not settings.stock
-    assert settings.layout == Layout((2,), RetrievalLayout(True, 32, "max", max_units=128))
+    assert settings.layout == Layout(
+        (2,), RetrievalLayout("one_bit", 32, 1, "max", max_units=128), row_cuts=(2,)
+    )
     assert KVSettings.of({"kv_policy": "fier-64"}, 8).recall_every == 0
     assert KVSettings.of({"kv_policy": "full", "kv_recall_every": 0}, 8).stock
 

@@ -132,7 +132,7 @@ def test_a_server_measures_before_its_first_start(
     # Other processes look there, and nowhere else.
     assert vllm_config.additional_config == {"kv_policy": "structkv", "kv_pivot": pivot}
     found = KVSettings.from_vllm_config(vllm_config)
-    assert found is not None and found.measured.pivot == pivot
+    assert found is not None and found.measured.as_dict()["pivot"] == pivot
     assert str(found.policy) == f"structkv:pivot={pivot}" == str(found.parse("structkv"))
 
     # A second start.

@@ -6,8 +6,9 @@ from vllm.config import SchedulerConfig
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
-from vllm_kvx.policy.spec import KVPolicy
-from vllm_kvx.policy.storage import selector_of, stash_pages
+from vllm_kvx.policy.axes import ScoreSpec
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import stash_pages
 from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.scheduler")
@@ -48,7 +49,7 @@ class PromptAdmission:
     """
 
     def __init__(self, settings: KVSettings, config: SchedulerConfig) -> None:
-        self.splits = settings.layout.splits
+        self.num_layers = settings.num_layers
         self.max_tokens = config.max_num_batched_tokens
         self.total_pages = stash_pages(settings.stash_tokens)
         self.free_pages = self.total_pages
@@ -60,14 +61,13 @@ class PromptAdmission:
     def add_request(self, request: Request, policy: KVPolicy, changes: bool) -> None:
         """`changes`: whether any segment stores something else once the prompt is in."""
         length, window, pages, propagated = request.num_prompt_tokens, 0, 0, 0
-        selector = selector_of(policy, length)
-        if selector is not None and selector.is_online:
-            window, pages, propagated = selector.window, stash_pages(length), length
-        elif selector is not None and selector.last_full_layer + 1 in self.splits:
-            window, pages = selector.window, stash_pages(length)
-            propagated = selector.num_propagated(length)
-        if policy.retain is not None and changes:
-            window = max(window, policy.retain.window)
+        selection = policy.selection(length, self.num_layers)
+        if selection is not None:
+            window = selection.score.window
+            pages = 0 if selection.resumes_at == 0 else stash_pages(length)
+            propagated = selection.count if selection.online is None else length
+        if policy.retain is not None and isinstance(policy.retain.keeps_by, ScoreSpec):
+            window = max(window, policy.retain.keeps_by.window)
         if changes:
             self._prompts[request.request_id] = _Prompt(
                 length, min(window, length), pages, needs_passes=propagated > self.max_tokens

@@ -16,9 +16,10 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vllm_kvx.cache.group_size import buckets_of, group_layers
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
 from vllm_kvx.ops.retrieval.sidecar import SidecarLayout
-from vllm_kvx.policy.layout import GroupChoice, RetrievalLayout, choose_group_size, grouped
+from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.cache")
@@ -72,9 +73,9 @@ def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) 
     Args:
         attention: the model's attention layers, in order.
     """
-    sizes = settings.layout.segment_sizes(len(attention))
-    starts = (0, *settings.layout.splits)
-    buckets = _buckets(sizes)
+    sizes = settings.layout.stage_sizes(len(attention))
+    starts = settings.layout.starts
+    buckets = buckets_of(sizes)
     choice = group_layers(sizes)
     logger.info(
         "KV policy %s: segments of %s layers in %s KV groups of %d layers, %d padding layers",
@@ -91,40 +92,11 @@ def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) 
             _override_spec(layer, segment, start, offset % num_buckets, sidecar)
 
 
-def group_layers(segment_sizes: Sequence[int]) -> GroupChoice:
-    """The KV groups that vLLM forms for these segments, with the buckets given to it."""
-    if _buckets(segment_sizes) is not None:
-        return choose_group_size(segment_sizes)
-    return grouped(segment_sizes, _vllm_group_size(segment_sizes))
-
-
-def _buckets(segment_sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """Buckets per segment that make vLLM pick our group size; None where it does without.
-
-    None also where it cannot be made to: vLLM takes the smallest bucket's size unless the largest
-    is less than 1.5 times that.
-    """
-    choice = choose_group_size(segment_sizes)
-    if _vllm_group_size(segment_sizes) == choice.size:
-        return None
-    sizes = [
-        layers // n + (i < layers % n)
-        for layers, n in zip(segment_sizes, choice.groups_per_segment, strict=True)
-        for i in range(n)
-    ]
-    return choice.groups_per_segment if _vllm_group_size(sizes) == choice.size else None
-
-
-def _vllm_group_size(bucket_sizes: Sequence[int]) -> int:
-    """The rule of ``_get_kv_cache_groups_uniform_page_size`` in vLLM 0.32."""
-    small, large = min(bucket_sizes), max(bucket_sizes)
-    return large if large < small * 1.5 else small
-
-
 def sidecar_layout(spec: AttentionSpec, sidecar: RetrievalLayout) -> SidecarLayout:
     """The shape of what a page of `spec` holds beside its entries."""
+    has_codes = sidecar.index == "one_bit"
     return SidecarLayout(
-        spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group, sidecar.has_codes
+        spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group, has_codes
     )
 
 

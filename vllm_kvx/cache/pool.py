@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 from vllm_kvx.cache.kv_cache_specs import PolicyAttentionSpec
-from vllm_kvx.policy import storage as accounting
+from vllm_kvx.policy.storage import stored_len
 from vllm_kvx.settings import KVSettings
 
 
@@ -38,7 +38,9 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
     for group in config.kv_cache_groups:
         _, start = segment_of(group.kv_cache_spec)
         size = group.kv_cache_spec.block_size
-        stored = accounting.stored_len(settings.policy, prompt_len, prompt_len, start, size)
+        stored = stored_len(
+            settings.policy, prompt_len, prompt_len, start, size, settings.num_layers
+        )
         blocks_per_token += stored / prompt_len / size
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     spec = config.kv_cache_groups[0].kv_cache_spec

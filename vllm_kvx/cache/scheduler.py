@@ -19,9 +19,8 @@ from vllm_kvx.cache.managers import (
 )
 from vllm_kvx.cache.pool import pool_tokens
 from vllm_kvx.policy.layout import check_fits
-from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
-from vllm_kvx.policy.storage import selector_of, storage_of
+from vllm_kvx.policy.storage import storage_of
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
 
 logger = init_logger("vllm.kvx.scheduler")
@@ -64,10 +63,10 @@ class _PolicyScheduling:
             pool.policy / max(pool.stock, 1),
             f"{pool.stock:,}",
         )
-        propagate = settings.policy.propagate
-        if self.kv_cache_manager.enable_caching and isinstance(propagate, Speed):  # type: ignore[attr-defined]
+        prefix = settings.policy.shared_prefix
+        if self.kv_cache_manager.enable_caching and prefix is not None:  # type: ignore[attr-defined]
             lower = [m.start_layer for m in self.policy_managers]
-            if min(lower) < propagate.cutoff:
+            if min(lower) < prefix.first_layer:
                 logger.warning(
                     "%s shares no prefix here: kv_layout splits at layer %d, below its cutoff, "
                     "and that segment's entries are not in the prefix cache.",
@@ -104,11 +103,16 @@ class _PolicyScheduling:
     def _tell_managers(self, request: Request, policy: KVPolicy) -> None:
         prompt_len = request.num_prompt_tokens
         # What retention drops, or saliency leaves out, nobody else can use; see invariant 5.
-        lossy = policy.retain is not None or selector_of(policy, prompt_len) is not None
-        anchors = policy.propagate.anchors if isinstance(policy.propagate, Speed) else 0
+        num_layers = self.kv_settings.num_layers
+        lossy = policy.retain is not None or policy.selection(prompt_len, num_layers) is not None
+        prefix = policy.shared_prefix
+        anchors = prefix.anchors if prefix is not None else 0
         managers = [*self.lower_managers, *self.policy_managers]
-        storages = [storage_of(policy, prompt_len, m.start_layer, m.block_size) for m in managers]
-        by_block = policy.retain is not None and policy.retain.keeps_blocks
+        storages = [
+            storage_of(policy, prompt_len, m.start_layer, m.block_size, num_layers)
+            for m in managers
+        ]
+        by_block = policy.retain is not None and policy.retain.unit == "block"
         for manager, storage in zip(managers, storages, strict=True):
             key = None
             if isinstance(manager, PolicyKVCacheManager):
@@ -159,17 +163,15 @@ class _PolicyScheduling:
         if policy.propagate is None and not self.policy_managers:
             # Retrieval alone: generated tokens of its own are not what a prompt's would be.
             return request.num_prompt_tokens // block_size * block_size
-        if not isinstance(policy.propagate, Speed):
-            return None
-        anchors, tail = policy.propagate.anchors, policy.propagate.tail
-        if anchors > block_size:
+        prefix = policy.shared_prefix
+        if prefix is None or prefix.anchors > block_size:
             return None
         for manager in self.policy_managers:
             gap = manager.requests[request.request_id].storage.prefill
-            if gap.size == 0 and policy.propagate.cutoff > manager.start_layer:
+            if gap.size == 0 and prefix.first_layer > manager.start_layer:
                 return None  # A segment below the request's cutoff, where it stores everything.
-        limit = max(request.num_prompt_tokens - tail, 0) // block_size * block_size
-        return limit if limit > anchors else 0
+        limit = max(request.num_prompt_tokens - prefix.tail, 0) // block_size * block_size
+        return limit if limit > prefix.anchors else 0
 
     def _anchors_published(self, request: Request) -> bool:
         for manager in self.policy_managers:

@@ -62,7 +62,6 @@ from vllm_kvx.equations.pivot import (
     attention_metrics,
     by_layer,
     mean_metrics,
-    online_limits,
     online_pivot,
     pivot_of,
     transition_scores,
@@ -70,7 +69,7 @@ from vllm_kvx.equations.pivot import (
 from vllm_kvx.equations.saliency import kept_indices, max_pool, per_kv_head, saliency
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.snapkv import SnapKV
-from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.policy.methods.structkv import StructKV, online_limits
 
 METHODS = ("structkv", "fastkv", "gemfilter", "snapkv")
 # GemFilter's mean-pooling over scores.

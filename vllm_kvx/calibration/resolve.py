@@ -2,14 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvx.calibration import records as calibration
-from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.calibration import records
+from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.policy.parameters import Method
 from vllm_kvx.policy.spec import PolicyError, parse_policy
-from vllm_kvx.settings import LAYOUT_KEY, PIVOT_KEY, POLICY_KEY, TSP_LAYER_KEY, policy_is_set
+from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, policy_is_set
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -21,7 +21,7 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
     Once, here: other processes read what this one found. Returns a line for the log on each.
 
     Raises:
-        PolicyError: StructKV's pivot is not known and could not be measured.
+        PolicyError: a layer is not known and could not be measured.
     """
     config = vllm_config.additional_config
     if not policy_is_set(config):
@@ -29,22 +29,22 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
     assert isinstance(config, dict)
     lines = []
     for part in _parts(config):
-        if isinstance(part, FastKV) and part.tsp_layer == "auto" and TSP_LAYER_KEY not in config:
-            found = calibration.tsp_layer_of(*_model(vllm_config.model_config))
-            if found is not None:
-                config[TSP_LAYER_KEY], source = found
-                lines.append(f"FastKV: tsp_layer=auto is layer {found[0]} ({source}).")
-        if isinstance(part, StructKV) and part.pivot == "calibrated" and PIVOT_KEY not in config:
-            if part.struct_rate == 1 and part.granularity == "token":
-                continue  # It propagates everything and needs no pivot.
-            found = _pivot(vllm_config, part)
-            config[PIVOT_KEY], source = found
-            lines.append(f"StructKV: pivot=calibrated is layer {found[0]} ({source}).")
-            if found[0] == vllm_config.model_config.get_total_num_hidden_layers() - 1:
-                lines.append(
-                    "StructKV: that is the last layer, so every token runs at full depth; another "
-                    "pivot can be measured on your own prompts (`vllm-kvx calibrate`) or given."
-                )
+        wanted = part.unmeasured
+        if wanted is None or wanted.key in config:
+            continue
+        found = _RESOLVERS[part.name](vllm_config, part)
+        if found is None:
+            continue
+        layer, source = found
+        config[wanted.key] = layer
+        name, word = type(part).__name__, f"{wanted.parameter}={wanted.word}"
+        lines.append(f"{name}: {word} is layer {layer} ({source}).")
+        if layer == vllm_config.model_config.get_total_num_hidden_layers() - 1:
+            lines.append(
+                f"{name}: that is the last layer, so every token runs at full depth; another "
+                f"{wanted.parameter} can be measured on your own prompts (`vllm-kvx calibrate`) or "
+                "given."
+            )
     return lines
 
 
@@ -69,14 +69,17 @@ def _model(model_config: "ModelConfig") -> tuple[dict[str, Any], str, int, str |
     )
 
 
-def _pivot(vllm_config: "VllmConfig", method: StructKV) -> tuple[int, str]:
+def _tsp_layer(vllm_config: "VllmConfig", method: Method) -> tuple[int, str] | None:
+    return records.tsp_layer_of(*_model(vllm_config.model_config))
+
+
+def _pivot(vllm_config: "VllmConfig", method: Method) -> tuple[int, str]:
+    assert isinstance(method, StructKV)
     config, model, num_layers, revision = _model(vllm_config.model_config)
-    weights = (method.entropy_weight, method.sparsity_weight, method.variance_weight)
+    weights = method.weights
 
     def stored() -> tuple[int, str] | None:
-        return calibration.pivot_of_model(
-            config, model, num_layers, method.window, weights, revision
-        )
+        return records.pivot_of_model(config, model, num_layers, method.window, weights, revision)
 
     found = stored()
     if found is not None:
@@ -114,3 +117,10 @@ def _measure(
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     said = done.stderr.strip().splitlines()
     return said[-1] if said and done.returncode else "the measurement left no result"
+
+
+# By method, what finds its layer, with where it came from; None leaves it unknown.
+_RESOLVERS: dict[str, Callable[["VllmConfig", Method], tuple[int, str] | None]] = {
+    "fastkv": _tsp_layer,
+    "structkv": _pivot,
+}

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_kvx.policy.axes import Weights
+
 # Share of the keys whose mass is the sparsity, Eq. 5.
 TOP_SHARE = 0.1
-
-# w1, w2, w3 of Eq. 8: of entropy, sparsity and variance.
-Weights = tuple[float, float, float]
 
 
 class Metrics(NamedTuple):
@@ -126,14 +125,6 @@ def online_pivot(
         if transition_is_behind(entropy[seen], sparsity[seen], variance[seen], weights):
             return layer
     return max_layer
-
-
-def online_limits(num_layers: int) -> tuple[int, int]:
-    """Default `min_layer` and `max_layer`: a quarter and half of the depth.
-
-    The paper's pivots lie between, 12 of 28 layers and 28 of 64 (Section 4.3).
-    """
-    return num_layers // 4, num_layers // 2
 
 
 def _normalised(steps: Tensor) -> Tensor:

@@ -14,10 +14,6 @@ pages for Quest.
 import torch
 from torch import Tensor
 
-# Quest calls such layers out too: attention in the first two is spread over all keys.
-DENSE_LAYERS = 2
-REDUCTIONS = ("max", "sum", "softmax")
-
 
 def num_full_groups(num_keys: int, group: int) -> int:
     """Groups that a step with `num_keys` keys, its own included, selects from."""

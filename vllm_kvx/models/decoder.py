@@ -200,14 +200,14 @@ class SegmentedModel(nn.Module):
                     )
                 )
         self.segments = nn.ModuleList(segments)
-        self.pieces = self._make_pieces(settings.layout.cuts, vllm_config, prefix)
+        self.pieces = self._make_pieces(settings.layout.online_cuts, vllm_config, prefix)
         self._captured_sizes: set[int] = set()
         self.begin_step(StepPlan())
         attention = [_attention_of(layer) for layer in decoder.layers]
         policy_kv_cache_specs(attention, settings)
         self.taps = Taps(
             attention,
-            settings.layout.segment_sizes(len(attention)),
+            settings.layout.stage_sizes(len(attention)),
             num_split_windows(settings, vllm_config.scheduler_config),
             settings.layout.window,
             cast(torch.dtype, vllm_config.model_config.dtype),

@@ -7,115 +7,15 @@ A policy is at most one answer on each axis; `full` is none.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from vllm_kvx.policy.methods.fastkv import FastKV
-from vllm_kvx.policy.methods.fier import FIER
-from vllm_kvx.policy.methods.quest import Quest
-from vllm_kvx.policy.methods.snapkv import SnapKV
-from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.policy.methods.streamingllm import StreamingLLM
-from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.policy.parameters import (
-    AXES,
-    Method,
-    PolicyError,
-    Propagate,
-    Retain,
-    Retrieve,
-    Select,
-    Value,
-    read_value,
-)
+from vllm_kvx.policy.axes import Method
+from vllm_kvx.policy.methods.table import AVAILABLE, METHODS
+from vllm_kvx.policy.parameters import PolicyError, Value, read_value
+from vllm_kvx.policy.policy import KVPolicy
 
 __all__ = ["AVAILABLE", "METHODS", "KVPolicy", "PolicyError", "check_served", "parse_policy"]
 
-# Every method, and whether this version can serve it. A new method is its file and a row here.
-_TABLE: tuple[tuple[type[Method], bool], ...] = (
-    (Speed, True),
-    (FastKV, True),
-    (StructKV, True),
-    (SnapKV, True),
-    (StreamingLLM, True),
-    (FIER, True),
-    (Quest, True),
-)
-METHODS: dict[str, type[Method]] = {method.name: method for method, _ in _TABLE}
-AVAILABLE: frozenset[str] = frozenset({"full", *(m.name for m, served in _TABLE if served)})
-
 _MAX_LENGTH = 512
-
-
-@dataclass(frozen=True)
-class KVPolicy:
-    """At most one answer to each question about prompt tokens; with none it is `full`.
-
-    A method that answers two axes is the same object on both. `str(policy)` is the canonical name,
-    which parses back to an equal policy. Raises PolicyError where a method stands on an axis that
-    it does not answer, or is missing from one that it does.
-    """
-
-    propagate: Propagate | None = None
-    retain: Retain | None = None
-    retrieve: Retrieve | None = None
-
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            part = getattr(self, axis)
-            if part is not None and axis not in part.axes:
-                raise PolicyError(f"{part} does not answer {axis}")
-        _check_once(self.parts)
-        for part in self.parts:
-            for axis in part.axes:
-                if getattr(self, axis) != part:
-                    raise PolicyError(f"{part} answers {axis} too: give it there as well")
-
-    @classmethod
-    def of(cls, parts: Iterable[Method]) -> "KVPolicy":
-        """The policy made of `parts`; PolicyError if two answer one axis or are one method.
-
-        A part whose rates are all 1 answers none and leaves no trace: it is `full`.
-        """
-        answers: dict[str, Method] = {}
-        parts = tuple(parts)
-        for part in parts:
-            for axis in part.axes:
-                if axis in answers:
-                    raise PolicyError(
-                        f"two answers on the {axis} axis, {answers[axis]} and {part}: keep one"
-                    )
-                answers[axis] = part
-        _check_once(parts)
-        return cls(**answers)  # type: ignore[arg-type]
-
-    @property
-    def parts(self) -> tuple[Method, ...]:
-        """The methods in the order of their axes, each one once."""
-        return tuple(dict.fromkeys(m for a in AXES if (m := getattr(self, a)) is not None))
-
-    @property
-    def is_full(self) -> bool:
-        """True if nothing is spent less: stock vLLM."""
-        return not self.parts
-
-    @property
-    def is_lossy_decode(self) -> bool:
-        """True if decode tokens attend to less than what prefill computed (retain, retrieve)."""
-        return self.retain is not None or self.retrieve is not None
-
-    def __str__(self) -> str:
-        return "+".join(map(str, self.parts)) or "full"
-
-    def parameters(self) -> dict[str, dict[str, Value]]:
-        """For each answered axis the method's name and every parameter, fit for JSON."""
-        answers = {axis: getattr(self, axis) for axis in AXES}
-        return {a: {"method": m.name, **m.parameters()} for a, m in answers.items() if m}
-
-    def check_model(self, num_layers: int) -> None:
-        """Raise PolicyError, with the values to use, if a model of `num_layers` cannot run it."""
-        for part in self.parts:
-            part.check_model(num_layers)
 
 
 def parse_policy(text: str) -> KVPolicy:
@@ -158,38 +58,7 @@ def check_served(policy: KVPolicy) -> None:
                 f"{part.name} is not served by this version of vllm-kvx; "
                 f"served: {', '.join(served)}"
             )
-    propagate, retain = policy.propagate, policy.retain
-    pivot = getattr(retain, "pivot", None) if retain is not None and retain.keeps_blocks else None
-    if isinstance(propagate, Speed) and isinstance(pivot, int) and pivot >= propagate.cutoff:
-        raise PolicyError(
-            f"{retain}: blocks are ranked at layer {pivot}, which {propagate} does not run for "
-            f"every token: use a pivot below {propagate.cutoff} or granularity=token"
-        )
-    if not isinstance(propagate, Select) or retain is None or retain is propagate:
-        return
-    if isinstance(retain, StreamingLLM):
-        raise PolicyError(
-            f"{retain} goes by position, and which positions {propagate} computes in its upper "
-            "layers is chosen by data: compose it with speed-K, or retain with snapkv"
-        )
-    if isinstance(propagate, StructKV) or isinstance(retain, StructKV):
-        raise PolicyError(
-            f"{propagate} and {retain} score keys differently: use structkv's own struct_rate and "
-            "kv_rate, or fastkv with snapkv"
-        )
-    assert isinstance(retain, SnapKV)
-    if (retain.window, retain.kernel) != (propagate.window, getattr(propagate, "kernel", 0)):
-        raise PolicyError(
-            f"{propagate} and {retain} score keys by different windows or kernels: give both the "
-            "same window and kernel"
-        )
-
-
-def _check_once(parts: Sequence[Method]) -> None:
-    names = [part.name for part in parts]
-    for name in names:
-        if names.count(name) > 1:
-            raise PolicyError(f"{name} is given twice: put all its parameters in one place")
+    policy.check_composition()
 
 
 def _allowed() -> str:
@@ -218,6 +87,9 @@ def _parse_part(part: str) -> Method:
     values = _parse_parameters(method, tail) if colon else {}
     if method.number:
         values[method.number] = read_value(number)
+    missing = [key for key in method.mandatory() if key not in values]
+    if missing:
+        raise PolicyError(f"{name} needs {' and '.join(missing)}; for example {method.example}")
     return method(**values)
 
 

@@ -1,8 +1,8 @@
 """THE conversion between token positions and stored slots; scheduler and worker both call it.
 
-Logical length is vLLM's and counts every token. In one KV segment of one request a policy may leave
+Logical length is vLLM's and counts every token. In one KV stage of one request a policy may leave
 a gap: prompt positions that hold no KV. Everything else is stored in order, so two numbers describe
-the segment. The gap may change once, when the prompt is in: then entries chosen by saliency appear
+the stage. The gap may change once, when the prompt is in: then entries chosen by score appear
 or go, and only their count is known here. Positions and lengths are in tokens; positions count
 from 0.
 """
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.policy.parameters import Select
-from vllm_kvx.policy.spec import KVPolicy
+from vllm_kvx.policy.axes import NO_GAP, Gap
+from vllm_kvx.policy.policy import KVPolicy
+
+__all__ = ["NO_GAP", "STASH_PAGE", "Gap", "IntArray", "Storage", "storage_of", "stored_lens"]
 
 IntArray = npt.NDArray[np.integer]
 
@@ -23,31 +24,8 @@ STASH_PAGE = 64
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Positions [start, start + size) hold no KV; every other position is stored in order."""
-
-    start: int = 0
-    size: int = 0
-
-    def stored_len(self, logical_len: int) -> int:
-        """How many of the positions below `logical_len` are stored."""
-        return logical_len - min(max(logical_len - self.start, 0), self.size)
-
-    def slot(self, position: int) -> int | None:
-        """Index of `position` among the request's stored entries; None in the gap."""
-        return self.stored_len(position) if self.is_kept(position) else None
-
-    def is_kept(self, position: int) -> bool:
-        """True if `position` is stored."""
-        return not self.start <= position < self.start + self.size
-
-
-NO_GAP = Gap()
-
-
-@dataclass(frozen=True)
 class Storage:
-    """What one segment stores of one request, before and after its prompt is in.
+    """What one stage stores of one request, before and after its prompt is in.
 
     prompt_len: N.
     prefill: the gap until position N - 1 is computed.
@@ -89,66 +67,48 @@ class Storage:
 
 
 def storage_of(
-    policy: KVPolicy, prompt_len: int, segment_start_layer: int, block_size: int
+    policy: KVPolicy, prompt_len: int, layer: int, block_size: int, num_layers: int
 ) -> Storage:
-    """What `policy` stores in the segment that begins at `segment_start_layer`.
+    """What `policy` stores in the stage that begins at `layer` of a model of `num_layers`.
 
-    SPEED stores anchors and tail alone from its cutoff on; retention leaves them alone. Above the
-    layer that selects by saliency (FastKV, StructKV), if it is known, only the selected tokens are
-    stored, all at once when the prompt is in. Retention keeps at most its cap of what a layer
-    computed, or whole blocks of `block_size` entries.
+    A gap by position stays as it is, and retention leaves it alone. Layers that chosen tokens run,
+    if they are known, store those: above the choice all at once when the prompt is in; where the
+    tokens run again, in the place of all. Retention keeps some of what a layer computed: entries,
+    or whole blocks of `block_size`.
     """
-    gap, rows = NO_GAP, prompt_len
-    if isinstance(policy.propagate, Speed):
-        gap = gap_of(policy, prompt_len, segment_start_layer)
-        rows = prompt_len - gap.size
-        if gap.size:
-            return Storage(prompt_len, gap, rows, gap)
-    else:
-        selector = selector_of(policy, prompt_len)
-        # Where the layer is found online any may compute every token.
-        known = selector is not None and not selector.is_online
-        if selector is not None and known and segment_start_layer > selector.last_full_layer:
-            rows = selector.num_propagated(prompt_len)
-            gap = Gap(0, prompt_len)
+    gap = gap_of(policy, prompt_len, layer)
+    if gap.size:
+        return Storage(prompt_len, gap, prompt_len - gap.size, gap)
+    rows = peak = prompt_len
+    selection = policy.selection(prompt_len, num_layers)
+    # Where the layer is found online any may compute every token.
+    if selection is not None and selection.online is None and layer >= selection.resumes_at:
+        rows = selection.count
+        if layer > selection.after:
+            gap, peak = Gap(0, prompt_len), rows
     kept = rows
     if policy.retain is not None:
-        kept = policy.retain.kept(prompt_len, rows, block_size)
+        kept = policy.retain.kept(prompt_len, rows, layer, block_size, num_layers)
     if kept == prompt_len:
-        return Storage(prompt_len, gap, rows, NO_GAP)
-    return Storage(prompt_len, gap, rows, Gap(kept, prompt_len - kept))
+        return Storage(prompt_len, gap, peak, NO_GAP)
+    return Storage(prompt_len, gap, peak, Gap(kept, prompt_len - kept))
 
 
-def selector_of(policy: KVPolicy, prompt_len: int) -> Select | None:
-    """What chooses by saliency the tokens of such a prompt that go on; None if all do."""
-    propagate = policy.propagate
-    if isinstance(propagate, Select) and propagate.num_propagated(prompt_len) < prompt_len:
-        return propagate
-    return None
-
-
-def gap_of(policy: KVPolicy, prompt_len: int, segment_start_layer: int) -> Gap:
-    """The gap that `policy` leaves by position in the segment that begins at that layer.
-
-    SPEED stores anchors and tail alone from its cutoff on. Other policies, lower segments and
-    prompts no longer than anchors + tail give NO_GAP.
-    """
-    speed = policy.propagate
-    if not isinstance(speed, Speed) or segment_start_layer < speed.cutoff:
-        return NO_GAP
-    size = prompt_len - speed.anchors - speed.tail
-    return Gap(speed.anchors, size) if size > 0 else NO_GAP
+def gap_of(policy: KVPolicy, prompt_len: int, layer: int) -> Gap:
+    """The gap that `policy` leaves by position in the stage that begins at `layer`."""
+    return NO_GAP if policy.propagate is None else policy.propagate.gap(prompt_len, layer)
 
 
 def stored_len(
     policy: KVPolicy,
     prompt_len: int,
     logical_len: int,
-    segment_start_layer: int,
+    layer: int,
     block_size: int,
+    num_layers: int,
 ) -> int:
-    """Entries that the segment stores once `logical_len` tokens of the request are computed."""
-    storage = storage_of(policy, prompt_len, segment_start_layer, block_size)
+    """Entries that the stage stores once `logical_len` tokens of the request are computed."""
+    storage = storage_of(policy, prompt_len, layer, block_size, num_layers)
     return storage.stored_len(logical_len)
 
 

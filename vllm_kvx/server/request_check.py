@@ -105,7 +105,7 @@ def class_path(settings: KVSettings) -> str:
     facts = {
         "policy": str(settings.policy),
         "layout": dataclasses.asdict(settings.layout),
-        "measured": dataclasses.asdict(settings.measured),
+        "measured": settings.measured.layers,
         "num_layers": settings.num_layers,
         "stock": settings.stock,
     }
@@ -127,7 +127,7 @@ def _class_of(name: str) -> type[RequestCheck]:
         num_layers=facts["num_layers"],
         debug=False,
         stock=facts["stock"],
-        measured=Measured(**facts["measured"]),
+        measured=Measured(tuple((key, layer) for key, layer in facts["measured"])),
     )
     return type(name, (RequestCheck,), {"settings": settings, "__module__": __name__})
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from argparse import Namespace
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -84,11 +83,11 @@ class PolicyStatus:
         return {
             "policy": str(settings.policy),
             "parameters": settings.policy.parameters(),
-            "measured": asdict(settings.measured),
+            "measured": settings.measured.as_dict(),
             "num_layers": settings.num_layers,
             "layout": {
                 "splits": list(settings.layout.splits),
-                "sidecar": settings.layout.sidecar and asdict(settings.layout.sidecar),
+                "sidecar": settings.layout.sidecar and settings.layout.sidecar.as_json(),
                 "window": settings.layout.window,
                 **stats.get("layout", {}),
             },

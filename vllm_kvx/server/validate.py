@@ -4,7 +4,6 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_kvx.calibration.resolve import find_measured
-from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, WITH_RETRIEVAL, reasons
 from vllm_kvx.settings import KVSettings
 
@@ -157,12 +156,6 @@ def _log(settings: KVSettings, sources: list[str]) -> None:
     )
     for source in sources:
         logger.info(source)
-    if isinstance(policy.propagate, Speed):
-        cutoff = policy.propagate.cutoff
-        logger.warning(
-            "KV policy %s: layers %d to %d see only anchors, tail and generated tokens. Answers "
-            "keep their quality with weights tuned for that (see README); other weights lose it.",
-            policy,
-            cutoff,
-            settings.num_layers - 1,
-        )
+    for part in policy.parts:
+        if notice := part.notice(settings.num_layers):
+            logger.warning("KV policy %s: %s", policy, notice)

@@ -16,13 +16,13 @@ from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvx.equations.retrieval import DENSE_LAYERS
 from vllm_kvx.equations.saliency import per_kv_head
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
 from vllm_kvx.ops.prompt.blocks import top_blocks
 from vllm_kvx.ops.prompt.saliency import pool_per_kv_head, window_saliency
 from vllm_kvx.ops.prompt.select import move_entries, select_kept, select_moves
+from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.worker.decode.retrieval import Mode, Retrieval, RetrievalPass
 from vllm_kvx.worker.timing import PhaseTimer
 

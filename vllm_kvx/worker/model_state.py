@@ -184,11 +184,15 @@ class PolicyModelState(DefaultModelState):
         req_id = new_req_data.req_id
         block_size = self.block_tables.block_sizes[0]
         for segment, start_layer in enumerate(self.segment_starts):
-            gap = accounting.storage_of(policy, prompt_len, start_layer, block_size).prefill
+            gap = accounting.storage_of(
+                policy, prompt_len, start_layer, block_size, self.settings.num_layers
+            ).prefill
             self.gap_starts.np[segment, req_index] = gap.start
             self.gap_sizes.np[segment, req_index] = gap.size
         self._gaps_changed = True
-        prompt = PromptState.of(req_id, policy, prompt_len, self.segment_starts, block_size)
+        prompt = PromptState.of(
+            req_id, policy, prompt_len, self.segment_starts, block_size, self.settings.num_layers
+        )
         if prompt is not None:
             self._prompts[req_index] = prompt
             if prompt.first_selected is not None or prompt.online is not None:
@@ -379,7 +383,7 @@ class PolicyModelState(DefaultModelState):
         for chunk in step.chunks:
             first = chunk.state.first_selected
             if chunk.state.online is not None:
-                low, _ = chunk.state.online.limits(self.settings.num_layers)
+                low = chunk.state.online.lowest
                 computed[chunk.batch_index] += (chunk.end - chunk.begin) * (low + 1)
             if chunk.is_last and first is not None:
                 propagated = chunk.state.num_propagated
@@ -394,7 +398,7 @@ class PolicyModelState(DefaultModelState):
     def _count_pivot(self, prompt: PromptState, pivot: int) -> None:
         """Counts what a prompt computes above the lowest pivot, known once its own is."""
         assert prompt.online is not None
-        low, _ = prompt.online.limits(self.settings.num_layers)
+        low = prompt.online.lowest
         self.stats.add_pivot(
             prompt.stats_row,
             pivot,

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvx.equations.retrieval import DENSE_LAYERS
-from vllm_kvx.policy.spec import KVPolicy
+from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.settings import MAX_POLICIES, OTHER
 from vllm_kvx.worker.prefill.chunks import PromptState
 

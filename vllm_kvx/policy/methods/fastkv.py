@@ -3,12 +3,20 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm_kvx.policy.axes import (
+    Measurement,
+    Propagate,
+    ScoreSpec,
+    Selection,
+    check_layer,
+    share_of,
+)
 from vllm_kvx.policy.methods.snapkv import SnapKV
-from vllm_kvx.policy.parameters import PolicyError, Select, check_layer, integer, rate, share_of
+from vllm_kvx.policy.parameters import PolicyError, integer, rate
 
 
 @dataclass(frozen=True)
-class FastKV(Select, SnapKV):
+class FastKV(Propagate, SnapKV):
     """FastKV: token-selective propagation (TSP) and KV retention (Jo et al.).
 
     Layers 0..tsp_layer process all N prompt tokens, later layers the `max(int(N * tsp_rate),
@@ -22,6 +30,7 @@ class FastKV(Select, SnapKV):
     """
 
     name: ClassVar[str] = "fastkv"
+    to_measure: ClassVar[Measurement] = Measurement("tsp_layer", "auto", "kv_tsp_layer")
 
     tsp_layer: int | str = integer("auto", at_least=0, words=("auto",))
     tsp_rate: float = rate(0.2)
@@ -35,6 +44,7 @@ class FastKV(Select, SnapKV):
 
     @property
     def last_full_layer(self) -> int:
+        """The last layer that processes every token; PolicyError if it is not known yet."""
         if isinstance(self.tsp_layer, str):
             raise PolicyError(
                 f"{self}: the TSP layer of this model is not known: write tsp_layer=<int>, or "
@@ -43,7 +53,18 @@ class FastKV(Select, SnapKV):
         return self.tsp_layer
 
     def num_propagated(self, prompt_len: int) -> int:
+        """Tokens of a prompt that go on, the window included."""
         return share_of(prompt_len, self.tsp_rate, self.window)
 
-    def splits(self) -> tuple[int, ...]:
+    @property
+    def score(self) -> ScoreSpec:
+        return ScoreSpec("window_attention", self.window, self.kernel, over_heads=True)
+
+    def row_cuts(self, num_layers: int) -> tuple[int, ...]:
         return () if self.tsp_rate == 1 else (self.last_full_layer + 1,)
+
+    def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
+        count = self.num_propagated(prompt_len)
+        if count == prompt_len or self.last_full_layer == num_layers - 1:
+            return None
+        return Selection(self.score, count, self.last_full_layer, self.last_full_layer + 1)

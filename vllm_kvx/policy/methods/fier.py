@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.equations.retrieval import REDUCTIONS
-from vllm_kvx.policy.parameters import PolicyError, Retrieve, choice, integer
+from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec, Retrieve
+from vllm_kvx.policy.parameters import PolicyError, choice, integer
 
 GROUPS = (32, 64, 128)
 MAX_BUDGET = 8192
@@ -31,7 +31,7 @@ class FIER(Retrieve):
     number: ClassVar[str] = "budget"
     letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "fier-1024"
-    has_codes: ClassVar[bool] = True
+    index_name: ClassVar[str] = "one_bit"
 
     budget: int = integer(at_least=64, at_most=MAX_BUDGET)
     group: int = choice(32, GROUPS)
@@ -47,5 +47,9 @@ class FIER(Retrieve):
             )
 
     @property
-    def group_tokens(self) -> int:
-        return self.group
+    def index(self) -> IndexSpec:
+        return IndexSpec(self.index_name, self.group, unit=1)
+
+    @classmethod
+    def of_index(cls, group: int, budget: int, reduction: str, dense_below: int | str) -> "FIER":
+        return cls(budget, group, reduction, dense_below)

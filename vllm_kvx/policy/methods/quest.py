@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.equations.retrieval import REDUCTIONS
+from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec, Retrieve
 from vllm_kvx.policy.methods.fier import MAX_BUDGET
-from vllm_kvx.policy.parameters import Retrieve, choice, integer
+from vllm_kvx.policy.parameters import choice, integer
 
 PAGES = (8, 16, 32, 64)
 
@@ -30,7 +30,7 @@ class Quest(Retrieve):
     number: ClassVar[str] = "budget"
     letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "quest-1024"
-    has_codes: ClassVar[bool] = False
+    index_name: ClassVar[str] = "page_bounds"
 
     budget: int = integer(at_least=64, at_most=MAX_BUDGET)
     page: int = choice(16, PAGES)
@@ -38,5 +38,9 @@ class Quest(Retrieve):
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
 
     @property
-    def group_tokens(self) -> int:
-        return self.page
+    def index(self) -> IndexSpec:
+        return IndexSpec(self.index_name, self.page, unit=self.page)
+
+    @classmethod
+    def of_index(cls, group: int, budget: int, reduction: str, dense_below: int | str) -> "Quest":
+        return cls(budget, group, reduction, dense_below)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.parameters import PolicyError, Retain, integer, optional, rate, share_of
+from vllm_kvx.policy.axes import Retain, ScoreSpec, share_of
+from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate
 
 DEFAULT_KV_RATE = 0.1
 # Query rows that the saliency kernel takes in one pass over the keys.
@@ -34,14 +35,8 @@ class SnapKV(Retain):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kv_budget is None:
-            if self.kv_rate is None:
-                object.__setattr__(self, "kv_rate", DEFAULT_KV_RATE)
-        elif self.kv_rate is not None:
-            raise PolicyError(
-                f"{self.name}: kv_rate and kv_budget both say how many entries stay; keep one"
-            )
-        elif self.kv_budget < self.window:
+        set_share(self, self.kv_rate, self.kv_budget)
+        if self.kv_budget is not None and self.kv_budget < self.window:
             raise PolicyError(
                 f"{self.name}: kv_budget must be at least the window of {self.window} tokens, "
                 f"got {self.kv_budget}"
@@ -51,8 +46,34 @@ class SnapKV(Retain):
     def axes(self) -> tuple[str, ...]:
         return tuple(a for a in super().axes if a != "retain" or self.kv_rate != 1)
 
+    @property
+    def keeps_by(self) -> ScoreSpec:
+        return ScoreSpec("window_attention", self.window, self.kernel)
+
     def cap(self, prompt_len: int) -> int:
-        if self.kv_budget is not None:
-            return min(self.kv_budget, prompt_len)
-        assert self.kv_rate is not None
-        return share_of(prompt_len, self.kv_rate, self.window)
+        """Entries of a prompt that a layer keeps at most, the window included."""
+        return cap_of(prompt_len, self.kv_rate, self.kv_budget, self.window)
+
+    def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
+        return min(self.cap(prompt_len), rows)
+
+
+def set_share(method: Retain, kv_rate: float | None, kv_budget: int | None) -> None:
+    """Gives a `method` with neither rate nor budget the default rate.
+
+    Raises PolicyError if it has both.
+    """
+    if kv_rate is None and kv_budget is None:
+        object.__setattr__(method, "kv_rate", DEFAULT_KV_RATE)
+    elif kv_rate is not None and kv_budget is not None:
+        raise PolicyError(
+            f"{method.name}: kv_rate and kv_budget both say how many entries stay; keep one"
+        )
+
+
+def cap_of(prompt_len: int, kv_rate: float | None, kv_budget: int | None, at_least: int) -> int:
+    """Entries that a rate or a budget keeps of a prompt, and never more than it has."""
+    if kv_budget is not None:
+        return min(kv_budget, prompt_len)
+    assert kv_rate is not None
+    return share_of(prompt_len, kv_rate, at_least)

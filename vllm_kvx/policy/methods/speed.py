@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.parameters import PolicyError, Propagate, integer
+from vllm_kvx.policy.axes import NO_GAP, Gap, Propagate, Retain, SharedPrefix
+from vllm_kvx.policy.parameters import PolicyError, integer
 
 
 @dataclass(frozen=True)
@@ -37,5 +38,28 @@ class Speed(Propagate):
             hint = use if last else "speed needs at least 2; use full"
             raise PolicyError(f"{self}: this model has {layers}; {hint}")
 
-    def splits(self) -> tuple[int, ...]:
+    def row_cuts(self, num_layers: int) -> tuple[int, ...]:
         return (self.cutoff,)
+
+    def gap(self, prompt_len: int, layer: int) -> Gap:
+        size = prompt_len - self.anchors - self.tail
+        return Gap(self.anchors, size) if layer >= self.cutoff and size > 0 else NO_GAP
+
+    @property
+    def shared_prefix(self) -> SharedPrefix:
+        return SharedPrefix(self.anchors, self.tail, self.cutoff)
+
+    def check_retain(self, retain: Retain) -> None:
+        layer = retain.ranked_after()
+        if layer is not None and layer >= self.cutoff:
+            raise PolicyError(
+                f"{retain}: blocks are ranked at layer {layer}, which {self} does not run for "
+                f"every token: use a pivot below {self.cutoff} or granularity=token"
+            )
+
+    def notice(self, num_layers: int) -> str:
+        return (
+            f"layers {self.cutoff} to {num_layers - 1} see only anchors, tail and generated "
+            "tokens. Answers keep their quality with weights tuned for that (see README); other "
+            "weights lose it."
+        )

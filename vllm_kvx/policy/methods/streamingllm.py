@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.parameters import Retain, integer
+from vllm_kvx.policy.axes import Positions, Retain
+from vllm_kvx.policy.parameters import integer
 
 
 @dataclass(frozen=True)
@@ -19,5 +20,9 @@ class StreamingLLM(Retain):
     sinks: int = integer(4)
     recent: int = integer(1020)
 
-    def cap(self, prompt_len: int) -> int:
-        return min(self.sinks + self.recent, prompt_len)
+    @property
+    def keeps_by(self) -> Positions:
+        return Positions(self.sinks)
+
+    def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
+        return min(self.sinks + self.recent, rows)

@@ -2,25 +2,25 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from vllm_kvx.equations.pivot import Weights, online_limits
-from vllm_kvx.policy.methods.snapkv import MAX_WINDOW
-from vllm_kvx.policy.parameters import (
-    PolicyError,
+from vllm_kvx.policy.axes import (
+    Measurement,
+    OnlineRule,
+    Propagate,
     Retain,
-    Select,
+    ScoreSpec,
+    Selection,
+    Weights,
     check_layer,
-    choice,
-    integer,
-    rate,
     share_of,
-    weight,
 )
+from vllm_kvx.policy.methods.snapkv import MAX_WINDOW
+from vllm_kvx.policy.parameters import PolicyError, choice, integer, rate, weight
 
 
 @dataclass(frozen=True)
-class StructKV(Select, Retain):
+class StructKV(Propagate, Retain):
     """StructKV: structural propagation at a detected pivot, retention by local saliency.
 
     Layers 0..pivot process all N prompt tokens and add up centrality, `C = decay * C + S` (Eq. 3);
@@ -43,6 +43,7 @@ class StructKV(Select, Retain):
     """
 
     name: ClassVar[str] = "structkv"
+    to_measure: ClassVar[Measurement] = Measurement("pivot", "calibrated", "kv_pivot")
 
     pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))
     struct_rate: float = rate(0.2)
@@ -96,8 +97,14 @@ class StructKV(Select, Retain):
                 )
 
     @property
-    def is_online(self) -> bool:  # type: ignore[override]
+    def is_online(self) -> bool:
+        """Whether the pivot is found within the pass; all layers are then in one KV group."""
         return self.pivot == "online" and self.struct_rate < 1
+
+    @property
+    def unmeasured(self) -> Measurement | None:
+        # It propagates everything and needs no pivot.
+        return None if self.struct_rate == 1 and self.unit == "entry" else super().unmeasured
 
     def limits(self, num_layers: int) -> tuple[int, int]:
         """The first and the last layer that pivot=online may choose."""
@@ -114,30 +121,67 @@ class StructKV(Select, Retain):
 
     @property
     def last_full_layer(self) -> int:
+        """The last layer that processes every token; PolicyError if it is not known yet."""
         if isinstance(self.pivot, str):
             raise PolicyError(f"{self}: the pivot of this model is not known: write pivot=<int>")
         return self.pivot
 
+    # Propagation.
+
     def num_propagated(self, prompt_len: int) -> int:
+        """Tokens of a prompt that go on, the window included."""
         return share_of(prompt_len, self.struct_rate, self.window)
 
-    def cap(self, prompt_len: int) -> int:
-        return share_of(prompt_len, self.kv_rate, self.window)
+    @property
+    def score(self) -> ScoreSpec:
+        return ScoreSpec("window_attention", self.window, over_heads=True, decay=self.decay)
+
+    def row_cuts(self, num_layers: int) -> tuple[int, ...]:
+        return () if self.is_online or self.struct_rate == 1 else (self.last_full_layer + 1,)
+
+    def online_rule(self, num_layers: int) -> OnlineRule | None:
+        return OnlineRule(*self.limits(num_layers), self.weights) if self.is_online else None
+
+    def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
+        count = self.num_propagated(prompt_len)
+        if count == prompt_len:
+            return None
+        online = self.online_rule(num_layers)
+        after = self.last_full_layer if online is None else online.highest
+        if after == num_layers - 1:
+            return None
+        return Selection(self.score, count, after, after + 1, online)
+
+    # Retention.
 
     @property
-    def keeps_blocks(self) -> bool:  # type: ignore[override]
-        return self.granularity == "block"
+    def keeps_by(self) -> ScoreSpec:
+        decay = self.decay if self.unit == "block" else None
+        return ScoreSpec("window_attention", self.window, over_heads=True, decay=decay)
 
-    def kept(self, prompt_len: int, rows: int, block_size: int) -> int:
-        if not self.keeps_blocks:
-            return super().kept(prompt_len, rows, block_size)
+    @property
+    def unit(self) -> Literal["entry", "block"]:
+        return "block" if self.granularity == "block" else "entry"
+
+    def stages(self, num_layers: int) -> tuple[int, ...]:
+        return (self.last_full_layer + 1,) if self.unit == "block" else ()
+
+    def ranked_after(self) -> int | None:
+        return self.last_full_layer if self.unit == "block" else None
+
+    def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
+        if self.unit == "entry":
+            return min(share_of(prompt_len, self.kv_rate, self.window), rows)
         blocks = -(-rows // block_size)
         touched = blocks - (rows - min(self.window, rows)) // block_size
         wanted = max(math.ceil(prompt_len * self.kv_rate / block_size), touched)
         # The last block stays, and it alone may be partly filled.
         return rows - max(blocks - wanted, 0) * block_size
 
-    def splits(self) -> tuple[int, ...]:
-        if self.is_online or (self.struct_rate == 1 and self.granularity == "token"):
-            return ()
-        return (self.last_full_layer + 1,)
+
+def online_limits(num_layers: int) -> tuple[int, int]:
+    """Default `min_layer` and `max_layer`: a quarter and half of the depth.
+
+    The paper's pivots lie between, 12 of 28 layers and 28 of 64 (Section 4.3).
+    """
+    return num_layers // 4, num_layers // 2

@@ -22,15 +22,13 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvx.cache.kv_cache_specs import sidecar_layout
-from vllm_kvx.equations.retrieval import DENSE_LAYERS
 from vllm_kvx.ops.retrieval.backends import NEVER
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack, room_of
 from vllm_kvx.policy import storage as accounting
+from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
-from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.policy.parameters import Retrieve
-from vllm_kvx.policy.spec import KVPolicy
+from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.recall import RecallSampler
 from vllm_kvx.worker.decode.sidecars import Sidecars
@@ -449,7 +447,7 @@ def graph_modes(policy: KVPolicy, segment_starts: Sequence[int]) -> tuple[Modes,
     dense = (Mode.DENSE,) * len(segment_starts)
     long = tuple(
         Mode.DENSE
-        if isinstance(policy.propagate, Speed) and start >= policy.propagate.cutoff
+        if accounting.gap_of(policy, 1 << 30, start).size
         else Mode.ALL
         for start in segment_starts
     )

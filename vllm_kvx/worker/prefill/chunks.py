@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_kvx.policy import storage as accounting
-from vllm_kvx.policy.methods.streamingllm import StreamingLLM
-from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.policy.parameters import Retain, Select
-from vllm_kvx.policy.spec import KVPolicy
-from vllm_kvx.policy.storage import Storage
+from vllm_kvx.policy.axes import OnlineRule, Positions, ScoreSpec
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import Storage, storage_of
 from vllm_kvx.worker.layer_hooks import Prompt
 from vllm_kvx.worker.rows import SegmentRows
 
@@ -46,55 +43,62 @@ class PromptState:
     decay: float | None = None
     last_central: int | None = None
     by_block: bool = False
-    online: StructKV | None = None
+    online: OnlineRule | None = None
     slot: int | None = None
     stats_row: int = 0
 
     @classmethod
     def of(
-        cls, req_id: str, policy: KVPolicy, prompt_len: int, starts: Sequence[int], block_size: int
+        cls,
+        req_id: str,
+        policy: KVPolicy,
+        prompt_len: int,
+        starts: Sequence[int],
+        block_size: int,
+        num_layers: int,
     ) -> "PromptState | None":
         """The state of a request; None if the prompt is as in any other.
 
         starts: first layer of every segment. block_size: entries of a KV cache block.
         """
         storages = [
-            accounting.storage_of(policy, prompt_len, start, block_size) for start in starts
+            storage_of(policy, prompt_len, start, block_size, num_layers) for start in starts
         ]
         if not any(s.changes for s in storages):
             return None
-        retain, selector = policy.retain, accounting.selector_of(policy, prompt_len)
-        online = selector if isinstance(selector, StructKV) and selector.is_online else None
-        if selector is not None and not online and selector.last_full_layer + 1 not in starts:
-            selector = None  # Nothing lies above its layer.
+        retain, selection = policy.retain, policy.selection(prompt_len, num_layers)
+        online = selection.online if selection is not None else None
         first_selected, num_propagated = None, 0
-        if online is not None:
-            num_propagated = online.num_propagated(prompt_len)
-        elif selector is not None:
-            first_selected = list(starts).index(selector.last_full_layer + 1)
-            num_propagated = selector.num_propagated(prompt_len)
-        scorer: Select | Retain | None = selector
-        if retain is not None and any(s.compacts for s in storages):
-            scorer = retain if retain.window else scorer
-        by_block = retain is not None and retain.keeps_blocks
-        by_block = by_block and any(s.compacts for s in storages)
-        central = retain if by_block else selector
+        if selection is not None:
+            num_propagated = selection.count
+            if online is None:
+                first_selected = list(starts).index(selection.after + 1)
+        scorer = selection.score if selection is not None else None
+        by = retain.keeps_by if retain is not None else None
+        compacts = any(s.compacts for s in storages)
+        if isinstance(by, ScoreSpec) and compacts:
+            scorer = by
+        by_block = retain is not None and retain.unit == "block" and compacts
+        central = by if by_block else scorer if selection is None else selection.score
         decay, last_central = None, None
-        if isinstance(central, StructKV):
+        if isinstance(central, ScoreSpec) and central.decay is not None:
             decay = central.decay
             last_central = len(starts) - 1
-        if isinstance(central, StructKV) and not online:
-            last_central = sum(start <= central.last_full_layer for start in starts) - 1
+            after = retain.ranked_after() if by_block and retain is not None else None
+            if after is None and selection is not None and online is None:
+                after = selection.after
+            if after is not None:
+                last_central = sum(start <= after for start in starts) - 1
         return cls(
             req_id=req_id,
             prompt_len=prompt_len,
             storages=storages,
             window=min(scorer.window, prompt_len) if scorer is not None else 0,
-            kernel=getattr(scorer, "kernel", 1),
+            kernel=scorer.kernel if scorer is not None else 1,
             first_selected=first_selected,
             num_propagated=num_propagated,
-            sinks=retain.sinks if isinstance(retain, StreamingLLM) else None,
-            per_layer=isinstance(retain, StructKV),
+            sinks=by.sinks if isinstance(by, Positions) else None,
+            per_layer=isinstance(by, ScoreSpec) and by.over_heads,
             decay=decay,
             last_central=last_central,
             by_block=by_block,

@@ -65,7 +65,7 @@ class OnlinePasses:
         self._groups: dict[tuple[int, int], list[tuple[PromptChunk, np.ndarray]]] = {}
         for chunk in chunks:
             assert chunk.state.online is not None
-            limits = chunk.state.online.limits(num_layers)
+            limits = chunk.state.online.lowest, chunk.state.online.highest
             # Read here: on the host the pages may have another owner when the pass runs.
             pages = self.stash.pages(chunk.state.req_id)
             self._groups.setdefault(limits, []).append((chunk, pages))

@@ -1,0 +1,383 @@
+"""The questions that a policy answers about prompt tokens, as interfaces.
+
+A method is one frozen dataclass that answers one or more of them (``methods/``). Everything here
+counts and names; nothing computes. So the scheduler and the worker ask the same objects, on the
+host, and agree on every count. Prompt lengths, rows and entries are in tokens, layers count from 0.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from vllm_kvx.policy.parameters import PolicyError, Value, write_value
+
+AXES = ("propagate", "retain", "retrieve")
+# Attention in the first layers is spread over all keys: Quest and FIER read them whole.
+DENSE_LAYERS = 2
+# How scores of query heads become one: see ``equations.retrieval.reduce_heads``.
+REDUCTIONS = ("max", "sum", "softmax")
+Weights = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Positions [start, start + size) hold no KV; every other position is stored in order."""
+
+    start: int = 0
+    size: int = 0
+
+    def stored_len(self, logical_len: int) -> int:
+        """How many of the positions below `logical_len` are stored."""
+        return logical_len - min(max(logical_len - self.start, 0), self.size)
+
+    def slot(self, position: int) -> int | None:
+        """Index of `position` among the request's stored entries; None in the gap."""
+        return self.stored_len(position) if self.is_kept(position) else None
+
+    def is_kept(self, position: int) -> bool:
+        """True if `position` is stored."""
+        return not self.start <= position < self.start + self.size
+
+
+NO_GAP = Gap()
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """How a layer's keys are scored once the prompt is in.
+
+    family: the row of ``scores/table.py`` that computes the scores.
+    window: last prompt tokens; their queries score the keys, and they always stay. 0 for a family
+        that asks no query.
+    kernel: width of the max-pooling over neighbouring keys; 1 does not pool.
+    over_heads: whether the scores of all heads are summed to one for the layer; otherwise every KV
+        head has its own.
+    decay: the factor of the sum over the layers below, to which this layer's scores are added
+        (StructKV Eq. 3); None takes each layer by itself.
+    """
+
+    family: str
+    window: int = 0
+    kernel: int = 1
+    over_heads: bool = False
+    decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Entries stay by position: the first `sinks`, and the last ones up to the cap."""
+
+    sinks: int
+
+
+@dataclass(frozen=True)
+class OnlineRule:
+    """The layer that selects is found while the prompt runs.
+
+    lowest, highest: the layers that the rule may choose.
+    weights: of entropy, sparsity and variance in the transition score (StructKV Eq. 8).
+    """
+
+    lowest: int
+    highest: int
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Prompt tokens that are chosen by score once the prompt is in.
+
+    score: what they are chosen by; summed over the heads.
+    count: how many, the window included; fewer than the prompt has.
+    after: the layer that chooses, the last one that runs every token. With `online` it is the
+        highest that may be.
+    resumes_at: the first layer that the chosen tokens run: `after + 1`, whose states wait in the
+        stash until then, or 0 to run again from their ids.
+    online: finds the layer during the pass; None if `after` is it.
+    """
+
+    score: ScoreSpec
+    count: int
+    after: int
+    resumes_at: int
+    online: OnlineRule | None = None
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """What a request that skips layers by position needs in order to read another's prefix.
+
+    anchors: leading tokens whose entries it holds in every layer.
+    tail: last prompt tokens that it has to compute itself.
+    first_layer: the first layer that skips.
+    """
+
+    anchors: int
+    tail: int
+    first_layer: int
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """What finds the entries that a decode step reads.
+
+    name: the row of ``indexes/table.py``.
+    group: tokens that share a scale and a zero: the quantisation group, or the page.
+    unit: tokens that are read together.
+    """
+
+    name: str
+    group: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A layer that has to be measured for a model before a method can run.
+
+    parameter, word: the method's parameter, and its value that stands for the measured layer.
+    key: where ``additional_config`` holds the layer once it is known.
+    """
+
+    parameter: str
+    word: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """One answer on one or more axes. Subclasses inherit from the axes that they can answer.
+
+    name: the method's name, lower case.
+    number: the field that `name-<int>` fills, if the method takes one; it is then mandatory.
+    letter: what messages call that number.
+    example: a complete name to show where a mandatory value is missing.
+    to_measure: the layer that has to be measured for a model; None if there is none.
+
+    Raises PolicyError where a parameter is outside its limits.
+    """
+
+    name: ClassVar[str]
+    number: ClassVar[str] = ""
+    letter: ClassVar[str] = ""
+    example: ClassVar[str] = ""
+    to_measure: ClassVar[Measurement | None] = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, limits = getattr(self, field.name), field.metadata["limits"]
+            if (value is None and field.default is None) or limits.allows(value):
+                continue
+            if field.name == self.number:
+                raise PolicyError(
+                    f"{self.usage()}: {self.letter} must be {limits.wanted}, got {value!r}; "
+                    f"for example {self.example}"
+                )
+            raise PolicyError(f"{self.name}: {field.name} must be {limits.wanted}, got {value!r}")
+
+    def __str__(self) -> str:
+        """The canonical name: parameters at their defaults are left out."""
+        required = {key: getattr(self, key) for key in self.mandatory()}
+        defaults = type(self)(**required).parameters()
+        head = f"{self.name}-{required[self.number]}" if self.number else self.name
+        written = [
+            f"{key}={write_value(value)}"
+            for key, value in self.parameters().items()
+            if key != self.number and (key in required or defaults.get(key) != value)
+        ]
+        return f"{head}:{','.join(written)}" if written else head
+
+    @classmethod
+    def usage(cls) -> str:
+        """The shape of the name, for messages: `speed-K`, `fastkv`."""
+        return f"{cls.name}-{cls.letter}" if cls.number else cls.name
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """The parameters that may follow the colon."""
+        return tuple(f.name for f in dataclasses.fields(cls) if f.name != cls.number)
+
+    @classmethod
+    def mandatory(cls) -> tuple[str, ...]:
+        """The parameters that have no default."""
+        missing = dataclasses.MISSING
+        return tuple(f.name for f in dataclasses.fields(cls) if f.default is missing)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes answered with these parameters, in the order of AXES."""
+        bases = {"propagate": Propagate, "retain": Retain, "retrieve": Retrieve}
+        return tuple(axis for axis in AXES if isinstance(self, bases[axis]))
+
+    def parameters(self) -> dict[str, Value]:
+        """Every parameter that has a value, by name."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def unmeasured(self) -> Measurement | None:
+        """The measurement that these parameters leave open; None if they leave none."""
+        wanted = self.to_measure
+        if wanted is not None and getattr(self, wanted.parameter) == wanted.word:
+            return wanted
+        return None
+
+    def check_model(self, num_layers: int) -> None:
+        """Raise PolicyError if a model of `num_layers` layers cannot run this method."""
+
+    def notice(self, num_layers: int) -> str | None:
+        """What a server that starts with this method should warn of."""
+        return None
+
+
+class Propagate(Method):
+    """Which tokens' hidden states go on to the layers above layer x? Answered in prefill.
+
+    By position (`gap`) or by score (`selection`); a method overrides one of them.
+
+    restarts: whether chosen tokens run again from their ids, so that no states wait for the choice.
+    """
+
+    restarts: ClassVar[bool] = False
+
+    def row_cuts(self, num_layers: int) -> tuple[int, ...]:
+        """The layers where rows leave the batch: the decoder is compiled in segments there.
+
+        Each begins a KV group too, since fewer entries are stored from there on. PolicyError where
+        a layer is not known yet.
+        """
+        return ()
+
+    def gap(self, prompt_len: int, layer: int) -> Gap:
+        """The prompt positions that skip `layer`, known before the prompt runs."""
+        return NO_GAP
+
+    @property
+    def score(self) -> ScoreSpec | None:
+        """What chooses the tokens; None if positions do."""
+        return None
+
+    def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
+        """The choice made of such a prompt; None if it is made by position, or all go on."""
+        return None
+
+    def online_rule(self, num_layers: int) -> OnlineRule | None:
+        """The rule that finds the selecting layer during the pass; None if the layer is fixed."""
+        return None
+
+    @property
+    def shared_prefix(self) -> SharedPrefix | None:
+        """How requests share a prefix under this method; None if they cannot."""
+        return None
+
+    def check_retain(self, retain: "Retain") -> None:
+        """Raise PolicyError if another method's retention cannot follow this propagation."""
+        score, by = self.score, retain.keeps_by
+        if score is None:
+            return
+        if isinstance(by, Positions):
+            raise PolicyError(
+                f"{retain} goes by position, and which positions {self} computes in its upper "
+                "layers is chosen by data: compose it with speed-K, or retain with snapkv"
+            )
+        if by.over_heads or by.decay is not None or retain.unit == "block":
+            raise PolicyError(
+                f"{self} and {retain} score keys differently: use structkv's own struct_rate and "
+                "kv_rate, or retain with snapkv"
+            )
+        alike = score.family == by.family and score.decay is None
+        if by.window not in (0, score.window) or (alike and by.kernel != score.kernel):
+            raise PolicyError(
+                f"{self} and {retain} score keys by different windows or kernels: give both the "
+                "same window and kernel"
+            )
+
+
+class Retain(Method, ABC):
+    """Which computed KV entries stay in the cache? Answered when the prompt is in.
+
+    unit: whether single entries stay, each KV head's own, or whole blocks, the same for all layers
+        of a stage; blocks are not copied.
+    """
+
+    @property
+    @abstractmethod
+    def keeps_by(self) -> ScoreSpec | Positions:
+        """What decides which entries stay. Every retention has an answer."""
+
+    @property
+    def unit(self) -> Literal["entry", "block"]:
+        return "entry"
+
+    def stages(self, num_layers: int) -> tuple[int, ...]:
+        """The layers where another KV group has to begin, since counts differ from there on.
+
+        No segment is compiled for them. PolicyError where a layer is not known yet.
+        """
+        return ()
+
+    def ranked_after(self) -> int | None:
+        """The layer after which whole blocks are ranked; None where entries stay."""
+        return None
+
+    @abstractmethod
+    def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
+        """Of `rows` entries of a prompt that `layer` computed, how many stay."""
+
+
+class Retrieve(Method, ABC):
+    """Which stored entries does this decode step read? Answered in every decode step.
+
+    budget: tokens that a decode step reads for each KV head.
+    reduction: how scores of the query heads that share a KV head become one.
+    dense_below: contexts shorter than this are read whole; `auto` asks the machine.
+    index_name: the row of ``indexes/table.py``.
+    """
+
+    budget: int
+    reduction: str
+    dense_below: int | str
+    index_name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def index(self) -> IndexSpec:
+        """What finds the entries."""
+
+    @classmethod
+    @abstractmethod
+    def of_index(
+        cls, group: int, budget: int, reduction: str, dense_below: int | str
+    ) -> "Retrieve":
+        """The method of this class whose index has such groups."""
+
+    @property
+    def budget_units(self) -> int:
+        """Units that a step reads."""
+        return self.budget // self.index.unit
+
+    def floor(self, crossover: int) -> int:
+        """The least length of which a step reads a part; a shorter one is read whole.
+
+        crossover: from where on retrieval pays on this machine, for `dense_below=auto` and budgets
+            of up to a quarter of it; larger ones take longer to read. 0: everywhere.
+        """
+        if isinstance(self.dense_below, int):
+            below = self.dense_below
+        else:
+            below = max(crossover, 4 * self.budget) if crossover else 0
+        return max(self.budget + 1, below)
+
+
+def check_layer(method: Method, key: str, layer: int | str, num_layers: int) -> None:
+    """Raise PolicyError unless `layer` is a word or the index of one of `num_layers` layers."""
+    if isinstance(layer, int) and layer >= num_layers:
+        raise PolicyError(
+            f"{method}: this model has {num_layers} layers; use {key}=0 .. {key}={num_layers - 1}"
+        )
+
+
+def share_of(prompt_len: int, share: float, at_least: int) -> int:
+    """`max(int(N * rate), w)`, and never more than the N tokens there are."""
+    return min(max(int(prompt_len * share), at_least), prompt_len)

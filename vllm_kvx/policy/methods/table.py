@@ -1,0 +1,23 @@
+"""Every method. A new one is its file and a row here."""
+
+from vllm_kvx.policy.axes import Method
+from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.methods.quest import Quest
+from vllm_kvx.policy.methods.snapkv import SnapKV
+from vllm_kvx.policy.methods.speed import Speed
+from vllm_kvx.policy.methods.streamingllm import StreamingLLM
+from vllm_kvx.policy.methods.structkv import StructKV
+
+# Each with whether this version serves it; messages list them in this order.
+_TABLE: tuple[tuple[type[Method], bool], ...] = (
+    (Speed, True),
+    (FastKV, True),
+    (StructKV, True),
+    (SnapKV, True),
+    (StreamingLLM, True),
+    (FIER, True),
+    (Quest, True),
+)
+METHODS: dict[str, type[Method]] = {method.name: method for method, _ in _TABLE}
+AVAILABLE: frozenset[str] = frozenset({"full", *(m.name for m, served in _TABLE if served)})

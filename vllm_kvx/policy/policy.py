@@ -1,0 +1,110 @@
+"""A policy: at most one answer on each axis."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_kvx.policy.axes import (
+    AXES,
+    Method,
+    Propagate,
+    Retain,
+    Retrieve,
+    Selection,
+    SharedPrefix,
+)
+from vllm_kvx.policy.parameters import PolicyError, Value
+
+
+@dataclass(frozen=True)
+class KVPolicy:
+    """At most one answer to each question about prompt tokens; with none it is `full`.
+
+    A method that answers two axes is the same object on both. `str(policy)` is the canonical name,
+    which parses back to an equal policy. Raises PolicyError where a method stands on an axis that
+    it does not answer, or is missing from one that it does.
+    """
+
+    propagate: Propagate | None = None
+    retain: Retain | None = None
+    retrieve: Retrieve | None = None
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            part = getattr(self, axis)
+            if part is not None and axis not in part.axes:
+                raise PolicyError(f"{part} does not answer {axis}")
+        _check_once(self.parts)
+        for part in self.parts:
+            for axis in part.axes:
+                if getattr(self, axis) != part:
+                    raise PolicyError(f"{part} answers {axis} too: give it there as well")
+
+    @classmethod
+    def of(cls, parts: Iterable[Method]) -> "KVPolicy":
+        """The policy made of `parts`; PolicyError if two answer one axis or are one method.
+
+        A part whose rates are all 1 answers none and leaves no trace: it is `full`.
+        """
+        answers: dict[str, Method] = {}
+        parts = tuple(parts)
+        for part in parts:
+            for axis in part.axes:
+                if axis in answers:
+                    raise PolicyError(
+                        f"two answers on the {axis} axis, {answers[axis]} and {part}: keep one"
+                    )
+                answers[axis] = part
+        _check_once(parts)
+        return cls(**answers)  # type: ignore[arg-type]
+
+    @property
+    def parts(self) -> tuple[Method, ...]:
+        """The methods in the order of their axes, each one once."""
+        return tuple(dict.fromkeys(m for a in AXES if (m := getattr(self, a)) is not None))
+
+    @property
+    def is_full(self) -> bool:
+        """True if nothing is spent less: stock vLLM."""
+        return not self.parts
+
+    @property
+    def is_lossy_decode(self) -> bool:
+        """True if decode tokens attend to less than what prefill computed (retain, retrieve)."""
+        return self.retain is not None or self.retrieve is not None
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.parts)) or "full"
+
+    def parameters(self) -> dict[str, dict[str, Value]]:
+        """For each answered axis the method's name and every parameter, fit for JSON."""
+        answers = {axis: getattr(self, axis) for axis in AXES}
+        return {a: {"method": m.name, **m.parameters()} for a, m in answers.items() if m}
+
+    def check_model(self, num_layers: int) -> None:
+        """Raise PolicyError, with the values to use, if a model of `num_layers` cannot run it."""
+        for part in self.parts:
+            part.check_model(num_layers)
+
+    def check_composition(self) -> None:
+        """Raise PolicyError if its methods cannot work together."""
+        propagate, retain = self.propagate, self.retain
+        if propagate is not None and retain is not None and retain is not propagate:
+            propagate.check_retain(retain)
+
+    @property
+    def shared_prefix(self) -> SharedPrefix | None:
+        """How requests that skip layers by position share a prefix; None if they cannot."""
+        return None if self.propagate is None else self.propagate.shared_prefix
+
+    def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
+        """Which tokens of such a prompt are chosen by score; None if it is not by score."""
+        if self.propagate is None:
+            return None
+        return self.propagate.selection(prompt_len, num_layers)
+
+
+def _check_once(parts: Sequence[Method]) -> None:
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise PolicyError(f"{name} is given twice: put all its parameters in one place")
