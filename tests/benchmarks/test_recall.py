@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import recall, recall_data
 from benchmarks.checkpoint.prompts import make_prompt
+from vllm_kvx.equations import retrieval
 from vllm_kvx.policy.axes import REDUCTIONS
 
 LENGTH, BUDGET = 256, 64
