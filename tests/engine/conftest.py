@@ -188,9 +188,9 @@ class Engine:
         while scheduler.has_finished_requests():
             self.core.step_fn()
         state: Any = getattr(self.runner, "model_state", None)
-        if hasattr(state, "_prompts"):
-            assert not state._prompts and not state._req_index
-            assert len(state._free_slots) == self._free_windows
+        if hasattr(state, "requests"):
+            assert not state.requests.prompts and not state.requests.index
+            assert len(state.requests.free_windows) == self._free_windows
             assert state.stash is None or state.stash.used_tokens == 0
 
 
@@ -345,7 +345,8 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from vllm_kvx.ops.prompt import attention_metrics as metrics
     from vllm_kvx.ops.prompt import saliency, select
-    from vllm_kvx.worker import layer_hooks as taps
+    from vllm_kvx.scores import window_attention
+    from vllm_kvx.worker.prefill import centrality, score_and_move
 
     def window_saliency(*args: Any, key_scale: float = 1.0) -> torch.Tensor:
         sizes, scale = args[:-3], args[-1]
@@ -410,4 +411,6 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         move_entries,
     )
     for replacement in kernels:
-        monkeypatch.setattr(taps, replacement.__name__, replacement)
+        for module in (window_attention, score_and_move, centrality):
+            if hasattr(module, replacement.__name__):
+                monkeypatch.setattr(module, replacement.__name__, replacement)

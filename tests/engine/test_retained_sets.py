@@ -61,9 +61,8 @@ def closest(keys: Tensor) -> float:
 
 def entries_of(engine: Engine, request_id: str, layer: int, count: int) -> tuple[Tensor, Tensor]:
     """Keys and values (G, count, D) in a request's first slots of one layer."""
-    taps = engine.runner.model_state.segmented.taps
-    tap = taps.layers[layer]
-    paged = taps.paged(tap.layer, tap.layer.kv_cache)
+    tap = engine.runner.model_state.hooks.layers[layer]
+    paged = tap.paged()
     manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[tap.group]
     blocks = torch.tensor([block.block_id for block in manager.req_to_blocks[request_id]])
     slots = torch.arange(count)

@@ -421,7 +421,7 @@ class Retrieval:
         if now.writes:
             self.sidecars.write(tap.index)
         table = now.block_tables[tap.group]
-        for rows in now.batches[tap.segment]:
+        for rows in now.batches[tap.stage]:
             retrieve(
                 query,
                 paged,

@@ -56,7 +56,7 @@ class Sidecars:
         if views is None:
             tap = self._layers[index]
             kv_cache = tap.layer.kv_cache
-            views = tap.taps.paged(tap.layer, kv_cache), Sidecar.of(kv_cache, self.layout)
+            views = tap.paged(), Sidecar.of(kv_cache, self.layout)
             self.views[index] = views
         return views
 
@@ -66,7 +66,7 @@ class Sidecars:
             self._writer = SidecarWriter(
                 [self.view(i) for i in range(len(self._layers))],
                 [tap.group for tap in self._layers],
-                [tap.segment for tap in self._layers],
+                [tap.stage for tap in self._layers],
             )
         return self._writer
 
@@ -122,7 +122,7 @@ class Sidecars:
         for index in range(len(self._layers)) if layer is None else (layer,):
             tap = self._layers[index]
             paged, sidecar = self.view(index)
-            mine = jobs[jobs[:, 0] == tap.segment]
+            mine = jobs[jobs[:, 0] == tap.stage]
             for request in np.unique(mine[:, 1]).tolist():
                 groups = mine[mine[:, 1] == request, 2]
                 table = self._tables.block_tables[tap.group].gpu[request]
