@@ -9,16 +9,11 @@ from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt import saliency, select
-from vllm_kvx.ops.prompt.saliency import (
-    pool_per_kv_head,
-    pool_per_kv_head_reference,
-    window_saliency,
-    window_saliency_reference,
-)
+from vllm_kvx.ops.prompt import move, pool, saliency, select, window_tiles
+from vllm_kvx.ops.prompt.move import move_entries, move_entries_reference
+from vllm_kvx.ops.prompt.pool import pool_per_kv_head, pool_per_kv_head_reference
+from vllm_kvx.ops.prompt.saliency import window_saliency, window_saliency_reference
 from vllm_kvx.ops.prompt.select import (
-    move_entries,
-    move_entries_reference,
     select_kept,
     select_kept_reference,
     select_moves,
@@ -152,11 +147,11 @@ def test_batched_is_alone_bit_for_bit() -> None:
 def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], None]) -> None:
     """All four operators of a step, for batches of every size, after the first batch."""
     kernels = (
-        saliency._row_sums_kernel,
+        window_tiles.row_sums_kernel,
         saliency._window_sums_kernel,
-        saliency._pool_kernel,
+        pool._pool_kernel,
         select._select_kernel,
-        select._move_kernel,
+        move._move_kernel,
     )
     compiled = []
     for lengths in ([4096], [1000, 17, 33], [16] * 16, [131_072]):
@@ -164,7 +159,7 @@ def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], N
         caps = torch.maximum(batch.num_keys // 10, batch.windows)
         out_offsets = offsets_of(torch.minimum(batch.num_keys, caps))
         total, max_moves, max_num_keys = int(out_offsets[-1]), int(caps.max()), max(lengths)
-        pool = torch.full_like(batch.num_keys, 7)
+        widths = torch.full_like(batch.num_keys, 7)
         sizes = (batch.num_keys, batch.windows)
         # A view of a larger buffer, whose start is aligned to nothing.
         tables = torch.cat([batch.block_tables[:, :1], batch.block_tables], dim=1)[:, 1:]
@@ -173,7 +168,7 @@ def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], N
             batch.queries, batch.paged, tables, *sizes, batch.offsets,
             max_num_keys, sum(lengths), 0.1,
         )  # fmt: skip
-        scores = pool_per_kv_head(scores, 8, *sizes, batch.offsets, pool, max_num_keys)
+        scores = pool_per_kv_head(scores, 8, *sizes, batch.offsets, widths, max_num_keys)
         moves = select_moves(scores, *sizes, caps, batch.offsets, out_offsets, total)
         move_entries(batch.paged, tables, *moves, out_offsets, max_moves)
         no_waiting(False)

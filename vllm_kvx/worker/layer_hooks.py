@@ -20,8 +20,10 @@ from vllm_kvx.equations.saliency import per_kv_head
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
 from vllm_kvx.ops.prompt.blocks import top_blocks
-from vllm_kvx.ops.prompt.saliency import pool_per_kv_head, window_saliency
-from vllm_kvx.ops.prompt.select import move_entries, select_kept, select_moves
+from vllm_kvx.ops.prompt.move import move_entries
+from vllm_kvx.ops.prompt.pool import pool_per_kv_head
+from vllm_kvx.ops.prompt.saliency import window_saliency
+from vllm_kvx.ops.prompt.select import select_kept, select_moves
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.worker.decode.retrieval import Mode, Retrieval, RetrievalPass
 from vllm_kvx.worker.timing import PhaseTimer
