@@ -59,7 +59,7 @@ class Launch:
         row's scores, and the sum of exp2(score - maximum).
     arguments: the kernel's first ones, up to the softmax sums.
     tiles: the constants that say where in the batch a program and its rows are.
-    constants: these and all others.
+    constants: all constants, those of `tiles` among them.
     """
 
     grid: tuple[int, int, int]
