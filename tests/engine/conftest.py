@@ -344,7 +344,7 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     without this fixture run them.
     """
     from vllm_kvx.ops.prompt import attention_metrics as metrics
-    from vllm_kvx.ops.prompt import saliency, select
+    from vllm_kvx.ops.prompt import move, pool, saliency, select
     from vllm_kvx.scores import window_attention
     from vllm_kvx.worker.prefill import centrality, score_and_move
 
@@ -353,7 +353,7 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         return saliency.window_saliency_reference(*sizes, scale, key_scale)  # type: ignore[call-arg]
 
     def pool_per_kv_head(*args: Any) -> torch.Tensor:
-        return saliency.pool_per_kv_head_reference(*args[:-1])
+        return pool.pool_per_kv_head_reference(*args[:-1])
 
     def select_kept(scores: torch.Tensor, *args: Any) -> torch.Tensor:
         return torch.cat(select.select_kept_reference(scores, *args[:4]), dim=1).int()
@@ -386,7 +386,7 @@ def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
             ]
             for f, first in enumerate(offsets[: counts.shape[1]].tolist())
         ]
-        select.move_entries_reference(paged, tables, moves)
+        move.move_entries_reference(paged, tables, moves)
 
     def window_metrics(
         queries: torch.Tensor,

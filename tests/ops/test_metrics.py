@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_kvx.equations.pivot import TOP_SHARE, attention_metrics
 from vllm_kvx.equations.saliency import window_attention
 from vllm_kvx.ops.prompt import attention_metrics as metrics
-from vllm_kvx.ops.prompt import saliency
+from vllm_kvx.ops.prompt import window_tiles
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics, window_metrics_reference
 
 SCALE = 0.3
@@ -53,8 +53,8 @@ def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and splits per request, several tiles per split."""
-    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
-    monkeypatch.setattr(saliency, "_SPLITS", (3, 3))
+    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(window_tiles, "_SPLITS", (3, 3))
 
 
 CASES: list[dict[str, Any]] = [
@@ -116,7 +116,7 @@ def test_top_share_is_a_whole_division() -> None:
 
 
 def test_window_of_several_turns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saliency, "_MAX_ROWS", 16)
+    monkeypatch.setattr(window_tiles, "_MAX_ROWS", 16)
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(2, [100, 20, 40], [18, 5, 16], device=device, **shape))
 
@@ -128,8 +128,8 @@ def test_rows_of_several_blocks(device: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_more_splits_than_are_merged_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": 16, "cuda": 16})
-    monkeypatch.setattr(saliency, "_SPLITS", (256, 256))
+    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": 16, "cuda": 16})
+    monkeypatch.setattr(window_tiles, "_SPLITS", (256, 256))
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(3, [70 * 16], [2], device=device, **shape))
 
@@ -194,9 +194,9 @@ def test_scratch_is_bounded(
     sizes = []
     launch = metrics._rows_metrics
 
-    def counted(queries: Tensor, *rest: Any) -> None:
+    def counted(turn: Any, queries: Tensor, *rest: Any) -> None:
         sizes.append(queries.shape[0] * queries.shape[2])
-        launch(queries, *rest)
+        launch(turn, queries, *rest)
 
     monkeypatch.setattr(metrics, "_rows_metrics", counted)
     monkeypatch.setattr(metrics, "_SCRATCH_BYTES", heads_at_once * 32 * 80 * 4)

@@ -4,17 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
+from ops.ragged import Batch, make_batch, poisoned_outputs
 from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt import saliency
-from vllm_kvx.ops.prompt.saliency import (
-    pool_per_kv_head,
-    pool_per_kv_head_reference,
-    window_saliency,
-    window_saliency_reference,
-)
+from vllm_kvx.ops.prompt import window_tiles
+from vllm_kvx.ops.prompt.saliency import window_saliency, window_saliency_reference
 
 UNUSED = 5
 SCALE = 0.3
@@ -56,8 +51,8 @@ def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and splits per request, several tiles per split."""
-    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
-    monkeypatch.setattr(saliency, "_SPLITS", (3, 3))
+    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(window_tiles, "_SPLITS", (3, 3))
 
 
 CASES: list[dict[str, Any]] = [
@@ -107,8 +102,8 @@ def test_random_batches(seed: int, device: str) -> None:
 
 
 def test_more_splits_than_are_merged_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": 16, "cuda": 16})
-    monkeypatch.setattr(saliency, "_SPLITS", (256, 256))
+    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": 16, "cuda": 16})
+    monkeypatch.setattr(window_tiles, "_SPLITS", (256, 256))
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(6, [70 * 16], [8], device=device, **shape))
 
@@ -193,49 +188,3 @@ def test_caches_that_cannot_be_addressed() -> None:
         PagedKV.of(cache, 32)
     with pytest.raises(ValueError, match="'amx'"):
         PagedKV.of(cache, 64, cpu_isa="amx")
-
-
-def pooled_of(scores: Tensor, kv_heads: int, sizes: tuple[Tensor, ...]) -> Tensor:
-    """The kernel's result; checks that it writes its own columns and no others."""
-    num_keys, windows, offsets, kernels = sizes
-    total = int(offsets[-1])
-    padded = torch.full((scores.shape[0], total + UNUSED), float("nan"), device=scores.device)
-    padded[:, :total] = scores
-    with poisoned_outputs():
-        pooled = pool_per_kv_head(
-            padded, kv_heads, num_keys, windows, offsets, kernels, int(num_keys.max())
-        )
-    assert pooled[:, total:].isnan().all(), "wrote past the batch"
-    return pooled[:, :total]
-
-
-@pytest.mark.parametrize("block", [32, 1024])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (6, 2), (3, 3)])
-def test_pooling_matches_reference(
-    heads: int, kv_heads: int, block: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saliency, "_POOL_BLOCK", {"cpu": block, "cuda": block})
-    lengths, windows, kernels = [100, 9, 8, 1, 0, 70], [8, 6, 8, 1, 0, 1], [7, 13, 7, 1, 3, 1]
-    num_keys, window, kernel = (
-        torch.tensor(sizes, dtype=torch.int32, device=device)
-        for sizes in (lengths, windows, kernels)
-    )
-    offsets = offsets_of(num_keys)
-    rng = torch.Generator(device).manual_seed(0)
-    scores = torch.rand(heads, int(offsets[-1]), generator=rng, device=device)
-    expected = pool_per_kv_head_reference(scores, kv_heads, num_keys, window, offsets, kernel)
-    # A neighbour across the window's edge or of another request would win every maximum.
-    for f, length in enumerate(lengths):
-        end = int(offsets[f]) + length
-        scores[:, end - windows[f] : end] = float("inf")
-    pooled = pooled_of(scores, kv_heads, (num_keys, window, offsets, kernel))
-    assert torch.equal(pooled, expected)
-
-
-def test_pooled_heads_are_summed_in_order(device: str) -> None:
-    """Sums whose value depends on the order of their terms."""
-    scores = torch.tensor([1.0, 2.0**-24, 2.0**-24, 2.0**-24], device=device)[:, None].repeat(1, 3)
-    num_keys = torch.tensor([3], dtype=torch.int32, device=device)
-    sizes = (num_keys, num_keys * 0, offsets_of(num_keys), num_keys)
-    assert (pooled_of(scores, 1, sizes) == 1).all()
-    assert (pooled_of(scores.flip(0), 1, sizes) > 1).all()

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from vllm_kvx.ops.prompt.saliency import pool_per_kv_head, window_saliency
+from vllm_kvx.ops.prompt.pool import pool_per_kv_head
+from vllm_kvx.ops.prompt.saliency import window_saliency
 from vllm_kvx.scores.base import LayerView, Score, ScoredPrompts
 
 

@@ -17,12 +17,12 @@ share G KV heads, up to 16 each; head dimension D is 64, 128 or 256.
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-LIBRARY = Path(__file__).parents[1] / "_kvx_ops.so"
+from vllm_kvx.ops import LIBRARY
+
 HISTOGRAM_BINS = 2048
 MAX_ATTEND_SPLITS = 128
 REDUCTIONS = {"max": 0, "sum": 1}

@@ -19,7 +19,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_kvx.equations.saliency import per_kv_head
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
-from vllm_kvx.ops.prompt.select import move_entries, select_kept, select_moves
+from vllm_kvx.ops.prompt.move import move_entries
+from vllm_kvx.ops.prompt.select import select_kept, select_moves
 from vllm_kvx.policy.axes import Positions
 from vllm_kvx.scores.base import LayerView, ScoredPrompts
 from vllm_kvx.scores.table import SCORES
