@@ -257,6 +257,13 @@ class LayerTap:
 
         layer.impl.forward = forward
 
+    @property
+    def stage(self) -> int:
+        return self.segment
+
+    def paged(self) -> PagedKV:
+        return self.taps.paged(self.layer, self.layer.kv_cache)
+
     def _unquantized(self, query: Tensor) -> Tensor:
         """(N, H, D) in the model's dtype."""
         query = query.view(query.shape[0], self.layer.impl.num_heads, self.layer.impl.head_size)

@@ -11,7 +11,8 @@ from vllm_kvx.ops.retrieval.rows import RetrievalRows
 class RecallSampler:
     """Measures every n-th step that retrieves; such a step replays no CUDA graph.
 
-    every: n; 0 never. mass, rows: float64 sums on the device, over layers, rows and query heads.
+    every: n; 0 measures none. mass: () float64 on the device, the shares added up over layers,
+        rows and query heads. samples: how many shares that are.
     """
 
     def __init__(self, every: int, device: torch.device) -> None:
