@@ -10,11 +10,12 @@ from vllm_kvx.ops.retrieval import cuda as cuda_ops
 
 # More entries than any request has; lengths on the device are int32, and so is this.
 NEVER = 1 << 30
-# Entries from which on a step is faster than with stock attention, by what scores and selects, for
-# one request of Llama-3.1-8B's shape on an H200 (benchmarks/results/h200-fier.json, and for Triton
-# h200-retrieval-ops.json). On CPU nothing is gained, and everything can be tried.
+# Entries from which on a step is faster than with stock attention, by the backend that scores and
+# selects. Measured for one request of Llama-3.1-8B's shape on an H200
+# (benchmarks/results/h200-fier.json, for Triton h200-retrieval-ops.json). On a CPU retrieval gains
+# nothing, and every length may try it.
 CROSSOVER = {"cuda": 16384, "triton": 262_144, "torch": 0}
-# Bytes that an entry of a layer's cache had there: 8 KV heads, 128 channels, 16 bits.
+# Bytes of an entry of a layer's cache in those measurements: 8 KV heads, 128 channels, 16 bits.
 _ENTRY_BYTES = 4096
 BACKENDS = ("cuda", "triton", "torch")
 BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"

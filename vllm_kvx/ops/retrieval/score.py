@@ -204,7 +204,7 @@ def _score_kernel(
             else:
                 product = tl.where(one[None, :] < SHARE, product, 0.0)
                 score = tl.sum(product, axis=1)
-            # What is no number is last, as with the CUDA ops.
+            # NaN ranks last, as in the CUDA ops.
             score = tl.where(score == score, score, float("-inf"))
             tl.store(out + group * UNITS + unit, score)
     if REDUCTION == "stats":

@@ -1,4 +1,4 @@
-"""How much of exact attention falls on what retrieval selects, measured in some steps."""
+"""Recall: the share of exact attention that falls on what retrieval selects."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class RecallSampler:
         return self.every > 0 and self._countdown <= 1
 
     def takes_step(self, retrieves: bool) -> bool:
-        """Whether this step is measured; called once a step."""
+        """Whether to measure this step; called once a step."""
         if not self.every or not retrieves:
             return False
         if self._countdown > 1:
