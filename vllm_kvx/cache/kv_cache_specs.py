@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvx.cache.group_size import buckets_of, group_layers
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
-from vllm_kvx.ops.retrieval.sidecar import SidecarLayout
+from vllm_kvx.indexes.table import INDEXES
+from vllm_kvx.ops.retrieval.sidecar import PageShape
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.settings import KVSettings
 
@@ -92,12 +93,9 @@ def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) 
             _override_spec(layer, stage, start, offset % num_buckets, sidecar)
 
 
-def sidecar_layout(spec: AttentionSpec, sidecar: RetrievalLayout) -> SidecarLayout:
-    """The shape of what a page of `spec` holds beside its entries."""
-    has_codes = sidecar.index == "one_bit"
-    return SidecarLayout(
-        spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group, has_codes
-    )
+def page_shape(spec: AttentionSpec, sidecar: RetrievalLayout) -> PageShape:
+    """What the sidecar of a page of `spec` has to cover."""
+    return PageShape(spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group)
 
 
 def _override_spec(
@@ -109,7 +107,7 @@ def _override_spec(
         spec = stock(vllm_config)
         assert type(spec) is FullAttentionSpec, f"unexpected KV cache spec {spec}"
         if sidecar is not None:
-            room = sidecar_layout(spec, sidecar).page_bytes
+            room = INDEXES[sidecar.index].page_bytes(page_shape(spec, sidecar))
             spec = replace(spec, page_size_padded=spec.page_size_bytes + room)
         if stage == 0:
             values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}

@@ -11,7 +11,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, PagedKV
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.layout import Layout
-from vllm_kvx.worker.decode.retrieval import Mode, Retrieval, RetrievalPass
+from vllm_kvx.worker.decode.retrieval import Retrieval
+from vllm_kvx.worker.decode.step import Mode, RetrievalPass
 from vllm_kvx.worker.prefill.score_and_move import PassWork
 
 

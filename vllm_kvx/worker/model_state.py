@@ -33,7 +33,8 @@ from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
 from vllm_kvx.worker.batch import PassBatch
 from vllm_kvx.worker.blocks import cut_tables, relink
-from vllm_kvx.worker.decode.retrieval import Mode, Retrieval, RetrievalPass, graph_modes
+from vllm_kvx.worker.decode.retrieval import Retrieval
+from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
 from vllm_kvx.worker.prefill.passes import PassMaker, StepBatch, lens_to_device, run_in_turn

@@ -9,7 +9,8 @@ from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_kvx.policy.storage import IntArray, stored_lens
-from vllm_kvx.worker.decode.retrieval import Retrieval, RetrievalStep
+from vllm_kvx.worker.decode.retrieval import Retrieval
+from vllm_kvx.worker.decode.step import RetrievalStep
 from vllm_kvx.worker.prefill.chunks import PromptChunk
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import SegmentRows, plan_rows

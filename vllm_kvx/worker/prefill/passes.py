@@ -22,7 +22,7 @@ from vllm_kvx.models.passes import (
 )
 from vllm_kvx.policy.storage import STASH_PAGE
 from vllm_kvx.worker.batch import PassBatch, to_device
-from vllm_kvx.worker.decode.retrieval import RetrievalPass
+from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, Piece, PromptChunk, pack_selected
 from vllm_kvx.worker.prefill.jobs import PassPrompt, WindowRows
