@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
+from world import inside
+from world.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt import saliency, select
 from vllm_kvx.ops.prompt.saliency import (
     pool_per_kv_head,
     pool_per_kv_head_reference,
@@ -151,13 +151,7 @@ def test_batched_is_alone_bit_for_bit() -> None:
 
 def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], None]) -> None:
     """All four operators of a step, for batches of every size, after the first batch."""
-    kernels = (
-        saliency._row_sums_kernel,
-        saliency._window_sums_kernel,
-        saliency._pool_kernel,
-        select._select_kernel,
-        select._move_kernel,
-    )
+    kernels = inside.retention_kernels()
     compiled = []
     for lengths in ([4096], [1000, 17, 33], [16] * 16, [131_072]):
         batch = make_batch(4, lengths, [WINDOW] * len(lengths), device="cuda", **LLAMA)

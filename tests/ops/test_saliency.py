@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
+from world import inside
+from world.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt import saliency
 from vllm_kvx.ops.prompt.saliency import (
     pool_per_kv_head,
     pool_per_kv_head_reference,
@@ -56,8 +56,7 @@ def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and splits per request, several tiles per split."""
-    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
-    monkeypatch.setattr(saliency, "_SPLITS", (3, 3))
+    inside.tile_keys(monkeypatch, keys=64, splits=3)
 
 
 CASES: list[dict[str, Any]] = [
@@ -107,8 +106,7 @@ def test_random_batches(seed: int, device: str) -> None:
 
 
 def test_more_splits_than_are_merged_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": 16, "cuda": 16})
-    monkeypatch.setattr(saliency, "_SPLITS", (256, 256))
+    inside.tile_keys(monkeypatch, keys=16, splits=256)
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(6, [70 * 16], [8], device=device, **shape))
 
@@ -214,7 +212,7 @@ def pooled_of(scores: Tensor, kv_heads: int, sizes: tuple[Tensor, ...]) -> Tenso
 def test_pooling_matches_reference(
     heads: int, kv_heads: int, block: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saliency, "_POOL_BLOCK", {"cpu": block, "cuda": block})
+    inside.tile_pool(monkeypatch, keys=block)
     lengths, windows, kernels = [100, 9, 8, 1, 0, 70], [8, 6, 8, 1, 0, 1], [7, 13, 7, 1, 3, 1]
     num_keys, window, kernel = (
         torch.tensor(sizes, dtype=torch.int32, device=device)
