@@ -1,7 +1,8 @@
 """Shared set-up: on a machine without a GPU every test runs vLLM's Model Runner V2 on CPU."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,3 +26,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds tiny models, each once per session."""
+    from world.models import TinyModels
+
+    return TinyModels(tmp_path_factory.mktemp)

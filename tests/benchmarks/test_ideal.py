@@ -1,12 +1,8 @@
 """The ideals that measurements are held against, checked by hand-made numbers."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import ideal
 

@@ -2,13 +2,9 @@
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from reference import fastkv, fier
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import recall, recall_data
 from benchmarks.checkpoint.prompts import make_prompt

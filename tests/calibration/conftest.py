@@ -1,8 +1,11 @@
 """What every tool's tests need."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from world.configs import vllm_config
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +18,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def in_one_thread(one_thread: None) -> None:
     """All tests of this folder run so."""
+
+
+@pytest.fixture
+def make_config() -> Callable[..., Any]:
+    """Creates a VllmConfig as a server would: make_config(policy, **engine arguments)."""
+
+    def make(policy: Any = None, *, model: str, **kwargs: Any) -> Any:
+        return vllm_config(model, policy, **kwargs)
+
+    return make

@@ -12,8 +12,9 @@ import pytest
 import torch
 from reference.models import ARCHS, add_tokenizer, build_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from world import inside
+from world.models import LOOKUP
+from world.prompts import VOCAB, prompt_of
 
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.calibration import dense_decoder as dense
@@ -26,8 +27,7 @@ from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
 
-LOOKUP = Path(__file__).resolve().parents[1] / "checkpoints" / "lookup-8l"
-LAYERS, VOCAB = 6, 512
+LAYERS = 6
 POLICY = FastKV(tsp_rate=0.3, window=4, kernel=5)
 
 
@@ -43,11 +43,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = build_model(tmp_path_factory.mktemp("tiny"), arch="llama", layers=LAYERS)
     add_tokenizer(path, VOCAB)
     return path
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
 def write_prompts(path: Path, *prompts: list[int] | str) -> Path:
@@ -98,7 +93,7 @@ def test_distances_are_brute_force(
     path: Path, length: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Slices, and a shorter last one.
-    monkeypatch.setattr(dense, "_SLICE", 32)
+    inside.slice_rows(monkeypatch, 32)
     decoder = DenseDecoder.load(str(path), device, dtype="float32")
     prompt = prompt_of(length, seed=length)
     for policy in (POLICY, FastKV(window=2, kernel=1)):

@@ -14,8 +14,8 @@ from reference import structkv
 from reference.models import build_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from world.models import LOOKUP
+from world.prompts import VOCAB, prompt_of
 
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.calibration import pivot
@@ -26,8 +26,7 @@ from vllm_kvx.equations.pivot import Metrics
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.structkv import online_limits
 
-LOOKUP = Path(__file__).resolve().parents[1] / "checkpoints" / "lookup-8l"
-VOCAB, WINDOW = 512, 8
+WINDOW = 8
 WEIGHTS = (0.2, 0.3, 0.5)
 # Layers of a model, and the first of them whose attention is focused.
 FOCUS = {8: 3, 28: 12, 48: 22}
@@ -62,11 +61,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(path: Path) -> dict[str, Any]:
     return AutoConfig.from_pretrained(path).to_dict()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
 PROMPTS = [prompt_of(70), prompt_of(90, seed=1)]

@@ -5,29 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from reference import fastkv
 from reference.fastkv import Keep
-
-from .conftest import (
-    BLOCK,
-    Engine,
-    assert_kept,
-    assert_matches,
-    named,
-    prompts_of,
-    running,
-)
+from world import inside
+from world.engine import BLOCK, Engine, running, schedule_ahead
+from world.expected import FULL, Speed, named
+from world.parity import assert_greedy, assert_identical, assert_logprobs, assert_parity
+from world.prompts import prompts_of
 
 pytestmark = pytest.mark.usefixtures("dense_ops")
 
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
 SNAP = Keep(kv_rate=0.1)
 STREAM = Keep(sinks=4, recent=20)
-FULL = Keep()
 
 
 def entries(keep: Keep, length: int) -> tuple[list[int], list[int]]:
@@ -46,12 +37,6 @@ def entries(keep: Keep, length: int) -> tuple[list[int], list[int]]:
 
 def blocks(counts: list[int]) -> list[int]:
     return [-(-count // BLOCK) for count in counts]
-
-
-def held_blocks(engine: Engine, request_id: str) -> list[int]:
-    """Blocks of a request by KV group."""
-    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
-    return [len(manager.req_to_blocks.get(request_id, ())) for manager in managers]
 
 
 def internal_id(engine: Engine) -> str:
@@ -84,12 +69,12 @@ def test_blocks_follow_the_formula(tiny: Callable[..., Path]) -> None:
             while request.num_computed_tokens < length:
                 engine.step()
             where = f"{named(keep)}, {length} tokens"
-            assert held_blocks(engine, request_id) == blocks(coming), where
+            assert engine.held_blocks(request_id) == blocks(coming), where
             assert engine.pool.get_num_free_blocks() == usable - sum(blocks(coming))
             for generated in range(1, max_tokens - 1):
                 engine.step()
                 expected = blocks([kept + generated for kept in staying])
-                assert held_blocks(engine, request_id) == expected, f"{where} + {generated}"
+                assert engine.held_blocks(request_id) == expected, f"{where} + {generated}"
                 assert engine.pool.get_num_free_blocks() == usable - sum(expected)
             engine.finish()
             engine.assert_idle()
@@ -108,7 +93,7 @@ def test_freed_blocks_admit_the_next(tiny: Callable[..., Path]) -> None:
         engine.assert_idle()
     # Four chunks of the first, and the second comes in beside its answer.
     assert running_now[:5] == [1, 1, 1, 1, 2], running_now
-    assert_kept(model, answers, [keep] * 2)
+    assert_parity(model, answers, [keep] * 2)
 
 
 def test_preempted_in_decode_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
@@ -125,9 +110,9 @@ def test_preempted_in_decode_equals_uninterrupted(tiny: Callable[..., Path]) -> 
         max_num_seqs=4,
     ) as engine:
         answers = engine.generate(prompts, max_tokens=60, policies=[named(k) for k in keeps])
-        assert any(computed > length for computed, length in engine.preempted)
+        assert any(p.computed > p.prompt_len for p in engine.preempted)
         engine.assert_idle()
-    assert_kept(model, answers, keeps)
+    assert_parity(model, answers, keeps)
 
 
 def test_preempted_in_prefill_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
@@ -145,9 +130,9 @@ def test_preempted_in_prefill_equals_uninterrupted(tiny: Callable[..., Path]) ->
         max_num_batched_tokens=11,
     ) as engine:
         answers = engine.generate(prompts, max_tokens=70, policies=[named(k) for k in keeps])
-        assert any(0 < computed < length for computed, length in engine.preempted)
+        assert any(0 < p.computed < p.prompt_len for p in engine.preempted)
         engine.assert_idle()
-    assert_kept(model, answers, keeps)
+    assert_parity(model, answers, keeps)
 
 
 def test_preempted_at_any_time(tiny: Callable[..., Path]) -> None:
@@ -159,15 +144,12 @@ def test_preempted_at_any_time(tiny: Callable[..., Path]) -> None:
         undisturbed = engine.generate(prompts, max_tokens=8)
         for steps in range(1, 13):
             ids = engine.submit(prompts, max_tokens=8)
-            for _ in range(steps):
-                engine.step()
-            while engine.scheduler.running:
-                request = engine.scheduler.running.pop()
-                engine.scheduler._preempt_request(request, 0.0)
+            engine.step(steps)
+            engine.throw_out()
             engine.finish()
             assert [engine.answered[i] for i in ids] == [a.tokens for a in undisturbed], steps
             engine.assert_idle()
-    assert_kept(model, undisturbed, [keep] * 2)
+    assert_parity(model, undisturbed, [keep] * 2)
 
 
 @pytest.mark.parametrize("policy", [named(FAST), "snapkv"])
@@ -180,14 +162,13 @@ def test_abort_at_any_time_returns_everything(tiny: Callable[..., Path], policy:
             # The fourth waits, with the stash's pages or without.
             prompts = prompts_of((150, 20, 201, 90), seed=steps)
             ids = engine.submit(prompts, max_tokens=4)
-            for _ in range(steps):
-                engine.step()
+            engine.step(steps)
             engine.abort(ids)
             engine.assert_idle()
         prompts = prompts_of((100, 33))
         answers = engine.generate(prompts)
         engine.assert_idle()
-    assert_kept(model, answers, [FAST if "fast" in policy else SNAP] * 2)
+    assert_parity(model, answers, [FAST if "fast" in policy else SNAP] * 2)
 
 
 @contextmanager
@@ -226,23 +207,12 @@ def test_prompts_wait_for_the_stash(
         ) as engine,
         log_lines("vllm.kvx.scheduler", monkeypatch) as lines,
     ):
-        used: list[int] = []
-        schedule = engine.scheduler.schedule
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
-            used.append(engine.scheduler.admission.used_pages)
-            return output
-
-        engine.scheduler.schedule = watched
+        used = inside.watch_stash(engine)
         ids = engine.submit(prompts, 4, [named(k) for k in keeps])
         engine.finish(max_steps=60)
         engine.assert_idle()
         assert engine.preemptions() == 0
-    loaded = fastkv.load(model)
-    for request_id, prompt, keep in zip(ids, prompts, keeps, strict=True):
-        answer = engine.answered[request_id]
-        assert fastkv.score(loaded, prompt, answer, keep).argmax == answer
+    assert_greedy(model, prompts, [engine.answered[i] for i in ids], keeps)
     assert max(used) == 6 and used[-1] == 0, used
     waits = [line for line in lines if "waits" in line]
     # 300 takes 5 pages of 64 out of 6, so every long prompt waits for the one before.
@@ -271,16 +241,12 @@ def test_waiting_prompt_must_not_keep_the_stash_from_a_preempted_one(
     ) as engine:
         ids = engine.submit(prompts[:2], 90, [named(k) for k in keeps[:2]])
         # The long one is in, and gave its stash back; the next finds no blocks.
-        for _ in range(6):
-            engine.step()
+        engine.step(6)
         ids += engine.submit(prompts[2:], 5, [named(keep)])
         engine.finish(max_steps=200)
         assert engine.preemptions() > 0
         engine.assert_idle()
-    loaded = fastkv.load(model)
-    for request_id, prompt, kept in zip(ids, prompts, keeps, strict=True):
-        answer = engine.answered[request_id]
-        assert fastkv.score(loaded, prompt, answer, kept).argmax == answer
+    assert_greedy(model, prompts, [engine.answered[i] for i in ids], keeps)
 
 
 def test_retaining_requests_share_no_prefix(tiny: Callable[..., Path]) -> None:
@@ -295,10 +261,8 @@ def test_retaining_requests_share_no_prefix(tiny: Callable[..., Path]) -> None:
         stats = engine.stats()["policies"]
         engine.assert_idle()
     assert all(a.cached == 0 for a in [*answers, *again, *retained, *full])
-    for before, after in zip(answers, again, strict=True):
-        assert before.tokens == after.tokens
-        assert torch.equal(before.logprobs, after.logprobs)
-    assert_kept(model, [*answers, *retained, *full], [FAST] * 4 + [SNAP] * 4 + [FULL] * 4)
+    assert_identical(answers, again)
+    assert_parity(model, [*answers, *retained, *full], [FAST] * 4 + [SNAP] * 4 + [FULL] * 4)
     unshared = {name: counters["prefix_not_shared"] for name, counters in stats.items()}
     # `full` neither: the upper layers are a segment of their own here.
     assert unshared == {"fastkv:tsp_layer=3": 8, "snapkv": 4, "full": 4}
@@ -316,7 +280,7 @@ def test_full_shares_prefixes_beside_snapkv(tiny: Callable[..., Path]) -> None:
         num_gpu_blocks_override=24,
         max_model_len=320,
     ) as engine:
-        assert engine.scheduler.policy_managers == []
+        assert inside.upper_managers(engine) == []
         first = engine.generate(prompts, policies=["full"] * 3)
         kept = engine.generate(prompts)
         second = engine.generate(prompts, policies=["full"] * 3)
@@ -341,9 +305,9 @@ def test_full_shares_prefixes_beside_snapkv(tiny: Callable[..., Path]) -> None:
     assert stats["snapkv"]["prefix_not_shared"] == 3 + 2 + 1 + 2
     assert stats["full"]["prefix_not_shared"] == 0
     full = [*first, *second, *both[::2], salted[0], *salted[2:], *unpublished[1::2]]
-    assert_matches(model, full, cutoff=None)
+    assert_parity(model, full, Speed())
     retained = [*kept, *both[1::2], salted[1], *unpublished[::2]]
-    assert_kept(model, retained, [SNAP] * len(retained))
+    assert_parity(model, retained, [SNAP] * len(retained))
 
 
 def test_one_token_and_two_samples(tiny: Callable[..., Path]) -> None:
@@ -359,13 +323,10 @@ def test_one_token_and_two_samples(tiny: Callable[..., Path]) -> None:
             for _ in range(2)
         )
         engine.assert_idle()
-    assert_kept(model, ones, keeps)
+    assert_parity(model, ones, keeps)
     assert first[0].tokens != first[1].tokens
     assert [a.tokens for a in first] == [a.tokens for a in second]
-    loaded = fastkv.load(model)
-    for sample in first:
-        expected = fastkv.score(loaded, sample.prompt, sample.tokens, FAST)
-        assert (sample.logprobs - expected.chosen_logprob).abs().max() < 1e-4
+    assert_logprobs(model, first, FAST)
 
 
 def test_counters(tiny: Callable[..., Path]) -> None:
@@ -406,18 +367,8 @@ def test_counters(tiny: Callable[..., Path]) -> None:
 def test_asynchronous_scheduling(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """Steps are planned before the one before them is done; vLLM's CPU platform would refuse."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        stock(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = is_async
-
-    monkeypatch.setattr(
-        CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
-    )
+    """Steps are planned before the one before them is done."""
+    schedule_ahead(monkeypatch, is_async)
     model = tiny()
     mixed = [replace(FAST, tsp_rate=0.9, kv_rate=0.7), FULL, Keep(kv_rate=0.8), STREAM, FAST]
     keeps = [mixed[i % 5] for i in range(6)]
@@ -439,10 +390,9 @@ def test_asynchronous_scheduling(
         engine.assert_idle()
         for steps in range(1, 9, 2):
             ids = engine.submit(prompts[:3], 5, [named(k) for k in keeps[:3]])
-            for _ in range(steps):
-                engine.step()
+            engine.step(steps)
             engine.abort(ids)
             engine.assert_idle()
         last = engine.generate(prompts[:2], policies=[named(k) for k in keeps[:2]])
         engine.assert_idle()
-    assert_kept(model, [*answers, *ones, *last], [*keeps, *keeps, *keeps[:2]])
+    assert_parity(model, [*answers, *ones, *last], [*keeps, *keeps, *keeps[:2]])

@@ -1,35 +1,21 @@
 """FastKV, SnapKV and StreamingLLM against the dense float32 reference, on vLLM's own engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from reference.fastkv import Keep
-
-from .conftest import EDGES, Answer, Engine, assert_kept, named, prompts_of, running
+from world import inside
+from world.engine import running
+from world.expected import FULL, named
+from world.parity import ask, assert_close, assert_parity, room_for
+from world.prompts import EDGES, prompts_of
 
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)  # The defaults of `fastkv:tsp_layer=3`.
 SNAP = Keep(kv_rate=0.1)
 STREAM = Keep(sinks=4, recent=20)
-FULL = Keep()
-
-
-def room_for(keeps: Sequence[Keep]) -> dict[str, Any]:
-    return {"kv_layout": sorted({named(keep) for keep in keeps})}
-
-
-def ask(engine: Engine, prompts: list[list[int]], keeps: Sequence[Keep], **kw: Any) -> list[Answer]:
-    return engine.generate(prompts, policies=[named(keep) for keep in keeps], **kw)
-
-
-def assert_close(some: Sequence[Answer], others: Sequence[Answer]) -> None:
-    for a, b in zip(some, others, strict=True):
-        assert a.tokens == b.tokens, len(a.prompt)
-        assert torch.allclose(a.logprobs, b.logprobs, atol=2e-5)
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -54,7 +40,7 @@ def test_layers_and_rates(tiny: Callable[..., Path]) -> None:
     ) as engine:
         answers = ask(engine, prompts, keeps)
         engine.assert_idle()
-    assert_kept(model, answers, keeps)
+    assert_parity(model, answers, keeps)
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -79,7 +65,7 @@ def test_rates_of_one_are_the_other_policy(tiny: Callable[..., Path]) -> None:
     assert_close(answers[2:3] + answers[4:5], answers[3:4] * 2)
     assert_close(answers[6:7], answers[7:8])
     propagates = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=1.0)
-    assert_kept(model, answers, [SNAP, SNAP, FULL, FULL, FULL, propagates, FAST, FAST])
+    assert_parity(model, answers, [SNAP, SNAP, FULL, FULL, FULL, propagates, FAST, FAST])
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -102,7 +88,7 @@ def test_windows_and_kernels(tiny: Callable[..., Path]) -> None:
     with running(model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_seqs=16) as engine:
         answers = ask(engine, prompts, keeps, max_tokens=3)
         engine.assert_idle()
-    assert_kept(model, answers, keeps)
+    assert_parity(model, answers, keeps)
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -118,7 +104,7 @@ def test_lengths_around_every_edge(tiny: Callable[..., Path]) -> None:
         others = ask(engine, [prompts[i] for i in picked], [wide] * len(picked), max_tokens=3)
         alone = [engine.generate([prompts[i]], max_tokens=3)[0] for i in picked]
         engine.assert_idle()
-    assert_kept(model, [*together, *others], [FAST] * len(together) + [wide] * len(others))
+    assert_parity(model, [*together, *others], [FAST] * len(together) + [wide] * len(others))
     assert_close(alone, [together[i] for i in picked])
 
 
@@ -140,7 +126,7 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
     with running(
         model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_batched_tokens=10
     ) as engine:
-        sizes = watch_chunks(engine)
+        sizes = inside.watch_chunks(engine)
         answers = ask(engine, prompts, keeps, max_tokens=30)
         engine.assert_idle()
         # One token at a time, unforeseen at start: there is room for four such windows.
@@ -148,7 +134,7 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
         engine.scheduler.scheduler_config.long_prefill_token_threshold = 1
         slow = ask(engine, prompts_of((30,) * 7, seed=1), [FAST] * 7, max_tokens=2)
         engine.assert_idle()
-    assert_kept(model, [*answers, *slow], [*keeps, *[FAST] * 7])
+    assert_parity(model, [*answers, *slow], [*keeps, *[FAST] * 7])
     # A chunk that begins within the window is a window in parts.
     spread = [
         any(0 < len(answer.prompt) - begin < keep.window for begin in begins)
@@ -156,21 +142,6 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
         if keep not in (FULL, STREAM)
     ]
     assert sum(spread) >= 3, "too few windows were spread to show anything"
-
-
-def watch_chunks(engine: Engine) -> dict[str, list[int]]:
-    """By request, in the order of arrival, where its chunks begin."""
-    chunks: dict[str, list[int]] = {}
-    clip = engine.scheduler.admission.clip
-
-    def watched(request: Any, start: int, num_new_tokens: int) -> int:
-        count = clip(request, start, num_new_tokens)
-        if count:
-            chunks.setdefault(request.request_id, []).append(start)
-        return count
-
-    engine.scheduler.admission.clip = watched
-    return chunks
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -188,7 +159,7 @@ def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
     ) as engine:
         answers = ask(engine, prompts, keeps)
         engine.assert_idle()
-    assert_kept(model, answers, keeps)
+    assert_parity(model, answers, keeps)
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -213,7 +184,7 @@ def test_one_shot(tiny: Callable[..., Path]) -> None:
     with running(model, "fastkv:tsp_layer=3", config=config) as engine:
         chunked = ask(engine, prompts[:5], keeps[:5], max_tokens=3)
         engine.assert_idle()
-    assert_kept(model, together, keeps)
+    assert_parity(model, together, keeps)
     assert_close(chunked, together[:5])
 
 
@@ -239,7 +210,7 @@ def test_architectures(
     with running(model, named(FAST), config=config, block_size=block_size) as engine:
         answers = ask(engine, prompts, keeps)
         engine.assert_idle()
-    assert_kept(model, answers, keeps)
+    assert_parity(model, answers, keeps)
 
 
 def test_mixed_batch(tiny: Callable[..., Path]) -> None:
@@ -266,7 +237,7 @@ def test_mixed_batch(tiny: Callable[..., Path]) -> None:
         segments = {group["segment"] for group in engine.stats()["layout"]["groups"]}
         engine.assert_idle()
     assert segments == {0, 1, 2, 3}
-    assert_kept(model, chunked, keeps)
+    assert_parity(model, chunked, keeps)
     assert_close([alone], [chunked[5]])
 
 
@@ -294,7 +265,7 @@ def test_composed_with_speed(tiny: Callable[..., Path]) -> None:
         answers = ask(engine, prompts, keeps, max_tokens=3)
         again = ask(engine, prompts[20:], keeps[20:], max_tokens=3)
         engine.assert_idle()
-    assert_kept(model, answers, keeps)
+    assert_parity(model, answers, keeps)
     assert_close(again, answers[20:])
     # SPEED alone still shares prefixes on this server; what retains does not.
     assert [a.cached for a in again] == [0, 0, 32, 128]
@@ -317,8 +288,8 @@ def test_streamingllm_edges(tiny: Callable[..., Path]) -> None:
         full = engine.generate(prompts[-1:], policies=["full"])
         default = engine.generate(prompts[-1:])  # 4 + 1020: nothing goes.
         engine.assert_idle()
-        assert engine.scheduler.policy_managers == []
-    assert_kept(model, [*answers, *full, *default], [*keeps, FULL, FULL])
+        assert inside.upper_managers(engine) == []
+    assert_parity(model, [*answers, *full, *default], [*keeps, FULL, FULL])
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -334,13 +305,13 @@ def test_selected_tokens_take_several_passes(tiny: Callable[..., Path]) -> None:
     ]
     prompts = prompts_of((600, 260, 300, 217, 150))
     with running(model, "fastkv:tsp_layer=3", config=room_for(keeps)) as engine:
-        passes = watch_passes(engine)
+        passes = inside.watch_passes(engine)
         together = ask(engine, prompts, keeps)
         counts = list(passes)
         alone = [ask(engine, prompts[i : i + 1], keeps[i : i + 1])[0] for i in range(4)]
         engine.assert_idle()
     assert max(counts) >= 6, counts  # 540 tokens in passes of 96.
-    assert_kept(model, together, keeps)
+    assert_parity(model, together, keeps)
     assert_close(alone, together[:4])
 
 
@@ -358,23 +329,9 @@ def test_selected_tokens_share_passes(tiny: Callable[..., Path]) -> None:
         max_num_batched_tokens=300,
         max_num_seqs=16,
     ) as engine:
-        engine.runner.model_state._passes.max_tokens = 17
-        passes = watch_passes(engine)
+        inside.limit_pass(engine, 17)
+        passes = inside.watch_passes(engine)
         answers = ask(engine, prompts, keeps)
         engine.assert_idle()
     assert max(passes) >= 10, passes
-    assert_kept(model, answers, keeps)
-
-
-def watch_passes(engine: Engine) -> list[int]:
-    """Grows by the number of passes of selected tokens with every forward pass."""
-    counts: list[int] = []
-    model = engine.runner.model_state.segmented
-    begin_step = model.begin_step
-
-    def watched(plan: Any) -> None:
-        counts.append(len(plan.selected))
-        begin_step(plan)
-
-    model.begin_step = watched
-    return counts
+    assert_parity(model, answers, keeps)

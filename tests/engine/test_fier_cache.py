@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from reference import fier, structkv
+from reference import fier
 from reference.fastkv import Keep
 from reference.fier import Retrieve
-from reference.structkv import WEIGHTS, Struct
+from reference.structkv import Struct
+from world import inside
+from world.engine import BLOCK, Answer, Engine, running
+from world.expected import Online, Read, Speed
+from world.parity import assert_parity
+from world.prompts import prompts_of
 
-from vllm_kvx.ops.retrieval.rows import room_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.worker.decode import retrieval
 from vllm_kvx.worker.decode.recall import RecallSampler
 
-from .conftest import BLOCK, Answer, Engine, assert_matches, prompts_of, running
-from .test_fier_parity import assert_reads
-
-FIER = Retrieve(64)
-WIDE = Retrieve(100)
+FIER = Read(Retrieve(64))
+WIDE = Read(Retrieve(100))
 
 
 def ask(
@@ -42,7 +42,7 @@ def test_prefixes(tiny: Callable[..., Path]) -> None:
     model = tiny()
     shared, other = prompts_of((220, 120))
     with running(model, "fier-64", enable_prefix_caching=True) as engine:
-        assert engine.scheduler.policy_managers == []
+        assert inside.upper_managers(engine) == []
         cold = ask(engine, [shared, other], [None, "full"], tokens=10)
         again = ask(engine, [shared, other], [None, None])
         # A block of either ends in generated tokens.
@@ -61,13 +61,8 @@ def test_prefixes(tiny: Callable[..., Path]) -> None:
     assert [a.cached for a in next_turns] == [224, 224]
     assert all(counters["prefix_not_shared"] == 0 for counters in stats.values())
     reads = [cold[0], *again, *turns[:2], next_turns[0], together[0], *together[2:]]
-    assert_reads(model, reads, FIER)
-    assert_matches(model, [cold[1], *turns[2:], next_turns[1], together[1]], cutoff=None)
-
-
-def throw_out(engine: Engine) -> None:
-    while engine.scheduler.running:
-        engine.scheduler._preempt_request(engine.scheduler.running.pop(), 0.0)
+    assert_parity(model, reads, FIER)
+    assert_parity(model, [cold[1], *turns[2:], next_turns[1], together[1]], Speed())
 
 
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
@@ -83,13 +78,12 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
         max_model_len=256,
     ) as engine:
         answers = ask(engine, prompts, names, tokens=46)
-        assert any(computed > length + 20 for computed, length in engine.preempted)
+        assert any(p.computed > p.prompt_len + 20 for p in engine.preempted)
         # Thrown out by hand in the middle of a group, of a prompt, and right at their ends.
         for steps in (2, 36):
             ids = engine.submit(prompts[:2], 40, names[:2])
-            for _ in range(steps):
-                engine.step()
-            throw_out(engine)
+            engine.step(steps)
+            engine.throw_out()
             engine.finish()
             ours = [engine.answered[i] for i in ids]
             assert ours == [a.tokens[:40] for a in answers[:2]], steps
@@ -97,11 +91,8 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
         counters = engine.stats()["policies"]["fier-64"]
     # What runs again is no decode step, and all others have more to read than the budget.
     assert counters["retrieval_steps"] > 0 and counters["dense_fallbacks"] == 0
-    for answer, one in zip(answers, (FIER, WIDE, None, FIER), strict=True):
-        if one is None:
-            assert_matches(model, [answer], cutoff=None)
-        else:
-            assert_reads(model, [answer], one)
+    for answer, one in zip(answers, (FIER, WIDE, Speed(), FIER), strict=True):
+        assert_parity(model, [answer], one)
 
 
 def test_resumed_beside_the_request_that_computes_its_prefix(tiny: Callable[..., Path]) -> None:
@@ -116,7 +107,7 @@ def test_resumed_beside_the_request_that_computes_its_prefix(tiny: Callable[...,
             (first,) = engine.submit([prompt], 3, [None])
             engine.step()
             engine.step()
-            throw_out(engine)
+            engine.throw_out()
             engine.scheduler.reset_prefix_cache()
             request = queue.pop_request()
             assert request.num_tokens == 97, "one token was generated"
@@ -128,7 +119,7 @@ def test_resumed_beside_the_request_that_computes_its_prefix(tiny: Callable[...,
             engine.finish()
             assert engine.answered[first] == answer.tokens
             engine.assert_idle()
-    assert_reads(model, alone, FIER)
+    assert_parity(model, alone, FIER)
 
 
 def test_aborted_at_any_time(tiny: Callable[..., Path]) -> None:
@@ -145,19 +136,18 @@ def test_aborted_at_any_time(tiny: Callable[..., Path]) -> None:
     ) as engine:
         for steps in range(0, 8):
             ids = engine.submit(prompts_of((120, 70, 95), seed=steps), 20, names)
-            for _ in range(steps):
-                engine.step()
+            engine.step(steps)
             engine.abort(ids)
             engine.assert_idle()
         answers = ask(engine, prompts, names, tokens=6)
-    assert_reads(model, answers[::2], FIER)
-    assert_matches(model, answers[1:2], cutoff=None)
+    assert_parity(model, answers[::2], FIER)
+    assert_parity(model, answers[1:2], Speed())
 
 
 LOW, HIGH = 2, 6
-ONLINE = Struct(0, 0.6, 0.4)  # Its pivot is found for each prompt.
+ONLINE = Online(LOW, HIGH, Struct(0, 0.6, 0.4))
 # More than the budget of 64 stays of prompts this long, in every layer that has a choice.
-COMPOSED: dict[str, Keep | Struct] = {
+COMPOSED: dict[str, Keep | Struct | Online] = {
     "speed-4": Keep(cutoff=4),
     "snapkv:kv_rate=0.5": Keep(kv_rate=0.5),
     "streamingllm:sinks=4,recent=90": Keep(sinks=4, recent=90),
@@ -177,7 +167,7 @@ COMPOSED: dict[str, Keep | Struct] = {
 @pytest.mark.parametrize(
     ("retrieve", "some"),
     [
-        (FIER, slice(None)),
+        (Retrieve(64), slice(None)),
         (Retrieve(64, group=16, pages=True, reduction="sum"), slice(0, None, 4)),
     ],
     ids=["fier", "quest"],
@@ -196,56 +186,30 @@ def test_composed(tiny: Callable[..., Path], retrieve: Retrieve, some: slice) ->
         answers = ask(engine, prompts, names, tokens=10)
         for steps in (5, 9):
             ids = engine.submit(prompts, 10, names)
-            for _ in range(steps):
-                engine.step()
-            throw_out(engine)
+            engine.step(steps)
+            engine.throw_out()
             engine.finish()
             assert [engine.answered[i] for i in ids] == [a.tokens for a in answers], steps
             engine.assert_idle()
-    loaded = structkv.load(model)
     for answer, keep in zip(answers, keeps, strict=True):
-        if keep is ONLINE:
-            metrics = structkv.metrics(loaded, [answer.prompt])
-            keep = replace(ONLINE, pivot=structkv.online_pivot(metrics, WEIGHTS, LOW, HIGH))
-        assert_reads(loaded, [answer], retrieve, keep)
+        assert_parity(model, [answer], Read(retrieve, keep))
 
 
 ROOM = 512
-
-
-def watch_graphs(engine: Engine) -> list[tuple[bool, int, int]]:
-    """Grows by each step's: needs Python, entries of the segment that scores most, batches."""
-    state = engine.runner.model_state
-    needs_python, eager_pass = state.needs_python, state.retrieval.eager_pass
-    seen: list[tuple[bool, int, int]] = []
-    decided: list[bool] = []
-
-    def decides(requests: Any) -> bool:
-        decided.append(needs_python(requests))
-        return decided[-1]
-
-    def runs(step: Any, *args: Any) -> Any:
-        now = eager_pass(step, *args)
-        most = max(len(batches) for batches in now.batches) if now is not None else 0
-        seen.append((decided[-1], int(room_of(step.lens, 1).sum(axis=1).max()), most))
-        return now
-
-    state.needs_python, state.retrieval.eager_pass = decides, runs
-    return seen
 
 
 @pytest.mark.usefixtures("dense_ops")
 def test_room_for_scores(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps leave the CUDA graphs if the entries stored have no room, not if the tokens have none;
     they are right all the same."""
-    monkeypatch.setattr(retrieval, "capacity_of", lambda *_: ROOM)
+    inside.room_for_scores(monkeypatch, ROOM)
     model = tiny()
     keep = COMPOSED["fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4"]
     keeps = "fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4+fier-64"
     prompts = prompts_of((300, 283, 290))
     config = {"kv_layout": [keeps], "kv_debug": True}
     with running(model, "fier-64", config=config, max_num_batched_tokens=2304) as engine:
-        steps = watch_graphs(engine)
+        steps = inside.watch_graphs(engine)
         small = ask(engine, prompts, [keeps] * 3, tokens=8)
         first, *decodes = steps
         assert first[0] and len(decodes) == 7
@@ -261,9 +225,9 @@ def test_room_for_scores(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPa
         counters = engine.stats()["policies"]
     assert counters[str(parse_policy(keeps))]["retrieval_steps"] == 3 * 7
     assert counters["fier-64"]["retrieval_steps"] == 2 * 7
-    assert_reads(model, small, FIER, keep)
-    assert_reads(model, large[:2], FIER)
-    assert_matches(model, large[2:], cutoff=None)
+    assert_parity(model, small, Read(FIER.retrieve, keep))
+    assert_parity(model, large[:2], FIER)
+    assert_parity(model, large[2:], Speed())
 
 
 def test_counters_and_recall(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +251,7 @@ def test_counters_and_recall(tiny: Callable[..., Path], monkeypatch: pytest.Monk
     assert before["entries_read"] == before["entries_held_in_decode"] == 8 * (41 + 42 + 43)
 
     assert [a.cached for a in hit] == [0, 96]
-    assert_reads(model, hit, FIER, Keep(cutoff=4, anchors=32, tail=40))
+    assert_parity(model, hit, Read(FIER.retrieve, Keep(cutoff=4, anchors=32, tail=40)))
 
     def counted(name: str, key: str) -> int:
         return counters[name][key] - (before[key] if name == "fier-64" else 0)
@@ -336,9 +300,9 @@ def test_counters_and_recall(tiny: Callable[..., Path], monkeypatch: pytest.Monk
         return read, *rest
 
     monkeypatch.setattr(fier, "choose", measured)
-    assert_reads(model, answers[:1], FIER, least=1)
-    assert_reads(model, answers[1:2], FIER, Keep(cutoff=4), least=1)
-    assert_reads(model, answers[2:3], replace(FIER, dense_below=104), least=1)
+    assert_parity(model, answers[:1], FIER, least=1)
+    assert_parity(model, answers[1:2], Read(FIER.retrieve, Keep(cutoff=4)), least=1)
+    assert_parity(model, answers[2:3], Read(replace(FIER.retrieve, dense_below=104)), least=1)
     mass = torch.cat(masses)
     assert stats["retrieval"]["recall_samples"] == len(mass) == 4 * (6 * 2 + 2 * 5 + 6 * 2)
     assert 0 < recall < 1 and recall == pytest.approx(float(mass.mean()), abs=1e-5)

@@ -4,18 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from reference import speed
-
-from .conftest import Answer, assert_matches, prompts_of, running
+from world import inside
+from world.engine import running
+from world.expected import Speed
+from world.parity import assert_identical, assert_logprobs, assert_parity
+from world.prompts import prompts_of
 
 LENGTHS = (2, 33, 97, 200, 64)
-
-
-def assert_identical(ours: list[Answer], theirs: list[Answer]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.tokens == b.tokens
-        assert torch.equal(a.logprobs, b.logprobs)
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}])
@@ -41,9 +36,8 @@ def test_server_of_full_alone_is_stock(tiny: Callable[..., Path]) -> None:
     model = tiny()
     with running(model, "full") as engine:
         answers = engine.generate(prompts_of((33, 97)))
-        assert type(engine.scheduler).__module__.startswith("vllm.")
-        assert type(engine.runner.model).__name__ == "LlamaForCausalLM"
-    assert_matches(model, answers, cutoff=None)
+        assert inside.is_stock(engine)
+    assert_parity(model, answers, Speed())
 
 
 def test_seeded_sampling_and_parallel_samples(tiny: Callable[..., Path]) -> None:
@@ -56,8 +50,5 @@ def test_seeded_sampling_and_parallel_samples(tiny: Callable[..., Path]) -> None
         engine.assert_idle()
     assert len(samples) == 3
     assert len({tuple(sample.tokens) for sample in samples}) > 1
-    loaded = speed.load(model)
-    for sample in samples:
-        expected = speed.score(loaded, prompt, sample.tokens, cutoff=4)
-        assert (sample.logprobs - expected.chosen_logprob).abs().max() < 1e-4
-    assert_matches(model, greedy, cutoff=4)
+    assert_logprobs(model, samples, Speed(4))
+    assert_parity(model, greedy, Speed(4))

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from reference import fastkv
 from reference.fastkv import Keep
 from torch import Tensor
-
-from .conftest import NEAR_TIE, Engine, named, prompts_of, running
+from world.engine import running
+from world.expected import SALIENCY_TIE, named
+from world.inside import entries_of
+from world.prompts import prompts_of
 
 # Float32 rounding of two implementations; far below the distance of two keys.
 CLOSE = 5e-5
@@ -29,7 +30,7 @@ def test_cache_holds_the_reference_s_entries(tiny: Callable[..., Path], keep: Ke
     model = tiny()
     prompt, other = prompts_of((200, 130), seed=2)
     context, _ = fastkv.prefill(fastkv.load(model), prompt, keep)
-    assert context.slack > NEAR_TIE, "a near-tie shows nothing; choose another seed"
+    assert context.slack > SALIENCY_TIE, "a near-tie shows nothing; choose another seed"
     with running(model, named(keep)) as engine:
         # Another prompt in the same steps, so that blocks are not in order.
         engine.submit([other, prompt], 3, ["full", None])
@@ -57,14 +58,3 @@ def closest(keys: Tensor) -> float:
     """The least distance of two of the keys (n, D), by their largest difference in a channel."""
     distances = (keys[:, None] - keys).abs().amax(dim=2)
     return float(distances.fill_diagonal_(float("inf")).min())
-
-
-def entries_of(engine: Engine, request_id: str, layer: int, count: int) -> tuple[Tensor, Tensor]:
-    """Keys and values (G, count, D) in a request's first slots of one layer."""
-    tap = engine.runner.model_state.hooks.layers[layer]
-    paged = tap.paged()
-    manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[tap.group]
-    blocks = torch.tensor([block.block_id for block in manager.req_to_blocks[request_id]])
-    slots = torch.arange(count)
-    index = blocks[slots // paged.block_size], slice(None), slots % paged.block_size
-    return paged.keys[index].transpose(0, 1), paged.values[index].transpose(0, 1)

@@ -4,8 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from .conftest import BLOCK, Engine, assert_matches, prompts_of, running
+from world.engine import BLOCK, running
+from world.expected import Speed
+from world.inside import watch_rows
+from world.parity import assert_parity
+from world.prompts import prompts_of
 
 
 def block_bytes(engine_layers: int, kv_heads: int = 2, head_dim: int = 32) -> int:
@@ -26,7 +29,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], policies: lis
         engine.assert_idle()
     for name, cutoff in ((None, 4), ("full", None)):
         mine = [a for a, p in zip(answers, chosen, strict=True) if p == name]
-        assert_matches(model, mine, cutoff=cutoff)
+        assert_parity(model, mine, Speed(cutoff))
 
 
 def test_prefix_hit_equals_cold(tiny: Callable[..., Path]) -> None:
@@ -42,7 +45,7 @@ def test_prefix_hit_equals_cold(tiny: Callable[..., Path]) -> None:
         warm = engine.generate(prompts)
         engine.assert_idle()
         again = engine.generate(prompts[:3])
-    assert_matches(model, [*cold, *warm, *again], cutoff=4)
+    assert_parity(model, [*cold, *warm, *again], Speed(4))
     for answer in warm:
         common = min(len(answer.prompt) - 1, len(shared))
         assert answer.cached == common // BLOCK * BLOCK, len(answer.prompt)
@@ -61,7 +64,7 @@ def test_prefix_hit_with_anchors_and_tail(
         cold = engine.generate([shared])
         warm = engine.generate(prompts)
         engine.assert_idle()
-    assert_matches(model, [*cold, *warm], cutoff=4, anchors=anchors, tail=tail)
+    assert_parity(model, [*cold, *warm], Speed(4, anchors, tail))
     if anchors <= BLOCK:
         for answer in warm:
             limit = min(len(answer.prompt) - tail, len(shared)) // BLOCK * BLOCK
@@ -83,7 +86,7 @@ def test_hits_in_one_step_with_the_request_that_computes_the_prefix(
     ) as engine:
         answers = engine.generate(prompts)
         engine.assert_idle()
-    assert_matches(model, answers, cutoff=4)
+    assert_parity(model, answers, Speed(4))
 
 
 def test_full_never_reads_a_prefix_without_upper_layers(tiny: Callable[..., Path]) -> None:
@@ -98,8 +101,8 @@ def test_full_never_reads_a_prefix_without_upper_layers(tiny: Callable[..., Path
         engine.assert_idle()
     assert all(answer.cached == 0 for answer in full)
     assert stats["full"]["prefix_not_shared"] == 3
-    assert_matches(model, full, cutoff=None)
-    assert_matches(model, after_full, cutoff=4)
+    assert_parity(model, full, Speed())
+    assert_parity(model, after_full, Speed(4))
 
 
 def test_prefix_survives_preemption_and_eviction(tiny: Callable[..., Path]) -> None:
@@ -120,7 +123,7 @@ def test_prefix_survives_preemption_and_eviction(tiny: Callable[..., Path]) -> N
         second = engine.generate(prompts, max_tokens=20)
         assert engine.preemptions() > 0
         engine.assert_idle()
-    assert_matches(model, [*first, *churn, *second], cutoff=4)
+    assert_parity(model, [*first, *churn, *second], Speed(4))
 
 
 def test_cache_salt_keeps_prefixes_apart(tiny: Callable[..., Path]) -> None:
@@ -130,7 +133,7 @@ def test_cache_salt_keeps_prefixes_apart(tiny: Callable[..., Path]) -> None:
         answers = [engine.generate([prompt], cache_salt=salt)[0] for salt in ("a", "b", "a")]
         engine.assert_idle()
     assert [answer.cached for answer in answers] == [0, 0, 128]
-    assert_matches(model, answers, cutoff=4)
+    assert_parity(model, answers, Speed(4))
 
 
 def test_saved_blocks_serve_other_requests(tiny: Callable[..., Path]) -> None:
@@ -146,8 +149,8 @@ def test_saved_blocks_serve_other_requests(tiny: Callable[..., Path]) -> None:
         assert max(steps) == 3 and engine.preemptions() == 0
         full = engine.generate(prompts, max_tokens=8, policies=["full"] * 3)
         engine.assert_idle()
-    assert_matches(model, answers, cutoff=4)
-    assert_matches(model, full, cutoff=None)
+    assert_parity(model, answers, Speed(4))
+    assert_parity(model, full, Speed())
 
 
 def test_abort_at_any_time_returns_every_block(tiny: Callable[..., Path]) -> None:
@@ -155,25 +158,22 @@ def test_abort_at_any_time_returns_every_block(tiny: Callable[..., Path]) -> Non
     with running(model, "speed-4", enable_prefix_caching=True) as engine:
         for steps in range(0, 8):
             ids = engine.submit(prompts_of((300, 20, 150), seed=steps), max_tokens=20)
-            for _ in range(steps):
-                engine.llm.llm_engine.step()
-            engine.llm.llm_engine.abort_request(ids)
-            while engine.llm.llm_engine.has_unfinished_requests():
-                engine.llm.llm_engine.step()
+            engine.step(steps)
+            engine.abort(ids)
             engine.assert_idle()
         answers = engine.generate(prompts_of((100, 33)))
         engine.assert_idle()
-    assert_matches(model, answers, cutoff=4)
+    assert_parity(model, answers, Speed(4))
 
 
 def test_upper_layers_run_exactly_anchors_tail_and_decode_rows(tiny: Callable[..., Path]) -> None:
     model = tiny()
     prompts = prompts_of((200, 90))
     with running(model, "speed-4:anchors=2,tail=3", max_num_batched_tokens=64) as engine:
-        rows = record_rows(engine)
+        rows = watch_rows(engine, cutoff=4)
         answers = engine.generate(prompts, max_tokens=5)
         stats = engine.stats()["policies"]["speed-4:anchors=2,tail=3"]
-    assert_matches(model, answers, cutoff=4, anchors=2, tail=3)
+    assert_parity(model, answers, Speed(4, 2, 3))
     # Every prompt token once below; above only 2 + 3 of each prompt, and 4 decode tokens each.
     assert sum(rows[0]) == 290 + 8
     assert sum(rows[1]) == 2 * (2 + 3) + 8
@@ -182,22 +182,3 @@ def test_upper_layers_run_exactly_anchors_tail_and_decode_rows(tiny: Callable[..
     assert stats["prompt_tokens"] == 290
     assert stats["layer_tokens_computed"] == 4 * sum(rows[0]) + 4 * sum(rows[1])
     assert stats["layer_tokens_skipped"] == 4 * (290 - 10)
-
-
-def record_rows(engine: Engine) -> tuple[list[int], list[int]]:
-    """Rows that the layers below and above the cutoff run, per step; 0 where they do not run."""
-    rows: tuple[list[int], list[int]] = ([], [])
-    layers = engine.runner.model.model.layers
-    for part, layer in enumerate((layers[0], layers[4])):
-        forward = layer.forward
-
-        def counted(positions, *args, part=part, forward=forward, **kwargs):  # type: ignore[no-untyped-def]
-            if part == 0:
-                rows[0].append(positions.shape[0])
-                rows[1].append(0)
-            else:
-                rows[1][-1] = positions.shape[0]
-            return forward(positions, *args, **kwargs)
-
-        layer.forward = counted
-    return rows

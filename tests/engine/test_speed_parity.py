@@ -4,8 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from .conftest import EDGES, assert_matches, prompts_of, running
+from world.engine import running
+from world.expected import Speed
+from world.parity import assert_parity
+from world.prompts import EDGES, prompts_of
 
 LONG = (500, 1999, 2000)
 
@@ -34,8 +36,8 @@ def test_chunked_and_mixed_with_full(
         policies = ["full" if i % 3 == 2 else None for i in range(len(prompts))]
         answers = engine.generate(prompts, policies=policies)
         engine.assert_idle()
-    assert_matches(model, [a for i, a in enumerate(answers) if i % 3 != 2], cutoff=cutoff)
-    assert_matches(model, [a for i, a in enumerate(answers) if i % 3 == 2], cutoff=None)
+    assert_parity(model, [a for i, a in enumerate(answers) if i % 3 != 2], Speed(cutoff))
+    assert_parity(model, [a for i, a in enumerate(answers) if i % 3 == 2], Speed())
 
 
 @pytest.mark.parametrize("cutoff", [2, 6])
@@ -46,8 +48,8 @@ def test_one_shot(tiny: Callable[..., Path], cutoff: int) -> None:
         together = engine.generate(prompts)
         alone = [engine.generate([prompt])[0] for prompt in prompts]
         engine.assert_idle()
-    assert_matches(model, together, cutoff=cutoff)
-    assert_matches(model, alone, cutoff=cutoff)
+    assert_parity(model, together, Speed(cutoff))
+    assert_parity(model, alone, Speed(cutoff))
     assert [a.tokens for a in together] == [a.tokens for a in alone]
 
 
@@ -61,7 +63,7 @@ def test_anchors_and_tail(tiny: Callable[..., Path], anchors: int, tail: int) ->
     with running(model, policy, max_num_batched_tokens=64) as engine:
         answers = engine.generate(prompts)
         engine.assert_idle()
-    assert_matches(model, answers, cutoff=4, anchors=anchors, tail=tail)
+    assert_parity(model, answers, Speed(4, anchors, tail))
 
 
 def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
@@ -76,8 +78,8 @@ def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
         # Chunks of 8 that leave one token for the last.
         last = engine.generate(prompts_of((9, 17, 33, 65), seed=1)[-1:])
         engine.assert_idle()
-    assert_matches(model, answers, cutoff=4)
-    assert_matches(model, last, cutoff=4)
+    assert_parity(model, answers, Speed(4))
+    assert_parity(model, last, Speed(4))
 
 
 def test_two_cutoffs_on_one_server(tiny: Callable[..., Path]) -> None:
@@ -92,7 +94,7 @@ def test_two_cutoffs_on_one_server(tiny: Callable[..., Path]) -> None:
         engine.assert_idle()
     for name, cutoff in ((None, 4), ("speed-6", 6), ("speed-2", 2), ("full", None)):
         mine = [a for a, p in zip(answers, chosen, strict=True) if p == name]
-        assert_matches(model, mine, cutoff=cutoff)
+        assert_parity(model, mine, Speed(cutoff))
 
 
 @pytest.mark.parametrize(("layers", "cutoff"), [(10, 6), (9, 7), (12, 5)])
@@ -103,7 +105,7 @@ def test_layers_that_do_not_divide(tiny: Callable[..., Path], layers: int, cutof
         answers = engine.generate(prompts)
         groups = engine.stats()["layout"]["groups"]
         engine.assert_idle()
-    assert_matches(model, answers, cutoff=cutoff)
+    assert_parity(model, answers, Speed(cutoff))
     assert sum(len(group["layers"]) for group in groups) == layers
     assert all((group["segment"] == 1) == (cutoff <= _layer(group)) for group in groups)
 

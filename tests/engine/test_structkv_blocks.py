@@ -1,43 +1,25 @@
 """StructKV that keeps whole blocks, against the dense float32 reference, on vLLM's own engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
-from reference import fastkv, structkv
 from reference.fastkv import Keep
 from reference.structkv import Struct
+from world import inside
+from world.engine import BLOCK, Engine, running, schedule_ahead
+from world.expected import FULL, Below, Policy, named
+from world.parity import ask, assert_close, assert_parity, room_for
+from world.prompts import EDGES, prompts_of
 
-from .conftest import BLOCK, EDGES, Answer, Engine, prompts_of, running
-from .test_structkv_parity import (
-    FAST,
-    FULL,
-    NEAR_TIE,
-    STRUCT,
-    Policy,
-    assert_close,
-    assert_parity,
-    named,
-    watch_preempted,
-)
+STRUCT = Struct(pivot=3)  # The defaults of `structkv:pivot=3`.
+FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
 
 
 def blocks(pivot: int = 3, struct_rate: float = 0.2, kv_rate: float = 0.1) -> Struct:
     return Struct(pivot, struct_rate, kv_rate, block_size=BLOCK)
-
-
-def name_of(policy: Policy) -> str:
-    whole = isinstance(policy, Struct) and policy.block_size
-    return named(policy) + (",granularity=block" if whole else "")
-
-
-def ask(
-    engine: Engine, prompts: list[list[int]], policies: Sequence[Policy], **kw: int
-) -> list[Answer]:
-    return engine.generate(prompts, policies=[name_of(policy) for policy in policies], **kw)
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -49,9 +31,8 @@ def test_pivots_and_rates(tiny: Callable[..., Path]) -> None:
     ]
     policies += [Struct(3), FAST, FULL, blocks(), FULL, blocks(0)]
     prompts = prompts_of([60 + 37 * i % 230 for i in range(len(policies))])
-    config = {"kv_layout": sorted({name_of(p) for p in policies}), "kv_debug": True}
     model = tiny()
-    with running(model, name_of(blocks()), config=config, max_num_seqs=16) as engine:
+    with running(model, named(blocks()), config=room_for(policies), max_num_seqs=16) as engine:
         # Long enough that blocks are appended to the re-linked ones.
         answers = ask(engine, prompts, policies, max_tokens=24)
         engine.assert_idle()
@@ -65,7 +46,7 @@ def test_lengths_around_edges(tiny: Callable[..., Path]) -> None:
     lengths = sorted({*EDGES, *range(24, 76, 5), 128, 129, 167, 168, 169, 300, 643})
     prompts = prompts_of(lengths)
     policies = [blocks()] * len(prompts)
-    with running(model, name_of(blocks()), config={"kv_debug": True}) as engine:
+    with running(model, named(blocks())) as engine:
         answers = ask(engine, prompts, policies, max_tokens=20)
         stats = engine.stats()
         assert {group["block_size"] for group in stats["layout"]["groups"]} == {BLOCK}
@@ -86,10 +67,6 @@ MIXED: list[Policy] = [
 ]
 
 
-def room_for(policies: Sequence[Policy]) -> dict[str, Any]:
-    return {"kv_layout": sorted({name_of(policy) for policy in policies}), "kv_debug": True}
-
-
 @pytest.mark.usefixtures("dense_ops")
 def test_interrupted_at_any_time(tiny: Callable[..., Path]) -> None:
     """Chunks shorter than a block, thrown out by hand after k steps: as in one shot."""
@@ -97,26 +74,23 @@ def test_interrupted_at_any_time(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of((150, 97, 60, 201, 40, 130, 90))
     few, some = prompts[:2], MIXED[:2]
     with running(
-        model, name_of(MIXED[0]), config=room_for(MIXED), max_num_batched_tokens=20
+        model, named(MIXED[0]), config=room_for(MIXED), max_num_batched_tokens=20
     ) as engine:
         chunked = ask(engine, prompts, MIXED, max_tokens=10)
         engine.assert_idle()
         undisturbed = [answer.tokens for answer in chunked[:2]]
         for steps in (3, 7, 8, 9, 12, 13, 14):
-            ids = engine.submit(few, 10, [name_of(p) for p in some])
-            for _ in range(steps):
-                engine.step()
-            while engine.scheduler.running:
-                engine.scheduler._preempt_request(engine.scheduler.running.pop(), 0.0)
+            ids = engine.submit(few, 10, [named(p) for p in some])
+            engine.step(steps)
+            engine.throw_out()
             engine.finish()
             assert [engine.answered[i] for i in ids] == undisturbed, steps
             engine.assert_idle()
         again = ask(engine, few, some, max_tokens=10)
         engine.assert_idle()
-        assert not engine.runner.model_state.segmented.taps._centrality
-        assert not engine.runner.model_state.segmented.taps._blocks
+        inside.assert_no_centrality(engine)
     with running(
-        model, name_of(MIXED[0]), config=room_for(MIXED), max_num_batched_tokens=4096
+        model, named(MIXED[0]), config=room_for(MIXED), max_num_batched_tokens=4096
     ) as engine:
         one_shot = ask(engine, prompts, MIXED, max_tokens=10)
         engine.assert_idle()
@@ -127,18 +101,8 @@ def test_interrupted_at_any_time(tiny: Callable[..., Path]) -> None:
 
 @pytest.fixture
 def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether steps are planned before the one before is done; vLLM refuses it on CPU."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        stock(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = request.param
-
-    monkeypatch.setattr(
-        CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
-    )
+    """Whether steps are planned before the one before is done."""
+    schedule_ahead(monkeypatch, request.param)
     return request.param
 
 
@@ -157,7 +121,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], scheduling: b
         blocks(),
     ]
     prompts = prompts_of((180, 100, 150, 200, 190, 129, 140))
-    names = [name_of(policy) for policy in policies]
+    names = [named(policy) for policy in policies]
     with running(
         model,
         names[0],
@@ -169,17 +133,15 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], scheduling: b
         max_num_batched_tokens=40,
     ) as engine:
         assert ("Async" in type(engine.scheduler).__name__) == scheduling
-        preempted = watch_preempted(engine)
         answers = ask(engine, prompts, policies, max_tokens=40)
         engine.assert_idle()
-        of_blocks = {generated for name, generated in preempted if "block" in name}
-        assert of_blocks == {True, False}, preempted
+        of_blocks = {p.generated > 0 for p in engine.preempted if "block" in p.policy}
+        assert of_blocks == {True, False}, engine.preempted
         ones = ask(engine, prompts, policies, max_tokens=1)
         engine.assert_idle()
         for steps in range(3, 14, 2):
             ids = engine.submit(prompts[:3], 5, names[:3])
-            for _ in range(steps):
-                engine.step()
+            engine.step(steps)
             engine.abort(ids)
             engine.assert_idle()
     assert_parity(model, [*answers, *ones], [*policies, *policies])
@@ -190,29 +152,15 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], scheduling: b
 def test_reset_while_a_report_is_under_way(tiny: Callable[..., Path], scheduling: bool) -> None:
     """All running requests start over at once: what is said of their old blocks is void."""
     prompts = prompts_of((150, 97, 60))
-    with running(
-        tiny(), name_of(blocks()), config={"kv_debug": True}, async_scheduling=scheduling
-    ) as engine:
+    with running(tiny(), named(blocks()), async_scheduling=scheduling) as engine:
         undisturbed = [answer.tokens for answer in engine.generate(prompts, max_tokens=6)]
         for steps in range(2, 7):
             ids = engine.submit(prompts, 6)
-            for _ in range(steps):
-                engine.step()
+            engine.step(steps)
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             engine.finish()
             assert [engine.answered[i] for i in ids] == undisturbed, steps
             engine.assert_idle()
-
-
-def score_below(
-    model: Any, answer: Answer, struct: Struct, cutoff: int
-) -> tuple[fastkv.KeptResult, float]:
-    """SPEED above `cutoff` and `struct`, which selects no tokens, below it."""
-    context, row = fastkv.prefill(model, answer.prompt, Keep(cutoff=cutoff))
-    lower, _ = structkv.prefill(model, answer.prompt, struct)
-    context.stored[:cutoff] = lower.stored[:cutoff]
-    rows = [row, fastkv.decode(model, context, answer.tokens[:-1])]
-    return context.result(answer.tokens, rows), lower.slack
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -220,26 +168,21 @@ def test_composed_and_retained_alone(tiny: Callable[..., Path]) -> None:
     """Below a SPEED cutoff, and with every token going on; in a batch and alone."""
     model = tiny()
     retains = [blocks(3, 1.0), blocks(7, 1.0, 0.3), replace(blocks(3, 1.0, 0.05), window=33)]
-    names = [name_of(struct) for struct in retains]
     prompts = prompts_of((2, 9, 40, 72, 150, 300))
-    composed = [f"speed-6+{names[i]}" for i in (0, 2)]
-    with running(model, composed[0], config={"kv_layout": [*composed, *names]}) as engine:
-        below = [engine.generate(prompts, 20, [name] * len(prompts)) for name in composed]
+    composed = [Below(6, retains[i]) for i in (0, 2)]
+    config = room_for([*composed, *retains])
+    with running(model, named(composed[0]), config=config) as engine:
+        below = [ask(engine, prompts, [p] * len(prompts), max_tokens=20) for p in composed]
         alone = engine.generate(prompts[4:5], 20)
         engine.assert_idle()
-        answers = [engine.generate(prompts, 20, [name] * len(prompts)) for name in names]
+        answers = [ask(engine, prompts, [p] * len(prompts), max_tokens=20) for p in retains]
         engine.assert_idle()
         assert engine.stats()["kv_bytes_moved"] == 0
     for struct, group in zip(retains, answers, strict=True):
-        assert_parity(model, group, [struct] * len(group))
+        assert_parity(model, group, struct)
     assert_close(alone, below[0][4:5])
-    loaded = structkv.load(model)
-    for struct, group in zip((retains[0], retains[2]), below, strict=True):
-        for answer in group:
-            expected, slack = score_below(loaded, answer, struct, cutoff=6)
-            assert slack > NEAR_TIE, "a near-tie shows nothing; choose another seed"
-            assert expected.argmax == answer.tokens, len(answer.prompt)
-            assert (answer.logprobs - expected.chosen_logprob).abs().max() < 1e-4
+    for policy, group in zip(composed, below, strict=True):
+        assert_parity(model, group, policy, most=0)
 
 
 @pytest.mark.parametrize("pivot", [4, 5])

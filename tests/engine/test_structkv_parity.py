@@ -1,76 +1,23 @@
 """StructKV at a given pivot against the dense float32 reference, on vLLM's own engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from reference import fastkv, structkv
 from reference.fastkv import Keep
 from reference.structkv import Struct
-
-from . import conftest
-from .conftest import EDGES, Answer, Engine, prompts_of, running
-
-Policy = Struct | Keep
+from world import inside
+from world.engine import running
+from world.expected import FULL, Policy, named
+from world.parity import ask, assert_close, assert_parity, room_for
+from world.prompts import EDGES, prompts_of
 
 STRUCT = Struct(pivot=3)  # The defaults of `structkv:pivot=3`.
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
 SNAP = Keep(kv_rate=0.1)
 STREAM = Keep(sinks=4, recent=20)
-FULL = Keep()
-
-# Centrality closer than this may be ordered either way by float32 sums in another order.
-NEAR_TIE = 5e-5
-
-
-def named(policy: Policy) -> str:
-    """The policy whose semantics `policy` spells out."""
-    if isinstance(policy, Keep):
-        return conftest.named(policy)
-    return (
-        f"structkv:pivot={policy.pivot},struct_rate={policy.struct_rate},kv_rate={policy.kv_rate},"
-        f"window={policy.window},decay={policy.decay}"
-    )
-
-
-def room_for(policies: Sequence[Policy]) -> dict[str, Any]:
-    return {"kv_layout": sorted({named(policy) for policy in policies})}
-
-
-def ask(
-    engine: Engine, prompts: list[list[int]], policies: Sequence[Policy], **kw: Any
-) -> list[Answer]:
-    return engine.generate(prompts, policies=[named(policy) for policy in policies], **kw)
-
-
-def assert_parity(model: Path, answers: Sequence[Answer], policies: Sequence[Policy]) -> None:
-    """Greedy tokens equal the reference's, logprobs within 1e-4; near-ties are passed over.
-
-    At most one prompt in ten may be one: more would show nothing.
-    """
-    loaded, near_ties = structkv.load(model), 0
-    for answer, policy in zip(answers, policies, strict=True):
-        score: Any = structkv.score if isinstance(policy, Struct) else fastkv.score
-        expected = score(loaded, answer.prompt, answer.tokens, policy)
-        error = float((answer.logprobs - expected.chosen_logprob).abs().max())
-        if expected.argmax == answer.tokens and error < 1e-4:
-            continue
-        where = f"prompt of {len(answer.prompt)} tokens, {named(policy)}, slack {expected.slack}"
-        assert expected.slack < NEAR_TIE, (
-            f"{where}: {answer.tokens} for {expected.argmax}, logprobs differ by {error}"
-        )
-        near_ties += 1
-    assert near_ties <= len(answers) // 10, f"{near_ties} near-ties among {len(answers)} prompts"
-
-
-def assert_close(some: Sequence[Answer], others: Sequence[Answer]) -> None:
-    for a, b in zip(some, others, strict=True):
-        assert a.tokens == b.tokens, len(a.prompt)
-        assert torch.allclose(a.logprobs, b.logprobs, atol=2e-5)
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -183,7 +130,7 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
     with running(
         model, "structkv:pivot=3", config=room_for(policies), max_num_batched_tokens=10
     ) as engine:
-        begins = watch_chunks(engine)
+        begins = inside.watch_chunks(engine)
         answers = ask(engine, prompts, policies, max_tokens=30)
         engine.assert_idle()
     assert_parity(model, answers, policies)
@@ -212,21 +159,6 @@ def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
         answers = ask(engine, prompts_of((40, 21, 33, 9)), policies)
         engine.assert_idle()
     assert_parity(model, answers, policies)
-
-
-def watch_chunks(engine: Engine) -> dict[str, list[int]]:
-    """By request, in the order of arrival, where its chunks begin."""
-    chunks: dict[str, list[int]] = {}
-    clip = engine.scheduler.admission.clip
-
-    def watched(request: Any, start: int, num_new_tokens: int) -> int:
-        count = clip(request, start, num_new_tokens)
-        if count:
-            chunks.setdefault(request.request_id, []).append(start)
-        return count
-
-    engine.scheduler.admission.clip = watched
-    return chunks
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -367,27 +299,13 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
         max_num_seqs=4,
         max_num_batched_tokens=32,
     ) as engine:
-        preempted = watch_preempted(engine)
         answers = ask(engine, prompts, policies, max_tokens=50)
         engine.assert_idle()
-    assert {True, False} <= {generated for name, generated in preempted if "structkv" in name}, (
-        f"StructKV was meant to be preempted both in its prompt and after it: {preempted}"
+    ours = {p.generated > 0 for p in engine.preempted if "structkv" in p.policy}
+    assert ours == {True, False}, (
+        f"StructKV was meant to be preempted both in its prompt and after it: {engine.preempted}"
     )
     assert_parity(model, answers, policies)
-
-
-def watch_preempted(engine: Engine) -> list[tuple[str, bool]]:
-    """Grows by the policy of each preempted request, and whether it had generated tokens."""
-    preempted: list[tuple[str, bool]] = []
-    preempt = engine.scheduler._preempt_request
-
-    def watched(request: Any, *args: Any, **kw: Any) -> Any:
-        name = request.sampling_params.extra_args["kv_policy"]
-        preempted.append((name, request.num_output_tokens > 0))
-        return preempt(request, *args, **kw)
-
-    engine.scheduler._preempt_request = watched
-    return preempted
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -419,13 +337,11 @@ def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:
     with running(model, "structkv:pivot=3") as engine:
         for steps in range(6):
             ids = engine.submit(prompts_of((300, 20, 150), seed=steps), max_tokens=20)
-            for _ in range(steps):
-                engine.step()
-            engine.llm.llm_engine.abort_request(ids)
-            engine.finish()
+            engine.step(steps)
+            engine.abort(ids)
             engine.assert_idle()
         prompts = prompts_of((100, 33, 200))
         answers = engine.generate(prompts)
         engine.assert_idle()
-        assert not engine.runner.model_state.segmented.taps._centrality
+        inside.assert_no_centrality(engine)
     assert_parity(model, answers, [STRUCT] * 3)

@@ -3,48 +3,21 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from engine.conftest import (
-    EDGES,
-    Answer,
-    Engine,
-    assert_matches,
-    in_process,  # noqa: F401
-    prompts_of,
-    running,
-    tiny,  # noqa: F401
-)
-from engine.test_fier_parity import assert_reads
 from reference import fastkv, fier
-
-from .test_fastkv_gpu import lookups
-from .test_speed_gpu import COMPILED, EXACT, LOOKUP
+from world.engine import Answer, running
+from world.expected import Read, Speed
+from world.gpu import COMPILED, EXACT
+from world.inside import count_retrieval_graphs
+from world.models import LOOKUP
+from world.parity import assert_parity
+from world.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 PAGES = {"block_size": 32}
-
-
-def count_graphs(engine: Engine) -> dict[str, int]:
-    """Counts decode steps by what their FULL graph does, and all real steps."""
-    counts: dict[str, int] = {"steps": 0}
-    manager, state = engine.runner.cudagraph_manager, engine.runner.model_state
-    run, preprocess = manager.run_fullgraph, state.preprocess_state
-
-    def run_fullgraph(desc: Any) -> Any:
-        name = "+".join(mode.value for mode in state.retrieval.graph)
-        counts[name] = counts.get(name, 0) + 1
-        return run(desc)
-
-    def preprocess_state(*args: Any) -> None:
-        counts["steps"] += 1
-        preprocess(*args)
-
-    manager.run_fullgraph, state.preprocess_state = run_fullgraph, preprocess_state
-    return counts
 
 
 @pytest.mark.parametrize(
@@ -56,7 +29,7 @@ def count_graphs(engine: Engine) -> dict[str, int]:
     ],
 )
 def test_parity_compiled(
-    tiny: Callable[..., Path],  # noqa: F811
+    tiny: Callable[..., Path],
     policy: str,
     retrieve: fier.Retrieve,
 ) -> None:
@@ -66,7 +39,7 @@ def test_parity_compiled(
     with running(
         model, policy, max_num_seqs=32, enable_prefix_caching=True, **(EXACT | PAGES)
     ) as engine:
-        counts = count_graphs(engine)
+        counts = count_retrieval_graphs(engine)
         answers = engine.generate(prompts, max_tokens=12, policies=names)
         mixed, before = dict(counts), dict(counts)
         alone = [engine.generate([p], max_tokens=6)[0] for p in prompts_of((300, 200), seed=4)]
@@ -75,40 +48,40 @@ def test_parity_compiled(
         engine.assert_idle()
     print(json.dumps({policy: {"mixed": mixed, "alone": decode}}))
     own = [a for a, name in zip(answers, names, strict=True) if name is None]
-    assert_reads(model, [*own, *alone, *again], retrieve, least=0.6)
+    assert_parity(model, [*own, *alone, *again], Read(retrieve), least=0.6)
     full = [a for a, name in zip(answers, names, strict=True) if name]
-    assert_matches(model, full, cutoff=None)
+    assert_parity(model, full, Speed())
     assert any(a.cached for a in again)
     # Every decode step is a FULL graph; alone it runs no stock attention above layer 1. The
     # prompts take four and three chunks.
     assert decode["all"] == 10 and decode["steps"] == 17 and mixed["mixed"] > 0, (mixed, decode)
 
 
-def test_budget_covers_the_context(tiny: Callable[..., Path]) -> None:  # noqa: F811
+def test_budget_covers_the_context(tiny: Callable[..., Path]) -> None:
     model = tiny(head_dim=64, hidden=128)
     with running(model, "fier-1024:dense_below=0", max_num_seqs=32, **(EXACT | PAGES)) as engine:
-        counts = count_graphs(engine)
+        counts = count_retrieval_graphs(engine)
         answers = engine.generate(prompts_of((*EDGES, 500, 1000)), max_tokens=8)
         engine.assert_idle()
-    assert_matches(model, answers, cutoff=None)
+    assert_parity(model, answers, Speed())
     assert set(counts) == {"steps", "dense"}, counts
 
 
 @pytest.mark.parametrize(
     "policy", [f"{p}+fier-64:dense_below=0" for p in ("speed-4", "snapkv:kv_rate=0.5")]
 )
-def test_composed(tiny: Callable[..., Path], policy: str) -> None:  # noqa: F811
+def test_composed(tiny: Callable[..., Path], policy: str) -> None:
     model = tiny(head_dim=64, hidden=128)
     keep = fastkv.Keep(cutoff=4) if "speed" in policy else fastkv.Keep(kv_rate=0.5)
     with running(model, policy, max_num_seqs=32, **(EXACT | PAGES)) as engine:
-        counts = count_graphs(engine)
+        counts = count_retrieval_graphs(engine)
         answers = engine.generate(prompts_of((33, 129, 200, 300, 401, 700)), max_tokens=8)
         engine.assert_idle()
     print(json.dumps({policy: counts}))
-    assert_reads(model, answers, fier.Retrieve(64), keep, least=0.6)
+    assert_parity(model, answers, Read(fier.Retrieve(64), keep), least=0.6)
 
 
-def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:  # noqa: F811
+def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     model = tiny(head_dim=64, hidden=128)
     prompts = prompts_of((180, 150, 200, 170, 90, 129, 160, 31, 330, 300))
     options = EXACT | PAGES | {"enforce_eager": True}
@@ -124,7 +97,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:  # n
         preemptions = engine.preemptions()
         engine.assert_idle()
     assert preemptions > 0, "the pool was meant to be too small"
-    assert_reads(model, answers, fier.Retrieve(64), least=0.1)
+    assert_parity(model, answers, Read(fier.Retrieve(64)), least=0.1)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])

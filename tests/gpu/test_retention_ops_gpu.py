@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
+from world import inside
+from world.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt import key_norms, move, pool, saliency, select, window_tiles
 from vllm_kvx.ops.prompt.key_norms import key_scores, key_scores_reference
 from vllm_kvx.ops.prompt.move import move_entries, move_entries_reference
 from vllm_kvx.ops.prompt.pool import pool_per_kv_head, pool_per_kv_head_reference
@@ -170,14 +170,7 @@ def test_batched_is_alone_bit_for_bit() -> None:
 
 def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], None]) -> None:
     """All operators of a step, for batches of every size, after the first batch."""
-    kernels = (
-        window_tiles.row_sums_kernel,
-        saliency._window_sums_kernel,
-        key_norms._key_scores_kernel,
-        pool._pool_kernel,
-        select._select_kernel,
-        move._move_kernel,
-    )
+    kernels = inside.retention_kernels()
     compiled = []
     for lengths in ([4096], [1000, 17, 33], [16] * 16, [131_072]):
         batch = make_batch(4, lengths, [WINDOW] * len(lengths), device="cuda", **LLAMA)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from world.ragged import NO_BLOCK
 
 from vllm_kvx.equations.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
 from vllm_kvx.indexes.table import INDEXES
@@ -23,8 +24,6 @@ pytestmark = pytest.mark.skipif(not cuda_ops.available(), reason=cuda_ops.why_no
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POISON = -7
-# No block has this number: reading a table past its end does not go unnoticed.
-NO_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)

@@ -1,55 +1,24 @@
 """SPEED compiled, under CUDA graphs, on the engine's default path. Skipped without a GPU."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-# Triton multiplies float32 in TF32 unless told otherwise, three digits short of exact.
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-
-from engine.conftest import (
-    EDGES,
-    Answer,
-    Engine,
-    assert_matches,
-    in_process,  # noqa: F401
-    prompts_of,
-    running,
-    tiny,  # noqa: F401
-)
+from world.engine import Answer, running
+from world.expected import Speed
+from world.gpu import COMPILED, EXACT
+from world.inside import count_graph_replays
+from world.models import LOOKUP
+from world.parity import assert_parity
+from world.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-LOOKUP = Path(__file__).parents[1] / "checkpoints" / "lookup-8l"
-COMPILED: dict[str, Any] = dict(enforce_eager=False, block_size=16, gpu_memory_utilization=0.3)
-# float32 has no FlashAttention kernel; Triton's is exact.
-EXACT: dict[str, Any] = dict(COMPILED, attention_config={"backend": "TRITON_ATTN"})
 
-
-def count_graph_replays(engine: Engine) -> dict[str, int]:
-    """Counts FULL replays against all forward passes of real batches."""
-    counts = {"full": 0, "steps": 0}
-    manager, state = engine.runner.cudagraph_manager, engine.runner.model_state
-    run, preprocess = manager.run_fullgraph, state.preprocess_state
-
-    def run_fullgraph(desc: Any) -> Any:
-        counts["full"] += 1
-        return run(desc)
-
-    def preprocess_state(*args: Any) -> None:
-        counts["steps"] += 1
-        preprocess(*args)
-
-    manager.run_fullgraph, state.preprocess_state = run_fullgraph, preprocess_state
-    return counts
-
-
-def test_parity_compiled(tiny: Callable[..., Path]) -> None:  # noqa: F811
+def test_parity_compiled(tiny: Callable[..., Path]) -> None:
     model = tiny(head_dim=64, hidden=128)
     prompts = prompts_of((*EDGES, 500, 1999, 2000))
     policies = ["full" if i % 3 == 2 else None for i in range(len(prompts))]
@@ -61,9 +30,9 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:  # noqa: F811
         before = dict(counts)
         decode = engine.generate(prompts_of((40,), seed=4), max_tokens=33)
         engine.assert_idle()
-    assert_matches(model, [a for a, p in zip(answers, policies, strict=True) if not p], cutoff=4)
-    assert_matches(model, [a for a, p in zip(answers, policies, strict=True) if p], cutoff=None)
-    assert_matches(model, [*again, *chunks, *decode], cutoff=4)
+    assert_parity(model, [a for a, p in zip(answers, policies, strict=True) if not p], Speed(4))
+    assert_parity(model, [a for a, p in zip(answers, policies, strict=True) if p], Speed())
+    assert_parity(model, [*again, *chunks, *decode], Speed(4))
     assert any(answer.cached for answer in again)
     steps, full = counts["steps"] - before["steps"], counts["full"] - before["full"]
     # One prefill step; every other one decodes and replays a FULL graph.
@@ -111,13 +80,7 @@ def test_full_is_as_close_to_stock_as_stock_is_to_itself() -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_checkpoint_answers(kv_cache_dtype: str) -> None:
-    from transformers import AutoTokenizer
-
-    from benchmarks.checkpoint.prompts import make_prompt
-
-    tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
-    questions = [make_prompt(seed, 1024, tokenizer) for seed in range(100)]
-    prompts = [tokenizer(text).input_ids for text, _ in questions]
+    prompts, expected, decode = lookups(100)
     score = {}
     with running(
         LOOKUP,
@@ -129,10 +92,7 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
     ) as engine:
         for name in (None, "full"):
             answers = engine.generate(prompts, max_tokens=2, policies=[name] * len(prompts))
-            right = [
-                tokenizer.decode(answer.tokens) == expected
-                for answer, (_, expected) in zip(answers, questions, strict=True)
-            ]
+            right = [decode(a.tokens) == e for a, e in zip(answers, expected, strict=True)]
             score[name or "speed-4"] = sum(right) / len(right)
         engine.assert_idle()
     print(json.dumps({"kv_cache_dtype": kv_cache_dtype, "accuracy": score}))
@@ -141,13 +101,7 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tp2_gives_the_tokens_of_tp1() -> None:
-    from transformers import AutoTokenizer
-
-    from benchmarks.checkpoint.prompts import make_prompt
-
-    tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
-    questions = [make_prompt(seed, 1024, tokenizer, values=3) for seed in range(24)]
-    prompts = [tokenizer(text).input_ids for text, _ in questions]
+    prompts, _, _ = lookups(24, values=3)
     policies = [None, "full"] * 12
     answers = {}
     for size in (1, 2):

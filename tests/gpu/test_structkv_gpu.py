@@ -1,73 +1,44 @@
 """StructKV compiled, under CUDA graphs and vLLM's async scheduling. Skipped without a GPU."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from engine.conftest import (
-    EDGES,
-    Answer,
-    in_process,  # noqa: F401
-    prompts_of,
-    running,
-    tiny,  # noqa: F401
-)
-from reference import fastkv, structkv
-from reference.structkv import WEIGHTS, Struct
-
-from .test_fastkv_gpu import NEAR_TIE, lookups
-from .test_speed_gpu import COMPILED, EXACT, LOOKUP, count_graph_replays
+from reference.structkv import Struct
+from world import inside
+from world.engine import Answer, running
+from world.expected import FULL, Online, Policy
+from world.gpu import COMPILED, EXACT, NEAR_TIE
+from world.models import LOOKUP
+from world.parity import assert_parity
+from world.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 TOKENS = "structkv:pivot=3"
 BLOCKS = "structkv:pivot=3,granularity=block"
 ONLINE = "structkv:pivot=online,min_layer=2,max_layer=6"
-ALL = "full"
-POLICIES = (TOKENS, BLOCKS, ONLINE, ALL)
+POLICIES: dict[str, Policy] = {
+    TOKENS: Struct(3),
+    BLOCKS: Struct(3, block_size=16),
+    ONLINE: Online(2, 6),
+    "full": FULL,
+}
 
 
-def struct_of(model: Any, name: str, prompt: list[int]) -> Struct:
-    """What a policy means for this prompt; the rule's pivot is the reference's."""
-    if name == BLOCKS:
-        return Struct(3, block_size=16)
-    if name == ONLINE:
-        pivot = structkv.online_pivot(structkv.metrics(model, [prompt]), WEIGHTS, 2, 6)
-        return Struct(pivot)
-    return Struct(3)
-
-
-def near_ties(model: Path, answers: Sequence[Answer], names: Sequence[str]) -> int:
-    """Tokens and logprobs equal the reference's; how many prompts were too close to call."""
-    loaded, near = structkv.load(model), 0
-    for answer, name in zip(answers, names, strict=True):
-        if name == ALL:
-            expected = fastkv.score(loaded, answer.prompt, answer.tokens, fastkv.Keep())
-        else:
-            struct = struct_of(loaded, name, answer.prompt)
-            expected = structkv.score(loaded, answer.prompt, answer.tokens, struct)
-        error = float((answer.logprobs - expected.chosen_logprob).abs().max())
-        if expected.argmax == answer.tokens and error < 1e-4:
-            continue
-        assert expected.slack < NEAR_TIE, (len(answer.prompt), name, error, expected.slack)
-        near += 1
-    return near
-
-
-def test_parity_compiled(tiny: Callable[..., Path]) -> None:  # noqa: F811
+def test_parity_compiled(tiny: Callable[..., Path]) -> None:
     model = tiny(head_dim=64, hidden=128)
     prompts = prompts_of((*EDGES, 300, 500, 700, 1200))
-    names = [POLICIES[i % len(POLICIES)] for i in range(len(prompts))]
+    names = [list(POLICIES)[i % len(POLICIES)] for i in range(len(prompts))]
     prompts += prompts_of((900,) * len(POLICIES), seed=1)
     names += POLICIES
     with running(
         model, TOKENS, max_num_seqs=32, config={"kv_layout": [*POLICIES]}, **EXACT
     ) as engine:
-        counts = count_graph_replays(engine)
+        counts = inside.count_graph_replays(engine)
         answers = engine.generate(prompts, max_tokens=40, policies=names)
         before = dict(counts)
         decode = engine.generate(
@@ -75,18 +46,18 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:  # noqa: F811
         )
         stats = engine.stats()
         engine.assert_idle()
-    near = near_ties(model, [*answers, *decode], [*names, BLOCKS, ONLINE])
+    policies = [POLICIES[name] for name in (*names, BLOCKS, ONLINE)]
+    near = assert_parity(model, [*answers, *decode], policies, most=2, near_tie=NEAR_TIE)
     full, steps = counts["full"] - before["full"], counts["steps"] - before["steps"]
     pivots = stats["policies"][ONLINE]["online_pivots"]
     print(json.dumps({"near ties": near, "full": full, "steps": steps, "pivots": pivots}))
-    assert near <= 2, "too many near-ties to show anything"
     assert full >= 31 and full >= steps - 8, (full, steps)
 
 
-@pytest.mark.parametrize("policy", [BLOCKS, ONLINE])
-def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], policy: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("base", [BLOCKS, ONLINE])
+def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], base: str) -> None:
     model = tiny(head_dim=64, hidden=128)
-    policy = f"{policy},kv_rate=0.8,struct_rate=0.9"
+    policy = f"{base},kv_rate=0.8,struct_rate=0.9"
     prompts = prompts_of((180, 150, 200, 170, 90, 129, 160, 31, 330, 300))
     options = EXACT | {"enforce_eager": True}
     with running(
@@ -98,43 +69,37 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], policy: str) 
         alone = [engine.generate([prompt], max_tokens=220)[0] for prompt in prompts[:3]]
         engine.assert_idle()
     assert preemptions > 0, "the pool was meant to be too small"
-    loaded = structkv.load(model)
-    near = 0
-    for answer in [*answers, *alone]:
-        base = policy.removesuffix(",kv_rate=0.8,struct_rate=0.9")
-        struct = replace(struct_of(loaded, base, answer.prompt), kv_rate=0.8, struct_rate=0.9)
-        expected = structkv.score(loaded, answer.prompt, answer.tokens, struct)
-        if expected.argmax != answer.tokens:
-            assert expected.slack < NEAR_TIE, (len(answer.prompt), expected.slack)
-            near += 1
+    meant = POLICIES[base]
+    if isinstance(meant, Online):
+        meant = replace(meant, struct=replace(meant.struct, kv_rate=0.8, struct_rate=0.9))
+    else:
+        meant = replace(meant, kv_rate=0.8, struct_rate=0.9)
+    near = assert_parity(
+        model, [*answers, *alone], meant, most=1, near_tie=NEAR_TIE, atol=float("inf")
+    )
     print(json.dumps({policy: {"preemptions": preemptions, "near ties": near}}))
-    assert near <= 1
 
 
-def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:  # noqa: F811
+def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:
     model = tiny(head_dim=64, hidden=128)
     options = EXACT | {"enforce_eager": True, "max_model_len": 768}
     config = {"kv_layout": [ONLINE], "kv_stash_tokens": 768}
     with running(model, BLOCKS, config=config, **options) as engine:
-        core = engine.llm.llm_engine
         for steps in range(12):
             ids = engine.submit(prompts_of((600, 430, 33, 700), seed=steps), max_tokens=8)
-            for _ in range(steps):
-                core.step()
-            core.abort_request(ids)
-            while core.has_unfinished_requests():
-                core.step()
+            engine.step(steps)
+            engine.abort(ids)
             engine.assert_idle()
-            assert engine.scheduler.admission.used_pages == 0
+            assert inside.used_stash_pages(engine) == 0
         names = [BLOCKS, ONLINE, BLOCKS, ONLINE, ONLINE]
         answers = engine.generate(
             prompts_of((600, 40, 131, 700, 650), seed=99), max_tokens=5, policies=names
         )
         engine.assert_idle()
         moved = engine.stats()["kv_bytes_moved"]
-        state = engine.runner.model_state
-        assert not state._prompts and state.stash.used_tokens == 0
-    assert near_ties(model, answers, names) == 0
+        inside.assert_no_prompt(engine)
+    policies = [POLICIES[name] for name in names]
+    assert_parity(model, answers, policies, most=0, near_tie=NEAR_TIE)
     assert moved > 0  # By the online ones.
 
 

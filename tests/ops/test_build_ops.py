@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from world import inside
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.ops import build as build_ops
@@ -41,9 +42,9 @@ def test_where_the_compiler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     in_home.parent.mkdir(parents=True)
     for file in (in_path, in_home):
         file.touch(mode=0o755)
-    assert build_ops._find_nvcc() == str(in_home)
+    assert inside.find_nvcc() == str(in_home)
     monkeypatch.delenv("CUDA_HOME")
-    assert build_ops._find_nvcc() == str(in_path)
+    assert inside.find_nvcc() == str(in_path)
 
 
 def test_no_sources(tmp_path: Path) -> None:

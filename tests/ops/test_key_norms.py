@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from ops.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
+from world.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.prompt import key_norms
 from vllm_kvx.ops.prompt.key_norms import key_scores, key_scores_reference

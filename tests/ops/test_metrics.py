@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from ops.ragged import Batch, make_batch, poisoned_outputs
 from torch import Tensor
+from world import inside
+from world.ragged import Batch, make_batch, poisoned_outputs
 
 from vllm_kvx.equations.pivot import TOP_SHARE, attention_metrics
 from vllm_kvx.equations.saliency import window_attention
-from vllm_kvx.ops.prompt import attention_metrics as metrics
-from vllm_kvx.ops.prompt import window_tiles
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics, window_metrics_reference
 
 SCALE = 0.3
@@ -53,8 +52,7 @@ def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and splits per request, several tiles per split."""
-    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
-    monkeypatch.setattr(window_tiles, "_SPLITS", (3, 3))
+    inside.tile_keys(monkeypatch, keys=64, splits=3)
 
 
 CASES: list[dict[str, Any]] = [
@@ -116,20 +114,19 @@ def test_top_share_is_a_whole_division() -> None:
 
 
 def test_window_of_several_turns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_tiles, "_MAX_ROWS", 16)
+    inside.tile_window_rows(monkeypatch, rows=16)
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(2, [100, 20, 40], [18, 5, 16], device=device, **shape))
 
 
 def test_rows_of_several_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_ROW_BLOCK", 128)
+    inside.tile_metrics(monkeypatch, keys=128)
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(10, [300, 129], [2, 1], device=device, **shape))
 
 
 def test_more_splits_than_are_merged_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": 16, "cuda": 16})
-    monkeypatch.setattr(window_tiles, "_SPLITS", (256, 256))
+    inside.tile_keys(monkeypatch, keys=16, splits=256)
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(3, [70 * 16], [2], device=device, **shape))
 
@@ -191,15 +188,7 @@ def test_scratch_is_bounded(
     shape: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=32, max_window=32)
     batch = make_batch(9, [60, 70], [1, 2], device=device, **shape)
     together = metrics_of(batch)
-    sizes = []
-    launch = metrics._rows_metrics
-
-    def counted(turn: Any, queries: Tensor, *rest: Any) -> None:
-        sizes.append(queries.shape[0] * queries.shape[2])
-        launch(turn, queries, *rest)
-
-    monkeypatch.setattr(metrics, "_rows_metrics", counted)
-    monkeypatch.setattr(metrics, "_SCRATCH_BYTES", heads_at_once * 32 * 80 * 4)
+    sizes = inside.bound_metrics_scratch(monkeypatch, heads_at_once * 32 * 80 * 4)
     assert torch.equal(metrics_of(batch), together)
     assert sum(sizes) == 2 * 6
     # Two heads of 32 rows make a tile.

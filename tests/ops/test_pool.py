@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ops.ragged import offsets_of, poisoned_outputs
 from torch import Tensor
+from world.ragged import offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.prompt import pool
 from vllm_kvx.ops.prompt.pool import pool_per_kv_head, pool_per_kv_head_reference

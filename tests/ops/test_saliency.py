@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from ops.ragged import Batch, make_batch, poisoned_outputs
 from torch import Tensor
+from world import inside
+from world.ragged import Batch, make_batch, poisoned_outputs
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt import window_tiles
 from vllm_kvx.ops.prompt.saliency import window_saliency, window_saliency_reference
 
 UNUSED = 5
@@ -51,8 +51,7 @@ def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and splits per request, several tiles per split."""
-    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
-    monkeypatch.setattr(window_tiles, "_SPLITS", (3, 3))
+    inside.tile_keys(monkeypatch, keys=64, splits=3)
 
 
 CASES: list[dict[str, Any]] = [
@@ -102,8 +101,7 @@ def test_random_batches(seed: int, device: str) -> None:
 
 
 def test_more_splits_than_are_merged_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": 16, "cuda": 16})
-    monkeypatch.setattr(window_tiles, "_SPLITS", (256, 256))
+    inside.tile_keys(monkeypatch, keys=16, splits=256)
     shape: dict[str, Any] = dict(heads=2, kv_heads=1, head_dim=32)
     assert_right(make_batch(6, [70 * 16], [8], device=device, **shape))
 

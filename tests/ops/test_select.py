@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from ops.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
+from world.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.move import move_entries, move_entries_reference

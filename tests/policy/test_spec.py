@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from vllm_kvx.policy import spec
-from vllm_kvx.policy.axes import Method
+from vllm_kvx.policy.axes import Method, ScoreSpec
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.fier import FIER
 from vllm_kvx.policy.methods.quest import Quest
@@ -389,10 +389,81 @@ def test_served() -> None:
         check_served(parse_policy(name))
     for name in ("speed-24+snapkv", "speed-24+streamingllm", "fastkv:kv_rate=1+snapkv"):
         check_served(parse_policy(name))
-    with pytest.raises(PolicyError, match="chosen by data: compose it with speed-K, or retain"):
-        check_served(parse_policy("fastkv:kv_rate=1+streamingllm"))
-    with pytest.raises(PolicyError, match="give both the same window and kernel"):
-        check_served(parse_policy("fastkv:kv_rate=1+snapkv:window=4"))
+
+
+# Two methods of one policy -> what the message must contain; without any they go together.
+COMPOSED = {
+    "fastkv:kv_rate=1+streamingllm": [
+        "streamingllm goes by position, and which positions fastkv:kv_rate=1 computes",
+        "chosen by data: compose it with speed-K, or retain with snapkv",
+    ],
+    "structkv:pivot=3,kv_rate=1+streamingllm": ["goes by position", "compose it with speed-K"],
+    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1": [
+        "fastkv:kv_rate=1 and structkv:pivot=3,struct_rate=1 score keys differently",
+        "use structkv's own struct_rate and kv_rate, or retain with snapkv",
+    ],
+    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1,granularity=block": ["keys differently"],
+    "fastkv:tsp_layer=3,kv_rate=1+snapkv:window=4": [
+        "fastkv:kv_rate=1,tsp_layer=3 and snapkv:window=4 score keys by different windows",
+        "give both the same window and kernel",
+    ],
+    "fastkv:tsp_layer=3,kv_rate=1+snapkv:kernel=5": ["the same window and kernel"],
+    "fastkv:tsp_layer=3,kv_rate=1,window=4,kernel=5+snapkv:window=4,kernel=5": [],
+    "fastkv:tsp_layer=3,kv_rate=1+snapkv:kv_rate=0.5": [],
+    # StructKV pools nothing to choose tokens, so SnapKV's kernel is its own.
+    "structkv:pivot=3,kv_rate=1+snapkv": [],
+    "structkv:pivot=3,kv_rate=1+snapkv:kernel=5": [],
+    "structkv:pivot=3,kv_rate=1,window=4+snapkv:window=4": [],
+    "structkv:pivot=3,kv_rate=1+snapkv:window=4": ["the same window and kernel"],
+    "speed-4+structkv:pivot=4,struct_rate=1,granularity=block": [
+        "structkv:pivot=4,struct_rate=1,granularity=block: blocks are ranked at layer 4, which "
+        "speed-4 does not run for every token: use a pivot below 4 or granularity=token"
+    ],
+    "speed-4+structkv:pivot=5,struct_rate=1,granularity=block": ["ranked at layer 5"],
+    "speed-4+structkv:pivot=3,struct_rate=1,granularity=block": [],
+    "speed-4+structkv:pivot=5,struct_rate=1": [],
+    "speed-4+snapkv:window=4,kernel=5": [],
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composed(name: str) -> None:
+    if not COMPOSED[name]:
+        check_served(parse_policy(name))
+        return
+    with pytest.raises(PolicyError) as error:
+        check_served(parse_policy(name))
+    for wanted in COMPOSED[name]:
+        assert wanted in str(error.value)
+
+
+FASTKV = ScoreSpec("window_attention", window=8, kernel=7)
+
+
+@pytest.mark.parametrize(
+    ("keeps_by", "unit", "message"),
+    [
+        (FASTKV, "entry", None),
+        (FASTKV, "block", "score keys differently"),
+        (dataclasses.replace(FASTKV, over_heads=True), "entry", "score keys differently"),
+        (dataclasses.replace(FASTKV, decay=0.9), "entry", "score keys differently"),
+        (dataclasses.replace(FASTKV, window=9), "entry", "the same window and kernel"),
+        (dataclasses.replace(FASTKV, kernel=5), "entry", "the same window and kernel"),
+        (ScoreSpec("another", window=8, kernel=1), "entry", None),
+        (ScoreSpec("another", window=0, kernel=1), "entry", None),
+        (ScoreSpec("another", window=9, kernel=1), "entry", "the same window and kernel"),
+    ],
+)
+def test_retention_that_follows_fastkv(keeps_by: ScoreSpec, unit: str, message: str | None) -> None:
+    """By what it scores, whatever it is called."""
+    names = {"name": "kept", "keeps_by": keeps_by, "unit": unit}
+    retain = type("Kept", (SnapKV,), names)()
+    fastkv = FastKV(kv_rate=1)
+    if message is None:
+        fastkv.check_retain(retain)
+        return
+    with pytest.raises(PolicyError, match=message):
+        fastkv.check_retain(retain)
 
 
 def test_every_parameter_is_documented() -> None:

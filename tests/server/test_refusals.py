@@ -8,11 +8,12 @@ import torch
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from world import inside
+from world.configs import engine_args
 
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server import validate
 from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, WITH_RETRIEVAL, reasons
 from vllm_kvx.server.validate import WORKERS
 
@@ -81,7 +82,7 @@ RETENTION_CASES = [
 
 
 @pytest.fixture(scope="module")
-def stock(llama: str, engine_args) -> Any:
+def stock(llama: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(**engine_args(llama)).create_engine_config()
@@ -200,10 +201,10 @@ def test_cuda_ops_on_a_gpu_must_be_built(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
     library = tmp_path / "ops.so"
     monkeypatch.setattr(cuda_ops, "LIBRARY", library)
-    (found,) = validate._ops_problems()
+    (found,) = inside.ops_problems()
     assert "ops.so is not built: run python -m vllm_kvx.ops.build" in found
     library.touch()
-    assert validate._ops_problems() == []
+    assert inside.ops_problems() == []
 
 
 def test_retrieval_knows_few_head_dimensions(make_config, model_dir) -> None:
@@ -230,7 +231,7 @@ def test_blocks_become_whole_groups(make_config, policy: str, size: int) -> None
     cache_config = CacheConfig()
     config = SimpleNamespace(cache_config=cache_config)
     assert cache_config.block_size == 16, "vLLM's own, but for CPU"
-    assert validate._block_size_problems(config, sidecar_of(policy).group) == []
+    assert inside.block_size_problems(config, sidecar_of(policy).group) == []
     assert (cache_config.block_size, cache_config.user_specified_block_size) == (size, True)
     made = make_config(policy, dtype="float32").cache_config
     assert made.block_size == (size if torch.cuda.is_available() else 128)

@@ -76,6 +76,25 @@ def test_methods_of_later_versions_are_refused(monkeypatch: pytest.MonkeyPatch) 
         validator("speed-4")(params("quest-1024"))
 
 
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("structkv:pivot=3,kv_rate=1+streamingllm", "chosen by data: compose it with speed-K"),
+        ("fastkv:tsp_layer=3,kv_rate=1+structkv:pivot=3,struct_rate=1", "score keys differently"),
+        ("fastkv:tsp_layer=3,kv_rate=1+snapkv:window=4", "give both the same window and kernel"),
+        ("fastkv:tsp_layer=3,kv_rate=1+snapkv:kernel=5", "give both the same window and kernel"),
+        ("structkv:pivot=3,kv_rate=1+snapkv:window=4", "give both the same window and kernel"),
+        ("speed-4+structkv:pivot=5,struct_rate=1,granularity=block", "ranked at layer 5"),
+    ],
+)
+def test_methods_that_do_not_go_together_are_refused(name: str, names: str) -> None:
+    check = validator("speed-4", "fastkv:tsp_layer=3", "snapkv:window=16")
+    check(params("fastkv:tsp_layer=3,kv_rate=1+snapkv:kv_rate=0.5"))
+    check(params("structkv:pivot=3,kv_rate=1+snapkv"))
+    with pytest.raises(VLLMValidationError, match=names):
+        check(params(name))
+
+
 @pytest.mark.parametrize("name", ["fier-64", "fier-100:dense_below=0", "speed-4+fier-128", "full"])
 def test_retrieval_within_the_sidecar_passes(name: str) -> None:
     validator("fier-128", "speed-4")(params(name))

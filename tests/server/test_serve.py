@@ -7,11 +7,9 @@ import random
 import re
 import string
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,8 +18,6 @@ import torch
 from openai import BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command

@@ -4,13 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
+from world.models import LOOKUP
 
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.calibration.records import record_path
@@ -19,27 +19,15 @@ from vllm_kvx.cli import main
 from vllm_kvx.policy.spec import PolicyError
 from vllm_kvx.settings import KVSettings
 
-LOOKUP = Path(__file__).resolve().parents[1] / "checkpoints" / "lookup-8l"
 TOOL = [sys.executable, "-m", "vllm_kvx.cli"]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where records are stored; nobody else's."""
-    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Here and in processes; two on tiny matrices mostly wait for each other."""
+def processes_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tests of this folder; two threads on tiny matrices mostly wait for each other."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Tool:

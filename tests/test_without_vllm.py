@@ -1,0 +1,63 @@
+"""What works where neither vLLM nor what comes with it is installed: names, counts and the help."""
+
+import subprocess
+import sys
+
+# In front of all other finders: the packages are not there.
+GONE = """
+import sys
+
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "vllm", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Gone())
+"""
+
+
+def run(code: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", GONE + code]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_they_are_gone() -> None:
+    for package in ("torch", "transformers", "vllm"):
+        done = run(f"import {package}")
+        assert done.returncode == 1 and f"No module named '{package}'" in done.stderr
+
+
+def test_policies_are_read_and_counted() -> None:
+    done = run(
+        """
+import vllm_kvx.calibration.records, vllm_kvx.cli, vllm_kvx.settings
+from vllm_kvx.policy.layout import layout_of
+from vllm_kvx.policy.spec import METHODS, check_served, parse_policy
+from vllm_kvx.policy.storage import storage_of
+
+policy = parse_policy("speed-4+snapkv:kv_rate=0.5")
+check_served(policy)
+print(layout_of([policy], 8).splits, storage_of(policy, 100, 0, 16, 8).kept, "snapkv" in METHODS)
+"""
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(4,) 50 True\n", "")
+
+
+def test_help_is_there() -> None:
+    for argv in (["--help"], ["calibrate", "--help"], ["diagnose", "--help"]):
+        done = run(f"from vllm_kvx.cli import main\nmain({argv!r})")
+        assert done.returncode == 0 and done.stdout.startswith("usage: vllm-kvx"), done.stderr
+        assert not done.stderr
+
+
+def test_tools_say_what_to_install() -> None:
+    for argv in (
+        ["calibrate", "m", "--prompts", "f"],
+        ["calibrate", "m", "--method", "structkv"],
+        ["diagnose", "m"],
+    ):
+        done = run(f"from vllm_kvx.cli import main\nsys.exit(main({argv!r}))")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"vllm-kvx {argv[0]}: error: torch is missing"), line
+        assert line.endswith("pip install 'vllm-kvx[cuda]' or [cpu]"), line
+        assert done.returncode == 2 and not done.stdout

@@ -1,0 +1,9 @@
+"""How engines run on GPUs: compiled, under CUDA graphs, with exact attention in float32."""
+
+from typing import Any
+
+COMPILED: dict[str, Any] = dict(enforce_eager=False, block_size=16, gpu_memory_utilization=0.3)
+# float32 has no FlashAttention kernel; Triton's is exact.
+EXACT: dict[str, Any] = dict(COMPILED, attention_config={"backend": "TRITON_ATTN"})
+# Float32 scores of two implementations agree to about this; a closer choice may fall either way.
+NEAR_TIE = 5e-5

@@ -1,0 +1,445 @@
+"""The one way inside vllm_kvx: every access of tests to its private or internal state.
+
+When internals are renamed this file changes, and no test does. Imports of the package stand in
+the functions that need them, so that one name that is gone breaks the tests that use it alone.
+`engine` is a ``world.engine.Engine``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+# The scheduler's side.
+
+
+def _admission(engine: Any) -> Any:
+    """Where prompts wait and chunks end; None on a stock scheduler."""
+    return getattr(engine.scheduler, "admission", None)
+
+
+def free_windows(engine: Any) -> int:
+    """Windows that may be spread over chunks now."""
+    admission = _admission(engine)
+    return 0 if admission is None else admission.free_windows
+
+
+def used_stash_pages(engine: Any) -> int:
+    """Stash pages that the scheduler has given to prompts."""
+    return _admission(engine).used_pages
+
+
+def upper_managers(engine: Any) -> list[Any]:
+    """The managers of KV groups that hold less than their requests' tokens from the start."""
+    return engine.scheduler.policy_managers
+
+
+def assert_scheduler_forgot(engine: Any, windows: int) -> None:
+    """No request, page or window (of `windows`) is held by the scheduler and its managers."""
+    scheduler, admission = engine.scheduler, _admission(engine)
+    for manager in getattr(scheduler, "policy_managers", []):
+        assert not manager.requests and not manager._to_copy and not manager.req_to_blocks
+    for manager in getattr(scheduler, "lower_managers", []):
+        assert not manager.requests and not manager.req_to_blocks
+    if admission is not None:
+        assert not admission._prompts and not admission._pages and not admission._split
+        assert admission.used_pages == 0 and admission.free_windows == windows
+        assert not scheduler._to_shrink and not scheduler._counted_unshared
+
+
+def watch_chunks(engine: Any) -> dict[str, list[int]]:
+    """By request, in the order of arrival, where its chunks begin."""
+    chunks: dict[str, list[int]] = {}
+    admission = _admission(engine)
+    clip = admission.clip
+
+    def watched(request: Any, start: int, num_new_tokens: int) -> int:
+        count = clip(request, start, num_new_tokens)
+        if count:
+            chunks.setdefault(request.request_id, []).append(start)
+        return count
+
+    admission.clip = watched
+    return chunks
+
+
+def watch_stash(engine: Any) -> list[int]:
+    """Grows by the stash pages in use after every schedule."""
+    used: list[int] = []
+    schedule = engine.scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        used.append(used_stash_pages(engine))
+        return output
+
+    engine.scheduler.schedule = watched
+    return used
+
+
+# The worker's side.
+
+
+def _state(engine: Any) -> Any:
+    """The worker's model state; a stock one has nothing of ours."""
+    return engine.runner.model_state
+
+
+def _centrality(engine: Any) -> Any:
+    """Scores summed over layers, of prompts that are coming in."""
+    return _state(engine).memory.centrality
+
+
+def assert_worker_forgot(engine: Any, windows: int) -> None:
+    """No prompt, slot of a window (of `windows`) or stashed token is held by the worker."""
+    state = getattr(engine.runner, "model_state", None)
+    if hasattr(state, "requests"):
+        assert not state.requests.prompts and not state.requests.index
+        assert len(state.requests.free_windows) == windows
+        assert state.stash is None or state.stash.used_tokens == 0
+
+
+def assert_no_prompt(engine: Any) -> None:
+    """The worker of a server with a stash holds no prompt and no stashed token."""
+    state = _state(engine)
+    assert not state.requests.prompts and state.stash.used_tokens == 0
+
+
+def assert_no_centrality(engine: Any) -> None:
+    """No prompt's centrality, and no prompt's ranked blocks, are left."""
+    centrality = _centrality(engine)
+    assert not centrality._sums and not centrality._blocks and not centrality.metrics
+
+
+def limit_pass(engine: Any, tokens: int) -> None:
+    """Passes of selected tokens run so many at most."""
+    _state(engine).passes.max_tokens = tokens
+
+
+def watch_passes(engine: Any) -> list[int]:
+    """Grows by the number of passes of selected tokens with every forward pass."""
+    counts: list[int] = []
+    state = _state(engine)
+    begin_step, resumed = state.segmented.begin_step, state.passes.resumed
+
+    def began(plan: Any) -> None:
+        if plan.passes is None:
+            counts.append(0)
+        begin_step(plan)
+
+    def made(*args: Any) -> list[Any]:
+        passes = resumed(*args)
+        counts.append(len(passes))
+        return passes
+
+    state.segmented.begin_step, state.passes.resumed = began, made
+    return counts
+
+
+def watch_rows(engine: Any, cutoff: int) -> tuple[list[int], list[int]]:
+    """Rows that the layers below and above `cutoff` run, per step; 0 where they do not run."""
+    rows: tuple[list[int], list[int]] = ([], [])
+    layers = engine.runner.model.model.layers
+    for part, layer in enumerate((layers[0], layers[cutoff])):
+        forward = layer.forward
+
+        def counted(positions, *args, part=part, forward=forward, **kwargs):  # type: ignore[no-untyped-def]
+            if part == 0:
+                rows[0].append(positions.shape[0])
+                rows[1].append(0)
+            else:
+                rows[1][-1] = positions.shape[0]
+            return forward(positions, *args, **kwargs)
+
+        layer.forward = counted
+    return rows
+
+
+def entries_of(engine: Any, request_id: str, layer: int, count: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (G, count, D) in a request's first slots of one layer."""
+    hook = _state(engine).hooks.layers[layer]
+    paged = hook.paged()
+    manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[hook.group]
+    blocks = torch.tensor([block.block_id for block in manager.req_to_blocks[request_id]])
+    slots = torch.arange(count)
+    index = blocks[slots // paged.block_size], slice(None), slots % paged.block_size
+    return paged.keys[index].transpose(0, 1), paged.values[index].transpose(0, 1)
+
+
+# The model.
+
+
+def is_stock(engine: Any) -> bool:
+    """Whether scheduler and model are vLLM's own Llama."""
+    stock_scheduler = type(engine.scheduler).__module__.startswith("vllm.")
+    return stock_scheduler and type(engine.runner.model).__name__ == "LlamaForCausalLM"
+
+
+class Decoders:
+    """The two decoders of a model with a cutoff: what a forward pass runs, and with which plan."""
+
+    def __init__(self, engine: Any) -> None:
+        self._model = engine.runner.model
+        self._config = engine.llm.llm_engine.vllm_config
+        self._cutoff = _state(engine).settings.layout.row_cuts[0]
+
+    def replace_first_segment(self, forward: Callable[..., Any]) -> None:
+        self._model.segments.first.forward = forward
+
+    def begin_without_drops(self, *, is_dummy: bool = False) -> None:
+        """A batch that drops nothing; a dummy is vLLM's own, as it warms up and captures."""
+        from vllm_kvx.models.passes import StepPlan
+
+        self._model.begin_step(StepPlan(is_dummy=is_dummy))
+
+    def begin_middle_chunk(self) -> None:
+        """A batch of which no row goes on above the cutoff."""
+        from vllm_kvx.models.passes import BatchRows, Pass, StepPlan
+
+        self._model.begin_step(StepPlan(iter([Pass(0, self._cutoff, BatchRows())])))
+
+    def run(self, size: int, mode: Any) -> None:
+        """A forward pass of `size` tokens in a CUDA graph mode."""
+        from vllm.forward_context import set_forward_context
+
+        with set_forward_context({}, self._config, num_tokens=size, cudagraph_runtime_mode=mode):
+            self._model(torch.zeros(size, dtype=torch.long), torch.arange(size))
+
+
+# Retrieval.
+
+
+def room_for_scores(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
+    """The scores of so many entries have room in CUDA graphs."""
+    from vllm_kvx.worker.decode import retrieval
+
+    monkeypatch.setattr(retrieval, "capacity_of", lambda *_: entries)
+
+
+def watch_graphs(engine: Any) -> list[tuple[bool, int, int]]:
+    """Grows by each step's: needs Python, entries of the segment that scores most, batches."""
+    from vllm_kvx.ops.retrieval.rows import room_of
+
+    state = _state(engine)
+    needs_python, eager_pass = state.needs_python, state.retrieval.eager_pass
+    seen: list[tuple[bool, int, int]] = []
+    decided: list[bool] = []
+
+    def decides(requests: Any) -> bool:
+        decided.append(needs_python(requests))
+        return decided[-1]
+
+    def runs(step: Any, *args: Any) -> Any:
+        now = eager_pass(step, *args)
+        most = max(len(batches) for batches in now.batches) if now is not None else 0
+        seen.append((decided[-1], int(room_of(step.lens, 1).sum(axis=1).max()), most))
+        return now
+
+    state.needs_python, state.retrieval.eager_pass = decides, runs
+    return seen
+
+
+def count_graph_replays(engine: Any) -> dict[str, int]:
+    """Counts FULL replays (`full`) against all forward passes of real batches (`steps`)."""
+    return _count_graphs(engine, {"full": 0, "steps": 0}, lambda: "full")
+
+
+def count_retrieval_graphs(engine: Any) -> dict[str, int]:
+    """Counts decode steps by what their FULL graph does, and all real steps (`steps`)."""
+    retrieval = _state(engine).retrieval
+    return _count_graphs(
+        engine, {"steps": 0}, lambda: "+".join(mode.value for mode in retrieval.graph)
+    )
+
+
+def _count_graphs(
+    engine: Any, counts: dict[str, int], name_of: Callable[[], str]
+) -> dict[str, int]:
+    manager, state = engine.runner.cudagraph_manager, _state(engine)
+    run, preprocess = manager.run_fullgraph, state.preprocess_state
+
+    def run_fullgraph(desc: Any) -> Any:
+        name = name_of()
+        counts[name] = counts.get(name, 0) + 1
+        return run(desc)
+
+    def preprocess_state(*args: Any) -> None:
+        counts["steps"] += 1
+        preprocess(*args)
+
+    manager.run_fullgraph, state.preprocess_state = run_fullgraph, preprocess_state
+    return counts
+
+
+# Operators.
+
+
+def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores and selects by the kernels' torch references: the engine around them is tested.
+
+    Interpreted, the kernels take a second per prompt; tests/ops compares them, and engine tests
+    without this run them.
+    """
+    from vllm_kvx.ops.prompt import attention_metrics as metrics
+    from vllm_kvx.ops.prompt import move, pool, saliency, select
+    from vllm_kvx.scores import window_attention
+    from vllm_kvx.worker.prefill import centrality, score_and_move
+
+    def window_saliency(*args: Any, key_scale: float = 1.0) -> Tensor:
+        sizes, scale = args[:-3], args[-1]
+        return saliency.window_saliency_reference(*sizes, scale, key_scale)  # type: ignore[call-arg]
+
+    def pool_per_kv_head(*args: Any) -> Tensor:
+        return pool.pool_per_kv_head_reference(*args[:-1])
+
+    def select_kept(scores: Tensor, *args: Any) -> Tensor:
+        return torch.cat(select.select_kept_reference(scores, *args[:4]), dim=1).int()
+
+    def select_moves(scores: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *sizes, offsets, total = args
+        moves = select.select_moves_reference(scores, *sizes)
+        sources = torch.zeros(scores.shape[0], total, dtype=torch.int32)
+        targets, counts = torch.zeros_like(sources), sources.new_zeros(len(scores), len(moves))
+        for f, rows in enumerate(moves):
+            for head, (source, target) in enumerate(rows):
+                columns = slice(int(offsets[f]), int(offsets[f]) + len(source))
+                sources[head, columns], targets[head, columns] = source.int(), target.int()
+                counts[head, f] = len(source)
+        return sources, targets, counts
+
+    def move_entries(
+        paged: Any,
+        tables: Tensor,
+        sources: Tensor,
+        targets: Tensor,
+        counts: Tensor,
+        offsets: Tensor,
+        _: int,
+    ) -> None:
+        moves = [
+            [
+                (sources[head, first : first + n].long(), targets[head, first : first + n].long())
+                for head, n in enumerate(counts[:, f].tolist())
+            ]
+            for f, first in enumerate(offsets[: counts.shape[1]].tolist())
+        ]
+        move.move_entries_reference(paged, tables, moves)
+
+    def window_metrics(
+        queries: Tensor,
+        paged: Any,
+        tables: Tensor,
+        num_keys: Tensor,
+        windows: Tensor,
+        _: int,
+        scale: float,
+        key_scale: float = 1.0,
+    ) -> Tensor:
+        return metrics.window_metrics_reference(
+            queries, paged, tables, num_keys, windows, scale, key_scale
+        )
+
+    kernels = (
+        window_saliency,
+        window_metrics,
+        pool_per_kv_head,
+        select_kept,
+        select_moves,
+        move_entries,
+    )
+    for replacement in kernels:
+        for module in (window_attention, score_and_move, centrality):
+            if hasattr(module, replacement.__name__):
+                monkeypatch.setattr(module, replacement.__name__, replacement)
+
+
+def tile_keys(monkeypatch: pytest.MonkeyPatch, keys: int, splits: int) -> None:
+    """Window kernels take so many keys at once, in so many splits at the least and the most."""
+    from vllm_kvx.ops.prompt import window_tiles
+
+    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": keys, "cuda": keys})
+    monkeypatch.setattr(window_tiles, "_SPLITS", (splits, splits))
+
+
+def tile_window_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A tile of the window kernels has so many rows at most."""
+    from vllm_kvx.ops.prompt import window_tiles
+
+    monkeypatch.setattr(window_tiles, "_MAX_ROWS", rows)
+
+
+def tile_metrics(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """The kernel that measures a row takes so many keys at once."""
+    from vllm_kvx.ops.prompt import attention_metrics
+
+    monkeypatch.setattr(attention_metrics, "_ROW_BLOCK", keys)
+
+
+def tile_pool(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """The kernel that pools takes so many keys at once."""
+    from vllm_kvx.ops.prompt import pool
+
+    monkeypatch.setattr(pool, "_POOL_BLOCK", {"cpu": keys, "cuda": keys})
+
+
+def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[int]:
+    """The measured logits may take so many bytes; grows by requests x heads of each launch."""
+    from vllm_kvx.ops.prompt import attention_metrics
+
+    sizes: list[int] = []
+    launch = attention_metrics._rows_metrics
+
+    def counted(turn: Any, queries: Tensor, *rest: Any) -> None:
+        sizes.append(queries.shape[0] * queries.shape[2])
+        launch(turn, queries, *rest)
+
+    monkeypatch.setattr(attention_metrics, "_rows_metrics", counted)
+    monkeypatch.setattr(attention_metrics, "_SCRATCH_BYTES", num_bytes)
+    return sizes
+
+
+def retention_kernels() -> tuple[Any, ...]:
+    """The Triton kernels that a retaining prompt launches."""
+    from vllm_kvx.ops.prompt import key_norms, move, pool, saliency, select, window_tiles
+
+    return (
+        window_tiles.row_sums_kernel,
+        saliency._window_sums_kernel,
+        key_norms._key_scores_kernel,
+        pool._pool_kernel,
+        select._select_kernel,
+        move._move_kernel,
+    )
+
+
+def find_nvcc() -> str:
+    """The compiler that builds the CUDA operators."""
+    from vllm_kvx.ops import build
+
+    return build._find_nvcc()
+
+
+# Start-up and tools.
+
+
+def ops_problems() -> list[str]:
+    """Why the retrieval operators that were asked for cannot be had."""
+    from vllm_kvx.server import validate
+
+    return validate._ops_problems()
+
+
+def block_size_problems(config: Any, group: int) -> list[str]:
+    """Why blocks cannot be whole groups; a default size is changed so that they are."""
+    from vllm_kvx.server import validate
+
+    return validate._block_size_problems(config, group)
+
+
+def slice_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """The dense decoder runs so many rows at once."""
+    from vllm_kvx.calibration import dense_decoder
+
+    monkeypatch.setattr(dense_decoder, "_SLICE", rows)
