@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from world import inside
 from world.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 
-from vllm_kvx.ops.prompt import key_norms
 from vllm_kvx.ops.prompt.key_norms import key_scores, key_scores_reference
 from vllm_kvx.ops.prompt.select import select_kept
 
@@ -49,7 +49,7 @@ def norms_of(batch: Batch, request: int) -> Tensor:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles per request."""
-    monkeypatch.setattr(key_norms, "_BLOCK_KEYS", {"cpu": 64, "cuda": 64})
+    inside.tile_norms(monkeypatch, keys=64)
 
 
 CASES: list[dict[str, Any]] = [

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from world import inside
 from world.ragged import offsets_of, poisoned_outputs
 
-from vllm_kvx.ops.prompt import pool
 from vllm_kvx.ops.prompt.pool import pool_per_kv_head, pool_per_kv_head_reference
 
 UNUSED = 5
@@ -30,7 +30,7 @@ def pooled_of(scores: Tensor, kv_heads: int, sizes: tuple[Tensor, ...]) -> Tenso
 def test_pooling_matches_reference(
     heads: int, kv_heads: int, block: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_POOL_BLOCK", {"cpu": block, "cuda": block})
+    inside.tile_pool(monkeypatch, keys=block)
     lengths, windows, kernels = [100, 9, 8, 1, 0, 70], [8, 6, 8, 1, 0, 1], [7, 13, 7, 1, 3, 1]
     num_keys, window, kernel = (
         torch.tensor(sizes, dtype=torch.int32, device=device)

@@ -384,6 +384,13 @@ def tile_pool(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     monkeypatch.setattr(pool, "_POOL_BLOCK", {"cpu": keys, "cuda": keys})
 
 
+def tile_norms(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """The kernel that scores by key norms takes so many keys at once."""
+    from vllm_kvx.ops.prompt import key_norms
+
+    monkeypatch.setattr(key_norms, "_BLOCK_KEYS", {"cpu": keys, "cuda": keys})
+
+
 def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[int]:
     """The measured logits may take so many bytes; grows by requests x heads of each launch."""
     from vllm_kvx.ops.prompt import attention_metrics

@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvx.cache.group_size import buckets_of, group_layers
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
+from vllm_kvx.indexes.base import PageShape
 from vllm_kvx.indexes.table import INDEXES
-from vllm_kvx.ops.retrieval.sidecar import PageShape
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.settings import KVSettings
 

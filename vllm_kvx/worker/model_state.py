@@ -348,9 +348,8 @@ class PolicyModelState(DefaultModelState):
             return StepPlan(beside=self.hooks.beside(work, retrieves))
         direct = self.passes.direct(here, step.chunks, rows, counts, retrieves)
         resumed = self.passes.resumed(here, step.chunks, direct)
-        online = step.online
-        found = OnlinePasses(self.passes, online, here, self.stats.add_pivot) if online else None
-        return StepPlan(run_in_turn(direct, resumed, found))
+        online = OnlinePasses(self.passes, step.online, here, self.stats.add_pivot)
+        return StepPlan(run_in_turn(direct, resumed, online()))
 
     def _retrieval_pass(
         self,
@@ -385,7 +384,7 @@ class PolicyModelState(DefaultModelState):
         return {
             "seconds_in_retention": self.memory.timer.seconds,
             "seconds_in_detector": self.memory.detector_timer.seconds,
-            "kv_bytes_moved": self._bytes_moved(),
+            "kv_bytes_moved": self.memory.bytes_moved(self.hooks.layers[0].layer),
             **({"retrieval": self.retrieval.stats()} if self.retrieval is not None else {}),
             "stash_tokens": self.settings.stash_tokens,
             "stash_tokens_used": stash.used_tokens if stash is not None else 0,
@@ -398,9 +397,3 @@ class PolicyModelState(DefaultModelState):
             ),
             "policies": counters_of(self.stats, self.requests, tables),
         }
-
-    def _bytes_moved(self) -> int:
-        """Bytes of keys and values that this rank copied to other slots; waits for the device."""
-        layer = self.hooks.layers[0].layer
-        entry = 2 * layer.impl.head_size * layer.kv_cache_torch_dtype.itemsize
-        return int(self.memory.moved.item()) * int(entry)

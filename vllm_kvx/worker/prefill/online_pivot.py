@@ -24,6 +24,7 @@ from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk, PromptState, pack
 from vllm_kvx.worker.prefill.jobs import PassPrompt
 from vllm_kvx.worker.prefill.passes import PassMaker, StepBatch
+from vllm_kvx.worker.prefill.stash import Stash
 
 OnPivot = Callable[[PromptState, int], None]
 
@@ -61,8 +62,7 @@ class OnlinePasses:
         step: StepBatch,
         on_pivot: OnPivot,
     ) -> None:
-        assert maker.stash is not None
-        self.maker, self.stash, self.step = maker, maker.stash, step
+        self.maker, self.step = maker, step
         self.num_layers, self.on_pivot = maker.num_layers, on_pivot
         self.centrality = maker.memory.centrality
         self._groups: dict[OnlineRule, list[tuple[PromptChunk, np.ndarray]]] = {}
@@ -72,6 +72,11 @@ class OnlinePasses:
             # Read here: on the host the pages may have another owner when the pass runs.
             pages = self.stash.pages(chunk.state.req_id)
             self._groups.setdefault(selection.online, []).append((chunk, pages))
+
+    @property
+    def stash(self) -> Stash:
+        assert self.maker.stash is not None
+        return self.maker.stash
 
     def __call__(self) -> Iterator[Pass]:
         """The passes; the last rows of prompts that are in go to the output."""

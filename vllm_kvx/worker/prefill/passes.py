@@ -284,15 +284,14 @@ class PassMaker:
 def run_in_turn(
     direct: Sequence[tuple[Pass, PassWork | None]],
     resumed: Sequence[Callable[[], Pass]],
-    online: Callable[[], Iterator[Pass]] | None,
+    online: Iterator[Pass],
 ) -> Iterator[Pass]:
     """All passes of a step, in order."""
     for now, _ in direct:
         yield now
     for make in resumed:
         yield make()
-    if online is not None:
-        yield from online()
+    yield from online
 
 
 def lens_to_device(values: np.ndarray, device: torch.device) -> Tensor:

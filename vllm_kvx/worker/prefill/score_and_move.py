@@ -60,6 +60,14 @@ class PromptMemory:
         self.timer, self.detector_timer = PhaseTimer(device), PhaseTimer(device)
         self.device = device
 
+    def bytes_moved(self, layer: Any) -> int:
+        """Bytes of keys and values that this rank copied to other slots; waits for the device.
+
+        layer: vLLM's attention layer, any.
+        """
+        entry = 2 * layer.impl.head_size * layer.kv_cache_torch_dtype.itemsize
+        return int(self.moved.item()) * int(entry)
+
 
 class _Moves(NamedTuple):
     """Arguments of ``move_entries`` after the cache."""
