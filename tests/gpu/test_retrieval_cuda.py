@@ -158,7 +158,7 @@ def bins_of(scores: Tensor) -> Tensor:
 def check_scores(
     case: Case, scores: Scores, reduction: str, pages: bool, tolerance: float = 2e-5
 ) -> None:
-    group = case.sidecar.layout.group
+    group = case.sidecar.shape.group
     written = torch.zeros_like(scores.values, dtype=torch.bool)
     for row, length in enumerate(case.lens.tolist()):
         got, start = scores.row(row), int(scores.offsets[row])
@@ -217,7 +217,7 @@ def run_score(case: Case, scores: Scores, reduction: str, splits: int) -> None:
         scores.offsets,
         scores.values,
         scores.histogram,
-        case.sidecar.layout.group,
+        case.sidecar.shape.group,
         cuda_ops.REDUCTIONS[reduction],
         splits,
     )
