@@ -24,12 +24,14 @@ import vllm
 from benchmarks.compare import git_commit
 from benchmarks.retrieval_others import Operators, references, top_k, xformers_attention
 from benchmarks.saliency import BYTES_PER_US
+from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
-from vllm_kvx.ops.retrieval.sidecar import Sidecar, SidecarLayout, SidecarWriter
+from vllm_kvx.ops.retrieval.sidecar import PageShape
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP = 32, 8, 128, 32, 32
+INDEX = INDEXES["one_bit"]
 # A request's cache is its own up to this much in all.
 MAX_CACHE_BYTES = 24 << 30
 # The references copy all keys out, row by row.
@@ -76,9 +78,9 @@ class Layer:
     """One layer's cache, filled, with its sidecar, for `batch` requests of `length` entries."""
 
     def __init__(self, length: int, batch: int, budget: int) -> None:
-        layout = SidecarLayout(KV_HEADS, BLOCK_SIZE, HEAD_DIM, GROUP, has_codes=True)
+        shape = PageShape(KV_HEADS, BLOCK_SIZE, HEAD_DIM, GROUP)
         page = KV_HEADS * BLOCK_SIZE * 2 * HEAD_DIM * 2
-        stride = page + layout.page_bytes
+        stride = page + INDEX.page_bytes(shape)
         per_request = -(-length // BLOCK_SIZE)
         blocks = min(per_request * batch, max(MAX_CACHE_BYTES // stride, per_request))
         self.shared = blocks < per_request * batch
@@ -93,11 +95,11 @@ class Layer:
         for first in range(0, blocks, 4096):
             cache[first : first + 4096].normal_()
         self.cache = cache
-        self.paged, self.sidecar = PagedKV.of(cache, HEAD_DIM), Sidecar.of(cache, layout)
+        self.paged, self.sidecar = PagedKV.of(cache, HEAD_DIM), INDEX.view(cache, shape)
         order = torch.randperm(blocks, device="cuda").int()
         index = torch.arange(per_request * batch, device="cuda") % blocks
         self.table = order[index].view(batch, per_request).contiguous()
-        self.writer = SidecarWriter([(self.paged, self.sidecar)], [0], [0])
+        self.writer = INDEX.writer([(self.paged, self.sidecar)], [0], [0])
         self.pointers = torch.tensor(
             [self.table.data_ptr()], dtype=torch.int64, device="cuda"
         ).view(torch.uint64)
@@ -120,6 +122,7 @@ class Layer:
 
     def scratch(self, backend: str) -> retrieve.Scratch:
         return retrieve.Scratch.of(
+            INDEX,
             num_heads=HEADS,
             kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
@@ -209,7 +212,9 @@ def case(length: int, batch: int, budget: int, backends: list[str], repeats: int
     before.update(dict.fromkeys(of_others, touch))
     by_row: Operators = {}
     if length * batch <= MAX_TORCH_ENTRIES:
-        by_row = references(layer.query, layer.paged, layer.sidecar, layer.table, length, budget)
+        by_row = references(
+            INDEX, layer.query, layer.paged, layer.sidecar, layer.table, length, budget
+        )
         operators.update(by_row)
     if length == PAGED_LENGTH:
         for page in PAGES:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
+from vllm_kvx.indexes.base import AnyIndex
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.attend import attend_reference
-from vllm_kvx.ops.retrieval.score import score_units_reference
-from vllm_kvx.ops.retrieval.sidecar import Sidecar
 
 Operators = dict[str, Callable[[], Any]]
 _XFORMERS_CACHE_BYTES = 8 << 30
@@ -39,9 +38,10 @@ def top_k(rows: int, length: int, budget: int) -> tuple[Operators, Callable[[], 
 
 
 def references(
+    index: AnyIndex,
     query: torch.Tensor,
     paged: PagedKV,
-    sidecar: Sidecar,
+    sidecar: Any,
     table: torch.Tensor,
     length: int,
     budget: int,
@@ -52,18 +52,18 @@ def references(
         query: (B, H, D). table: (B, blocks) int32.
     """
     batch, kv_heads, scale = query.shape[0], paged.num_heads, query.shape[-1] ** -0.5
-    index = torch.linspace(0, length - 1, budget, device="cuda").long()
+    entries = torch.linspace(0, length - 1, budget, device="cuda").long()
     heads = [PagedKV(paged.keys[:, g : g + 1], paged.values[:, g : g + 1]) for g in range(kv_heads)]
     queries = query.unflatten(1, (kv_heads, -1))
 
     def score() -> None:
         for r in range(batch):
-            score_units_reference(query[r], sidecar, table[r], length, "max", scale)
+            index.score_in_torch(query[r], sidecar, table[r], length, "max", scale)
 
     def attend() -> None:
         for r in range(batch):
             for g, head in enumerate(heads):
-                attend_reference(queries[r, g], head, table[r], index, scale)
+                attend_reference(queries[r, g], head, table[r], entries, scale)
 
     return {"score/torch": score, "attend/torch": attend}
 

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt.saliency import pool_per_kv_head, window_saliency
-from vllm_kvx.ops.prompt.select import move_entries, select_kept, select_moves
+from vllm_kvx.ops.prompt.move import move_entries
+from vllm_kvx.ops.prompt.pool import pool_per_kv_head
+from vllm_kvx.ops.prompt.saliency import window_saliency
+from vllm_kvx.ops.prompt.select import select_kept, select_moves
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 WINDOW, KERNEL, KV_RATE = 8, 7, 0.1

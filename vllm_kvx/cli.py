@@ -1,8 +1,11 @@
 """`vllm-kvx`: the tools around a server, one subcommand each.
 
-vllm-kvx calibrate MODEL --prompts FILE
-vllm-kvx calibrate MODEL --method structkv
-vllm-kvx diagnose MODEL
+vllm-kvx calibrate MODEL --prompts FILE       measures FastKV's TSP layer
+vllm-kvx calibrate MODEL --method structkv    measures StructKV's pivot
+vllm-kvx diagnose MODEL                       draws where a model's attention settles
+
+This module reads the options, for which it needs neither torch nor vLLM; the modules of
+``calibration/`` do the work.
 """
 
 import argparse
@@ -11,17 +14,14 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from vllm_kvx.errors import ToolError
+from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.parameters import PolicyError
 
-# torch and transformers come with vLLM, which is an extra of this package.
-_COME_WITH_VLLM = ("torch", "transformers")
-
 _FASTKV, _STRUCTKV = FastKV(), StructKV()
 _WEIGHTS = (_STRUCTKV.entropy_weight, _STRUCTKV.sparsity_weight, _STRUCTKV.variance_weight)
-# What `calibrate --method` runs, and the options with defaults that only this method has.
+# By `calibrate --method`: the module that does it, and the options that only it has, with defaults.
 _CALIBRATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "fastkv": (
         "tsp_layer",
@@ -34,24 +34,22 @@ _CALIBRATORS: dict[str, tuple[str, dict[str, Any]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's) and return its exit code.
 
-    2 if it cannot be done as asked, with one line on stderr that says what to change.
+    The code is 2 if it cannot be done as asked; one line on stderr then says what to change.
     """
     args = parser().parse_args(argv)
     try:
-        args.run(args)
-    except ModuleNotFoundError as error:
-        if error.name not in _COME_WITH_VLLM:
-            raise
-        return _fail(args, f"{error.name} is missing: pip install 'vllm-kvx[cuda]' or [cpu]")
+        with vllm_needed():
+            args.run(args)
     except (ToolError, PolicyError) as error:
-        return _fail(args, str(error))
+        print(f"vllm-kvx {args.command}: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options; `run` in the result does the work."""
+    """All commands and their options; the parsed `run` is the function that does the work."""
     top = argparse.ArgumentParser(prog="vllm-kvx", description="Tools around a vllm-kvx server.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_calibrate(commands)
@@ -59,13 +57,8 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _fail(args: argparse.Namespace, message: str) -> int:
-    print(f"vllm-kvx {args.command}: error: {message}", file=sys.stderr)
-    return 2
-
-
 def _tool(name: str) -> Any:
-    """A module of this package. Not before arguments are read: importing torch takes seconds."""
+    """A module of ``calibration/``, imported only now: it imports torch, which takes seconds."""
     return import_module(f"vllm_kvx.calibration.{name}")
 
 

@@ -1,5 +1,27 @@
-"""What every tool raises."""
+"""The error that every command-line tool raises where it cannot do what it was asked for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# vLLM is an extra of this package, and the others come with it.
+_COME_WITH_VLLM = ("torch", "transformers", "vllm")
 
 
 class ToolError(Exception):
-    """What a tool was asked for cannot be done; the message is all that the user sees."""
+    """A tool cannot do what it was asked for; the user sees the message and nothing else."""
+
+
+@contextmanager
+def vllm_needed() -> Iterator[None]:
+    """Within, the lack of vLLM or of what comes with it is a ToolError that says what to install.
+
+    So a tool's options can be read, and its help shown, where vLLM is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in _COME_WITH_VLLM:
+            raise
+        raise ToolError(
+            f"{error.name} is missing: pip install 'vllm-kvx[cuda]' or [cpu]"
+        ) from error

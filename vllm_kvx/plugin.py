@@ -19,14 +19,6 @@ OVERRIDE_VARIABLE = "KVX_ALLOW_UNTESTED_VLLM"
 _MARK = "_vllm_kvx_wrapped"
 
 _GROUP_HELP = "KV policies of vllm-kvx: spend less on long prompts."
-_FLAG_HELP = (
-    "KV policy of the server: full (stock vLLM), speed-K, fastkv, structkv, snapkv, streamingllm, "
-    "fier-BUDGET or quest-BUDGET; "
-    "parameters follow a colon and policies compose with '+', for example "
-    "fastkv:tsp_layer=15,kv_rate=0.1 or speed-24+fier-2048. The "
-    'same as --additional-config \'{"kv_policy": "..."}\'. A request may choose another policy '
-    'that fits the server\'s layout: vllm_xargs={"kv_policy": "full"}.'
-)
 
 
 def register() -> None:
@@ -106,12 +98,25 @@ def _policy_name(text: str) -> str:
     return text
 
 
+def _flag_help() -> str:
+    from vllm_kvx.policy.methods.table import METHODS
+
+    methods = ", ".join(method.usage() for method in METHODS.values())
+    return (
+        f"KV policy of the server: full (stock vLLM), {methods}; parameters follow a colon "
+        "and policies compose with '+', for example fastkv:tsp_layer=15,kv_rate=0.1 or "
+        "speed-24+fier-2048. The "
+        'same as --additional-config \'{"kv_policy": "..."}\'. A request may choose another policy '
+        'that fits the server\'s layout: vllm_xargs={"kv_policy": "full"}.'
+    )
+
+
 def _with_flag(original: Callable) -> Callable:
     def add_cli_args(parser: Any) -> Any:
         parser = original(parser)
         group = parser.add_argument_group(title="KVPolicy", description=_GROUP_HELP)
         group.add_argument(
-            "--kv-policy", type=_policy_name, default=None, metavar="POLICY", help=_FLAG_HELP
+            "--kv-policy", type=_policy_name, default=None, metavar="POLICY", help=_flag_help()
         )
         return parser
 

@@ -1,11 +1,16 @@
 """What a server's policy is: read from vLLM's configuration, in any of its processes.
 
-``additional_config`` carries keys of ours, all plain JSON: ``kv_policy`` names the policy of every
-request that does not name one; ``kv_layout`` lists further policies to make room for;
-``kv_stash_tokens`` is how many prompt tokens may wait for their prompt's last chunk to select some;
-``kv_tsp_layer`` is what FastKV's ``tsp_layer=auto`` means for this model, ``kv_pivot`` what
-StructKV's ``pivot=calibrated`` means, both set by the server itself where they are known;
-``kv_debug`` lets scheduler and worker compare their block counts in every step.
+``additional_config`` carries these keys of ours, all plain JSON:
+
+kv_policy: the policy of every request that does not name one. The others need it.
+kv_layout: a list of further policies that the server makes room for.
+kv_stash_tokens: how many prompt tokens the stash holds, which wait there until the last chunk of
+    their prompt selects some (default: --max-model-len plus --max-num-batched-tokens).
+kv_tsp_layer: the layer that FastKV's ``tsp_layer=auto`` stands for with this model.
+kv_pivot: the layer that StructKV's ``pivot=calibrated`` stands for. The server sets both itself
+    where it knows them (``calibration/resolve.py``).
+kv_recall_every: of the steps that retrieve, every n-th measures recall (default 0, none).
+kv_debug: whether scheduler and worker compare their block counts in every step (default false).
 """
 
 import difflib
@@ -27,7 +32,7 @@ LAYOUT_KEY = "kv_layout"
 STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
-# Of methods with a layer that has to be measured.
+# The layers that methods leave to measurement; each has a key.
 MEASUREMENTS: tuple[Measurement, ...] = tuple(
     method.to_measure for method in METHODS.values() if method.to_measure is not None
 )

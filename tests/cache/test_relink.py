@@ -35,7 +35,7 @@ class Blocks:
         if is_lower:
             self.manager = LowerKVCacheManager(LowerAttentionSpec(**sizes), **common)
         else:
-            spec = PolicyAttentionSpec(**sizes, segment=1, start_layer=4)
+            spec = PolicyAttentionSpec(**sizes, stage=1, start_layer=4)
             self.manager = PolicyKVCacheManager(spec, **common)
         self.add("a")
 

@@ -21,7 +21,7 @@ from vllm_kvx.calibration import dense_decoder as dense
 from vllm_kvx.calibration import tsp_layer as calibrate
 from vllm_kvx.calibration.dense_decoder import DenseDecoder
 from vllm_kvx.calibration.prompts import read_prompts, shorten, tokenize
-from vllm_kvx.calibration.records import tsp_layer_of
+from vllm_kvx.calibration.resolve import tsp_layer_of
 from vllm_kvx.calibration.tsp_layer import choose_max_layer, distances
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError

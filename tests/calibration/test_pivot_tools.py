@@ -20,7 +20,7 @@ from world.prompts import VOCAB, prompt_of
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.calibration import pivot
 from vllm_kvx.calibration.prompts import BUILTIN, builtin_prompts
-from vllm_kvx.calibration.records import pivot_of_model
+from vllm_kvx.calibration.resolve import pivot_of_model
 from vllm_kvx.cli import main
 from vllm_kvx.equations.pivot import Metrics
 from vllm_kvx.errors import ToolError

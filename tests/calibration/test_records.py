@@ -14,16 +14,9 @@ from reference.models import build_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from vllm_kvx.calibration import records as calibration
-from vllm_kvx.calibration.records import (
-    cache_root,
-    load,
-    model_dir,
-    model_key,
-    record_path,
-    save,
-    tsp_layer_of,
-)
+from vllm_kvx.calibration.model_key import model_dir, model_key
+from vllm_kvx.calibration.records import RESULTS, cache_root, load, record_path, save
+from vllm_kvx.calibration.resolve import PAPER_TSP_LAYERS, tsp_layer_of
 
 LAYERS = 6
 LLAMA = {
@@ -282,7 +275,8 @@ def test_where_records_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_neither_vllm_nor_torch_is_imported() -> None:
-    code = "import sys, vllm_kvx.calibration.records; print({'vllm', 'torch'} & {*sys.modules})"
+    """By the part that a server uses: it resolves layers in the API process."""
+    code = "import sys, vllm_kvx.calibration.resolve; print({'vllm', 'torch'} & {*sys.modules})"
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}
     )
@@ -291,7 +285,6 @@ def test_neither_vllm_nor_torch_is_imported() -> None:
 
 def test_the_table_names_what_calibration_finds() -> None:
     assert all(
-        paper.tsp_layer < paper.shape["num_hidden_layers"] // 2
-        for paper in calibration.PAPER_TSP_LAYERS
+        paper.tsp_layer < paper.shape["num_hidden_layers"] // 2 for paper in PAPER_TSP_LAYERS
     )
-    assert calibration.RESULTS["fastkv"] == "tsp_layer"
+    assert RESULTS == {"fastkv": "tsp_layer", "structkv": "pivot"}

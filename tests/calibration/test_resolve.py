@@ -12,7 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from world.models import LOOKUP
 
-from vllm_kvx.calibration.records import model_key, record_path
+from vllm_kvx.calibration.model_key import model_key
+from vllm_kvx.calibration.records import record_path
 from vllm_kvx.calibration.resolve import find_measured
 from vllm_kvx.cli import main
 from vllm_kvx.policy.spec import PolicyError

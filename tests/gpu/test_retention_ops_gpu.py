@@ -10,15 +10,11 @@ from world import inside
 from world.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt.saliency import (
-    pool_per_kv_head,
-    pool_per_kv_head_reference,
-    window_saliency,
-    window_saliency_reference,
-)
+from vllm_kvx.ops.prompt.key_norms import key_scores, key_scores_reference
+from vllm_kvx.ops.prompt.move import move_entries, move_entries_reference
+from vllm_kvx.ops.prompt.pool import pool_per_kv_head, pool_per_kv_head_reference
+from vllm_kvx.ops.prompt.saliency import window_saliency, window_saliency_reference
 from vllm_kvx.ops.prompt.select import (
-    move_entries,
-    move_entries_reference,
     select_kept,
     select_kept_reference,
     select_moves,
@@ -118,6 +114,29 @@ def check_selection(batch: Batch, scores: Tensor, caps: Tensor) -> None:
         assert torch.equal(ours.contiguous().view(raw), theirs.contiguous().view(raw))
 
 
+@pytest.mark.parametrize("head_dim", [128, 80])
+@pytest.mark.parametrize(
+    ("layout", "cache_dtype"),
+    [("nhd", torch.bfloat16), ("hnd", torch.float32), ("nhd", torch.float8_e4m3fn)],
+    ids=["nhd", "hnd", "fp8"],
+)
+def test_key_norms(layout: str, cache_dtype: torch.dtype, head_dim: int) -> None:
+    shape = LLAMA | dict(head_dim=head_dim, layout=layout, cache_dtype=cache_dtype)
+    lengths = [*LENGTHS, 0]
+    batch = make_batch(5, lengths, [WINDOW] * 3 + [0], device="cuda", **shape)
+    sizes = (batch.block_tables, batch.num_keys, batch.offsets)
+    with poisoned_outputs():
+        scores = key_scores(batch.paged, *sizes, batch.max_num_keys, batch.total_keys + 3)
+    assert scores[:, batch.total_keys :].isnan().all(), "wrote past the batch"
+    scores = scores[:, : batch.total_keys]
+    # The norms' squares are added in another order: an ulp of the norm is one of the score.
+    expected = key_scores_reference(batch.paged, *sizes)
+    ulps = scores.view(torch.int32) - expected.view(torch.int32)
+    assert ulps.abs().max() <= 16
+    caps = torch.tensor([13_107, 500, 8, 0], dtype=torch.int32, device="cuda")
+    check_selection(batch, scores, caps)
+
+
 @pytest.mark.parametrize("levels", [1, 3, 1000])
 def test_long_plateaus(levels: int) -> None:
     batch = make_batch(1, LENGTHS, [WINDOW, 1, 16], device="cuda", **LLAMA)
@@ -150,7 +169,7 @@ def test_batched_is_alone_bit_for_bit() -> None:
 
 
 def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], None]) -> None:
-    """All four operators of a step, for batches of every size, after the first batch."""
+    """All operators of a step, for batches of every size, after the first batch."""
     kernels = inside.retention_kernels()
     compiled = []
     for lengths in ([4096], [1000, 17, 33], [16] * 16, [131_072]):
@@ -158,16 +177,17 @@ def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], N
         caps = torch.maximum(batch.num_keys // 10, batch.windows)
         out_offsets = offsets_of(torch.minimum(batch.num_keys, caps))
         total, max_moves, max_num_keys = int(out_offsets[-1]), int(caps.max()), max(lengths)
-        pool = torch.full_like(batch.num_keys, 7)
+        widths = torch.full_like(batch.num_keys, 7)
         sizes = (batch.num_keys, batch.windows)
         # A view of a larger buffer, whose start is aligned to nothing.
         tables = torch.cat([batch.block_tables[:, :1], batch.block_tables], dim=1)[:, 1:]
         no_waiting(bool(compiled))
+        key_scores(batch.paged, tables, sizes[0], batch.offsets, max_num_keys, sum(lengths))
         scores = window_saliency(
             batch.queries, batch.paged, tables, *sizes, batch.offsets,
             max_num_keys, sum(lengths), 0.1,
         )  # fmt: skip
-        scores = pool_per_kv_head(scores, 8, *sizes, batch.offsets, pool, max_num_keys)
+        scores = pool_per_kv_head(scores, 8, *sizes, batch.offsets, widths, max_num_keys)
         moves = select_moves(scores, *sizes, caps, batch.offsets, out_offsets, total)
         move_entries(batch.paged, tables, *moves, out_offsets, max_moves)
         no_waiting(False)

@@ -11,12 +11,12 @@ from torch import Tensor
 from world.ragged import NO_BLOCK
 
 from vllm_kvx.equations.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
+from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.ops.retrieval.attend import attend
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
-from vllm_kvx.ops.retrieval.score import score_units
-from vllm_kvx.ops.retrieval.sidecar import Sidecar, SidecarLayout
+from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar
 from vllm_kvx.ops.retrieval.topk import top_units
 
 pytestmark = pytest.mark.skipif(not cuda_ops.available(), reason=cuda_ops.why_not())
@@ -73,17 +73,18 @@ def make_case(
     cache_dtype = cache_dtype or dtype
     blocks = [-(-n // block_size) for n in lens]
     total, rows = sum(blocks) + 3, len(lens)
-    layout = SidecarLayout(kv_heads, block_size, head_dim, group, has_codes)
+    kept = INDEXES["one_bit" if has_codes else "page_bounds"]
+    layout = PageShape(kv_heads, block_size, head_dim, group)
     page = kv_heads * block_size * 2 * head_dim
     itemsize = cache_dtype.itemsize
-    stride = page + layout.page_bytes // itemsize
+    stride = page + kept.page_bytes(layout) // itemsize
     memory = torch.full((total, stride * itemsize), 255, dtype=torch.uint8, device="cuda")
     strides = (block_size * 2 * head_dim, 2 * head_dim)
     head_stride, slot_stride = (2 * head_dim, kv_heads * 2 * head_dim) if nhd else strides
     cache = memory.view(cache_dtype).as_strided(
         (total, kv_heads, block_size, 2 * head_dim), (stride, head_stride, slot_stride, 1)
     )
-    paged, sidecar = PagedKV.of(cache, head_dim), Sidecar.of(cache, layout)
+    paged, sidecar = PagedKV.of(cache, head_dim), kept.view(cache, layout)
 
     order = torch.randperm(total).tolist()
     table = torch.full((rows + 1, max([*blocks, 1]) + 2), NO_BLOCK, dtype=torch.int32)
@@ -502,7 +503,7 @@ def test_triton(head_dim: int, share: int, pages: bool, reduction: str) -> None:
     columns = rows_of(case.lens, budgets, scores, case)
     stats = torch.full((rows * heads * splits * 2,), float("nan"), device="cuda")
     what = (case.sidecar, case.block_table, columns)
-    score_units(
+    INDEXES["page_bounds" if pages else "one_bit"].score_in_triton(
         case.q, *what, scores.values, stats, reduction=reduction, scale=scale, splits=splits
     )
     for row, length in enumerate(LENGTHS):

@@ -21,6 +21,8 @@ from vllm_kvx.equations.retrieval import (
     select_units,
     token_scores,
 )
+from vllm_kvx.indexes.base import AnyIndex
+from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.attend import attend, attend_reference
 from vllm_kvx.ops.retrieval.backends import (
@@ -32,20 +34,14 @@ from vllm_kvx.ops.retrieval.backends import (
 )
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve, splits_of
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, offsets_of, pack, room_of
-from vllm_kvx.ops.retrieval.score import score_units, score_units_reference
-from vllm_kvx.ops.retrieval.sidecar import (
-    Sidecar,
-    SidecarLayout,
-    SidecarWriter,
-    channel_bits,
-    write_groups_reference,
-)
+from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar, channel_bits
 from vllm_kvx.ops.retrieval.topk import same_selection, top_units, top_units_reference
 from vllm_kvx.policy.axes import REDUCTIONS
 from vllm_kvx.policy.methods.fier import FIER
 from vllm_kvx.policy.parameters import MAX_DIGITS
 
 SCALE = 0.2
+ONE_BIT, PAGE_BOUNDS = INDEXES["one_bit"], INDEXES["page_bounds"]
 UNWRITTEN = -7
 
 
@@ -99,10 +95,12 @@ class Shape:
         return 1 if self.has_codes else self.group
 
     @property
-    def sidecar(self) -> SidecarLayout:
-        return SidecarLayout(
-            self.kv_heads, self.block_size, self.head_dim, self.group, self.has_codes
-        )
+    def index(self) -> AnyIndex:
+        return ONE_BIT if self.has_codes else PAGE_BOUNDS
+
+    @property
+    def page(self) -> PageShape:
+        return PageShape(self.kv_heads, self.block_size, self.head_dim, self.group)
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class Layer:
         counts = [-(-length // size) for length in shape.lengths]
         num_blocks = sum(counts) + 2
         page = heads * size * width * dtype.itemsize
-        stride = page + shape.sidecar.page_bytes + shape.spare
+        stride = page + shape.index.page_bytes(shape.page) + shape.spare
         # In every type all ones is NaN.
         raw = torch.full((num_blocks * stride,), 255, dtype=torch.uint8, device=device)
         row = width * dtype.itemsize
@@ -148,7 +146,7 @@ class Layer:
                 data = torch.randn(length, heads, shape.head_dim, generator=rng, device=device)
                 kind = torch.uint8 if dtype.itemsize == 1 else dtype
                 cache.view(kind)[block, :, entry] = data.to(dtype).view(kind)
-        return cls(shape, raw, paged, Sidecar.of(kv_cache, shape.sidecar), tables)
+        return cls(shape, raw, paged, shape.index.view(kv_cache, shape.page), tables)
 
     def keys(self, request: int, length: int) -> Tensor:
         """(G, length, D) float32."""
@@ -160,7 +158,7 @@ class Layer:
     def fill(self) -> "Layer":
         """Quantises every full group, by the reference."""
         for f, length in enumerate(self.shape.lengths):
-            write_groups_reference(
+            self.shape.index.write_in_torch(
                 self.paged, self.sidecar, self.tables[f], 0, length // self.shape.group
             )
         return self
@@ -232,8 +230,10 @@ class TestSidecar:
             # All but the first group of the first request.
             begin, end = min(1, length // shape.group) * (f == 0), length // shape.group
             jobs += [(0, f, group) for group in range(begin, end)]
-            write_groups_reference(expected.paged, expected.sidecar, layer.tables[f], begin, end)
-        writer = SidecarWriter([(layer.paged, layer.sidecar)], [0], [0])
+            shape.index.write_in_torch(
+                expected.paged, expected.sidecar, layer.tables[f], begin, end
+            )
+        writer = shape.index.writer([(layer.paged, layer.sidecar)], [0], [0])
         writer.write(jobs_of(jobs, device), *pointers([layer.tables]))
         assert torch.equal(layer.raw, expected.raw)
         layer.fill()
@@ -257,14 +257,14 @@ class TestSidecar:
         layers = [Layer.of(shape, seed, device) for seed in seeds]
         tables = [layers[i].tables for i in (0, 1, 2)]
         jobs = [(0, 0, 0), (0, 0, 2), (1, 1, 1), (0, 1, 1), (1, 0, 0)]
-        writer = SidecarWriter([(x.paged, x.sidecar) for x in layers], groups, segments)
+        writer = shape.index.writer([(x.paged, x.sidecar) for x in layers], groups, segments)
 
         def expect(index: int) -> Tensor:
             layer = Layer.of(shape, seeds[index], device)
             for segment, request, group in jobs:
                 if segment == segments[index]:
                     table = layer.tables[request]
-                    write_groups_reference(layer.paged, layer.sidecar, table, group, group + 1)
+                    shape.index.write_in_torch(layer.paged, layer.sidecar, table, group, group + 1)
             return layer.raw
 
         untouched = [layer.raw.clone() for layer in layers]
@@ -287,9 +287,9 @@ class TestSidecar:
             rows[2][0], rows[2][1:] = 3e38, -1e38
             rows[3][:] = 1e-6
             rows[4][:-1], rows[4][-1] = 1.0, 1.0078125
-        writer = SidecarWriter([(layer.paged, layer.sidecar)], [0], [0])
+        writer = shape.index.writer([(layer.paged, layer.sidecar)], [0], [0])
         writer.write(jobs_of([(0, 0, g) for g in range(5)], device), *pointers([layer.tables]))
-        write_groups_reference(expected.paged, expected.sidecar, expected.tables[0], 0, 5)
+        shape.index.write_in_torch(expected.paged, expected.sidecar, expected.tables[0], 0, 5)
         assert torch.equal(layer.raw, expected.raw)
         signs, scales, zeros = layer.sidecar.dense(layer.tables[0], 5)
         assert signs is not None and scales.isfinite().all() and zeros.isfinite().all()
@@ -301,28 +301,26 @@ class TestSidecar:
 
     def test_bytes(self) -> None:
         """An eighth of the keys' bytes at 16 bits, in groups of 32."""
-        layout = SidecarLayout(8, 32, 128, 32, has_codes=True)
-        assert layout.page_bytes * 8 == 8 * 32 * 128 * 2
-        bounds = SidecarLayout(8, 32, 128, 16, has_codes=False)
-        assert bounds.page_bytes == 8 * 2 * 2 * 128 * 2
+        assert ONE_BIT.page_bytes(PageShape(8, 32, 128, 32)) * 8 == 8 * 32 * 128 * 2
+        assert PAGE_BOUNDS.page_bytes(PageShape(8, 32, 128, 16)) == 8 * 2 * 2 * 128 * 2
 
     def test_layouts_that_cannot_be(self) -> None:
         with pytest.raises(ValueError, match=r"do not divide.*--block-size to a multiple of 64"):
-            SidecarLayout(2, 32, 64, 64, has_codes=True)
+            PageShape(2, 32, 64, 64)
         with pytest.raises(ValueError, match="multiple of 32, this model has 80"):
-            SidecarLayout(2, 32, 80, 32, has_codes=True)
-        SidecarLayout(2, 32, 80, 16, has_codes=False)
+            ONE_BIT.page_bytes(PageShape(2, 32, 80, 32))
+        PAGE_BOUNDS.page_bytes(PageShape(2, 32, 80, 16))
 
     def test_pages_without_room(self) -> None:
-        layout = SidecarLayout(2, 32, 32, 32, has_codes=True)
-        with pytest.raises(ValueError, match=f"no room for {layout.page_bytes} more"):
-            Sidecar.of(torch.zeros(3, 2, 32, 64), layout)
+        page = PageShape(2, 32, 32, 32)
+        with pytest.raises(ValueError, match=f"no room for {ONE_BIT.page_bytes(page)} more"):
+            ONE_BIT.view(torch.zeros(3, 2, 32, 64), page)
 
     def test_layers_must_be_alike(self) -> None:
         shape = Shape((32,), heads=2, kv_heads=2, head_dim=32)
         layers = [Layer.of(s, 0, "cpu") for s in (shape, replace(shape, spare=32))]
         with pytest.raises(ValueError, match="layers differ"):
-            SidecarWriter([(x.paged, x.sidecar) for x in layers], [0, 0], [0, 0])
+            shape.index.writer([(x.paged, x.sidecar) for x in layers], [0, 0], [0, 0])
 
 
 @dataclass(frozen=True)
@@ -397,7 +395,7 @@ class TestScores:
         splits = 1 + SHAPES.index(shape) % 3 * 2
         scores = torch.full((shape.kv_heads, host.capacity + 4), float("nan"), device=device)
         stats = torch.full((count, shape.heads, splits, 2), float("nan"), device=device)
-        score_units(
+        shape.index.score_in_triton(
             query,
             layer.sidecar,
             layer.tables,
@@ -421,7 +419,7 @@ class TestScores:
             near = dict(rtol=1e-4, atol=1e-6 if reduction == "softmax" else 1e-3)
             torch.testing.assert_close(ours, expected, **near)
             if length > shape.group:
-                reference = score_units_reference(
+                reference = shape.index.score_in_torch(
                     q, layer.sidecar, layer.tables[request], length, reduction, SCALE
                 )
                 torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-5)
@@ -438,7 +436,7 @@ class TestScores:
         query = layer.query(1) * 30
         scores = torch.full((1, 164), float("nan"), device=device)
         stats = torch.full((1, 2, 9, 2), float("nan"), device=device)
-        score_units(
+        shape.index.score_in_triton(
             query,
             layer.sidecar,
             layer.tables,
@@ -449,7 +447,7 @@ class TestScores:
             scale=1.0,
             splits=9,
         )
-        expected = score_units_reference(
+        expected = shape.index.score_in_torch(
             query[0], layer.sidecar, layer.tables[0], 161, "softmax", 1.0
         )
         assert expected[:, :160].sum().item() == pytest.approx(2.0, rel=1e-4)
@@ -655,6 +653,7 @@ class TestRetrieve:
         found: list[dict[str, Any]] = []
         for backend in ("triton", "torch"):
             scratch = Scratch.of(
+                shape.index,
                 num_heads=shape.heads,
                 kv_heads=shape.kv_heads,
                 head_dim=shape.head_dim,

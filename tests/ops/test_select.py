@@ -8,9 +8,8 @@ from torch import Tensor
 from world.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.prompt.move import move_entries, move_entries_reference
 from vllm_kvx.ops.prompt.select import (
-    move_entries,
-    move_entries_reference,
     select_kept,
     select_kept_reference,
     select_moves,

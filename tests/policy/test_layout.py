@@ -231,13 +231,13 @@ def test_choose_group_size_keeps_its_rule() -> None:
         for cutoff in range(1, num_layers):
             segments = (cutoff, num_layers - cutoff)
             choice = choose_group_size(segments)
-            held = [n * choice.size for n in choice.groups_per_segment]
+            held = [n * choice.size for n in choice.groups_per_stage]
             assert all(h >= s > h - choice.size for h, s in zip(held, segments, strict=True))
             assert choice.padding_layers == sum(held) - num_layers
-            assert choice.first_segment_padding == held[0] - cutoff
-            assert choice.first_segment_padding <= 0.05 * cutoff
+            assert choice.first_stage_padding == held[0] - cutoff
+            assert choice.first_stage_padding <= 0.05 * cutoff
             # More than 8 groups only where 8 cannot be had, and then nothing is wasted.
-            assert sum(choice.groups_per_segment) <= 8 or choice.padding_layers == 0
+            assert sum(choice.groups_per_stage) <= 8 or choice.padding_layers == 0
 
 
 @pytest.mark.parametrize("segments", [(), (0,), (24, 0), (-1, 4)])

@@ -262,10 +262,10 @@ def test_the_stash_must_hold_the_longest_prompt(make_config) -> None:
 
 
 def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> None:
-    from vllm_kvx.calibration import records as calibration
+    from vllm_kvx.calibration import resolve
     from vllm_kvx.settings import KVSettings
 
-    monkeypatch.setattr(calibration, "tsp_layer_of", lambda *_: (5, "measured"))
+    monkeypatch.setattr(resolve, "tsp_layer_of", lambda *_: (5, "measured"))
     config = make_config("fastkv", dtype="float32")
     assert config.additional_config == {"kv_policy": "fastkv", "kv_tsp_layer": 5}
     settings = KVSettings.from_vllm_config(config)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvx.worker.decode.retrieval import MAX_SCORE_BYTES, SCORE_SHARE, capacity_of
+from vllm_kvx.worker.decode.room import MAX_SCORE_BYTES, SCORE_SHARE, capacity_of
 
 
 @pytest.mark.parametrize("unit", [1, 16])

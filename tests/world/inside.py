@@ -87,48 +87,54 @@ def _state(engine: Any) -> Any:
     return engine.runner.model_state
 
 
-def _hooks(engine: Any) -> Any:
-    """What scores, selects and moves after each layer."""
-    return _state(engine).segmented.taps
+def _centrality(engine: Any) -> Any:
+    """Scores summed over layers, of prompts that are coming in."""
+    return _state(engine).memory.centrality
 
 
 def assert_worker_forgot(engine: Any, windows: int) -> None:
     """No prompt, slot of a window (of `windows`) or stashed token is held by the worker."""
     state = getattr(engine.runner, "model_state", None)
-    if hasattr(state, "_prompts"):
-        assert not state._prompts and not state._req_index
-        assert len(state._free_slots) == windows
+    if hasattr(state, "requests"):
+        assert not state.requests.prompts and not state.requests.index
+        assert len(state.requests.free_windows) == windows
         assert state.stash is None or state.stash.used_tokens == 0
 
 
 def assert_no_prompt(engine: Any) -> None:
     """The worker of a server with a stash holds no prompt and no stashed token."""
     state = _state(engine)
-    assert not state._prompts and state.stash.used_tokens == 0
+    assert not state.requests.prompts and state.stash.used_tokens == 0
 
 
 def assert_no_centrality(engine: Any) -> None:
     """No prompt's centrality, and no prompt's ranked blocks, are left."""
-    hooks = _hooks(engine)
-    assert not hooks._centrality and not hooks._blocks
+    centrality = _centrality(engine)
+    assert not centrality._sums and not centrality._blocks and not centrality.metrics
 
 
 def limit_pass(engine: Any, tokens: int) -> None:
     """Passes of selected tokens run so many at most."""
-    _state(engine)._passes.max_tokens = tokens
+    _state(engine).passes.max_tokens = tokens
 
 
 def watch_passes(engine: Any) -> list[int]:
     """Grows by the number of passes of selected tokens with every forward pass."""
     counts: list[int] = []
-    model = _state(engine).segmented
-    begin_step = model.begin_step
+    state = _state(engine)
+    begin_step, resumed = state.segmented.begin_step, state.passes.resumed
 
-    def watched(plan: Any) -> None:
-        counts.append(len(plan.selected))
+    def began(plan: Any) -> None:
+        if plan.passes is None:
+            counts.append(0)
         begin_step(plan)
 
-    model.begin_step = watched
+    def made(*args: Any) -> list[Any]:
+        passes = resumed(*args)
+        counts.append(len(passes))
+        return passes
+
+    state.segmented.begin_step, state.passes.resumed = began, made
     return counts
 
 
@@ -153,10 +159,9 @@ def watch_rows(engine: Any, cutoff: int) -> tuple[list[int], list[int]]:
 
 def entries_of(engine: Any, request_id: str, layer: int, count: int) -> tuple[Tensor, Tensor]:
     """Keys and values (G, count, D) in a request's first slots of one layer."""
-    hooks = _hooks(engine)
-    tap = hooks.layers[layer]
-    paged = hooks.paged(tap.layer, tap.layer.kv_cache)
-    manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[tap.group]
+    hook = _state(engine).hooks.layers[layer]
+    paged = hook.paged()
+    manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[hook.group]
     blocks = torch.tensor([block.block_id for block in manager.req_to_blocks[request_id]])
     slots = torch.arange(count)
     index = blocks[slots // paged.block_size], slice(None), slots % paged.block_size
@@ -178,22 +183,22 @@ class Decoders:
     def __init__(self, engine: Any) -> None:
         self._model = engine.runner.model
         self._config = engine.llm.llm_engine.vllm_config
+        self._cutoff = _state(engine).settings.layout.row_cuts[0]
 
     def replace_first_segment(self, forward: Callable[..., Any]) -> None:
-        self._model.segments[0].forward = forward
+        self._model.segments.first.forward = forward
 
     def begin_without_drops(self, *, is_dummy: bool = False) -> None:
         """A batch that drops nothing; a dummy is vLLM's own, as it warms up and captures."""
-        from vllm_kvx.models.decoder import StepPlan
+        from vllm_kvx.models.passes import StepPlan
 
-        self._model.begin_step(StepPlan([None, None], is_dummy=is_dummy))
+        self._model.begin_step(StepPlan(is_dummy=is_dummy))
 
     def begin_middle_chunk(self) -> None:
         """A batch of which no row goes on above the cutoff."""
-        from vllm_kvx.models.decoder import StepPlan, StepRows
+        from vllm_kvx.models.passes import BatchRows, Pass, StepPlan
 
-        none = torch.zeros(0, dtype=torch.long)
-        self._model.begin_step(StepPlan([None, StepRows(none, none, none, {})]))
+        self._model.begin_step(StepPlan(iter([Pass(0, self._cutoff, BatchRows())])))
 
     def run(self, size: int, mode: Any) -> None:
         """A forward pass of `size` tokens in a CUDA graph mode."""
@@ -278,15 +283,16 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     without this run them.
     """
     from vllm_kvx.ops.prompt import attention_metrics as metrics
-    from vllm_kvx.ops.prompt import saliency, select
-    from vllm_kvx.worker import layer_hooks as taps
+    from vllm_kvx.ops.prompt import move, pool, saliency, select
+    from vllm_kvx.scores import window_attention
+    from vllm_kvx.worker.prefill import centrality, score_and_move
 
     def window_saliency(*args: Any, key_scale: float = 1.0) -> Tensor:
         sizes, scale = args[:-3], args[-1]
         return saliency.window_saliency_reference(*sizes, scale, key_scale)  # type: ignore[call-arg]
 
     def pool_per_kv_head(*args: Any) -> Tensor:
-        return saliency.pool_per_kv_head_reference(*args[:-1])
+        return pool.pool_per_kv_head_reference(*args[:-1])
 
     def select_kept(scores: Tensor, *args: Any) -> Tensor:
         return torch.cat(select.select_kept_reference(scores, *args[:4]), dim=1).int()
@@ -319,7 +325,7 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
             ]
             for f, first in enumerate(offsets[: counts.shape[1]].tolist())
         ]
-        select.move_entries_reference(paged, tables, moves)
+        move.move_entries_reference(paged, tables, moves)
 
     def window_metrics(
         queries: Tensor,
@@ -344,22 +350,24 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         move_entries,
     )
     for replacement in kernels:
-        monkeypatch.setattr(taps, replacement.__name__, replacement)
+        for module in (window_attention, score_and_move, centrality):
+            if hasattr(module, replacement.__name__):
+                monkeypatch.setattr(module, replacement.__name__, replacement)
 
 
 def tile_keys(monkeypatch: pytest.MonkeyPatch, keys: int, splits: int) -> None:
     """Window kernels take so many keys at once, in so many splits at the least and the most."""
-    from vllm_kvx.ops.prompt import saliency
+    from vllm_kvx.ops.prompt import window_tiles
 
-    monkeypatch.setattr(saliency, "_BLOCK_KEYS", {"cpu": keys, "cuda": keys})
-    monkeypatch.setattr(saliency, "_SPLITS", (splits, splits))
+    monkeypatch.setattr(window_tiles, "_BLOCK_KEYS", {"cpu": keys, "cuda": keys})
+    monkeypatch.setattr(window_tiles, "_SPLITS", (splits, splits))
 
 
 def tile_window_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """A tile of the window kernels has so many rows at most."""
-    from vllm_kvx.ops.prompt import saliency
+    from vllm_kvx.ops.prompt import window_tiles
 
-    monkeypatch.setattr(saliency, "_MAX_ROWS", rows)
+    monkeypatch.setattr(window_tiles, "_MAX_ROWS", rows)
 
 
 def tile_metrics(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
@@ -371,9 +379,16 @@ def tile_metrics(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
 
 def tile_pool(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     """The kernel that pools takes so many keys at once."""
-    from vllm_kvx.ops.prompt import saliency
+    from vllm_kvx.ops.prompt import pool
 
-    monkeypatch.setattr(saliency, "_POOL_BLOCK", {"cpu": keys, "cuda": keys})
+    monkeypatch.setattr(pool, "_POOL_BLOCK", {"cpu": keys, "cuda": keys})
+
+
+def tile_norms(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """The kernel that scores by key norms takes so many keys at once."""
+    from vllm_kvx.ops.prompt import key_norms
+
+    monkeypatch.setattr(key_norms, "_BLOCK_KEYS", {"cpu": keys, "cuda": keys})
 
 
 def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[int]:
@@ -383,9 +398,9 @@ def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> li
     sizes: list[int] = []
     launch = attention_metrics._rows_metrics
 
-    def counted(queries: Tensor, *rest: Any) -> None:
+    def counted(turn: Any, queries: Tensor, *rest: Any) -> None:
         sizes.append(queries.shape[0] * queries.shape[2])
-        launch(queries, *rest)
+        launch(turn, queries, *rest)
 
     monkeypatch.setattr(attention_metrics, "_rows_metrics", counted)
     monkeypatch.setattr(attention_metrics, "_SCRATCH_BYTES", num_bytes)
@@ -394,14 +409,15 @@ def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> li
 
 def retention_kernels() -> tuple[Any, ...]:
     """The Triton kernels that a retaining prompt launches."""
-    from vllm_kvx.ops.prompt import saliency, select
+    from vllm_kvx.ops.prompt import key_norms, move, pool, saliency, select, window_tiles
 
     return (
-        saliency._row_sums_kernel,
+        window_tiles.row_sums_kernel,
         saliency._window_sums_kernel,
-        saliency._pool_kernel,
+        key_norms._key_scores_kernel,
+        pool._pool_kernel,
         select._select_kernel,
-        select._move_kernel,
+        move._move_kernel,
     )
 
 

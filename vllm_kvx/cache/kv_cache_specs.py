@@ -1,6 +1,6 @@
 """KV cache specs of layers whose stored entries follow a policy.
 
-The layers of the first segment stay full attention, with vLLM's prefix cache. Every later segment
+The layers of the first stage stay full attention, with vLLM's prefix cache. Every later stage
 gets groups of its own. Both have managers that allocate blocks by *stored* entries. Registered
 with vLLM when this module is imported, which unpickling a spec does in every process that needs it.
 """
@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvx.cache.group_size import buckets_of, group_layers
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
-from vllm_kvx.ops.retrieval.sidecar import SidecarLayout
+from vllm_kvx.indexes.base import PageShape
+from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.settings import KVSettings
 
@@ -27,7 +28,7 @@ logger = init_logger("vllm.kvx.cache")
 
 @dataclass(frozen=True, kw_only=True)
 class LowerAttentionSpec(FullAttentionSpec):
-    """Full attention in the first segment, whose entries may go when a prompt is in.
+    """Full attention in the first stage, whose entries may go when a prompt is in.
 
     bucket: splits the layers so that groups come out in the chosen size, where vLLM's own choice
         of group size would pad more than needed.
@@ -42,18 +43,18 @@ class LowerAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyAttentionSpec(AttentionSpec):
-    """KV of one layer of a segment whose entries follow the request's policy.
+    """KV of one layer of a stage whose entries follow the request's policy.
 
-    Not a ``FullAttentionSpec``: vLLM would merge such layers with the lower segment's.
+    Not a ``FullAttentionSpec``: vLLM would merge such layers with the lower stage's.
 
     Attributes:
-        segment: index of the segment, 1 or higher.
-        start_layer: the segment's first layer.
+        stage: index of the KV stage, 1 or higher.
+        start_layer: the stage's first layer.
         bucket: as in ``LowerAttentionSpec``.
     """
 
     dcp_sharded: bool = False
-    segment: int
+    stage: int
     start_layer: int
     bucket: int = 0
 
@@ -68,7 +69,7 @@ class PolicyAttentionSpec(AttentionSpec):
 
 
 def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) -> None:
-    """Gives every layer the KV cache spec of its segment.
+    """Gives every layer the KV cache spec of its stage.
 
     Args:
         attention: the model's attention layers, in order.
@@ -78,30 +79,27 @@ def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) 
     buckets = buckets_of(sizes)
     choice = group_layers(sizes)
     logger.info(
-        "KV policy %s: segments of %s layers in %s KV groups of %d layers, %d padding layers",
+        "KV policy %s: stages of %s layers in %s KV groups of %d layers, %d padding layers",
         settings.policy,
         " + ".join(map(str, sizes)),
-        " + ".join(map(str, choice.groups_per_segment)),
+        " + ".join(map(str, choice.groups_per_stage)),
         choice.size,
         choice.padding_layers,
     )
-    for segment, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        num_buckets = 1 if buckets is None else buckets[segment]
+    for stage, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        num_buckets = 1 if buckets is None else buckets[stage]
         for offset, layer in enumerate(attention[start : start + size]):
             sidecar = settings.layout.sidecar
-            _override_spec(layer, segment, start, offset % num_buckets, sidecar)
+            _override_spec(layer, stage, start, offset % num_buckets, sidecar)
 
 
-def sidecar_layout(spec: AttentionSpec, sidecar: RetrievalLayout) -> SidecarLayout:
-    """The shape of what a page of `spec` holds beside its entries."""
-    has_codes = sidecar.index == "one_bit"
-    return SidecarLayout(
-        spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group, has_codes
-    )
+def page_shape(spec: AttentionSpec, sidecar: RetrievalLayout) -> PageShape:
+    """What the sidecar of a page of `spec` has to cover."""
+    return PageShape(spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group)
 
 
 def _override_spec(
-    layer: Attention, segment: int, start: int, bucket: int, sidecar: RetrievalLayout | None
+    layer: Attention, stage: int, start: int, bucket: int, sidecar: RetrievalLayout | None
 ) -> None:
     stock = layer.get_kv_cache_spec
 
@@ -109,14 +107,14 @@ def _override_spec(
         spec = stock(vllm_config)
         assert type(spec) is FullAttentionSpec, f"unexpected KV cache spec {spec}"
         if sidecar is not None:
-            room = sidecar_layout(spec, sidecar).page_bytes
+            room = INDEXES[sidecar.index].page_bytes(page_shape(spec, sidecar))
             spec = replace(spec, page_size_padded=spec.page_size_bytes + room)
-        if segment == 0:
+        if stage == 0:
             values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
             return LowerAttentionSpec(**values, bucket=bucket)
         values = {f.name: getattr(spec, f.name) for f in fields(AttentionSpec)}
         values["dcp_sharded"] = False
-        return PolicyAttentionSpec(**values, segment=segment, start_layer=start, bucket=bucket)
+        return PolicyAttentionSpec(**values, stage=stage, start_layer=start, bucket=bucket)
 
     layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
 

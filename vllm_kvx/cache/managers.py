@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from vllm_kvx.policy.storage import Storage
 
 # Attribute of a step's output, where prompts came in that keep whole blocks: by request and
-# segment, which of their blocks stay, ascending.
+# stage, which of their blocks stay, ascending.
 KEPT_BLOCKS = "kv_kept_blocks"
 
 
@@ -25,7 +25,7 @@ class RequestKV:
     """What a manager must know of a request.
 
     Attributes:
-        storage: what it stores in the manager's segment.
+        storage: what it stores in the manager's stage.
         shares: whether its blocks may be read by others, and others' by it.
         publishes: leading tokens whose blocks others may read; None if all.
         anchors: leading tokens whose entries a prefix hit must bring along.
@@ -52,7 +52,7 @@ class _SizedByStorage(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.requests: dict[str, RequestKV] = {}
-        self.segment: int = getattr(kv_cache_spec, "segment", 0)
+        self.stage: int = getattr(kv_cache_spec, "stage", 0)
         self.start_layer: int = getattr(kv_cache_spec, "start_layer", 0)
 
     def add_request(self, request_id: str, kv: RequestKV) -> None:
@@ -117,7 +117,7 @@ class _SizedByStorage(SingleTypeKVCacheManager):
 
 
 class LowerKVCacheManager(_SizedByStorage, FullAttentionManager):
-    """Blocks of one KV group of the first segment.
+    """Blocks of one KV group of the first stage.
 
     Full attention, except that a request whose entries are dropped by retention, or whose layers
     above are skipped by saliency, has its blocks to itself.
@@ -153,7 +153,7 @@ class LowerKVCacheManager(_SizedByStorage, FullAttentionManager):
 
 
 class PolicyKVCacheManager(_SizedByStorage):
-    """Blocks of one KV group above the first segment, sized by stored entries.
+    """Blocks of one KV group above the first stage, sized by stored entries.
 
     On a prefix hit in the lower layers the anchors are not computed, but their entries up here
     depend on their own tokens alone. So the first block of a request that did compute them is
@@ -269,7 +269,7 @@ class PolicyKVCacheManager(_SizedByStorage):
 
     @classmethod
     def find_longest_cache_hit(cls, *args, **kwargs):
-        raise AssertionError("groups of a policy segment take no part in prefix lookups")
+        raise AssertionError("groups of a policy stage take no part in prefix lookups")
 
 
 def anchor_hash(token_ids: Sequence[int], salt: str | None) -> BlockHash:

@@ -9,10 +9,10 @@ from vllm_kvx.policy.storage import stored_len
 from vllm_kvx.settings import KVSettings
 
 
-def segment_of(spec: object) -> tuple[int, int]:
-    """Index and first layer of the segment that a KV group's spec belongs to."""
+def stage_of(spec: object) -> tuple[int, int]:
+    """Index and first layer of the KV stage that a KV group's spec belongs to."""
     if isinstance(spec, PolicyAttentionSpec):
-        return spec.segment, spec.start_layer
+        return spec.stage, spec.start_layer
     return 0, 0
 
 
@@ -36,7 +36,7 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
     usable = config.num_blocks - 1
     blocks_per_token = 0.0
     for group in config.kv_cache_groups:
-        _, start = segment_of(group.kv_cache_spec)
+        _, start = stage_of(group.kv_cache_spec)
         size = group.kv_cache_spec.block_size
         stored = stored_len(
             settings.policy, prompt_len, prompt_len, start, size, settings.num_layers

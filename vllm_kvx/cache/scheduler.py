@@ -221,9 +221,9 @@ class _PolicyScheduling:
                 continue
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 for manager in (*self.lower_managers, *self.policy_managers):
-                    if manager.segment in kept:
+                    if manager.stage in kept:
                         manager.relink(
-                            request_id, request.num_computed_tokens, kept[manager.segment]
+                            request_id, request.num_computed_tokens, kept[manager.stage]
                         )
         return super().update_from_output(scheduler_output, output)  # type: ignore[misc]
 

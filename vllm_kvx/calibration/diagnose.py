@@ -38,6 +38,7 @@ from torch import Tensor
 
 from vllm_kvx.calibration import figures
 from vllm_kvx.calibration.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.calibration.pivot import (
     METRICS_HEAD,
     check_finite,
@@ -46,7 +47,6 @@ from vllm_kvx.calibration.pivot import (
     window_attentions,
 )
 from vllm_kvx.calibration.prompts import load_prompts
-from vllm_kvx.calibration.records import model_dir, model_key
 from vllm_kvx.calibration.report import (
     Progress,
     check_writable,

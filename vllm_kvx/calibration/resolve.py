@@ -1,12 +1,17 @@
-"""Layers that have to be measured once for a model: found, or measured before the engine starts."""
+"""Layers that a policy leaves to measurement, as a server finds them before its engine starts.
+
+FastKV's TSP layer is found in a record or in the paper's table. StructKV's pivot is found in a
+record, or measured now, which is done once for a model.
+"""
 
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from vllm_kvx.calibration import records
-from vllm_kvx.policy.axes import Method
+from vllm_kvx.calibration.model_key import architecture_of, model_dir, model_key
+from vllm_kvx.calibration.records import load, record_path
+from vllm_kvx.policy.axes import Method, Weights
 from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, policy_is_set
@@ -15,10 +20,61 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
+class Found(NamedTuple):
+    """A layer, counted from 0, and where it came from, as the log says it."""
+
+    layer: int
+    source: str
+
+
+class PaperModel(NamedTuple):
+    """A model of the paper, told by the shape of its configuration: its names are many."""
+
+    name: str
+    shape: Mapping[str, Any]
+    tsp_layer: int
+
+
+# Section 5.1 and Appendix C.1 of FastKV.
+PAPER_TSP_LAYERS: tuple[PaperModel, ...] = (
+    PaperModel(
+        "Llama-3.1-8B",
+        {
+            "architecture": "LlamaForCausalLM",
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+        15,
+    ),
+    PaperModel(
+        "Ministral-8B-2410",
+        {
+            "architecture": "MistralForCausalLM",
+            "num_hidden_layers": 36,
+            "hidden_size": 4096,
+            "num_key_value_heads": 8,
+        },
+        17,
+    ),
+    PaperModel(
+        "Mistral-Nemo-12B",
+        {
+            "architecture": "MistralForCausalLM",
+            "num_hidden_layers": 40,
+            "hidden_size": 5120,
+            "num_key_value_heads": 8,
+        },
+        19,
+    ),
+)
+
+
 def find_measured(vllm_config: "VllmConfig") -> list[str]:
     """Puts the layers that the server's policies leave to measurement into ``additional_config``.
 
-    Once, here: other processes read what this one found. Returns a line for the log on each.
+    Only here: the engine's processes read what this one found. Returns a line for the log on each.
 
     Raises:
         PolicyError: a layer is not known and could not be measured.
@@ -48,6 +104,64 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
     return lines
 
 
+def tsp_layer_of(
+    config: Mapping[str, Any], model: str, num_layers: int, revision: str | None = None
+) -> Found | None:
+    """FastKV's TSP layer for a model; None if it is not known.
+
+    A stored calibration wins over the paper's table.
+
+    config: config.json as transformers reads it (`PretrainedConfig.to_dict()`).
+    model: a directory, or a name on the Hugging Face hub; `revision` is the hub's.
+    num_layers: the model's decoder layers, counted from 0 in the answer.
+
+    Raises:
+        OSError: the model's weights are there and cannot be read.
+    """
+    key = model_key(config, model_dir(model, revision))
+    record = load("fastkv", key, num_layers)
+    if record is not None:
+        return Found(record["tsp_layer"], f"calibrated: {record_path('fastkv', key)}")
+    layer = paper_tsp_layer(config)
+    if layer is not None and config.get("num_hidden_layers") == num_layers:
+        return Found(layer, "paper")
+    return None
+
+
+def pivot_of_model(
+    config: Mapping[str, Any],
+    model: str,
+    num_layers: int,
+    window: int,
+    weights: Sequence[float],
+    revision: str | None = None,
+) -> Found | None:
+    """StructKV's pivot for a model; None if it was not measured so.
+
+    window: tokens whose queries look at the others.
+    weights: w1, w2, w3 of Eq. 8. The other arguments are those of `tsp_layer_of`.
+
+    A pivot that was measured with another window or other weights is ignored with a warning.
+
+    Raises:
+        OSError: the model's weights are there and cannot be read.
+    """
+    key = model_key(config, model_dir(model, revision))
+    record = load("structkv", key, num_layers, window=window, weights=list(weights))
+    if record is None:
+        return None
+    return Found(record["pivot"], f"calibrated: {record_path('structkv', key)}")
+
+
+def paper_tsp_layer(config: Mapping[str, Any]) -> int | None:
+    """The TSP layer that the paper gives for a model of this shape; None if it gives none."""
+    fields = {**config, "architecture": architecture_of(config)}
+    for paper in PAPER_TSP_LAYERS:
+        if all(fields.get(name) == value for name, value in paper.shape.items()):
+            return paper.tsp_layer
+    return None
+
+
 def _parts(config: dict[str, Any]) -> list[Method]:
     """The methods that the server was started for; names that do not parse fail elsewhere."""
     names = config.get(LAYOUT_KEY)
@@ -61,6 +175,7 @@ def _parts(config: dict[str, Any]) -> list[Method]:
 
 
 def _model(model_config: "ModelConfig") -> tuple[dict[str, Any], str, int, str | None]:
+    """Configuration, name, layers and revision."""
     return (
         model_config.hf_text_config.to_dict(),
         model_config.model,
@@ -69,17 +184,18 @@ def _model(model_config: "ModelConfig") -> tuple[dict[str, Any], str, int, str |
     )
 
 
-def _tsp_layer(vllm_config: "VllmConfig", method: Method) -> tuple[int, str] | None:
-    return records.tsp_layer_of(*_model(vllm_config.model_config))
+def _tsp_layer(vllm_config: "VllmConfig", method: Method) -> Found | None:
+    return tsp_layer_of(*_model(vllm_config.model_config))
 
 
-def _pivot(vllm_config: "VllmConfig", method: Method) -> tuple[int, str]:
-    assert isinstance(method, StructKV)
+def _pivot(vllm_config: "VllmConfig", method: Method) -> Found:
+    # Safe: _RESOLVERS calls this for the method named structkv, and names are unique.
+    structkv = cast(StructKV, method)
     config, model, num_layers, revision = _model(vllm_config.model_config)
-    weights = method.weights
+    window, weights = structkv.window, structkv.weights
 
-    def stored() -> tuple[int, str] | None:
-        return records.pivot_of_model(config, model, num_layers, method.window, weights, revision)
+    def stored() -> Found | None:
+        return pivot_of_model(config, model, num_layers, window, weights, revision)
 
     found = stored()
     if found is not None:
@@ -87,7 +203,7 @@ def _pivot(vllm_config: "VllmConfig", method: Method) -> tuple[int, str]:
     if vllm_config.load_config.load_format == "dummy":
         why = "its weights are dummies"
     else:
-        why = _measure(model, method.window, weights, revision)
+        why = _measure(model, window, weights, revision)
         found = stored()
         if found is not None:
             return found
@@ -98,9 +214,7 @@ def _pivot(vllm_config: "VllmConfig", method: Method) -> tuple[int, str]:
     )
 
 
-def _measure(
-    model: str, window: int, weights: tuple[float, float, float], revision: str | None
-) -> str:
+def _measure(model: str, window: int, weights: Weights, revision: str | None) -> str:
     """Runs the tool on its built-in prompts, in a process of its own: it needs the device too.
 
     Returns the last thing that it said.
@@ -119,8 +233,8 @@ def _measure(
     return said[-1] if said and done.returncode else "the measurement left no result"
 
 
-# By method, what finds its layer, with where it came from; None leaves it unknown.
-_RESOLVERS: dict[str, Callable[["VllmConfig", Method], tuple[int, str] | None]] = {
+# By method, what finds its layer; None leaves it unknown.
+_RESOLVERS: dict[str, Callable[["VllmConfig", Method], Found | None]] = {
     "fastkv": _tsp_layer,
     "structkv": _pivot,
 }

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
+    from vllm_kvx.models.decoder import Build
+
 # Architecture as in config.json -> where its segmented class lives. A dense decoder whose layers
-# take (positions, hidden_states, residual) needs one row here and one line in segmented.py.
+# take (positions, hidden_states, residual) needs one row here and one line in decoder.py.
 SEGMENTED: dict[str, str] = {
     "LlamaForCausalLM": "vllm_kvx.models.decoder:SegmentedLlamaForCausalLM",
     "MistralForCausalLM": "vllm_kvx.models.decoder:SegmentedMistralForCausalLM",
@@ -15,8 +17,8 @@ SEGMENTED: dict[str, str] = {
 }
 
 
-def use_segmented_model(model_config: "ModelConfig") -> None:
-    """Makes this process load the segmented class of the model's architecture.
+def use_segmented_model(model_config: "ModelConfig", build: "Build") -> None:
+    """Makes this process load the segmented class of the model's architecture, built so.
 
     The class is registered under a name of its own, so a stock engine in the same process keeps
     the stock class.
@@ -26,6 +28,9 @@ def use_segmented_model(model_config: "ModelConfig") -> None:
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
+    from vllm_kvx.models.decoder import SegmentedModel
+
+    SegmentedModel.build = build
     hf_config = model_config.hf_config
     names = [name for name in hf_config.architectures or [] if name in SEGMENTED]
     if not names:

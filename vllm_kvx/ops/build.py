@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from vllm_kvx.errors import ToolError
-from vllm_kvx.ops.retrieval.cuda import LIBRARY
+from vllm_kvx.errors import ToolError, vllm_needed
+from vllm_kvx.ops import LIBRARY
 
 ARCHITECTURES = ("80", "90a")
 SOURCES = Path(__file__).parents[2] / "csrc"
@@ -141,13 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="show registers of each kernel")
     args = parser.parse_args(argv)
     try:
-        built = build(
-            args.arch or ARCHITECTURES,
-            output=args.output,
-            nvcc=args.nvcc,
-            jobs=args.jobs,
-            verbose=args.verbose,
-        )
+        with vllm_needed():
+            built = build(
+                args.arch or ARCHITECTURES,
+                output=args.output,
+                nvcc=args.nvcc,
+                jobs=args.jobs,
+                verbose=args.verbose,
+            )
     except ToolError as error:
         print(f"build_ops: error: {error}", file=sys.stderr)
         return 2

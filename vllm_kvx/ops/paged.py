@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# vLLM's attention backends whose caches are addressed here, by their names.
+ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CPU_ATTN")
+# Of these, whose pages have no room for retrieval's sidecar.
+NO_SIDECAR = ("FLASHINFER",)
 # vLLM's portable CPU attention kernels; the other ones interleave keys for matrix instructions.
 _TRANSPOSED_KEYS = ("vec", "vec16")
 

@@ -332,13 +332,15 @@ class Retrieve(Method, ABC):
     budget: tokens that a decode step reads for each KV head.
     reduction: how scores of the query heads that share a KV head become one.
     dense_below: contexts shorter than this are read whole; `auto` asks the machine.
-    index_name: the row of ``indexes/table.py``.
+    index_name: the row of ``indexes/table.py``. index_words: what it keeps, for messages: what
+        there is one of for so many tokens.
     """
 
     budget: int
     reduction: str
     dense_below: int | str
     index_name: ClassVar[str]
+    index_words: ClassVar[str]
 
     @property
     @abstractmethod

@@ -10,9 +10,6 @@ from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 
-# How messages name what an index keeps beside the keys.
-_INDEX_WORDS = {"one_bit": "1-bit keys in groups", "page_bounds": "bounds of pages"}
-
 
 @dataclass(frozen=True)
 class RetrievalLayout:
@@ -46,22 +43,26 @@ class RetrievalLayout:
     def nearest(self, method: Retrieve) -> Retrieve:
         """What a server laid out like this can do in the place of `method`."""
         budget = min(max(method.budget, self.group), self.max_units * self.unit)
-        for near in METHODS.values():
-            if issubclass(near, Retrieve) and near.index_name == self.index:
-                return near.of_index(self.group, budget, self.reduction, method.dense_below)
-        raise AssertionError(f"no method has the index {self.index}")
+        near = self._method
+        return near.of_index(self.group, budget, self.reduction, method.dense_below)
+
+    @property
+    def _method(self) -> type[Retrieve]:
+        """The method with this index."""
+        methods = (m for m in METHODS.values() if issubclass(m, Retrieve))
+        return next(method for method in methods if method.index_name == self.index)
 
     def as_json(self) -> dict[str, object]:
         """The sidecar in ``GET /v1/kv_policy``."""
         return {
-            "has_codes": self.index == "one_bit",
+            "has_codes": self.unit == 1,
             "group": self.group,
             "reduction": self.reduction,
             "max_units": self.max_units,
         }
 
     def __str__(self) -> str:
-        what = _INDEX_WORDS.get(self.index, f"{self.index} of groups")
+        what = self._method.index_words
         budget = self.max_units * self.unit
         return f"{what} of {self.group} tokens ({self.reduction}, budgets of up to {budget})"
 
@@ -208,8 +209,7 @@ def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) 
     # No server has room for two sidecars.
     alone = f"start a server of its own with --kv-policy {policy}"
     other = KVPolicy.of(
-        ours.nearest(part) if part is policy.retrieve else part
-        for part in policy.parts
+        ours.nearest(part) if part is policy.retrieve else part for part in policy.parts
     )
     try:
         check_fits(other, layout, num_layers)

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CPU_ATTN")
 HEAD_DIMS = (32, 64, 128, 256)
-# Of these, whose pages have no room for retrieval's sidecar.
-NO_SIDECAR = ("FLASHINFER",)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 

@@ -1,8 +1,15 @@
-"""Which rows of a step's batch each segment of the decoder runs, planned on the host."""
+"""Which rows of a step's batch each segment of the decoder runs: planned, then on the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_kvx.worker.batch import PassBatch
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,65 @@ class SegmentRows:
     indices: np.ndarray
     from_previous: np.ndarray
     counts: np.ndarray
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """The rows of one segment on the device, and the batch that they are.
+
+    Requests without a row are left out: backends know them at the end of a batch only.
+
+    Attributes:
+        in_batch: (N,) int64 rows of the whole batch.
+        from_previous: (N,) int64 rows of the previous segment's output.
+        requests: (P,) int64 places of the batch's requests that have a row; None if all have.
+        batch: the rest.
+    """
+
+    in_batch: Tensor
+    from_previous: Tensor
+    requests: Tensor | None
+    batch: PassBatch
+
+    @property
+    def num_rows(self) -> int:
+        return self.in_batch.shape[0]
+
+    @classmethod
+    def of(
+        cls,
+        rows: SegmentRows,
+        batch: InputBatch,
+        block_tables: Sequence[Tensor],
+        slot_mappings: Tensor,
+        device: torch.device,
+    ) -> "DeviceRows":
+        """block_tables, slot_mappings: of `batch`, the step's, by KV group."""
+        indices = async_tensor_h2d(rows.indices, device=device)
+        previous = indices
+        if rows.from_previous is not rows.indices:
+            previous = async_tensor_h2d(rows.from_previous, device=device)
+        busy, tables, requests = np.flatnonzero(rows.counts), tuple(block_tables), None
+        if len(busy) < batch.num_reqs:
+            requests = async_tensor_h2d(busy, device=device)
+            tables = tuple(table.index_select(0, requests) for table in block_tables)
+        cut = PassBatch(
+            busy,
+            rows.counts[busy],
+            batch.positions.index_select(0, indices),
+            tables,
+            slot_mappings.index_select(1, indices),
+        )
+        return cls(indices, previous, requests, cut)
+
+    def of_stage(self, batch: InputBatch) -> InputBatch:
+        """`batch`, the step's with the stored lengths of a KV stage, cut down to these rows."""
+        assert batch.seq_lens_cpu_upper_bound is not None
+        seq_lens = batch.seq_lens[: batch.num_reqs]
+        if self.requests is not None:
+            seq_lens = seq_lens.index_select(0, self.requests)
+        bounds = batch.seq_lens_cpu_upper_bound[torch.from_numpy(self.batch.requests)]
+        return self.batch.of(batch, seq_lens, bounds)
 
 
 def plan_rows(

@@ -1,5 +1,6 @@
 """Counters of what each policy computed and skipped, kept on the host."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,17 @@ from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.settings import MAX_POLICIES, OTHER
 from vllm_kvx.worker.prefill.chunks import PromptState
+from vllm_kvx.worker.requests import Requests
+from vllm_kvx.worker.step import Step
 
 
 class PolicyStats:
     """Cumulative counters per policy; a policy gets its row when first seen."""
 
-    def __init__(self, segment_sizes: np.ndarray) -> None:
-        self.segment_sizes = segment_sizes
-        self.num_layers = int(segment_sizes.sum())
+    def __init__(self, stage_sizes: Sequence[int]) -> None:
+        """stage_sizes: layers of every KV stage."""
+        self.stage_sizes = np.array(stage_sizes)
+        self.num_layers = sum(stage_sizes)
         self.names: list[str] = []
         self._rows: dict[KVPolicy, int] = {}
         self.requests: list[int] = []
@@ -50,7 +54,7 @@ class PolicyStats:
             self.entries_spared.append(0)
             self.pivots.append({})
             for entries in (self.entries_kept, self.entries_computed):
-                entries.append(np.zeros(len(self.segment_sizes), dtype=np.int64))
+                entries.append(np.zeros(len(self.stage_sizes), dtype=np.int64))
             grown = np.zeros(1, dtype=np.int64)
             self.prompt_tokens = np.append(self.prompt_tokens, grown)
             self.tokens = np.append(self.tokens, grown)
@@ -58,35 +62,60 @@ class PolicyStats:
             self.retrieval = np.append(self.retrieval, np.zeros((1, 5), dtype=np.int64), axis=0)
         return row
 
-    def add_step(
-        self, rows: np.ndarray, tokens: np.ndarray, prompt_tokens: np.ndarray, computed: np.ndarray
-    ) -> None:
-        """Adds one step. All arguments are (R,): policy row, tokens, of them prompt tokens,
-        and layer-tokens computed."""
-        np.add.at(self.tokens, rows, tokens)
-        np.add.at(self.prompt_tokens, rows, prompt_tokens)
-        np.add.at(self.layer_tokens_computed, rows, computed)
+    def add_step(self, step: Step, requests: Requests, counts: Sequence[np.ndarray]) -> None:
+        """Adds one step.
 
-    def add_prompt(self, row: int, prompt: PromptState) -> None:
+        counts: by stage, (R,) rows that the passes over the batch run of each request.
+        """
+        rows, tokens = requests.policy_rows[step.requests], step.counts
+        computed = np.zeros_like(tokens)
+        for ran, size in zip(counts, self.stage_sizes, strict=True):
+            computed = computed + ran * size
+        for chunk in step.chunks:
+            selection, here = chunk.state.selection, chunk.batch_index
+            if selection is not None and selection.online is not None:
+                computed[here] += (chunk.end - chunk.begin) * (selection.online.lowest + 1)
+            elif selection is not None and chunk.is_last:
+                computed[here] += selection.count * (self.num_layers - selection.resumes_at)
+        prompt = np.clip(requests.prompt_lens[step.requests] - step.begins, 0, tokens)
+        np.add.at(self.tokens, rows, tokens)
+        np.add.at(self.prompt_tokens, rows, prompt)
+        np.add.at(self.layer_tokens_computed, rows, computed)
+        for chunk in step.chunks:
+            if chunk.is_last:
+                self._add_prompt(chunk.state.stats_row, chunk.state)
+
+    def _add_prompt(self, row: int, prompt: PromptState) -> None:
         """Adds a prompt that came in and was selected from or compacted."""
-        if prompt.first_selected is not None:
-            self.tokens_propagated[row] += prompt.num_propagated
+        if prompt.selection is not None and prompt.selection.online is None:
+            self.tokens_propagated[row] += prompt.selection.count
         self.entries_kept[row] += [storage.kept for storage in prompt.storages]
         self.entries_computed[row] += [storage.rows for storage in prompt.storages]
 
-    def add_pivot(
-        self, row: int, pivot: int, *, more: int, above: int, prompt: PromptState
-    ) -> None:
-        """Adds a prompt whose pivot was found online.
-
-        more: layer-tokens that all its tokens took on the way there. above: layers above it, which
-        `prompt` ran with the propagated tokens alone.
-        """
+    def add_pivot(self, prompt: PromptState, pivot: int) -> None:
+        """Adds a prompt whose pivot was found online."""
+        selection, row = prompt.selection, prompt.stats_row
+        assert selection is not None and selection.online is not None
+        above = self.num_layers - 1 - pivot
         self.pivots[row][pivot] = self.pivots[row].get(pivot, 0) + 1
-        self.layer_tokens_computed[row] += more + prompt.num_propagated * above
-        self.tokens_propagated[row] += prompt.num_propagated
-        # `add_prompt` took every layer for one that computed all.
-        self.entries_spared[row] += (prompt.prompt_len - prompt.num_propagated) * above
+        # All its tokens took the layers up to there, the lowest of which are counted already.
+        more = prompt.prompt_len * (pivot - selection.online.lowest)
+        self.layer_tokens_computed[row] += more + selection.count * above
+        self.tokens_propagated[row] += selection.count
+        # `_add_prompt` took every layer for one that computed all.
+        self.entries_spared[row] += (prompt.prompt_len - selection.count) * above
+
+    def add_retrieval_step(self, step: Step, requests: Requests, unit: int) -> None:
+        """Adds what a step's decode tokens retrieve. unit: tokens that are read together."""
+        assert step.retrieval is not None
+        decodes = step.ends > requests.prompt_lens[step.requests]
+        decodes[step.retrieval.chunks] = False  # Tokens that run again, after preemption.
+        self.add_retrieval(
+            requests.policy_rows[step.requests],
+            step.stored_lens * decodes,
+            step.retrieval.lens,
+            step.retrieval.budgets * unit,
+        )
 
     def add_retrieval(
         self, rows: np.ndarray, seen: np.ndarray, lens: np.ndarray, budgets: np.ndarray
@@ -98,16 +127,16 @@ class PolicyStats:
             seen: (S, R) entries that are there for each request, 0 while its prompt comes in.
             lens: (S, R) entries of segments that retrieve, else 0.
         """
-        starts = np.cumsum(self.segment_sizes) - self.segment_sizes
-        dense = np.clip(DENSE_LAYERS - starts, 0, self.segment_sizes)
-        layers = (self.segment_sizes - dense)[:, None]
+        starts = np.cumsum(self.stage_sizes) - self.stage_sizes
+        dense = np.clip(DENSE_LAYERS - starts, 0, self.stage_sizes)
+        layers = (self.stage_sizes - dense)[:, None]
         seen = seen * (budgets > 0)
         has = seen.any(axis=0)
         retrieves = lens.any(axis=0)
         per_layer = np.where(lens > 0, np.minimum(lens, budgets), seen)
         totals = np.stack(
             [
-                self.segment_sizes @ seen,
+                self.stage_sizes @ seen,
                 (layers * lens).sum(axis=0),
                 dense @ seen + (layers * per_layer).sum(axis=0),
                 retrieves,
@@ -135,14 +164,14 @@ class PolicyStats:
                 "layer_tokens_skipped": int(total[row] - self.layer_tokens_computed[row]),
                 "tokens_propagated": self.tokens_propagated[row],
                 "blocks_freed": int(self.blocks_freed[row]),
-                "entries_retained": int(self.entries_kept[row] @ self.segment_sizes),
+                "entries_retained": int(self.entries_kept[row] @ self.stage_sizes),
                 "entries_dropped": int(
-                    (self.entries_computed[row] - self.entries_kept[row]) @ self.segment_sizes
+                    (self.entries_computed[row] - self.entries_kept[row]) @ self.stage_sizes
                 )
                 - self.entries_spared[row],
                 "online_pivots": {str(k): n for k, n in sorted(self.pivots[row].items())},
                 "entries_retained_by_layer": np.repeat(
-                    self.entries_kept[row], self.segment_sizes
+                    self.entries_kept[row], self.stage_sizes
                 ).tolist(),
                 "entries_held_in_decode": int(self.retrieval[row, 0]),
                 "entries_scored": int(self.retrieval[row, 1]),

@@ -6,8 +6,11 @@ import numpy as np
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvx.cache.managers import KEPT_BLOCKS
+from vllm_kvx.models.decoder import Build
 from vllm_kvx.models.registry import use_segmented_model
+from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
+from vllm_kvx.worker.model_state import PolicyModelState
 
 
 class _PolicyWorking:
@@ -16,7 +19,12 @@ class _PolicyWorking:
     _kept_blocks: dict[str, dict[int, np.ndarray]]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        use_segmented_model(self.vllm_config.model_config)  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        settings = KVSettings.from_vllm_config(config)
+        assert settings is not None
+        layout = settings.layout
+        build = Build(PolicyModelState, layout.row_cuts, layout.online_cuts)
+        use_segmented_model(config.model_config, build)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner = self.model_runner  # type: ignore[attr-defined]
         _keep_prompts_off_graphs(runner)
@@ -42,8 +50,8 @@ class _PolicyWorking:
             def get_output() -> Any:
                 result = stock()
                 lists = {
-                    request: {segment: blocks.tolist() for segment, blocks in by_segment.items()}
-                    for request, by_segment in kept.items()
+                    request: {stage: blocks.tolist() for stage, blocks in by_stage.items()}
+                    for request, by_stage in kept.items()
                 }
                 setattr(result, KEPT_BLOCKS, lists)
                 return result

@@ -14,15 +14,16 @@ from vllm.triton_utils import tl, triton
 
 from vllm_kvx.equations.pivot import attention_metrics
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.prompt import saliency
-from vllm_kvx.ops.prompt.saliency import (
-    _HIDDEN,
-    _load_queries,
-    _row_sums_kernel,
-    _split,
-    _tile_scores,
+from vllm_kvx.ops.prompt.select import threshold
+from vllm_kvx.ops.prompt.window_tiles import (
+    HIDDEN,
+    Turn,
+    launch_row_sums,
+    load_queries,
+    split_keys,
+    tile_scores,
+    turns,
 )
-from vllm_kvx.ops.prompt.select import _threshold
 
 # Probabilities held at a time. Rows of one tile are never parted, so a request of more than 2 ** 20
 # keys needs more if its window has 64 rows, up to 256 bytes a key.
@@ -53,39 +54,23 @@ def window_metrics(
     request gets does not depend on the others in its batch, bit for bit.
 
     Args:
-        queries: (F, W, H, D), the model's dtype. Rows 0..windows[f]-1 are the queries of the last
-            windows[f] keys of request f, in order; later rows are not read.
-        paged: the layer's keys; entries past num_keys[f] are not read.
-        block_tables: (F, max_blocks) int32, unit stride along a row.
-        num_keys: (F,) int32, on the device as is the next one; 0 for padding.
-        windows: (F,) int32, at most W and num_keys[f].
-        max_num_keys: at least the largest of `num_keys`.
-        scale: factor of query times key before the softmax.
-        key_scale: what a stored key is multiplied with to get the key, for an fp8 cache.
+        As for `saliency.window_saliency`, of which this takes no offsets.
 
     Returns:
         (F, H, 3) float32: entropy, sparsity, variance; 0 for padding.
     """
     num_requests, max_window, num_heads, _ = queries.shape
-    device = queries.device
-    metrics = torch.zeros(num_requests, num_heads, 3, dtype=torch.float32, device=device)
+    metrics = torch.zeros(num_requests, num_heads, 3, dtype=torch.float32, device=queries.device)
     if not (metrics.numel() and max_window and max_num_keys):
         return metrics
     group = num_heads // paged.num_heads
     by_row = metrics.new_empty(num_requests, num_heads, max_window, 3)
     row_length = triton.cdiv(max_num_keys, _ALIGNMENT.value) * _ALIGNMENT.value
-    for first_row in range(0, max_window, saliency._MAX_ROWS):
-        num_rows = min(max_window - first_row, saliency._MAX_ROWS)
-        # As for the whole layer, whatever part of it comes at a time, for the promise of equal
-        # bits.
-        padded_rows = triton.next_power_of_2(num_rows)
-        head_tile = min(triton.next_power_of_2(group), saliency._MAX_ROWS // padded_rows)
-        padded_rows = max(padded_rows, saliency._MIN_DOT // head_tile)
-        max_splits = saliency._PROGRAMS // (paged.num_heads * triton.cdiv(group, head_tile))
-        max_splits = min(max(max_splits, saliency._SPLITS[0]), saliency._SPLITS[1])
-        parts = _parts(num_requests, paged.num_heads, group, head_tile, num_rows * row_length * 4)
+    for turn in turns(max_window, paged.num_heads, group):
+        parts = _parts(turn, num_requests, paged.num_heads, group, row_length)
         for requests, kv_heads, heads in parts:
             _rows_metrics(
+                turn,
                 queries[requests, :, heads],
                 paged.keys[:, kv_heads],
                 block_tables[requests],
@@ -94,47 +79,39 @@ def window_metrics(
                 max_num_keys,
                 scale * key_scale,
                 by_row[requests, heads],
-                first_row,
-                num_rows,
                 row_length,
-                head_tile,
-                padded_rows,
-                max_splits,
             )
     _mean_kernel[(num_heads, num_requests)](by_row, windows, metrics, max_window)
     return metrics
 
 
 def _parts(
-    num_requests: int, num_kv_heads: int, group: int, head_tile: int, head_bytes: int
+    turn: Turn, num_requests: int, num_kv_heads: int, group: int, row_length: int
 ) -> Iterator[tuple[slice, slice, slice]]:
     """Requests, KV heads and their query heads to be handled at a time, for a bounded scratch.
 
     Whole requests where they fit, else whole KV heads of one, else heads of one KV head, of which
-    no fewer than `head_tile` are handled at a time.
+    no fewer than a tile's are handled at a time.
 
-    head_bytes: scratch of one query head of one request.
+    row_length: floats per row of the scratch.
     """
-    fitting = _SCRATCH_BYTES // head_bytes
+    fitting = _SCRATCH_BYTES // (turn.num_rows * row_length * 4)
     num_together = max(fitting // (num_kv_heads * group), 1)
     kv_heads = max(fitting // group, 1)
-    heads = group if fitting >= group else max(fitting // head_tile, 1) * head_tile
+    heads = group if fitting >= group else max(fitting // turn.head_tile, 1) * turn.head_tile
     for request in range(0, num_requests, num_together):
         for kv_head in range(0, num_kv_heads, kv_heads):
             last_kv_head = min(kv_head + kv_heads, num_kv_heads)
             for head in range(kv_head * group, (kv_head + 1) * group, heads):
                 # More KV heads than one come only with all of their heads.
                 last = last_kv_head * group
-                if heads < group:
-                    last = min(head + heads, last)
-                yield (
-                    slice(request, request + num_together),
-                    slice(kv_head, last_kv_head),
-                    slice(head, last),
-                )
+                last = min(head + heads, last) if heads < group else last
+                together = slice(request, request + num_together)
+                yield together, slice(kv_head, last_kv_head), slice(head, last)
 
 
 def _rows_metrics(
+    turn: Turn,
     queries: Tensor,
     keys: Tensor,
     block_tables: Tensor,
@@ -143,93 +120,46 @@ def _rows_metrics(
     max_num_keys: int,
     scale: float,
     by_row: Tensor,
-    first_row: int,
-    num_rows: int,
     row_length: int,
-    head_tile: int,
-    padded_rows: int,
-    max_splits: int,
 ) -> None:
-    """Metrics of the window's rows `first_row` to `first_row + num_rows`, all at once.
+    """Metrics of the window's rows of one turn, all at once.
 
     Args:
-        queries: (F, W, H, D); it and the next four as for `window_metrics`, of part of the
-            requests and heads.
-        keys: (num_blocks, G, block_size, D).
+        turn, ..., scale: as for `launch_row_sums`, of part of the requests and heads.
         by_row: (F, H, W, 3) float32, the result; rows past a request's window are not written.
         row_length: floats per row of the scratch, at least max_num_keys.
     """
-    num_requests, _, num_heads, head_dim = queries.shape
-    num_kv_heads, block_size = keys.shape[1:3]
-    group = num_heads // num_kv_heads
-    head_tiles = triton.cdiv(group, head_tile)
-    padded_dim = max(triton.next_power_of_2(head_dim), saliency._MIN_DOT)
-    width = queries.element_size()
-    interpreted = queries.device.type == "cpu"
-    block_keys = saliency._BLOCK_KEYS[queries.device.type]
-    if not interpreted:
-        tile_bytes = saliency._TILE_BYTES[width]
-        block_keys = min(max(tile_bytes // (padded_dim * width), saliency._MIN_DOT), block_keys)
-    num_splits = min(triton.cdiv(max_num_keys, block_keys), max_splits)
-    grid = (num_kv_heads * head_tiles, num_splits, num_requests)
-    rows = head_tile * padded_rows
-    softmax_sums = by_row.new_empty(num_requests, *grid[:2], 2, rows)
-    metric_sums = torch.empty_like(softmax_sums)
-    probabilities = by_row.new_empty(num_requests, num_heads, num_rows, row_length)
-    arguments = (
-        queries,
-        *queries.stride(),
-        keys,
-        *keys.stride(),
-        block_tables,
-        block_tables.stride(0),
-        num_keys,
-        windows,
-        # In powers of two, which the hardware has an instruction for.
-        scale * saliency._LOG2_E,
-        softmax_sums,
+    num_requests, _, num_heads, _ = queries.shape
+    launch = launch_row_sums(
+        turn, queries, keys, block_tables, num_keys, windows, max_num_keys, scale
     )
-    tiles = dict(
-        FIRST_ROW=first_row,
-        GROUP=group,
-        HEAD_TILE=head_tile,
-        PADDED_ROWS=padded_rows,
-        BLOCK_KEYS=block_keys,
-        MAX_SPLITS=max_splits,
+    metric_sums = torch.empty_like(launch.softmax_sums)
+    probabilities = by_row.new_empty(num_requests, num_heads, turn.num_rows, row_length)
+    _probabilities_kernel[launch.grid](
+        *launch.arguments,
+        metric_sums,
+        probabilities,
+        row_length,
+        NUM_ROWS=turn.num_rows,
+        **launch.constants,
     )
-    constants = dict(
-        **tiles,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
-        BLOCK_SIZE=block_size,
-        # Triton's interpreter multiplies 16-bit floats as the integers that it keeps them in.
-        UPCAST=interpreted,
-        num_warps=4 if rows <= 32 and width < 4 else 8,
-        num_stages=3,
-    )
-    _row_sums_kernel[grid](*arguments, **constants)
-    _probabilities_kernel[grid](
-        *arguments, metric_sums, probabilities, row_length, NUM_ROWS=num_rows, **constants
-    )
-    _rows_kernel[(num_rows, num_heads, num_requests)](
+    _rows_kernel[(turn.num_rows, num_heads, num_requests)](
         probabilities,
         row_length,
         metric_sums,
-        num_splits,
+        launch.grid[1],
         num_keys,
         windows,
         by_row,
         by_row.stride(0),
         by_row.stride(1),
-        **tiles,
+        **launch.tiles,
         BLOCK=_ROW_BLOCK,
         num_warps=16,
     )
 
 
-@triton.jit(
-    do_not_specialize=["block_tables", "table_stride", "num_keys", "windows"],
-)
+@triton.jit(do_not_specialize=["block_tables", "table_stride", "num_keys", "windows"])
 def _probabilities_kernel(
     queries,
     query_request_stride,
@@ -268,11 +198,11 @@ def _probabilities_kernel(
     """
     request = tl.program_id(2)
     length = tl.load(num_keys + request)
-    begin, end, splits = _split(length, BLOCK_KEYS, MAX_SPLITS)
+    begin, end, splits = split_keys(length, BLOCK_KEYS, MAX_SPLITS)
     if begin >= end:
         return
     window = tl.load(windows + request)
-    query_tile, row, exists = _load_queries(
+    query_tile, row, exists = load_queries(
         queries,
         query_request_stride,
         query_row_stride,
@@ -297,12 +227,12 @@ def _probabilities_kernel(
     index = request.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     index *= tl.num_programs(1)
     softmax_sums += index * (2 * ROWS) + column[None, :]
-    maximum = tl.full((ROWS,), _HIDDEN, dtype=tl.float32)
+    maximum = tl.full((ROWS,), HIDDEN, dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     for first in range(0, splits, _MERGED):
         split = first + tl.arange(0, _MERGED)[:, None]
         partial = softmax_sums + split * (2 * ROWS)
-        split_maxima = tl.load(partial, mask=split < splits, other=_HIDDEN)
+        split_maxima = tl.load(partial, mask=split < splits, other=HIDDEN)
         split_sums = tl.load(partial + ROWS, mask=split < splits, other=0.0)
         larger = tl.maximum(maximum, tl.max(split_maxima, axis=0))
         total *= tl.exp2(maximum - larger)
@@ -323,7 +253,7 @@ def _probabilities_kernel(
     entropy = tl.zeros((BLOCK_KEYS, ROWS), dtype=tl.float32)
     deviation = tl.zeros((BLOCK_KEYS, ROWS), dtype=tl.float32)
     for first in range(begin, end, BLOCK_KEYS):
-        scores = _tile_scores(
+        scores = tile_scores(
             query_tile,
             last_visible,
             keys,
@@ -354,9 +284,7 @@ def _probabilities_kernel(
     tl.store(partial + ROWS, tl.sum(deviation, axis=0))
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "num_keys", "windows", "by_row"],
-)
+@triton.jit(do_not_specialize=["num_splits", "num_keys", "windows", "by_row"])
 def _rows_kernel(
     probabilities,
     row_length,
@@ -384,7 +312,7 @@ def _rows_kernel(
     if FIRST_ROW + row >= window:
         return
 
-    _, _, splits = _split(length, BLOCK_KEYS, MAX_SPLITS)
+    _, _, splits = split_keys(length, BLOCK_KEYS, MAX_SPLITS)
     HEAD_TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
     ROWS: tl.constexpr = HEAD_TILE * PADDED_ROWS
     head_in_group = head % GROUP
@@ -406,7 +334,7 @@ def _rows_kernel(
     padded = tl.cdiv(length, _ALIGNMENT) * _ALIGNMENT
     index = (request * tl.num_programs(1) + head) * tl.num_programs(0) + row
     probabilities += index * row_length
-    low, ties = _threshold(probabilities, padded, wanted, BLOCK)
+    low, ties = threshold(probabilities, padded, wanted, BLOCK)
     above = tl.zeros((BLOCK,), dtype=tl.float32)
     equal = tl.zeros((BLOCK,), dtype=tl.int32)
     for begin in range(0, padded, BLOCK):

@@ -1,6 +1,7 @@
 """Which ops of retrieval run, CUDA, Triton or torch, and from which length on that pays."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +10,12 @@ from vllm_kvx.ops.retrieval import cuda as cuda_ops
 
 # More entries than any request has; lengths on the device are int32, and so is this.
 NEVER = 1 << 30
-# Entries from which on a step is faster than with stock attention, by what scores and selects, for
-# one request of Llama-3.1-8B's shape on an H200 (benchmarks/results/h200-fier.json, and for Triton
-# h200-retrieval-ops.json). On CPU nothing is gained, and everything can be tried.
+# Entries from which on a step is faster than with stock attention, by the backend that scores and
+# selects. Measured for one request of Llama-3.1-8B's shape on an H200
+# (benchmarks/results/h200-fier.json, for Triton h200-retrieval-ops.json). On a CPU retrieval gains
+# nothing, and every length may try it.
 CROSSOVER = {"cuda": 16384, "triton": 262_144, "torch": 0}
-# Bytes that an entry of a layer's cache had there: 8 KV heads, 128 channels, 16 bits.
+# Bytes of an entry of a layer's cache in those measurements: 8 KV heads, 128 channels, 16 bits.
 _ENTRY_BYTES = 4096
 BACKENDS = ("cuda", "triton", "torch")
 BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"
@@ -23,7 +25,7 @@ def choose_backend(device: torch.device) -> tuple[str, str]:
     """Which ops run on `device`, one of BACKENDS, and why.
 
     Raises:
-        ValueError: ``KVX_RETRIEVAL_OPS`` asks for what there is not.
+        ValueError: ``KVX_RETRIEVAL_OPS`` names no backend, or one that cannot run on `device`.
     """
     wanted = os.environ.get(BACKEND_VARIABLE, "")
     if wanted not in ("", *BACKENDS):
@@ -48,9 +50,10 @@ def choose_backend(device: torch.device) -> tuple[str, str]:
 class Backends:
     """Which ops run, each one of BACKENDS.
 
-    score: also of selection, which in CUDA reads what the CUDA scores leave. attend: of attention.
-    reason: why these.
-    crossover: entries from which on retrieval pays; NEVER if at no length.
+    score: scores and selects; selection in CUDA reads what scoring in CUDA leaves.
+    attend: attends to what is selected.
+    reason: why these were chosen.
+    crossover: entries from which on retrieval pays; NEVER if it pays at no length.
     """
 
     score: str
@@ -67,30 +70,35 @@ class Backends:
         head_dim: int,
         share: int,
         reduction: str,
+        cuda_reductions: Collection[str] = tuple(cuda_ops.REDUCTIONS),
     ) -> "Backends":
-        """`backend`, and Triton's ops where there are no CUDA ones.
+        """The ops of `backend`, and Triton's where there is no CUDA op.
 
         dtype: of queries. share: query heads per KV head. reduction: see ``equations.retrieval``.
+        cuda_reductions: those that the index's CUDA op knows; none if the index has no CUDA op.
         """
         score = attend = backend
         if backend == "cuda":
             if refusal := cuda_ops.why_not_for(dtype, head_dim, share):
                 score = attend = "triton"
                 reason = refusal
-            elif reduction not in cuda_ops.REDUCTIONS:
+            elif not cuda_reductions:
                 score = "triton"
-                known = " or ".join(cuda_ops.REDUCTIONS)
+                reason = "no CUDA op scores this index"
+            elif reduction not in cuda_reductions:
+                score = "triton"
+                known = " or ".join(cuda_reductions)
                 reason = f"CUDA ops want reduction={known}, not {reduction}"
-        # Two passes, each of which takes as long as a score of one: for one request the two alone
-        # take longer than stock attention at every length measured (h200-retrieval-ops.json).
+        # Softmax in Triton takes two passes over the units: for one request they alone take longer
+        # than stock attention at every length measured (h200-retrieval-ops.json).
         twice = score == "triton" and reduction == "softmax"
         return cls(score, attend, reason, NEVER if twice else CROSSOVER[score])
 
     def crossover_for(self, entry_bytes: int) -> int:
         """The crossover where stock attention reads `entry_bytes` per entry of a layer.
 
-        Of smaller entries more take it as long: of an fp8 cache, of one rank of several. What
-        retrieval takes is mostly latency, and is thought of as the same.
+        Stock attention reads more entries in the same time where they are smaller: in an fp8 cache,
+        on one rank of several. Retrieval's time is mostly latency and is taken to be the same.
         """
         return min(self.crossover * max(_ENTRY_BYTES // entry_bytes, 1), NEVER)
 

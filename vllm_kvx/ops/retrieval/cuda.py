@@ -1,8 +1,8 @@
 """Retrieval's CUDA operators, where they have been built: `python -m vllm_kvx.ops.build`.
 
-R rows: tokens of a step that retrieve, whose tensors stay where they are, for CUDA graphs. A row's
-*units* are what is selected: its entries for FIER, its pages for Quest. The newest group or page is
-always selected: its scores are infinite.
+R rows are the tokens of a step that retrieve; their tensors keep their addresses, for CUDA graphs.
+A row's *units* are what is selected: its entries for FIER, its pages for Quest. The newest group or
+page is always selected: its scores are infinite.
 
 Every operator takes
     tokens: (R,) int32, the row's index in `q` and `out`;
@@ -11,18 +11,18 @@ Every operator takes
     block_table: (B, max_blocks) int32;
 and
     offsets: (R,) int64, where the row's units begin in the scores.
-Nothing waits for the device, allocates, or depends on lengths but on the device. H query heads
+No operator waits for the device or allocates, and only the device reads lengths. H query heads
 share G KV heads, up to 16 each; head dimension D is 64, 128 or 256.
 """
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-LIBRARY = Path(__file__).parents[1] / "_kvx_ops.so"
+from vllm_kvx.ops import LIBRARY
+
 HISTOGRAM_BINS = 2048
 MAX_ATTEND_SPLITS = 128
 REDUCTIONS = {"max": 0, "sum": 1}
@@ -157,8 +157,8 @@ def score_pages(
     """Scores every page by the largest product that its keys allow, one score per KV head (Quest).
 
     Args:
-        page: tokens of a page, a divisor of the block size. Others: see ``score``; units of scores
-            and offsets are pages.
+        page: tokens of a page, a divisor of the block size.
+        scores, offsets: in pages. All others are those of ``score``.
     """
     torch.ops.vllm_kvx.kvx_score_pages(
         q,

@@ -1,10 +1,11 @@
 """Retrieval in one layer: score, select, attend; in CUDA where built, else in Triton.
 
-On CPU plain torch does it: Triton's interpreter takes seconds for a context.
+On a CPU plain torch runs instead: Triton's interpreter takes seconds for a context.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +15,19 @@ from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.ops.retrieval.attend import ATTEND_PROGRAMS, MAX_SPLITS, attend, attend_reference
 from vllm_kvx.ops.retrieval.backends import Backends, choose_backend
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
-from vllm_kvx.ops.retrieval.score import SCORE_PROGRAMS, score_units, score_units_reference
-from vllm_kvx.ops.retrieval.sidecar import Sidecar
+from vllm_kvx.ops.retrieval.score import SCORE_PROGRAMS
+from vllm_kvx.ops.retrieval.scorer import Scorer
 from vllm_kvx.ops.retrieval.topk import top_units, top_units_reference
 
-# Of score and attend: programs of a warp each in Triton, CTAs of several in CUDA. Triton's
-# interpreter runs one after the other.
+# How many programs score and how many attend: in Triton a program is one warp, in CUDA a CTA of
+# several. Triton's interpreter runs programs one after the other.
 _PROGRAMS = {
     "cuda": (264, 264),
     "triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS),
     "torch": (1, 1),
 }
-# That attention gives a program at least, where there are many.
-_ENTRIES = 128
+# Where more than 16 CTAs attend to a row, each reads at least so many entries.
+_ENTRIES_PER_CTA = 128
 
 
 def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
@@ -44,7 +45,7 @@ class Scratch:
         histogram: (R, G, 2048) int32 and tickets: (R, G) int32, zero between calls; CUDA ops only.
         unit: tokens per unit. reduction: see ``equations.retrieval``.
         score_programs, attend_programs: how many to share the work between.
-        backends: of the ops.
+        backends: of the ops. scorer: the index, whose sidecar the ops read.
     """
 
     scores: Tensor
@@ -62,10 +63,12 @@ class Scratch:
     score_programs: int
     attend_programs: int
     backends: Backends
+    scorer: Scorer[Any]
 
     @classmethod
     def of(
         cls,
+        scorer: Scorer[Any],
         num_heads: int,
         kv_heads: int,
         head_dim: int,
@@ -86,7 +89,9 @@ class Scratch:
             raise ValueError(missing)
         chosen, reason = (backend, "it was asked for") if backend else choose_backend(device)
         share = num_heads // kv_heads
-        backends = Backends.of(chosen, reason, dtype, head_dim, share, reduction)
+        backends = Backends.of(
+            chosen, reason, dtype, head_dim, share, reduction, scorer.cuda_reductions
+        )
         score = attend = 1
         if device.type != "cpu":
             score, attend = _PROGRAMS[backends.score][0], _PROGRAMS[backends.attend][1]
@@ -116,6 +121,7 @@ class Scratch:
             score_programs=score,
             attend_programs=attend,
             backends=backends,
+            scorer=scorer,
         )
 
     def parts(self, num_rows: int, splits: int) -> tuple[Tensor, Tensor]:
@@ -136,7 +142,7 @@ class Scratch:
 def retrieve(
     query: Tensor,
     paged: PagedKV,
-    sidecar: Sidecar,
+    sidecar: Any,
     block_table: Tensor,
     rows: RetrievalRows,
     scratch: Scratch,
@@ -150,6 +156,7 @@ def retrieve(
 
     Args:
         query, out: (N, H, D). block_table: (B, max_blocks) int32.
+        sidecar: of the layer, as `scratch.scorer` keeps it.
         scale: of the softmax. key_scale, value_scale: what an fp8 cache's entries stand for.
     """
     if scratch.backends.score == "torch":
@@ -175,7 +182,7 @@ def retrieve(
 def steps(
     query: Tensor,
     paged: PagedKV,
-    sidecar: Sidecar,
+    sidecar: Any,
     block_table: Tensor,
     rows: RetrievalRows,
     scratch: Scratch,
@@ -192,21 +199,24 @@ def steps(
     if scratch.backends.score == "cuda" and num_rows * kv_heads > 16:
         score_programs *= 2
     score_splits = splits_of(score_programs, num_rows, kv_heads)
-    # What one row's programs have is merged by one: many small parts take longer than few.
+    # One program merges the parts of a row: many small parts take it longer than few.
     most = MAX_SPLITS
     if scratch.backends.attend == "cuda":
-        most = min(max(scratch.indices.shape[2] * unit // _ENTRIES, 16), most)
+        most = min(max(scratch.indices.shape[2] * unit // _ENTRIES_PER_CTA, 16), most)
     attend_splits = splits_of(scratch.attend_programs, num_rows, kv_heads, most)
     where = (block_table, rows.tokens, rows.requests, rows.lens)
 
     def score_in_cuda() -> None:
-        reduction, group = cuda_ops.REDUCTIONS[scratch.reduction], sidecar.layout.group
-        into = (rows.offsets, scratch.scores, scratch.histogram)
-        how = (group, reduction, score_splits)
-        if sidecar.layout.has_codes:
-            cuda_ops.score(query, sidecar.codes, sidecar.scales, *where, *into, *how)
-        else:
-            cuda_ops.score_pages(query, sidecar.scales, *where, *into, *how)
+        scratch.scorer.score_in_cuda(
+            query,
+            sidecar,
+            block_table,
+            rows,
+            scratch.scores,
+            scratch.histogram,
+            reduction=scratch.reduction,
+            splits=score_splits,
+        )
 
     def select_in_cuda() -> None:
         cuda_ops.select(
@@ -239,7 +249,7 @@ def steps(
         )
 
     def score_in_triton() -> None:
-        score_units(
+        scratch.scorer.score_in_triton(
             query,
             sidecar,
             block_table,
@@ -282,7 +292,7 @@ def steps(
 def _retrieve_in_torch(
     query: Tensor,
     paged: PagedKV,
-    sidecar: Sidecar,
+    sidecar: Any,
     block_table: Tensor,
     rows: RetrievalRows,
     scratch: Scratch,
@@ -300,7 +310,7 @@ def _retrieve_in_torch(
         if not length:
             continue
         table = block_table[request]
-        scores = score_units_reference(
+        scores = scratch.scorer.score_in_torch(
             query[token], sidecar, table, length, scratch.reduction, scale * key_scale
         )
         for g, of_head in enumerate(scores):

@@ -1,4 +1,4 @@
-"""Which rows of a batch retrieve: what every retrieval op reads, at fixed addresses."""
+"""The rows of a batch that retrieve, as every op of retrieval reads them: at fixed addresses."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ NUM_FIELDS = 4
 
 @dataclass(frozen=True)
 class RetrievalRows:
-    """Rows of the current token each, on device. A CUDA graph replays with what they then hold.
+    """Rows on the device, one query token each. A CUDA graph reads what they hold when it replays.
 
     Attributes:
         tokens: (R,) int32, row of the query and of the output.

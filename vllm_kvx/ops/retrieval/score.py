@@ -1,10 +1,10 @@
-"""Scores of the units that a decode step may read, from the sidecar alone."""
+"""Scores of the units that a decode step may read, from scales, zeros and codes alone."""
 
 import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from vllm_kvx.equations.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
+from vllm_kvx.equations.retrieval import reduce_heads
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.sidecar import Sidecar
 
@@ -23,23 +23,26 @@ def score_units(
     reduction: str,
     scale: float,
     splits: int,
+    has_codes: bool,
 ) -> None:
     """Writes one score per KV head and unit: see ``equations.retrieval``.
 
-    Units of the newest group, always read, get infinity.
+    Units of the newest group get infinity, since they are always read.
 
     Args:
         query: (N, H, D). block_table: (B, max_blocks) int32.
         scores: (G, capacity) float32, written at each row's offset.
         stats: (R, H, splits, 2) float32, scratch of the softmax reduction.
         scale: of the softmax reduction. splits: programs that share a row.
+        has_codes: units are tokens, scored by their 1-bit codes; otherwise they are groups, scored
+            by the bounds that scales and zeros give.
     """
-    layout = sidecar.layout
+    shape = sidecar.shape
     heads = query.shape[1]
-    share = heads // layout.num_kv_heads
+    share = heads // shape.num_kv_heads
     padded = triton.next_power_of_2(share)
     exact = query.dtype == torch.float32
-    grid = (splits, layout.num_kv_heads, rows.lens.shape[0])
+    grid = (splits, shape.num_kv_heads, rows.lens.shape[0])
     args = (
         query,
         sidecar.codes,
@@ -63,14 +66,14 @@ def score_units(
         splits,
     )
     constants = dict(
-        BLOCK_SIZE=layout.block_size,
-        GROUP=layout.group,
-        D=layout.head_dim,
+        BLOCK_SIZE=shape.block_size,
+        GROUP=shape.group,
+        D=shape.head_dim,
         SHARE=share,
         PADDED=padded,
         # Matrix instructions want 16 columns; a product is the sum of two bfloat16 ones.
         COLUMNS=max(16, padded * (1 if exact else 2)),
-        HAS_CODES=layout.has_codes,
+        HAS_CODES=has_codes,
         EXACT=exact,
         num_warps=1,
     )
@@ -201,7 +204,7 @@ def _score_kernel(
             else:
                 product = tl.where(one[None, :] < SHARE, product, 0.0)
                 score = tl.sum(product, axis=1)
-            # What is no number is last, as with the CUDA ops.
+            # NaN ranks last, as in the CUDA ops.
             score = tl.where(score == score, score, float("-inf"))
             tl.store(out + group * UNITS + unit, score)
     if REDUCTION == "stats":
@@ -226,18 +229,13 @@ def _merge_stats_kernel(row_lens, stats, splits, BLOCK: tl.constexpr):
     tl.store(stat + 1, mass)
 
 
-def score_units_reference(
-    query: Tensor, sidecar: Sidecar, block_table: Tensor, length: int, reduction: str, scale: float
+def scores_of_row(
+    scores: Tensor, num_kv_heads: int, newest: int, reduction: str, scale: float
 ) -> Tensor:
-    """One row in plain torch: query (H, D), its block table (max_blocks,) -> (G, units)."""
-    layout = sidecar.layout
-    full = num_full_groups(length, layout.group)
-    signs, scales, zeros = sidecar.dense(block_table, full)
-    if signs is None:
-        scores, newest = page_scores(query, scales, zeros), 1
-    else:
-        scores = token_scores(query, signs, scales, zeros)
-        newest = length - full * layout.group
-    scores = reduce_heads(scores, layout.num_kv_heads, reduction, scale)
+    """One row's scores in plain torch: (H, n) of the units in full groups -> (G, n + newest).
+
+    newest: units of the newest group, which get infinity.
+    """
+    scores = reduce_heads(scores, num_kv_heads, reduction, scale)
     scores = scores.masked_fill(scores.isnan(), float("-inf"))
     return torch.nn.functional.pad(scores, (0, newest), value=float("inf"))

@@ -1,8 +1,9 @@
-"""The copy of a layer's keys that retrieval scores: in the tail of every KV cache page.
+"""What retrieval scores in place of the keys: a sidecar in the tail of every KV cache page.
 
-FIER's holds 1-bit codes and, for each group of tokens and channel, a scale and a zero; Quest's the
-scales and zeros alone, of pages. It lives and dies with its block: sharing, eviction and reuse of
-blocks need no bookkeeping. Only full groups are ever read, so only those are written.
+A sidecar lives and dies with its block: sharing, eviction and reuse of blocks need no bookkeeping.
+Only full groups are ever read, so only those are written. What a page holds is its index's choice;
+the `Sidecar` here serves the indexes that keep a scale and a zero for each group of tokens and
+channel (Quest's pages), and those that keep a bit for each channel of each key too (FIER).
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from torch import Tensor
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.buffer_utils import _load_ptr
 
-from vllm_kvx.equations.retrieval import quantize_keys
 from vllm_kvx.ops.paged import PagedKV
 
 # A kernel turns two bits into two float16 by one shift and one mask where they lie 16 apart, so
@@ -28,17 +28,16 @@ def channel_bits(head_dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SidecarLayout:
-    """Shape of the sidecar of one page.
+class PageShape:
+    """What a page's sidecar has to cover on this rank.
 
-    group: tokens that share a scale and a zero; has_codes: whether there are 1-bit keys too.
+    group: tokens that are quantised together; a block holds whole groups.
     """
 
     num_kv_heads: int
     block_size: int
     head_dim: int
     group: int
-    has_codes: bool
 
     def __post_init__(self) -> None:
         if self.block_size % self.group:
@@ -46,26 +45,34 @@ class SidecarLayout:
                 f"groups of {self.group} tokens do not divide KV blocks of {self.block_size}: set "
                 f"--block-size to a multiple of {self.group}, or a smaller group"
             )
-        if self.has_codes and self.head_dim % WORD:
-            raise ValueError(
-                f"1-bit keys need a head dimension that is a multiple of {WORD}, this model has "
-                f"{self.head_dim}: serve it without fier"
-            )
 
     @property
-    def code_bytes(self) -> int:
-        """Bytes of one head's codes in a page."""
-        return self.block_size * self.head_dim // 8 if self.has_codes else 0
+    def num_groups(self) -> int:
+        """Groups of a block."""
+        return self.block_size // self.group
 
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head in a page."""
-        return self.code_bytes + self.block_size // self.group * 2 * self.head_dim * 2
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes that the sidecar adds to a page."""
-        return self.num_kv_heads * self.head_bytes
+def page_tails(kv_cache: Tensor, num_kv_heads: int, head_bytes: int) -> Tensor:
+    """The bytes that follow each page of `kv_cache`, as strided views; nothing is copied.
+
+    kv_cache (num_blocks, G, block_size, C) -> (num_blocks, G, head_bytes) uint8.
+
+    Raises:
+        ValueError: the pages have no room.
+    """
+    raw = kv_cache.view(torch.uint8)
+    num_blocks = raw.shape[0]
+    page, tail = raw[0].numel(), num_kv_heads * head_bytes
+    # Block strides of one block are arbitrary, and there is nothing to step over.
+    stride = raw.stride(0)
+    if num_blocks > 1 and stride < page + tail:
+        raise ValueError(f"pages of {stride} bytes have no room for {tail} more")
+    return torch.as_strided(
+        raw,
+        (num_blocks, num_kv_heads, head_bytes),
+        (stride, head_bytes, 1),
+        raw.storage_offset() + page,
+    )
 
 
 @dataclass(frozen=True)
@@ -73,80 +80,72 @@ class Sidecar:
     """One layer's sidecar, as strided views of the pages' tails; nothing is copied.
 
     Attributes:
-        layout: its shape.
+        shape: of its pages.
         codes: (num_blocks, G, block_size, D / 32) int32; empty without codes.
         scales: (num_blocks, G, block_size / group, 2, D) float16: scales, then zeros.
     """
 
-    layout: SidecarLayout
+    shape: PageShape
     codes: Tensor
     scales: Tensor
 
-    @classmethod
-    def of(cls, kv_cache: Tensor, layout: SidecarLayout) -> "Sidecar":
-        """Views of the bytes that follow each page of `kv_cache`, (num_blocks, G, block_size, C).
+    @staticmethod
+    def head_bytes(shape: PageShape, words: int) -> int:
+        """Bytes of one head in a page. words: int32 words of codes for each token."""
+        return shape.block_size * words * 4 + shape.num_groups * 2 * shape.head_dim * 2
 
-        Raises:
-            ValueError: the pages have no room.
-        """
-        raw = kv_cache.view(torch.uint8)
-        num_blocks = raw.shape[0]
-        page = raw[0].numel()
-        # Block strides of one block are arbitrary, and there is nothing to step over.
-        stride = raw.stride(0)
-        if num_blocks > 1 and stride < page + layout.page_bytes:
-            raise ValueError(f"pages of {stride} bytes have no room for {layout.page_bytes} more")
-        start = raw.storage_offset() + page
-        heads, groups = layout.num_kv_heads, layout.block_size // layout.group
-        flat = torch.as_strided(
-            raw,
-            (num_blocks, heads, layout.head_bytes),
-            (stride, layout.head_bytes, 1),
-            start,
-        )
-        codes = flat[..., : layout.code_bytes].view(torch.int32)
-        scales = flat[..., layout.code_bytes :].view(torch.float16)
+    @classmethod
+    def of(cls, kv_cache: Tensor, shape: PageShape, words: int) -> "Sidecar":
+        """Views of the tails of `kv_cache`'s pages; see ``page_tails`` and ``head_bytes``."""
+        tails = page_tails(kv_cache, shape.num_kv_heads, cls.head_bytes(shape, words))
+        code_bytes = shape.block_size * words * 4
+        codes = tails[..., :code_bytes].view(torch.int32)
+        scales = tails[..., code_bytes:].view(torch.float16)
         return cls(
-            layout,
-            codes.unflatten(2, (layout.block_size, -1)) if layout.has_codes else codes,
-            scales.unflatten(2, (groups, 2, layout.head_dim)),
+            shape,
+            codes.unflatten(2, (shape.block_size, words)) if words else codes,
+            scales.unflatten(2, (shape.num_groups, 2, shape.head_dim)),
         )
 
     def dense(self, block_table: Tensor, num_groups: int) -> tuple[Tensor | None, Tensor, Tensor]:
         """One request's first groups, copied out: signs (G, n * group, D) int8 or None, and
         scales and zeros (G, n, D) float16, as ``quantize_keys`` returns them."""
-        per_block = self.scales.shape[2]
+        per_block = self.shape.num_groups
         group = torch.arange(num_groups, device=self.scales.device)
         blocks = block_table[group // per_block].long()
         scales, zeros = self.scales[blocks, :, group % per_block].permute(2, 1, 0, 3)
-        if not self.layout.has_codes:
+        if not self.codes.shape[-1]:
             return None, scales, zeros
-        size = self.layout.group
-        token = torch.arange(num_groups * size, device=self.scales.device)
-        per_block *= size
+        token = torch.arange(num_groups * self.shape.group, device=self.scales.device)
+        per_block = self.shape.block_size
         words = self.codes[block_table[token // per_block].long(), :, token % per_block]
-        bits = channel_bits(self.layout.head_dim).to(words.device)
+        bits = channel_bits(self.shape.head_dim).to(words.device)
         words = words.transpose(0, 1).repeat_interleave(WORD, dim=-1)
         return ((words >> bits & 1) * 2 - 1).to(torch.int8), scales, zeros
 
+    def put_scales(self, block_table: Tensor, begin: int, scales: Tensor, zeros: Tensor) -> None:
+        """Stores one request's scales and zeros (G, n, D) of the groups from `begin` on."""
+        per_block = self.shape.num_groups
+        group = torch.arange(begin, begin + scales.shape[1], device=self.scales.device)
+        where = block_table[group // per_block].long(), slice(None), group % per_block
+        self.scales[where] = torch.stack([scales, zeros], dim=2).transpose(0, 1)
 
-def write_groups_reference(
-    paged: PagedKV, sidecar: Sidecar, block_table: Tensor, begin: int, end: int
-) -> None:
-    """Quantises groups [begin, end) of one request in one layer, in plain torch."""
-    layout = sidecar.layout
-    size, per_block = layout.group, layout.block_size // layout.group
-    token = torch.arange(begin * size, end * size, device=paged.keys.device)
-    blocks, slots = block_table[token // layout.block_size].long(), token % layout.block_size
-    signs, scales, zeros = quantize_keys(paged.keys[blocks, :, slots].transpose(0, 1), size)
-    group = torch.arange(begin, end, device=paged.keys.device)
-    where = block_table[group // per_block].long(), slice(None), group % per_block
-    sidecar.scales[where] = torch.stack([scales, zeros], dim=2).transpose(0, 1)
-    if layout.has_codes:
-        bits = channel_bits(layout.head_dim).to(signs.device)
+    def put_signs(self, block_table: Tensor, begin: int, signs: Tensor) -> None:
+        """Stores one request's signs (G, n * group, D) of the groups from `begin` on."""
+        first, size = begin * self.shape.group, self.shape.block_size
+        token = torch.arange(first, first + signs.shape[1], device=self.codes.device)
+        blocks, slots = block_table[token // size].long(), token % size
+        bits = channel_bits(self.shape.head_dim).to(signs.device)
         words = ((signs > 0).long() << bits).unflatten(-1, (-1, WORD)).sum(dim=-1)
         words = words - (words >> 31 << 32)  # As signed numbers.
-        sidecar.codes[blocks, :, slots] = words.transpose(0, 1).to(torch.int32)
+        self.codes[blocks, :, slots] = words.transpose(0, 1).to(torch.int32)
+
+
+def keys_of_groups(paged: PagedKV, block_table: Tensor, begin: int, end: int, group: int) -> Tensor:
+    """One request's keys of groups [begin, end), copied out: (G, n * group, D)."""
+    token = torch.arange(begin * group, end * group, device=paged.keys.device)
+    blocks, slots = block_table[token // paged.block_size].long(), token % paged.block_size
+    return paged.keys[blocks, :, slots].transpose(0, 1)
 
 
 class SidecarWriter:
@@ -160,9 +159,14 @@ class SidecarWriter:
         self,
         layers: Sequence[tuple[PagedKV, Sidecar]],
         groups: Sequence[int],
-        segments: Sequence[int],
+        stages: Sequence[int],
+        *,
+        has_codes: bool,
     ) -> None:
-        """layers: in model order; groups, segments: KV group and segment of each."""
+        """layers: in model order; groups, stages: KV group and KV stage of each.
+
+        has_codes: keys get 1-bit codes beside the scales and zeros of their groups.
+        """
         keys, first = [paged.keys for paged, _ in layers], layers[0]
         for paged, sidecar in layers:
             alike = paged.keys.stride() == first[0].keys.stride()
@@ -178,8 +182,8 @@ class SidecarWriter:
         self._code_ptrs = column([s.codes.data_ptr() for _, s in layers])
         self._scale_ptrs = column([s.scales.data_ptr() for _, s in layers])
         self._groups = column(list(groups))
-        self._segments = column(list(segments))
-        self.num_layers = len(layers)
+        self._stages = column(list(stages))
+        self.num_layers, self._has_codes = len(layers), has_codes
 
     def write(
         self,
@@ -188,26 +192,26 @@ class SidecarWriter:
         block_table_strides: Tensor,
         layer: int | None = None,
     ) -> None:
-        """Quantises `jobs` in all layers of their segments, or in one layer.
+        """Quantises `jobs` in all layers of their stages, or in one layer.
 
         Args:
-            jobs: (J, 3) int32: segment, row of the block tables, and index of the group. Full
-                groups, whose keys are in the cache.
+            jobs: (J, 3) int32: KV stage, row of the block tables, and index of the group, which is
+                full and whose keys are in the cache.
             block_table_ptrs, block_table_strides: (KV groups,), vLLM's block table layout.
         """
         if not jobs.shape[0]:
             return
-        layout, keys = self.sidecar.layout, self.paged.keys
+        shape, keys = self.sidecar.shape, self.paged.keys
         codes, scales = self.sidecar.codes, self.sidecar.scales
         first, count = (0, self.num_layers) if layer is None else (layer, 1)
         dummy = torch.empty(1, dtype=keys.dtype, device=keys.device)
-        _write_groups_kernel[(jobs.shape[0], layout.num_kv_heads, count)](
+        _write_groups_kernel[(jobs.shape[0], shape.num_kv_heads, count)](
             jobs,
             self._key_ptrs,
             self._code_ptrs,
             self._scale_ptrs,
             self._groups,
-            self._segments,
+            self._stages,
             block_table_ptrs,
             block_table_strides,
             dummy,
@@ -220,10 +224,10 @@ class SidecarWriter:
             scales.stride(0),
             scales.stride(1),
             first,
-            BLOCK_SIZE=layout.block_size,
-            GROUP=layout.group,
-            D=layout.head_dim,
-            HAS_CODES=layout.has_codes,
+            BLOCK_SIZE=shape.block_size,
+            GROUP=shape.group,
+            D=shape.head_dim,
+            HAS_CODES=self._has_codes,
         )
 
 
@@ -234,7 +238,7 @@ def _write_groups_kernel(
     code_ptrs,
     scale_ptrs,
     layer_groups,
-    layer_segments,
+    layer_stages,
     block_table_ptrs,
     block_table_strides,
     dummy,
@@ -255,7 +259,7 @@ def _write_groups_kernel(
     job = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2) + first_layer
-    if tl.load(jobs + job * 3) != tl.load(layer_segments + layer):
+    if tl.load(jobs + job * 3) != tl.load(layer_stages + layer):
         return
     request = tl.load(jobs + job * 3 + 1).to(tl.int64)
     group = tl.load(jobs + job * 3 + 2)

@@ -6,13 +6,13 @@ from vllm.triton_utils import tl, triton
 
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
-# Digits of a key, from the top: how far they are shifted. Triton's histogram takes time for each
-# bin: four passes with few bins are faster than three with many.
+# How far each digit of a key is shifted, from the top. Triton's histogram takes time for each bin:
+# four passes with few bins are faster than three with many.
 _SHIFTS = (24, 16, 8, 0)
 _BITS = 8
 _BINS = 1 << _BITS
 _BLOCK = 2048
-# Programs in all, of those that scan scores.
+# How many programs scan scores in all.
 _PROGRAMS = 1024
 _MAX_SPLITS = 64
 
@@ -26,10 +26,10 @@ def top_units(
     unit: int,
     splits: int | None = None,
 ) -> None:
-    """Writes the `budgets` best units of each row, ascending; of equal scores the lower index.
+    """Writes the `budgets` best units of each row, ascending; of equal scores the lower index wins.
 
-    A radix select. Unlike vLLM's top-k ops each row has its own count, and its scores begin where
-    they may.
+    A radix select. Unlike in vLLM's top-k ops, each row has its own count, and its scores begin at
+    an offset of its own.
 
     Args:
         scores: (G, capacity) float32, no NaN; each row's at its offset.
@@ -93,7 +93,7 @@ def _load_keys(scores, inside):
 
 @triton.jit
 def _share(num_units, splits, BLOCK: tl.constexpr):
-    """Units that the program scans, in whole blocks."""
+    """The units that this program scans: whole blocks."""
     per_split = tl.cdiv(tl.cdiv(num_units, splits), BLOCK) * BLOCK
     begin = tl.program_id(0) * per_split
     return begin, tl.minimum(begin + per_split, num_units)
@@ -155,7 +155,7 @@ def _find_kernel(
     SHIFT: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """The wanted key's digit, and how many keys with these digits are wanted; clears the bins."""
+    """Finds the wanted key's digit, and how many keys with it are still wanted; clears the bins."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     budget = tl.load(row_budgets + row)
@@ -230,7 +230,7 @@ def _emit_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Writes what is selected of each program's share."""
+    """Writes the selected units of each program's share."""
     split = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2)

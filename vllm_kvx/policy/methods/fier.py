@@ -32,6 +32,7 @@ class FIER(Retrieve):
     letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "fier-1024"
     index_name: ClassVar[str] = "one_bit"
+    index_words: ClassVar[str] = "1-bit keys in groups"
 
     budget: int = integer(at_least=64, at_most=MAX_BUDGET)
     group: int = choice(32, GROUPS)

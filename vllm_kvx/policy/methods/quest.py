@@ -31,6 +31,7 @@ class Quest(Retrieve):
     letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "quest-1024"
     index_name: ClassVar[str] = "page_bounds"
+    index_words: ClassVar[str] = "bounds of pages"
 
     budget: int = integer(at_least=64, at_most=MAX_BUDGET)
     page: int = choice(16, PAGES)

@@ -60,6 +60,6 @@ class Speed(Propagate):
     def notice(self, num_layers: int) -> str:
         return (
             f"layers {self.cutoff} to {num_layers - 1} see only anchors, tail and generated "
-            "tokens. Answers keep their quality with weights tuned for that (see README); other "
-            "weights lose it."
+            "tokens. Answers keep their quality with weights tuned for that (see "
+            "docs/policies/speed.md); other weights lose it."
         )

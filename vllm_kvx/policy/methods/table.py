@@ -3,6 +3,9 @@
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.methods.gemfilter import GemFilter
+from vllm_kvx.policy.methods.knorm import Knorm
+from vllm_kvx.policy.methods.pyramidkv import PyramidKV
 from vllm_kvx.policy.methods.quest import Quest
 from vllm_kvx.policy.methods.snapkv import SnapKV
 from vllm_kvx.policy.methods.speed import Speed
@@ -15,7 +18,10 @@ _TABLE: tuple[tuple[type[Method], bool], ...] = (
     (FastKV, True),
     (StructKV, True),
     (SnapKV, True),
+    (PyramidKV, True),
+    (Knorm, True),
     (StreamingLLM, True),
+    (GemFilter, True),
     (FIER, True),
     (Quest, True),
 )

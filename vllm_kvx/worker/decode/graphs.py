@@ -5,13 +5,14 @@ from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_kvx.worker.decode.retrieval import Modes, Retrieval
+from vllm_kvx.worker.decode.retrieval import Retrieval
+from vllm_kvx.worker.decode.step import Modes
 
 
 def capture_each_mode(runner: Any, retrieval: Retrieval) -> None:
     """Makes vLLM capture every FULL graph once for each of ``Retrieval.graph_modes``.
 
-    Which of them a step replays, ``Retrieval.graph`` says. A step in which nobody retrieves then
+    ``Retrieval.graph`` says which of them a step replays. A step in which nobody retrieves then
     runs what stock vLLM runs, without a kernel of ours.
     """
     stock: Callable[..., Any] = runner.initialize_kv_cache
@@ -39,8 +40,8 @@ def _capture_sets(manager: Any, retrieval: Retrieval) -> None:
         if not full:
             return
         if manager._max_full_descs_to_capture is not None:
-            # A manager to be thrown away: vLLM measures a few graphs before it sizes the KV cache,
-            # and reserves memory for as many as are described here.
+            # vLLM will throw this manager away: it measures a few graphs before it sizes the KV
+            # cache, and reserves memory for as many as are described here.
             manager._capture_descs = {**descriptions, CUDAGraphMode.FULL: full * len(sets)}
             return
         try:

@@ -1,4 +1,4 @@
-"""How much of exact attention falls on what retrieval selects, measured in some steps."""
+"""Recall: the share of exact attention that falls on what retrieval selects."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from vllm_kvx.ops.retrieval.rows import RetrievalRows
 class RecallSampler:
     """Measures every n-th step that retrieves; such a step replays no CUDA graph.
 
-    every: n; 0 never. mass, rows: float64 sums on the device, over layers, rows and query heads.
+    every: n; 0 measures none. mass: () float64 on the device, the shares added up over layers,
+        rows and query heads. samples: how many shares that are.
     """
 
     def __init__(self, every: int, device: torch.device) -> None:
@@ -26,7 +27,7 @@ class RecallSampler:
         return self.every > 0 and self._countdown <= 1
 
     def takes_step(self, retrieves: bool) -> bool:
-        """Whether this step is measured; called once a step."""
+        """Whether to measure this step; called once a step."""
         if not self.every or not retrieves:
             return False
         if self._countdown > 1:

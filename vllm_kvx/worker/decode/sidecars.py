@@ -1,8 +1,9 @@
-"""Keeps the sidecars up to date: groups that a step filled are quantised in all layers at once.
+"""Keeps the sidecars up to date: groups that a step filled are written in all layers at once.
 
 Once a step rather than beside each layer's attention: a decode step fills a group for one request
-in 32, and its CUDA graph need not know. What is full when a step ends is read by later steps only,
-but for generated tokens that several at a time are computed again, after preemption.
+in 32, and its CUDA graph need not know. Only later steps read a group that is full when a step
+ends. The exception is a request that resumes after preemption: it computes several generated
+tokens at once, and its groups are written beside each layer.
 """
 
 from collections.abc import Sequence
@@ -14,14 +15,11 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.block_table import BlockTables
 
+from vllm_kvx.indexes.base import AnyIndex, Writer
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval.sidecar import (
-    Sidecar,
-    SidecarLayout,
-    SidecarWriter,
-    write_groups_reference,
-)
+from vllm_kvx.ops.retrieval.sidecar import PageShape
 from vllm_kvx.policy.storage import IntArray
+from vllm_kvx.worker.decode.step import HookedLayer
 from vllm_kvx.worker.timing import PhaseTimer
 
 
@@ -33,44 +31,51 @@ class Sidecars:
     """
 
     def __init__(
-        self, layers: Sequence[Any], max_num_reqs: int, in_torch: bool, device: torch.device
+        self,
+        index: AnyIndex,
+        layers: Sequence[HookedLayer],
+        max_num_reqs: int,
+        in_torch: bool,
+        device: torch.device,
     ) -> None:
-        """layers: ``taps.LayerTap``, their KV groups set when `bind` is called.
+        """layers: their KV groups are known when `bind` is called.
 
         in_torch: write in plain torch, not by a kernel.
         """
-        self._layers, self._device, self._in_torch = layers, device, in_torch
+        self._index, self._layers, self._device = index, layers, device
+        self._in_torch = in_torch
         self._is_fresh = np.zeros(max_num_reqs, dtype=bool)
         self._pending: Tensor | np.ndarray | None = None
         self.timer = PhaseTimer(device)
 
-    def bind(self, layout: SidecarLayout, block_tables: BlockTables) -> None:
-        """vLLM has allocated a KV cache, whose pages have such sidecars."""
-        self.layout, self._tables = layout, block_tables
-        self._writer: SidecarWriter | None = None
-        self.views: list[tuple[PagedKV, Sidecar] | None] = [None] * len(self._layers)
+    def bind(self, shape: PageShape, block_tables: BlockTables) -> None:
+        """vLLM has allocated a KV cache, whose pages have sidecars of this shape."""
+        self.shape, self._tables = shape, block_tables
+        self._writer: Writer | None = None
+        self.views: list[tuple[PagedKV, Any] | None] = [None] * len(self._layers)
 
-    def view(self, index: int) -> tuple[PagedKV, Sidecar]:
+    def view(self, layer: int) -> tuple[PagedKV, Any]:
         """Keys and values of a layer, and their sidecar."""
-        views = self.views[index]
+        views = self.views[layer]
         if views is None:
-            tap = self._layers[index]
-            kv_cache = tap.layer.kv_cache
-            views = tap.taps.paged(tap.layer, kv_cache), Sidecar.of(kv_cache, self.layout)
-            self.views[index] = views
+            hook = self._layers[layer]
+            views = hook.paged(), self._index.view(hook.layer.kv_cache, self.shape)
+            self.views[layer] = views
         return views
 
     @property
-    def writer(self) -> SidecarWriter:
+    def writer(self) -> Writer:
+        """Writes by a kernel; made when first used, as `views`."""
         if self._writer is None:
-            self._writer = SidecarWriter(
+            self._writer = self._index.writer(
                 [self.view(i) for i in range(len(self._layers))],
-                [tap.group for tap in self._layers],
-                [tap.segment for tap in self._layers],
+                [hook.group for hook in self._layers],
+                [hook.stage for hook in self._layers],
             )
         return self._writer
 
     def add_request(self, req_index: int) -> None:
+        """A request takes this state; it has run no step yet."""
         self._is_fresh[req_index] = True
 
     def is_fresh(self, requests: np.ndarray) -> np.ndarray:
@@ -80,7 +85,7 @@ class Sidecars:
     def plan(
         self, requests: np.ndarray, before: IntArray, after: IntArray, moved: np.ndarray
     ) -> None:
-        """Says which groups to write after the coming forward pass.
+        """Decides which groups to write after the coming forward pass.
 
         Args:
             requests: (R,) request states.
@@ -88,25 +93,25 @@ class Sidecars:
             moved: (S, R) bool, where entries that were there get other places.
         """
         self.timer.collect()
-        first, last = before // self.layout.group, after // self.layout.group
-        # Entries that came with a prefix hit: above the first segment they are copied anchors.
+        first, last = before // self.shape.group, after // self.shape.group
+        # Entries that came with a prefix hit are copied anchors above the first stage.
         first[1:, self._is_fresh[requests]] = 0
         self._is_fresh[requests] = False
         first[moved] = 0
-        segments, rows = np.nonzero(last > first)
-        counts = (last - first)[segments, rows]
+        stages, rows = np.nonzero(last > first)
+        counts = (last - first)[stages, rows]
         self._pending = None
         if not len(counts):
             return
         jobs = np.empty((counts.sum(), 3), dtype=np.int32)
-        jobs[:, 0] = np.repeat(segments, counts)
+        jobs[:, 0] = np.repeat(stages, counts)
         jobs[:, 1] = np.repeat(requests[rows], counts)
-        start = first[segments, rows] - (np.cumsum(counts) - counts)
+        start = first[stages, rows] - (np.cumsum(counts) - counts)
         jobs[:, 2] = np.arange(len(jobs)) + np.repeat(start, counts)
         self._pending = jobs if self._in_torch else async_tensor_h2d(jobs, device=self._device)
 
     def write(self, layer: int | None = None) -> None:
-        """Quantises the groups of the plan in all layers, or in one."""
+        """Writes the groups of the plan in all layers, or in one."""
         if self._pending is None:
             return
         with self.timer:
@@ -119,12 +124,12 @@ class Sidecars:
             self._pending = None
 
     def _write_in_torch(self, jobs: np.ndarray, layer: int | None) -> None:
-        for index in range(len(self._layers)) if layer is None else (layer,):
-            tap = self._layers[index]
-            paged, sidecar = self.view(index)
-            mine = jobs[jobs[:, 0] == tap.segment]
+        for number in range(len(self._layers)) if layer is None else (layer,):
+            hook = self._layers[number]
+            paged, sidecar = self.view(number)
+            mine = jobs[jobs[:, 0] == hook.stage]
             for request in np.unique(mine[:, 1]).tolist():
                 groups = mine[mine[:, 1] == request, 2]
-                table = self._tables.block_tables[tap.group].gpu[request]
+                table = self._tables.block_tables[hook.group].gpu[request]
                 begin, end = int(groups[0]), int(groups[-1]) + 1
-                write_groups_reference(paged, sidecar, table, begin, end)
+                self._index.write_in_torch(paged, sidecar, table, begin, end)

@@ -1,6 +1,6 @@
-"""What a step does for the prompts in it: stash their states, score their keys, run the selected.
+"""The prompts that a policy changes once they are in, and their chunks in a step.
 
-Planned on the host from counts alone; which tokens are selected is known on the device only.
+Planned on the host from counts alone; which tokens are chosen is known on the device only.
 """
 
 from collections.abc import Sequence
@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_kvx.policy.axes import OnlineRule, Positions, ScoreSpec
+from vllm_kvx.policy.axes import Positions, Retain, ScoreSpec, Selection
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
-from vllm_kvx.worker.layer_hooks import Prompt
-from vllm_kvx.worker.rows import SegmentRows
+from vllm_kvx.worker.prefill.jobs import PassPrompt
 
 
 @dataclass
@@ -20,30 +19,19 @@ class PromptState:
     """A request whose prompt is scored, selected from or compacted.
 
     Attributes:
-        storages: what it stores, by segment.
-        window, kernel: of the saliency; window 0 if nothing is scored.
-        per_layer, decay: see ``taps.Prompt``; `decay` is of the segments up to `last_central`.
-        last_central: segment whose last layer ends the centrality.
-        by_block: retention keeps whole blocks, ranked by centrality.
-        online: the policy, where the pivot is found while the prompt runs; see ``online``.
-        first_selected: first segment that only selected tokens reach; None if all go on.
+        starts: the first layer of every KV stage; storages: what it stores, by stage.
+        selection: which tokens are chosen to go on; None if all do.
+        retain: drops entries of at least one stage; None if none does.
         slot: where its window's queries are kept while it is spread over chunks.
         stats_row: its policy's row in the counters.
     """
 
     req_id: str
     prompt_len: int
+    starts: Sequence[int]
     storages: list[Storage]
-    window: int
-    kernel: int
-    first_selected: int | None
-    num_propagated: int
-    sinks: int | None
-    per_layer: bool = False
-    decay: float | None = None
-    last_central: int | None = None
-    by_block: bool = False
-    online: OnlineRule | None = None
+    selection: Selection | None
+    retain: Retain | None
     slot: int | None = None
     stats_row: int = 0
 
@@ -59,59 +47,125 @@ class PromptState:
     ) -> "PromptState | None":
         """The state of a request; None if the prompt is as in any other.
 
-        starts: first layer of every segment. block_size: entries of a KV cache block.
+        block_size: entries of a KV cache block.
         """
         storages = [
             storage_of(policy, prompt_len, start, block_size, num_layers) for start in starts
         ]
         if not any(s.changes for s in storages):
             return None
-        retain, selection = policy.retain, policy.selection(prompt_len, num_layers)
-        online = selection.online if selection is not None else None
-        first_selected, num_propagated = None, 0
-        if selection is not None:
-            num_propagated = selection.count
-            if online is None:
-                first_selected = list(starts).index(selection.after + 1)
-        scorer = selection.score if selection is not None else None
-        by = retain.keeps_by if retain is not None else None
-        compacts = any(s.compacts for s in storages)
-        if isinstance(by, ScoreSpec) and compacts:
-            scorer = by
-        by_block = retain is not None and retain.unit == "block" and compacts
-        central = by if by_block else scorer if selection is None else selection.score
-        decay, last_central = None, None
-        if isinstance(central, ScoreSpec) and central.decay is not None:
-            decay = central.decay
-            last_central = len(starts) - 1
-            after = retain.ranked_after() if by_block and retain is not None else None
-            if after is None and selection is not None and online is None:
-                after = selection.after
-            if after is not None:
-                last_central = sum(start <= after for start in starts) - 1
-        return cls(
-            req_id=req_id,
-            prompt_len=prompt_len,
-            storages=storages,
-            window=min(scorer.window, prompt_len) if scorer is not None else 0,
-            kernel=scorer.kernel if scorer is not None else 1,
-            first_selected=first_selected,
-            num_propagated=num_propagated,
-            sinks=by.sinks if isinstance(by, Positions) else None,
-            per_layer=isinstance(by, ScoreSpec) and by.over_heads,
-            decay=decay,
-            last_central=last_central,
-            by_block=by_block,
-            online=online,
+        selection = policy.selection(prompt_len, num_layers)
+        state = cls(req_id, prompt_len, starts, storages, selection, policy.retain)
+        if not any(map(state.drops, range(len(starts)))):
+            state.retain = None
+        return state
+
+    @property
+    def by(self) -> ScoreSpec | Positions | None:
+        """What retention goes by; None if no entry goes by it."""
+        return self.retain.keeps_by if self.retain is not None else None
+
+    @property
+    def by_block(self) -> bool:
+        """Whether whole blocks stay, which are re-linked instead of copied."""
+        return self.retain is not None and self.retain.unit == "block"
+
+    @property
+    def window(self) -> int:
+        """The longest window whose queries score the prompt's keys; 0 if none does."""
+        specs = [self.selection.score if self.selection is not None else None, self.by]
+        windows = [spec.window for spec in specs if isinstance(spec, ScoreSpec)]
+        return min(max(windows, default=0), self.prompt_len)
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the layer that selects is found during the pass."""
+        return self.selection is not None and self.selection.online is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its states wait in the stash until tokens are chosen."""
+        return self.selection is not None and self.selection.resumes_at > 0
+
+    def is_resumed(self, stage: int) -> bool:
+        """Whether the chosen tokens run the stage's layers, which then hold those alone."""
+        selection = self.selection
+        if selection is None or selection.online is not None:
+            return False
+        return self.starts[stage] >= selection.resumes_at
+
+    def drops(self, stage: int) -> bool:
+        """Whether retention drops entries of the stage."""
+        rows = self.storages[stage].rows
+        if self.selection is not None and self.is_resumed(stage):
+            rows = self.selection.count
+        return self.storages[stage].kept < rows
+
+    def is_moved(self, stage: int) -> bool:
+        """Whether entries of the stage get other places, so that nothing of them can be read on."""
+        if self.is_online:
+            return True
+        rewritten = self.is_resumed(stage) and self.storages[stage].prefill.size == 0
+        return rewritten or (self.storages[stage].compacts and not self.by_block)
+
+    def in_direct_pass(
+        self, batch_index: int, first_row: int, begins_at: int, splits: bool
+    ) -> PassPrompt:
+        """The prompt in a pass over all of it; see ``PassPrompt``.
+
+        first_row: of its last chunk in the pass. begins_at: the chunk's first position.
+        splits: whether a part of the window ran in an earlier chunk.
+        """
+        num_keys, selection = self.prompt_len, self.selection
+        kept = tuple(
+            num_keys if self.is_resumed(stage) or storage.prefill.size else storage.kept
+            for stage, storage in enumerate(self.storages)
+        )
+        return PassPrompt(
+            self.req_id,
+            batch_index,
+            num_keys,
+            first_row=first_row + self.prompt_len - self.window - begins_at,
+            longest=self.window,
+            slot=self.slot if splits else None,
+            select_by=selection.score if selection is not None else None,
+            # Found online, the layer is none of the pass's.
+            select_after=(1 << 30) if self.is_online else selection.after if selection else -1,
+            selected=selection.count if selection is not None else 0,
+            by=self.by,
+            kept=kept,
+            ranked_after=self.retain.ranked_after() if self.retain is not None else None,
+            blocks=self._blocks() if self.by_block else (),
+            measures=self.is_online,
         )
 
-    def is_direct(self, segment: int) -> bool:
-        """Whether the segment computes the whole prompt, chunk by chunk."""
-        if self.online is not None:
-            return False
-        if self.first_selected is not None and segment >= self.first_selected:
-            return False
-        return self.storages[segment].prefill.size == 0
+    def in_resumed_pass(self, batch_index: int, end_row: int) -> PassPrompt:
+        """The prompt in a pass over its chosen tokens, the last of which is before `end_row`."""
+        assert self.selection is not None
+        num_keys = self.selection.count
+        kept = tuple(
+            storage.kept if self.is_resumed(stage) and not self.by_block else num_keys
+            for stage, storage in enumerate(self.storages)
+        )
+        window = min(self.window, num_keys)
+        return PassPrompt(
+            self.req_id,
+            batch_index,
+            num_keys,
+            first_row=end_row - window,
+            longest=window,
+            by=None if self.by_block else self.by,
+            kept=kept,
+        )
+
+    def _blocks(self) -> tuple[tuple[int, bool], ...]:
+        assert self.retain is not None
+        after = self.retain.ranked_after()
+        assert after is not None
+        return tuple(
+            (storage.kept if storage.compacts else 0, start <= after)
+            for start, storage in zip(self.starts, self.storages, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -130,104 +184,61 @@ class PromptChunk:
     @property
     def splits_window(self) -> bool:
         """Whether a part of the window, not all of it, is in this chunk."""
-        state = self.state
-        window_start = state.prompt_len - state.window
-        if not state.window or self.end <= window_start:
+        window = self.state.window
+        window_start = self.state.prompt_len - window
+        if not window or self.end <= window_start:
             return False
         return self.begin > window_start or not self.is_last
 
 
 @dataclass
-class SegmentPlan:
-    """The direct pass over one segment, for these prompts.
+class ChunkPlan:
+    """The chunks of one pass over whole prompts.
 
     Attributes:
         prompts: those whose last chunk is in the step.
         window_rows, window_slots, window_places: (n,) int64 queries to keep; see ``WindowRows``.
-        stash_rows: (n,) int64 rows of the segment's output whose states wait.
+        stash_rows: (n,) int64 rows of the pass's output whose states wait.
         stash_chunks: the chunks that they are of.
     """
 
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[PassPrompt] = field(default_factory=list)
     window_rows: list[np.ndarray] = field(default_factory=list)
     window_slots: list[np.ndarray] = field(default_factory=list)
     window_places: list[np.ndarray] = field(default_factory=list)
     stash_rows: list[np.ndarray] = field(default_factory=list)
     stash_chunks: list[PromptChunk] = field(default_factory=list)
 
+    def add(self, chunk: PromptChunk, first_row: int, last_layer: int) -> None:
+        """Adds a chunk whose rows begin at `first_row` of the pass, which ends before a layer.
 
-def plan_direct(
-    chunks: Sequence[PromptChunk],
-    counts: np.ndarray,
-    rows: Sequence[SegmentRows | None],
-) -> list[SegmentPlan]:
-    """The direct pass of every segment.
-
-    Args:
-        chunks: prompts in the step.
-        counts: (R,) tokens scheduled per request.
-        rows: rows that each segment runs; None for all.
-    """
-    plans = []
-    for segment, trimmed in enumerate(rows):
-        plan = SegmentPlan()
-        plans.append(plan)
-        run = counts if trimmed is None else trimmed.counts
-        starts = np.cumsum(run) - run
-        for chunk in chunks:
-            if chunk.state.is_direct(segment):
-                plan_chunk(plan, chunk, segment, int(starts[chunk.batch_index]))
-    return plans
-
-
-def plan_chunk(plan: SegmentPlan, chunk: PromptChunk, segment: int, start_row: int) -> None:
-    """Adds a chunk whose rows begin at `start_row` of the pass to the plan of a segment."""
-    state = chunk.state
-    storage = state.storages[segment]
-    selects = state.first_selected == segment + 1
-    if selects:
-        plan.stash_rows.append(np.arange(start_row, start_row + chunk.end - chunk.begin))
-        plan.stash_chunks.append(chunk)
-    adds_up = state.last_central is not None and segment <= state.last_central
-    compacts = storage.compacts and not state.by_block
-    if not (compacts or selects or adds_up):
-        return
-    window_start = state.prompt_len - state.window
-    first_row = start_row + window_start - chunk.begin
-    if chunk.splits_window:
-        begin = max(chunk.begin, window_start)
-        assert state.slot is not None
-        plan.window_rows.append(np.arange(begin, chunk.end) - chunk.begin + start_row)
-        plan.window_places.append(np.arange(begin, chunk.end) - window_start)
-        plan.window_slots.append(np.full(chunk.end - begin, state.slot))
-    if chunk.is_last:
-        plan.prompts.append(
-            Prompt(
-                req_id=state.req_id,
-                batch_index=chunk.batch_index,
-                num_keys=storage.rows,
-                window=state.window,
-                kernel=state.kernel,
-                first_row=first_row,
-                slot=state.slot if chunk.splits_window else None,
-                cap=storage.kept if compacts else storage.rows,
-                sinks=state.sinks,
-                propagated=state.num_propagated if selects else 0,
-                per_layer=state.per_layer,
-                decay=state.decay if adds_up else None,
-                ranks_blocks=state.by_block and segment == state.last_central,
-                measures=state.online is not None,
-                kept=tuple(
-                    (s.kept if s.compacts else 0, i <= (state.last_central or 0))
-                    for i, s in enumerate(state.storages)
-                ),
+        last_layer: that one.
+        """
+        state = chunk.state
+        if state.waits and not state.is_online:
+            assert state.selection is not None
+            if state.selection.resumes_at == last_layer:
+                count = chunk.end - chunk.begin
+                self.stash_rows.append(np.arange(first_row, first_row + count))
+                self.stash_chunks.append(chunk)
+        if chunk.splits_window:
+            window_start = state.prompt_len - state.window
+            begin = max(chunk.begin, window_start)
+            assert state.slot is not None
+            self.window_rows.append(np.arange(begin, chunk.end) - chunk.begin + first_row)
+            self.window_places.append(np.arange(begin, chunk.end) - window_start)
+            self.window_slots.append(np.full(chunk.end - begin, state.slot))
+        if chunk.is_last:
+            self.prompts.append(
+                state.in_direct_pass(
+                    chunk.batch_index, first_row, chunk.begin, chunk.splits_window
+                )
             )
-        )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Selected tokens [begin, end) of one prompt, counted among its selected tokens."""
+    """Chosen tokens [begin, end) of one prompt, counted among its chosen tokens."""
 
     chunk: PromptChunk
     begin: int
@@ -235,15 +246,19 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        return self.end == self.chunk.state.num_propagated
+        selection = self.chunk.state.selection
+        return selection is not None and self.end == selection.count
 
 
 def pack_selected(chunks: Sequence[PromptChunk], max_tokens: int) -> list[list[Piece]]:
-    """Passes of at most `max_tokens` rows over the selected tokens of these prompts, in order.
+    """Passes of at most `max_tokens` rows over the chosen tokens of these prompts, in order.
 
     A prompt's window stays in one pass, since its queries score the keys there.
     """
-    sizes = [(chunk.state.num_propagated, chunk.state.window) for chunk in chunks]
+    sizes = []
+    for chunk in chunks:
+        assert chunk.state.selection is not None
+        sizes.append((chunk.state.selection.count, chunk.state.window))
     return [
         [Piece(chunks[i], begin, end) for i, begin, end in pieces]
         for pieces in pack(sizes, max_tokens)

@@ -3,14 +3,14 @@
 A chunk runs the layers up to the lowest pivot, and its states wait in the stash. Once the prompt is
 in, its window's queries exist, and one layer after the other runs over all of its rows, in passes
 of the usual size that read their states from the stash and put them back, until the rule fires.
-From there on only the selected rows run. Prompts of one step go through the layers together, each
+From there on only the chosen rows run. Prompts of one step go through the layers together, each
 with the rows that are left of it, so their pivots may differ.
 
 This is the one place where a step waits for the device: which layer is the pivot decides how many
 rows the next one has, so three numbers are read after each layer from the lowest pivot on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,194 +18,209 @@ import torch
 from torch import Tensor
 
 from vllm_kvx.equations.pivot import transition_is_behind
-from vllm_kvx.models.decoder import SegmentedModel
-from vllm_kvx.worker.layer_hooks import Prompt, SegmentTap
-from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState, SegmentPlan, pack, plan_chunk
-from vllm_kvx.worker.prefill.passes import MetadataOf, PromptPasses
+from vllm_kvx.models.passes import BatchRows, Pass, Source, Stashed, ToOutput, ToStash
+from vllm_kvx.policy.axes import OnlineRule
+from vllm_kvx.worker.batch import to_device
+from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk, PromptState, pack
+from vllm_kvx.worker.prefill.jobs import PassPrompt
+from vllm_kvx.worker.prefill.passes import PassMaker, StepBatch
+from vllm_kvx.worker.prefill.stash import Stash
 
 OnPivot = Callable[[PromptState, int], None]
 
 
 @dataclass
 class _Running:
-    """A prompt that is in: all its rows run until `kept` says which go on."""
+    """A prompt that is in: all its rows run until `chosen` says which go on."""
 
     chunk: PromptChunk
     pages: np.ndarray
-    prompt: Prompt
-    kept: Tensor | None = field(default=None)
+    prompt: PassPrompt
+    chosen: Tensor | None = field(default=None)
+
+    @property
+    def count(self) -> int:
+        """Tokens that go on."""
+        assert self.chunk.state.selection is not None
+        return self.chunk.state.selection.count
 
     @property
     def num_rows(self) -> int:
-        state = self.chunk.state
-        return state.prompt_len if self.kept is None else state.num_propagated
+        return self.chunk.state.prompt_len if self.chosen is None else self.count
 
 
 class OnlinePasses:
-    """Runs the online prompts of one step after everything else in it.
+    """The passes of one step over the prompts that find their pivot, after everything else in it.
 
-    chunks: these prompts. row_ends: (R,) end of each request's rows in the batch. block_tables: of
-    the batch, by KV group. metadata_of: builds attention metadata. on_pivot: told every pivot.
+    chunks: these prompts. on_pivot: told every pivot.
     """
 
     def __init__(
         self,
-        passes: PromptPasses,
+        maker: PassMaker,
         chunks: Sequence[PromptChunk],
-        row_ends: np.ndarray,
-        block_tables: Sequence[Tensor],
-        num_layers: int,
-        metadata_of: MetadataOf,
+        step: StepBatch,
         on_pivot: OnPivot,
     ) -> None:
-        assert passes.stash is not None
-        self.passes, self.stash, self.taps = passes, passes.stash, passes.taps
-        self.row_ends, self.block_tables = row_ends, block_tables
-        self.num_layers, self.metadata_of, self.on_pivot = num_layers, metadata_of, on_pivot
-        self._groups: dict[tuple[int, int], list[tuple[PromptChunk, np.ndarray]]] = {}
+        self.maker, self.step = maker, step
+        self.num_layers, self.on_pivot = maker.num_layers, on_pivot
+        self.centrality = maker.memory.centrality
+        self._groups: dict[OnlineRule, list[tuple[PromptChunk, np.ndarray]]] = {}
         for chunk in chunks:
-            assert chunk.state.online is not None
-            limits = chunk.state.online.lowest, chunk.state.online.highest
+            selection = chunk.state.selection
+            assert selection is not None and selection.online is not None
             # Read here: on the host the pages may have another owner when the pass runs.
             pages = self.stash.pages(chunk.state.req_id)
-            self._groups.setdefault(limits, []).append((chunk, pages))
+            self._groups.setdefault(selection.online, []).append((chunk, pages))
 
-    def run(
-        self, model: SegmentedModel, input_ids: Tensor, positions: Tensor, output: Tensor
-    ) -> None:
-        """Runs the chunks; the last rows of prompts that are in go into `output` (T, hidden).
+    @property
+    def stash(self) -> Stash:
+        assert self.maker.stash is not None
+        return self.maker.stash
 
-        input_ids, positions: (T,) of the batch.
-        """
-        for (low, high), members in self._groups.items():
-            running = self._run_chunks(model, members, low, input_ids, positions)
+    def __call__(self) -> Iterator[Pass]:
+        """The passes; the last rows of prompts that are in go to the output."""
+        for rule, members in self._groups.items():
+            running = self._running(members)
+            yield self._chunks(members, rule.lowest)
             if running:
-                self._run_rest(model, running, low, high, output)
+                yield from self._rest(running, rule)
 
-    def _run_chunks(
-        self,
-        model: SegmentedModel,
-        members: Sequence[tuple[PromptChunk, np.ndarray]],
-        low: int,
-        input_ids: Tensor,
-        positions: Tensor,
-    ) -> list[_Running]:
-        """Layers 0..low over what the step has of these prompts; those that are in."""
-        to_device = self.passes.to_device
-        chunks = [chunk for chunk, _ in members]
-        indices = np.array([chunk.batch_index for chunk in chunks])
-        counts = np.array([chunk.end - chunk.begin for chunk in chunks], dtype=np.int32)
-        ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
-        plan, start = SegmentPlan(), 0
-        for chunk in chunks:
-            plan_chunk(plan, chunk, 0, start)
-            start += chunk.end - chunk.begin
-        in_batch = [
-            np.arange(end - count, end)
-            for end, count in zip(self.row_ends[indices], counts, strict=True)
-        ]
-        rows = to_device(np.concatenate(in_batch))
-        at = positions.index_select(0, rows)
-        batch, slots = self.passes.batch(indices, counts, ends, at, 0, self.block_tables)
-        states = model.run_layers(
-            0,
-            low + 1,
-            input_ids.index_select(0, rows),
-            at,
-            self.metadata_of(batch, 0),
-            slots,
-            self.passes.tap(plan, self.block_tables),
-        )
-        pages = [each for _, each in members]
-        self.stash.states.index_copy_(0, self.passes.stash_rows(pages, counts, at), states)
-        prompts = {prompt.req_id: prompt for prompt in plan.prompts}
+    def _starts(self, members: Sequence[tuple[PromptChunk, np.ndarray]]) -> list[int]:
+        """The first row of each chunk in the pass over all of them."""
+        counts = [chunk.end - chunk.begin for chunk, _ in members]
+        return (np.cumsum(counts) - counts).tolist()
+
+    def _running(self, members: Sequence[tuple[PromptChunk, np.ndarray]]) -> list[_Running]:
+        """The prompts whose last chunk is in the step."""
         return [
-            _Running(chunk, each, prompts[chunk.state.req_id])
-            for chunk, each in members
+            _Running(
+                chunk,
+                pages,
+                chunk.state.in_direct_pass(
+                    chunk.batch_index, start, chunk.begin, chunk.splits_window
+                ),
+            )
+            for (chunk, pages), start in zip(members, self._starts(members), strict=True)
             if chunk.is_last
         ]
 
-    def _run_rest(
-        self,
-        model: SegmentedModel,
-        running: Sequence[_Running],
-        low: int,
-        high: int,
-        output: Tensor,
-    ) -> None:
-        """The layers above `low` of prompts that are in."""
-        layer = low
+    def _chunks(self, members: Sequence[tuple[PromptChunk, np.ndarray]], lowest: int) -> Pass:
+        """Layers 0..lowest over what the step has of these prompts."""
+        maker, step = self.maker, self.step
+        chunks = [chunk for chunk, _ in members]
+        places = np.array([chunk.batch_index for chunk in chunks])
+        counts = np.array([chunk.end - chunk.begin for chunk in chunks], dtype=np.int32)
+        ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
+        plan = ChunkPlan()
+        for chunk, start in zip(chunks, self._starts(members), strict=True):
+            plan.add(chunk, start, lowest + 1)
+        in_batch = [
+            np.arange(end - count, end)
+            for end, count in zip(step.row_ends[places], counts, strict=True)
+        ]
+        rows = to_device(np.concatenate(in_batch), maker.device)
+        at = step.positions.index_select(0, rows)
+        work = maker.work_of(plan, step.block_tables)
+        now = self._pass(0, lowest + 1, BatchRows(rows), places, counts, ends, at)
+        now.beside = maker.hooks.beside(work)
+        targets = maker.stash_rows([pages for _, pages in members], counts, at)
+        now.sinks = [ToStash(self.stash.states, targets)]
+        return now
+
+    def _rest(self, running: Sequence[_Running], rule: OnlineRule) -> Iterator[Pass]:
+        """The layers above the lowest pivot of prompts that are in."""
+        layer = rule.lowest
         while True:
             for each in running:
-                if each.kept is None and (layer == high or self._is_behind(each)):
-                    state = each.chunk.state
-                    each.kept = self.taps.select_central(each.prompt, state.num_propagated)
-                    self.on_pivot(state, layer)
+                if each.chosen is None and (layer == rule.highest or self._is_behind(each, rule)):
+                    prompt = each.prompt
+                    each.chosen = self.centrality.choose(
+                        prompt.req_id, prompt.num_keys, prompt.longest, each.count
+                    )
+                    self.on_pivot(each.chunk.state, layer)
             layer += 1
-            if all(each.kept is not None for each in running):
+            if all(each.chosen is not None for each in running):
                 break
-            self._pass(model, running, layer, layer + 1, output)
-        self._pass(model, running, layer, self.num_layers, output)
+            yield from self._layers(running, layer, layer + 1)
+        yield from self._layers(running, layer, self.num_layers)
 
-    def _is_behind(self, each: _Running) -> bool:
+    def _is_behind(self, each: _Running, rule: OnlineRule) -> bool:
         """Whether the rule fires after the layers so far; waits for the device."""
-        online = each.chunk.state.online
-        assert online is not None
-        values = torch.stack(self.taps.metrics[each.prompt.req_id]).cpu()
+        values = torch.stack(self.centrality.metrics[each.prompt.req_id]).cpu()
         entropy, sparsity, variance = values.unbind(dim=1)
-        return transition_is_behind(entropy, sparsity, variance, online.weights)
+        return transition_is_behind(entropy, sparsity, variance, rule.weights)
 
-    def _pass(
-        self,
-        model: SegmentedModel,
-        running: Sequence[_Running],
-        begin: int,
-        end: int,
-        output: Tensor,
-    ) -> None:
-        """Layers [begin, end) over the rows that are left, states from and to the stash."""
+    def _layers(self, running: Sequence[_Running], first: int, last: int) -> Iterator[Pass]:
+        """Layers [first, last) over the rows that are left, states from and to the stash."""
+        maker, step = self.maker, self.step
         sizes = [(each.num_rows, each.chunk.state.window) for each in running]
-        for pieces in pack(sizes, self.passes.max_tokens):
+        for pieces in pack(sizes, maker.max_tokens):
             members = [running[i] for i, _, _ in pieces]
-            indices = np.array([each.chunk.batch_index for each in members])
+            places = np.array([each.chunk.batch_index for each in members])
             counts = np.array([e - b for _, b, e in pieces], dtype=np.int32)
             ends = np.array([e for _, _, e in pieces], dtype=np.int32)
             at = torch.cat(
                 [
-                    torch.arange(b, e, device=output.device)
-                    if each.kept is None
-                    else each.kept[b:e]
+                    torch.arange(b, e, device=maker.device)
+                    if each.chosen is None
+                    else each.chosen[b:e]
                     for each, (_, b, e) in zip(members, pieces, strict=True)
                 ]
             )
-            rows = self.passes.stash_rows([each.pages for each in members], counts, at)
-            batch, slots = self.passes.batch(indices, counts, ends, at, 0, self.block_tables)
+            rows = maker.stash_rows([each.pages for each in members], counts, at)
+            row_ends = np.cumsum(counts)
             prompts = [
-                self._prompt(each, stop - each.chunk.state.window)
-                for each, count, stop in zip(members, ends, np.cumsum(counts).tolist(), strict=True)
-                if count == each.num_rows
+                self._prompt(each, stop - each.prompt.longest)
+                for each, end, stop in zip(members, ends, row_ends.tolist(), strict=True)
+                if end == each.num_rows
             ]
-            states = model.run_layers(
-                begin,
-                end,
-                self.stash.states.index_select(0, rows),
-                at,
-                self.metadata_of(batch, 0),
-                slots,
-                SegmentTap.of(prompts, self.block_tables, self.taps),
-            )
-            if end < self.num_layers:
-                self.stash.states.index_copy_(0, rows, states)
-                continue
+            source = Stashed(self.stash.states, rows)
+            now = self._pass(first, last, source, places, counts, ends, at)
+            now.beside = maker.beside(prompts, step.block_tables)
             done = np.flatnonzero(ends == [each.num_rows for each in members])
-            last = states.index_select(0, self.passes.to_device(np.cumsum(counts)[done] - 1))
-            output.index_copy_(0, self.passes.to_device(self.row_ends[indices[done]] - 1), last)
+            if last < self.num_layers:
+                now.sinks = [ToStash(self.stash.states, rows)]
+            elif len(done):
+                now.sinks = [
+                    ToOutput(
+                        to_device(step.row_ends[places[done]] - 1, maker.device),
+                        to_device(row_ends[done] - 1, maker.device),
+                    )
+                ]
+            yield now
+
+    def _pass(
+        self,
+        first: int,
+        last: int,
+        source: Source,
+        places: np.ndarray,
+        counts: np.ndarray,
+        ends: np.ndarray,
+        at: Tensor,
+    ) -> Pass:
+        maker, step = self.maker, self.step
+        batch = maker.batch(places, counts, ends, at, 0, step.block_tables)
+        return Pass(
+            first,
+            last,
+            source,
+            positions=at,
+            attn_metadata=step.metadata_of(batch, ends, 0),
+            slot_mapping=maker.slots(batch.slot_mappings, first, last),
+        )
 
     @staticmethod
-    def _prompt(each: _Running, first_row: int) -> Prompt:
+    def _prompt(each: _Running, first_row: int) -> PassPrompt:
         prompt = replace(each.prompt, first_row=first_row, slot=None)
-        if each.kept is None:
+        if each.chosen is None:
             return prompt
         rows = each.num_rows
-        cap = min(prompt.cap, rows)
-        return replace(prompt, num_keys=rows, cap=cap, decay=None, measures=False)
+        return replace(
+            prompt,
+            num_keys=rows,
+            kept=tuple(min(kept, rows) for kept in prompt.kept),
+            select_by=None,
+            measures=False,
+        )

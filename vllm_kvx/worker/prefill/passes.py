@@ -1,261 +1,299 @@
-"""The device side of a step's prompts: taps, stash writes, and passes of selected tokens."""
+"""The passes of a step: the direct ones over the batch's rows, and those over chosen tokens."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_kvx.models.decoder import SelectedPass, StashWrite, StepPlan
-from vllm_kvx.policy.storage import STASH_PAGE
-from vllm_kvx.worker.layer_hooks import Prompt, SegmentTap, Taps, WindowRows
-from vllm_kvx.worker.prefill.chunks import (
-    Piece,
-    PromptChunk,
-    SegmentPlan,
-    pack_selected,
-    plan_direct,
+from vllm_kvx.models.passes import (
+    BatchRows,
+    Pass,
+    Previous,
+    Source,
+    Stashed,
+    TokenIds,
+    ToOutput,
+    ToStash,
 )
+from vllm_kvx.policy.storage import STASH_PAGE
+from vllm_kvx.worker.batch import PassBatch, to_device
+from vllm_kvx.worker.decode.step import RetrievalPass
+from vllm_kvx.worker.layer_hooks import LayerHooks
+from vllm_kvx.worker.prefill.chunks import ChunkPlan, Piece, PromptChunk, pack_selected
+from vllm_kvx.worker.prefill.jobs import PassPrompt, WindowRows
+from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
 from vllm_kvx.worker.prefill.stash import Stash
-from vllm_kvx.worker.rows import SegmentRows
+from vllm_kvx.worker.rows import DeviceRows
+
+# Builds attention metadata of the groups from a KV stage on, for stored lengths (P,) of a batch.
+MetadataOf = Callable[[PassBatch, np.ndarray, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class SelectedBatch:
-    """The batch that one pass of selected tokens is to the attention backends.
+class StepBatch:
+    """What passes need to know of the step's batch.
 
     Attributes:
-        indices: (P,) places in the step's batch. counts: (P,) rows. ends: (P,) stored lengths.
-        positions: (N,) int64 token positions.
-        block_tables: (P, B) int32 and slot_mappings: (N,) int64 by KV group.
+        requests: (R,) int64 request-state indices. row_ends: (R,) end of each request's rows.
+        counts: (R,) tokens of each.
+        positions: (T,) int64. block_tables: (R, B) int32 by KV group.
+        metadata_of: builds attention metadata of a pass.
     """
 
-    indices: np.ndarray
+    requests: np.ndarray
+    row_ends: np.ndarray
     counts: np.ndarray
-    ends: np.ndarray
     positions: Tensor
-    block_tables: tuple[Tensor, ...]
-    slot_mappings: Tensor
-
-    def of(self, batch: InputBatch) -> InputBatch:
-        """`batch`, the step's, cut down to these rows."""
-        device = self.positions.device
-        starts = np.zeros(len(self.counts) + 1, dtype=np.int32)
-        np.cumsum(self.counts, out=starts[1:])
-        num_rows = int(starts[-1])
-        return replace(
-            batch,
-            num_reqs=len(self.indices),
-            num_reqs_after_padding=len(self.indices),
-            idx_mapping_np=batch.idx_mapping_np[self.indices],
-            num_scheduled_tokens=self.counts,
-            num_tokens=num_rows,
-            num_tokens_after_padding=num_rows,
-            query_start_loc=async_tensor_h2d(starts, device=device),
-            query_start_loc_np=starts,
-            seq_lens=async_tensor_h2d(self.ends, device=device),
-            seq_lens_cpu_upper_bound=torch.from_numpy(self.ends),
-            is_prefilling_np=np.ones(len(self.indices), dtype=bool),
-            positions=self.positions,
-        )
+    block_tables: Sequence[Tensor]
+    metadata_of: MetadataOf
 
 
-MetadataOf = Callable[[SelectedBatch, int], dict[str, Any]]
+class PassMaker:
+    """Makes the passes of steps; what stays the same from step to step.
 
-
-class PromptPasses:
-    """Turns the plans of ``prompts`` into what the model runs.
-
-    group_segments, block_sizes: by KV group. max_tokens: rows of one pass at most.
+    hooks, memory, stash: of the model. token_ids: (request states, tokens) int32, vLLM's own.
+    row_cuts: layers where rows leave the batch. stages: first layer of every KV stage.
+    group_stages, block_sizes: by KV group. max_tokens: rows of one pass at most.
     """
 
     def __init__(
         self,
-        taps: Taps,
+        hooks: LayerHooks,
+        memory: PromptMemory,
         stash: Stash | None,
-        group_segments: Sequence[int],
+        row_cuts: Sequence[int],
+        stages: Sequence[int],
+        group_stages: Sequence[int],
         block_sizes: Sequence[int],
         max_tokens: int,
     ) -> None:
-        self.taps, self.stash = taps, stash
-        self.group_segments, self.block_sizes = group_segments, block_sizes
-        self.max_tokens = max_tokens
-        self.device = taps.queries.device
+        self.hooks, self.memory, self.stash = hooks, memory, stash
+        self.num_layers = len(hooks.layers)
+        self.edges = (0, *row_cuts, self.num_layers)
+        self.stages, self.group_stages, self.block_sizes = stages, group_stages, block_sizes
+        self.max_tokens, self.device = max_tokens, memory.device
+        self.token_ids: Tensor | None = None
         self.layer_names = [
-            [tap.layer.layer_name for tap in taps.layers if tap.group == group]
-            for group in range(len(group_segments))
+            [hook.layer.layer_name for hook in hooks.layers if hook.group == group]
+            for group in range(len(group_stages))
         ]
 
-    def plan(
-        self,
-        step: StepPlan,
-        chunks: Sequence[PromptChunk],
-        counts: np.ndarray,
-        rows: Sequence[SegmentRows | None],
-        block_tables: Sequence[Tensor],
-        metadata_of: MetadataOf,
-    ) -> None:
-        """Adds to `step` what these prompts need; arguments as in ``plan_direct``.
+    # What layers do besides.
 
-        Prompts that find their pivot online are left out; see ``online``.
-        """
-        self.taps.timer.collect()
-        self.taps.detector_timer.collect()
-        direct = plan_direct(chunks, counts, rows)
-        step.taps = [self.tap(plan, block_tables) for plan in direct]
-        if not any(tap is not None for tap in step.taps):
-            step.taps = None
-        if self.stash is None:
-            return
-        step.stash = self.stash.states
-        step.writes = [self._stash_write(plan) for plan in direct]
-        starts = np.cumsum(counts)
-        for first in range(1, len(rows)):
-            done = [c for c in chunks if c.is_last and c.state.first_selected == first]
-            offset = 0
-            for pieces in pack_selected(done, self.max_tokens):
-                num_rows = sum(piece.end - piece.begin for piece in pieces)
-                tap = step.taps[first - 1] if step.taps else None
-                assert tap is not None
-                step.selected.append(  # type: ignore[attr-defined]
-                    self._pass(pieces, first, tap, offset, starts, block_tables, metadata_of)
-                )
-                offset += num_rows
+    def work(
+        self, chunks: Sequence[PromptChunk], step: StepBatch, counts: np.ndarray
+    ) -> PassWork | None:
+        """Beside the stock decoder, which runs all rows of the batch in every layer."""
+        plan = self._plan(chunks, counts, 0, self.num_layers)
+        return self.work_of(plan, step.block_tables)
 
-    def tap(self, plan: SegmentPlan, block_tables: Sequence[Tensor]) -> SegmentTap | None:
+    def work_of(self, plan: ChunkPlan, block_tables: Sequence[Tensor]) -> PassWork | None:
         windows = None
         if plan.window_rows:
+            columns = (plan.window_rows, plan.window_slots, plan.window_places)
             windows = WindowRows(
-                *(
-                    self.to_device(np.concatenate(parts))
-                    for parts in (plan.window_rows, plan.window_slots, plan.window_places)
-                )
+                *(to_device(np.concatenate(parts), self.device) for parts in columns)
             )
-        return SegmentTap.of(plan.prompts, block_tables, self.taps, windows)
+        return PassWork.of(plan.prompts, windows, block_tables, self.memory)
 
-    def _stash_write(self, plan: SegmentPlan) -> StashWrite | None:
-        if not plan.stash_rows:
-            return None
+    def _plan(
+        self, chunks: Sequence[PromptChunk], counts: np.ndarray, first: int, last: int
+    ) -> ChunkPlan:
+        """The chunks that run layers [first, last) whole; counts: (R,) rows of each request."""
+        plan, starts = ChunkPlan(), np.cumsum(counts) - counts
+        stage = sum(start <= first for start in self.stages) - 1
+        for chunk in chunks:
+            state = chunk.state
+            if not state.is_online and state.storages[stage].prefill.size == 0:
+                plan.add(chunk, int(starts[chunk.batch_index]), last)
+        return plan
+
+    # Passes.
+
+    def direct(
+        self,
+        step: StepBatch,
+        chunks: Sequence[PromptChunk],
+        rows: Sequence[DeviceRows | None],
+        counts: Sequence[np.ndarray],
+        retrieval: RetrievalPass | None,
+    ) -> list[tuple[Pass, PassWork | None]]:
+        """Over the rows of the batch, segment by segment, each with its work.
+
+        Args:
+            rows: that a segment runs, None for all. counts: (R,) of them by request.
+        """
+        passes: list[tuple[Pass, PassWork | None]] = []
+        for (first, last), here, ran in zip(pairwise(self.edges), rows, counts, strict=True):
+            if here is not None and here.num_rows == 0:
+                break
+            source: Source = Previous(None if here is None else here.from_previous)
+            if first == 0:
+                source = BatchRows(None if here is None else here.in_batch)
+            plan = self._plan(chunks, ran, first, last)
+            work = self.work_of(plan, step.block_tables)
+            sinks: list[ToStash | ToOutput] = []
+            if plan.stash_rows:
+                sinks.append(self._to_stash(plan))
+            if last == self.num_layers:
+                sinks.append(ToOutput(None if here is None else here.in_batch))
+            now = Pass(first, last, source, sinks, beside=self.hooks.beside(work, retrieval))
+            if here is not None:
+                now.positions = here.batch.positions
+                now.slot_mapping = self.slots(here.batch.slot_mappings, first, last)
+            passes.append((now, work))
+        return passes
+
+    def slots(self, slots: Tensor, first: int, last: int) -> dict[str, Tensor]:
+        """By layer name, of layers [first, last); slots: (G, N)."""
+        return {
+            hook.layer.layer_name: slots[hook.group] for hook in self.hooks.layers[first:last]
+        }
+
+    def _to_stash(self, plan: ChunkPlan) -> ToStash:
         assert self.stash is not None
         targets = [
             self.stash.rows(chunk.state.req_id, chunk.begin, chunk.end)
             for chunk in plan.stash_chunks
         ]
-        return StashWrite(
-            self.to_device(np.concatenate(plan.stash_rows)),
-            self.to_device(np.concatenate(targets)),
+        return ToStash(
+            self.stash.states,
+            to_device(np.concatenate(targets), self.device),
+            to_device(np.concatenate(plan.stash_rows), self.device),
         )
 
-    def _pass(
+    def resumed(
         self,
-        pieces: Sequence[Piece],
-        first: int,
-        tap: SegmentTap,
-        offset: int,
-        row_ends: np.ndarray,
-        block_tables: Sequence[Tensor],
-        metadata_of: MetadataOf,
-    ) -> Callable[[], SelectedPass]:
-        """One pass, made when its turn comes; `offset` counts selected tokens before it."""
-        assert self.stash is not None
-        indices = np.array([piece.chunk.batch_index for piece in pieces])
+        step: StepBatch,
+        chunks: Sequence[PromptChunk],
+        direct: Sequence[tuple[Pass, PassWork | None]],
+    ) -> list[Callable[[], Pass]]:
+        """Over the tokens chosen of prompts that are in; each to be made when its turn comes."""
+        by_choice: dict[tuple[int, int], list[PromptChunk]] = {}
+        for chunk in chunks:
+            selection = chunk.state.selection
+            if chunk.is_last and selection is not None and selection.online is None:
+                where = selection.after, selection.resumes_at
+                by_choice.setdefault(where, []).append(chunk)
+        passes = []
+        for (after, resumes_at), done in sorted(by_choice.items(), key=lambda item: item[0]):
+            work = next(work for now, work in direct if now.first <= after < now.last)
+            assert work is not None
+            for pieces in pack_selected(done, self.max_tokens):
+                passes.append(self._resumed(pieces, resumes_at, work, step))
+        return passes
+
+    def _resumed(
+        self, pieces: Sequence[Piece], first: int, chosen_in: PassWork, step: StepBatch
+    ) -> Callable[[], Pass]:
+        places = np.array([piece.chunk.batch_index for piece in pieces])
         counts = np.array([piece.end - piece.begin for piece in pieces], dtype=np.int32)
         ends = np.array([piece.end for piece in pieces], dtype=np.int32)
+        stage = sum(start <= first for start in self.stages) - 1
         # Pages are read here: by the time the pass runs they may have another owner on the host.
-        pages = [self.stash.pages(piece.chunk.state.req_id) for piece in pieces]
+        pages = []
+        if first:
+            assert self.stash is not None
+            pages = [self.stash.pages(piece.chunk.state.req_id) for piece in pieces]
 
-        def make() -> SelectedPass:
-            num_rows = int(counts.sum())
-            assert tap.kept is not None
-            positions = tap.kept[offset : offset + num_rows].long()
-            stash_rows = self.stash_rows(pages, counts, positions)
-            batch, slot_mapping = self.batch(indices, counts, ends, positions, first, block_tables)
+        def make() -> Pass:
+            chosen = [
+                chosen_in.chosen[piece.chunk.state.req_id][piece.begin : piece.end]
+                for piece in pieces
+            ]
+            positions = torch.cat(chosen).long() if len(chosen) > 1 else chosen[0].long()
+            source: Source
+            if first:
+                assert self.stash is not None
+                rows = self.stash_rows(pages, counts, positions)
+                source = Stashed(self.stash.states, rows)
+            else:
+                source = TokenIds(self._ids(step.requests[places], counts, positions))
+            batch = self.batch(places, counts, ends, positions, stage, step.block_tables)
             done = [i for i, piece in enumerate(pieces) if piece.is_last]
-            return SelectedPass(
-                first_segment=first,
-                stash_rows=stash_rows,
-                positions=positions,
-                attn_metadata=metadata_of(batch, first),
-                slot_mapping=slot_mapping,
-                taps=self._selected_taps(pieces, counts, first, block_tables),
-                last_rows=self.to_device(np.cumsum(counts)[done] - 1),
-                in_batch=self.to_device(row_ends[indices[done]] - 1),
+            row_ends = np.cumsum(counts)
+            prompts = [
+                pieces[i].chunk.state.in_resumed_pass(int(places[i]), int(row_ends[i]))
+                for i in done
+            ]
+            sinks = []
+            if done:
+                in_batch = to_device(step.row_ends[places[done]] - 1, self.device)
+                sinks.append(ToOutput(in_batch, to_device(row_ends[done] - 1, self.device)))
+            return Pass(
+                first,
+                self.num_layers,
+                source,
+                sinks,
+                positions,
+                step.metadata_of(batch, ends, stage),
+                self.slots(batch.slot_mappings, first, self.num_layers),
+                self.beside(prompts, step.block_tables),
             )
 
         return make
 
+    def beside(self, prompts: Sequence[PassPrompt], block_tables: Sequence[Tensor]) -> Any:
+        """The hooks' context for these prompts."""
+        return self.hooks.beside(PassWork.of(prompts, None, block_tables, self.memory))
+
+    def _ids(self, requests: np.ndarray, counts: np.ndarray, positions: Tensor) -> Tensor:
+        """(N,) int32 token ids at `positions` of requests, `counts` of each."""
+        assert self.token_ids is not None
+        row = to_device(np.repeat(requests, counts), self.device)
+        return self.token_ids[row, positions]
+
     def stash_rows(self, pages: Sequence[np.ndarray], counts: np.ndarray, at: Tensor) -> Tensor:
         """(N,) int64 rows of the stash for positions `at` (N,), `counts` of each prompt's pages."""
         page_starts = np.cumsum([0, *map(len, pages[:-1])])
-        page = self.to_device(np.repeat(page_starts, counts)) + at // STASH_PAGE
-        rows = self.to_device(np.concatenate(pages)).index_select(0, page)
+        page = to_device(np.repeat(page_starts, counts), self.device) + at // STASH_PAGE
+        rows = to_device(np.concatenate(pages), self.device).index_select(0, page)
         return rows * STASH_PAGE + at % STASH_PAGE
 
     def batch(
         self,
-        indices: np.ndarray,
+        places: np.ndarray,
         counts: np.ndarray,
         ends: np.ndarray,
         positions: Tensor,
-        first: int,
+        stage: int,
         block_tables: Sequence[Tensor],
-    ) -> tuple[SelectedBatch, dict[str, Tensor]]:
-        """A pass whose rows are entries [end - count, end) of each prompt, and slots by layer."""
-        here = self.to_device(indices)
+    ) -> PassBatch:
+        """A pass whose rows are entries [end - count, end) of each prompt, from a KV stage on."""
+        here = to_device(places, self.device)
         tables = tuple(
-            table.index_select(0, here) if self.group_segments[group] >= first else table
+            table.index_select(0, here) if self.group_stages[group] >= stage else table
             for group, table in enumerate(block_tables)
         )
-        piece_of = self.to_device(np.repeat(np.arange(len(counts)), counts))
-        entry = self.to_device(
-            np.concatenate([np.arange(e - n, e) for n, e in zip(counts, ends, strict=True)])
-        )
+        piece_of = to_device(np.repeat(np.arange(len(counts)), counts), self.device)
+        entries = [np.arange(e - n, e) for n, e in zip(counts, ends, strict=True)]
+        entry = to_device(np.concatenate(entries), self.device)
         slots = torch.empty(len(tables), len(entry), dtype=torch.int64, device=self.device)
-        slot_mapping: dict[str, Tensor] = {}
         for group, size in enumerate(self.block_sizes):
-            if self.group_segments[group] < first:
-                continue
-            block = tables[group][piece_of, entry // size].long()
-            slots[group] = block * size + entry % size
-            slot_mapping.update(dict.fromkeys(self.layer_names[group], slots[group]))
-        return SelectedBatch(indices, counts, ends, positions, tables, slots), slot_mapping
+            if self.group_stages[group] >= stage:
+                block = tables[group][piece_of, entry // size].long()
+                slots[group] = block * size + entry % size
+        return PassBatch(places, counts, positions, tables, slots)
 
-    def _selected_taps(
-        self,
-        pieces: Sequence[Piece],
-        counts: np.ndarray,
-        first: int,
-        block_tables: Sequence[Tensor],
-    ) -> list[SegmentTap | None] | None:
-        """Retention above the selection; every window is in one pass."""
-        num_segments = max(self.group_segments) + 1
-        taps: list[SegmentTap | None] = [None] * num_segments
-        row_ends = np.cumsum(counts)
-        for segment in range(first, num_segments):
-            prompts = []
-            for piece, end in zip(pieces, row_ends.tolist(), strict=True):
-                state = piece.chunk.state
-                storage = state.storages[segment]
-                if piece.is_last and storage.compacts and not state.by_block:
-                    prompts.append(
-                        Prompt(
-                            req_id=state.req_id,
-                            batch_index=piece.chunk.batch_index,
-                            num_keys=storage.rows,
-                            window=state.window,
-                            kernel=state.kernel,
-                            first_row=end - state.window,
-                            slot=None,
-                            cap=storage.kept,
-                            per_layer=state.per_layer,
-                        )
-                    )
-            taps[segment] = SegmentTap.of(prompts, block_tables, self.taps)
-        return taps if any(tap is not None for tap in taps) else None
 
-    def to_device(self, values: np.ndarray) -> Tensor:
-        return async_tensor_h2d(values.astype(np.int64, copy=False), device=self.device)
+def run_in_turn(
+    direct: Sequence[tuple[Pass, PassWork | None]],
+    resumed: Sequence[Callable[[], Pass]],
+    online: Iterator[Pass],
+) -> Iterator[Pass]:
+    """All passes of a step, in order."""
+    for now, _ in direct:
+        yield now
+    for make in resumed:
+        yield make()
+    yield from online
+
+
+def lens_to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """(P,) int32 on the device, without waiting for it."""
+    return async_tensor_h2d(values, device=device)

@@ -1,0 +1,57 @@
+"""Pooling against its torch reference; under Triton's interpreter on CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+from world import inside
+from world.ragged import offsets_of, poisoned_outputs
+
+from vllm_kvx.ops.prompt.pool import pool_per_kv_head, pool_per_kv_head_reference
+
+UNUSED = 5
+
+
+def pooled_of(scores: Tensor, kv_heads: int, sizes: tuple[Tensor, ...]) -> Tensor:
+    """The kernel's result; checks that it writes its own columns and no others."""
+    num_keys, windows, offsets, kernels = sizes
+    total = int(offsets[-1])
+    padded = torch.full((scores.shape[0], total + UNUSED), float("nan"), device=scores.device)
+    padded[:, :total] = scores
+    with poisoned_outputs():
+        pooled = pool_per_kv_head(
+            padded, kv_heads, num_keys, windows, offsets, kernels, int(num_keys.max())
+        )
+    assert pooled[:, total:].isnan().all(), "wrote past the batch"
+    return pooled[:, :total]
+
+
+@pytest.mark.parametrize("block", [32, 1024])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (6, 2), (3, 3)])
+def test_pooling_matches_reference(
+    heads: int, kv_heads: int, block: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside.tile_pool(monkeypatch, keys=block)
+    lengths, windows, kernels = [100, 9, 8, 1, 0, 70], [8, 6, 8, 1, 0, 1], [7, 13, 7, 1, 3, 1]
+    num_keys, window, kernel = (
+        torch.tensor(sizes, dtype=torch.int32, device=device)
+        for sizes in (lengths, windows, kernels)
+    )
+    offsets = offsets_of(num_keys)
+    rng = torch.Generator(device).manual_seed(0)
+    scores = torch.rand(heads, int(offsets[-1]), generator=rng, device=device)
+    expected = pool_per_kv_head_reference(scores, kv_heads, num_keys, window, offsets, kernel)
+    # A neighbour across the window's edge or of another request would win every maximum.
+    for f, length in enumerate(lengths):
+        end = int(offsets[f]) + length
+        scores[:, end - windows[f] : end] = float("inf")
+    pooled = pooled_of(scores, kv_heads, (num_keys, window, offsets, kernel))
+    assert torch.equal(pooled, expected)
+
+
+def test_pooled_heads_are_summed_in_order(device: str) -> None:
+    """Sums whose value depends on the order of their terms."""
+    scores = torch.tensor([1.0, 2.0**-24, 2.0**-24, 2.0**-24], device=device)[:, None].repeat(1, 3)
+    num_keys = torch.tensor([3], dtype=torch.int32, device=device)
+    sizes = (num_keys, num_keys * 0, offsets_of(num_keys), num_keys)
+    assert (pooled_of(scores, 1, sizes) == 1).all()
+    assert (pooled_of(scores.flip(0), 1, sizes) > 1).all()

@@ -1,0 +1,150 @@
+"""Ranges of decoder layers, each compiled on its own."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+
+
+class DecoderSegment(nn.Module):
+    """Layers ``[start, end)`` of a decoder; the first embeds, the last normalises."""
+
+    layers: list[nn.Module]
+    embed: nn.Module | None
+    norm: nn.Module | None
+
+    def __init__(
+        self, *, vllm_config: VllmConfig, prefix: str = "", decoder: Any, start: int, end: int
+    ) -> None:
+        super().__init__()
+        # Plain references: the decoder stays the owner of its modules and of their names.
+        self.__dict__["layers"] = list(decoder.layers[start:end])
+        self.__dict__["embed"] = decoder.embed_tokens if start == 0 else None
+        self.__dict__["norm"] = decoder.norm if end == len(decoder.layers) else None
+
+    def run(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> Any:
+        """(N,) ids or (N, hidden) states -> states and residual, or normed states at the end."""
+        if self.embed is not None:
+            hidden_states = self.embed(input_ids)
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        if self.norm is not None:
+            hidden_states, _ = self.norm(hidden_states, residual)
+            return hidden_states
+        return hidden_states, residual
+
+
+def compiled_segment(index: int) -> type[DecoderSegment]:
+    """A class for the segment at this place.
+
+    vLLM finds a compiled artifact by the qualified name of ``forward``, so two segments of one
+    class would load each other's.
+    """
+
+    class Segment(DecoderSegment):
+        def forward(
+            self,
+            input_ids: torch.Tensor | None,
+            positions: torch.Tensor,
+            hidden_states: torch.Tensor | None,
+            residual: torch.Tensor | None,
+        ) -> Any:
+            return self.run(input_ids, positions, hidden_states, residual)
+
+    Segment.__qualname__ = Segment.__name__ = f"Segment{index}"
+    Segment.forward.__qualname__ = f"Segment{index}.forward"
+    dims: dict[str, Any] = {"input_ids": 0, "positions": 0, "hidden_states": 0, "residual": 0}
+    return support_torch_compile(dynamic_arg_dims=dims)(Segment)
+
+
+class Segments(nn.Module):
+    """The segments of a decoder, for one or several ways to cut it.
+
+    There are segments between the layers where rows may leave the batch, and finer ones between
+    those where a pass may begin or end whose pivot is found meanwhile. Where rows never leave there
+    are none.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        row_cuts: Sequence[int],
+        online_cuts: Sequence[int],
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.num_layers = len(decoder.layers)
+        # By first layer: end, and place in the list.
+        self._from: dict[int, list[tuple[int, int]]] = {}
+        self._paths: dict[tuple[int, int], list[DecoderSegment]] = {}
+        made: list[DecoderSegment] = []
+        self._edges: list[tuple[int, ...]] = []
+        if row_cuts or online_cuts:
+            self._edges.append((0, *row_cuts, self.num_layers))
+        if online_cuts:
+            self._edges.append((0, *online_cuts, self.num_layers))
+        for edges in self._edges:
+            for start, end in pairwise(edges):
+                index = len(made)
+                with set_model_tag(f"kvx_segment_{index}"):
+                    segment = compiled_segment(index)(
+                        vllm_config=vllm_config,
+                        prefix=f"{prefix}.segments.{index}",
+                        decoder=decoder,
+                        start=start,
+                        end=end,
+                    )
+                self._from.setdefault(start, []).append((end, index))
+                made.append(segment)
+        self.all = nn.ModuleList(made)
+
+    def __bool__(self) -> bool:
+        return bool(len(self.all))
+
+    @property
+    def first(self) -> DecoderSegment:
+        """The segment that a step's direct pass begins with."""
+        return self.all[0]  # type: ignore[return-value]
+
+    def path(self, first: int, last: int) -> list[DecoderSegment]:
+        """The fewest segments that make up layers [first, last).
+
+        Raises:
+            ValueError: no segments begin and end there.
+        """
+        key = (first, last)
+        if key not in self._paths:
+            found = self._search(first, last)
+            if found is None:
+                raise ValueError(f"no segments make up layers {first} to {last - 1}")
+            self._paths[key] = [self.all[index] for index in found]  # type: ignore[misc]
+        return self._paths[key]
+
+    def _search(self, first: int, last: int) -> list[int] | None:
+        if first == last:
+            return []
+        best: list[int] | None = None
+        for end, index in self._from.get(first, ()):
+            rest = self._search(end, last) if end <= last else None
+            if rest is not None and (best is None or len(rest) + 1 < len(best)):
+                best = [index, *rest]
+        return best
+
+    def each_cut(self) -> list[list[DecoderSegment]]:
+        """Every way to cut the whole decoder, its segments lowest first."""
+        return [
+            [self.path(start, end)[0] for start, end in pairwise(edges)]
+            for edges in self._edges
+        ]

@@ -1,0 +1,58 @@
+"""GemFilter: an early layer chooses the tokens that the whole model then runs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_kvx.policy.axes import Propagate, ScoreSpec, Selection, share_of
+from vllm_kvx.policy.methods.snapkv import MAX_KERNEL, MAX_WINDOW
+from vllm_kvx.policy.parameters import PolicyError, integer, rate
+
+
+@dataclass(frozen=True)
+class GemFilter(Propagate):
+    """GemFilter (Shi et al., arXiv 2409.17422): an early layer filters the prompt for all.
+
+    Layers 0..layer process all N prompt tokens. The `max(int(N * rate), window)` tokens with the
+    highest saliency to the window in that layer then run again, from layer 0 to the last, and they
+    alone are stored. Unlike in the paper they keep their positions, and scores are attention
+    weights, where its code takes inner products.
+
+    layer: the layer that chooses, counted from 0; not the last one. Required.
+    rate: share of the prompt's tokens that run again, in (0, 1] (default 0.1).
+    window: last prompt tokens, whose queries score the keys and which always run again (default
+        1, at most 64).
+    kernel: width in tokens of the max-pooling over scores, odd (default 5, at most 127).
+    """
+
+    name: ClassVar[str] = "gemfilter"
+    example: ClassVar[str] = "gemfilter:layer=13"
+    restarts: ClassVar[bool] = True
+
+    layer: int = integer(at_least=0)
+    rate: float = rate(0.1)
+    window: int = integer(1, at_most=MAX_WINDOW)
+    kernel: int = integer(5, odd=True, at_most=MAX_KERNEL)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return () if self.rate == 1 else super().axes
+
+    def check_model(self, num_layers: int) -> None:
+        if self.layer >= num_layers - 1:
+            raise PolicyError(
+                f"{self}: this model has {num_layers} layers, and the last one leaves nothing to "
+                f"save; use layer=0 .. layer={num_layers - 2}"
+            )
+
+    @property
+    def score(self) -> ScoreSpec:
+        return ScoreSpec("window_attention", self.window, self.kernel, over_heads=True)
+
+    def row_cuts(self, num_layers: int) -> tuple[int, ...]:
+        return (self.layer + 1,)
+
+    def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
+        count = share_of(prompt_len, self.rate, self.window)
+        if count == prompt_len:
+            return None
+        return Selection(self.score, count, self.layer, resumes_at=0)

@@ -1,0 +1,83 @@
+"""What scores the keys of prompts that are in: one launch for all prompts of a family in a layer.
+
+F prompts, H query heads, G KV heads, D channels, W the longest window of the server.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_kvx.ops.paged import PagedKV
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer's attention in the pass that scores its keys.
+
+    Attributes:
+        query: (N, H, D) of the pass's rows, the model's dtype.
+        early_queries: (slots, W, H, D), window queries that ran in earlier chunks.
+        paged: keys and values.
+        scale: factor of query times key before the softmax. key_scale: what a stored key is
+            multiplied with to get the key, for an fp8 cache.
+    """
+
+    query: Tensor
+    early_queries: Tensor
+    paged: PagedKV
+    scale: float
+    key_scale: float
+
+
+@dataclass(frozen=True)
+class ScoredPrompts:
+    """The prompts whose keys one family scores in a layer; everything of them on the device.
+
+    Attributes:
+        block_tables: (F, max_blocks) int32 of the layer's KV group.
+        num_keys, windows, kernels: (F,) int32, parameters of each prompt.
+        offsets: (F + 1,) int64, where each prompt's keys begin in the scores.
+        max_num_keys, total_keys, max_window: on the host.
+        window_rows: (F * W,) int64 rows of the pass that hold the window's queries.
+        early: prompts, (n,) int64, whose window's queries are all in `early_queries`, and their
+            slots there, (n,) int64; None if there are none.
+    """
+
+    block_tables: Tensor
+    num_keys: Tensor
+    windows: Tensor
+    kernels: Tensor
+    offsets: Tensor
+    max_num_keys: int
+    total_keys: int
+    max_window: int
+    window_rows: Tensor
+    early: tuple[Tensor, Tensor] | None
+
+    def window_queries(self, layer: LayerView) -> Tensor:
+        """(F, W, H, D) queries of the windows in order; rows past a window hold anything."""
+        queries = layer.query.index_select(0, self.window_rows)
+        queries = queries.view(len(self.num_keys), self.max_window, *layer.query.shape[1:])
+        if self.early is not None:
+            prompts, slots = self.early
+            queries[prompts] = layer.early_queries[slots, : self.max_window]
+        return queries
+
+
+class Score(ABC):
+    """A family of scores; ``ScoreSpec.family`` names it. It has no state."""
+
+    @abstractmethod
+    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> Tensor:
+        """Scores of every key, (G, total_keys) float32 and at least 0; larger stays.
+
+        What a prompt gets does not depend on the others. Columns of window keys are not read.
+        """
+
+    def carry(self, before: Tensor | None, now: Tensor, decay: float) -> Tensor:
+        """The sum over layers, (n,): `decay` times what it was plus `now` (StructKV Eq. 3).
+
+        before: changed in place; None in the first layer.
+        """
+        return now.clone() if before is None else before.mul_(decay).add_(now)

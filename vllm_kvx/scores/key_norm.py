@@ -1,0 +1,23 @@
+"""Keys of small norm score high: Knorm."""
+
+from torch import Tensor
+
+from vllm_kvx.ops.prompt.key_norms import key_scores
+from vllm_kvx.scores.base import LayerView, Score, ScoredPrompts
+
+
+class KeyNorm(Score):
+    """The smaller the L2 norm of the key, the higher its score (Devoto et al., arXiv 2406.11430).
+
+    No query is asked. Rotary embedding leaves a key's norm as it is.
+    """
+
+    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> Tensor:
+        return key_scores(
+            layer.paged,
+            prompts.block_tables,
+            prompts.num_keys,
+            prompts.offsets,
+            prompts.max_num_keys,
+            prompts.total_keys,
+        )

@@ -1,0 +1,53 @@
+"""A request's block tables once its prompt is in: cut short, and re-linked where blocks stay.
+
+The scheduler frees the blocks (``cache/managers``); here only the worker's tables change, never the
+cache.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+from vllm.v1.worker.gpu.block_table import BlockTables
+
+from vllm_kvx.policy.storage import Storage
+
+
+def cut_tables(
+    tables: BlockTables, req_index: int, storages: Sequence[Storage], group_stages: Sequence[int]
+) -> int:
+    """From the next step on new blocks are appended to the entries that stay.
+
+    storages: by KV stage. group_stages: the stage of each KV group. Returns how many blocks go.
+    """
+    num_blocks, freed = tables.num_blocks.np, 0
+    for group, stage in enumerate(group_stages):
+        kept = -(-storages[stage].kept // tables.block_sizes[group])
+        freed += int(num_blocks[group, req_index]) - kept
+        num_blocks[group, req_index] = kept
+    return freed
+
+
+def relink(
+    tables: BlockTables,
+    chosen: dict[str, dict[int, Tensor]],
+    req_index: dict[str, int],
+    group_stages: Sequence[int],
+) -> dict[str, dict[int, np.ndarray]]:
+    """After the forward pass: the blocks that stay come to the front of their tables.
+
+    chosen: by request and stage, which blocks stay. Returns the same for the scheduler, which frees
+    the others: host arrays whose copies may be under way.
+    """
+    for req_id, by_stage in chosen.items():
+        row = req_index[req_id]
+        for group, stage in enumerate(group_stages):
+            if stage in by_stage:
+                kept = by_stage[stage]
+                table = tables.block_tables[group].gpu
+                table[row, : len(kept)] = table[row].index_select(0, kept)
+    return {
+        req_id: {stage: async_copy_to_np(kept) for stage, kept in by_stage.items()}
+        for req_id, by_stage in chosen.items()
+    }

@@ -1,0 +1,38 @@
+"""Room for scores, allocated before vLLM sizes the KV pool."""
+
+import numpy as np
+import torch
+
+from vllm_kvx.ops.retrieval.rows import room_of
+from vllm_kvx.policy.storage import IntArray
+
+# The share of the device's memory that scores get. It holds several scores for every entry of the
+# pool, since rows that share a prompt have scores of their own.
+SCORE_SHARE = 1 / 1024
+# Scores never get more than this.
+MAX_SCORE_BYTES = 256 << 20
+
+
+def score_bytes(device: torch.device) -> int:
+    """Memory for scores on `device`."""
+    if device.type == "cpu":
+        return MAX_SCORE_BYTES
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(int(total * SCORE_SHARE), MAX_SCORE_BYTES)
+
+
+def capacity_of(
+    max_num_reqs: int, max_model_len: int, unit: int, kv_heads: int, num_bytes: int
+) -> int:
+    """Units that scores have room for: all there can be, or as many as fit into `num_bytes`.
+
+    Two rows of the longest length fit in any case. A multiple of four, as ``room_of``.
+    """
+    longest = int(room_of(np.array([max_model_len]), unit)[0])
+    tokens = num_bytes // (4 * kv_heads)
+    return min(max_num_reqs * longest, max(2 * longest, tokens // unit // 4 * 4))
+
+
+def fits(lens: IntArray, unit: int, capacity: int) -> bool:
+    """Whether the scores of (S, R) entries have room at once, stage by stage."""
+    return bool((room_of(lens, unit).sum(axis=1) <= capacity).all())

@@ -1,0 +1,204 @@
+"""A step's retrieval, planned on the host: which rows read selected entries only, in which stage.
+
+Lengths alone decide, so nothing is read back from the device. A decode step replays one of three
+CUDA graphs: nobody retrieves; everybody does, and stock attention is left out of the layers that
+retrieve; or some do, and stock attention runs over all rows, those that retrieve cut to one entry.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.rows import RetrievalRows, room_of
+from vllm_kvx.policy import storage
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import IntArray
+
+
+class HookedLayer(Protocol):
+    """A layer beside whose attention retrieval runs."""
+
+    @property
+    def layer(self) -> Any:
+        """vLLM's attention layer; its classes do not declare what we read of it."""
+
+    @property
+    def index(self) -> int:
+        """The layer's number."""
+
+    @property
+    def stage(self) -> int:
+        """Its KV stage."""
+
+    @property
+    def group(self) -> int:
+        """Its KV group; known once vLLM has formed the groups."""
+
+    def paged(self) -> PagedKV:
+        """Its KV cache, entry by entry."""
+
+
+class Mode(Enum):
+    """What a stage's layers run above the dense ones: stock attention, retrieval, or both."""
+
+    DENSE = "dense"
+    ALL = "all"
+    MIXED = "mixed"
+
+
+# By stage.
+Modes = tuple[Mode, ...]
+
+
+@dataclass
+class RetrievalPass:
+    """What the running pass retrieves, in every stage.
+
+    Attributes:
+        modes: by stage.
+        batches: by stage, rows in batches whose scores fit.
+        block_tables: by KV group, (B, max_blocks) int32.
+        writes: each layer's groups are quantised beside it, since rows of this pass read them.
+        sampled: recall is measured.
+    """
+
+    modes: Modes
+    batches: Sequence[Sequence[RetrievalRows]]
+    block_tables: Sequence[Tensor]
+    writes: bool = False
+    sampled: bool = False
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """Rows of one stage that retrieve, as (R,) columns; see ``RetrievalRows``."""
+
+    tokens: np.ndarray
+    requests: np.ndarray
+    lens: IntArray
+
+    def batches(self, unit: int, capacity: int, max_rows: int) -> Iterator["HostRows"]:
+        """The rows in order, in batches of at most `max_rows` whose scores fit `capacity`."""
+        begin = 0
+        room = np.cumsum(room_of(self.lens, unit))
+        while begin < len(self.lens):
+            before = room[begin - 1] if begin else 0
+            end = int(np.searchsorted(room, before + capacity, side="right"))
+            part = slice(begin, min(end, begin + max_rows))
+            yield HostRows(self.tokens[part], self.requests[part], self.lens[part])
+            begin = part.stop
+
+
+@dataclass
+class RetrievalStep:
+    """A real step.
+
+    Attributes:
+        lens: (S, R) entries that each request's only row sees, 0 where it does not retrieve.
+        chunks: requests, by batch index, several of whose generated tokens run at once.
+        budgets: (R,) units to read. floors: (R,) entries from which on a row retrieves.
+        sampled: see ``RetrievalPass``.
+    """
+
+    lens: IntArray
+    chunks: list[int]
+    budgets: IntArray
+    floors: IntArray
+    sampled: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        budgets: IntArray,
+        floors: IntArray,
+        begins: IntArray,
+        counts: IntArray,
+        prompt_lens: IntArray,
+        stored_lens: IntArray,
+        is_fresh: np.ndarray,
+    ) -> "RetrievalStep":
+        """See ``Retrieval.plan``; budgets, floors: (R,)."""
+        ends = begins + counts
+        lens = retrieving_lens(budgets, floors, ends, prompt_lens, stored_lens)
+        # A request that resumes may read a prefix that another request computes in this step.
+        several = (ends > prompt_lens) & (budgets > 0) & ((counts > 1) | is_fresh)
+        lens[:, several] = 0
+        return cls(lens, np.flatnonzero(several).tolist(), budgets, floors)
+
+    @property
+    def modes(self) -> Modes:
+        """What each stage has to run."""
+        if self.chunks:
+            return (Mode.MIXED,) * len(self.lens)
+        return tuple(
+            Mode.DENSE if not lens.any() else Mode.ALL if lens.all() else Mode.MIXED
+            for lens in self.lens
+        )
+
+    def rows(
+        self,
+        stage: int,
+        run: IntArray,
+        begins: IntArray,
+        ends: IntArray,
+        prompt_lens: IntArray,
+        gaps: tuple[IntArray, IntArray],
+    ) -> HostRows:
+        """The rows of a stage that retrieve, the chunks' rows last.
+
+        Args:
+            run: (R,) rows that the stage runs of each request, the last ones.
+            begins, ends, prompt_lens: (R,) logical. gaps: (R,) starts and sizes in this stage.
+        """
+        row_ends = np.cumsum(run)
+        requests = np.flatnonzero(self.lens[stage])
+        tokens, lens = row_ends[requests] - 1, self.lens[stage][requests]
+        for i in self.chunks:
+            length = np.arange(max(begins[i], prompt_lens[i]), ends[i]) + 1
+            seen = storage.stored_lens(length, gaps[0][i], gaps[1][i])
+            retrieves = seen >= self.floors[i]
+            tokens = np.append(tokens, (row_ends[i] - 1 - (ends[i] - length))[retrieves])
+            lens = np.append(lens, seen[retrieves])
+            requests = np.append(requests, np.full(int(retrieves.sum()), i))
+        return HostRows(tokens, requests, lens)
+
+
+def retrieving_lens(
+    budgets: IntArray,
+    floors: IntArray,
+    ends: IntArray,
+    prompt_lens: IntArray,
+    stored_lens: IntArray,
+) -> IntArray:
+    """(S, R) entries that each request's last token sees, 0 where it does not retrieve.
+
+    Args:
+        budgets, floors: (R,), see ``RetrievalStep``. ends, prompt_lens: (R,) logical lengths.
+        stored_lens: (S, R) entries seen by each request's last token.
+    """
+    generates = (ends > prompt_lens) & (budgets > 0)
+    return np.where(generates & (stored_lens >= floors), stored_lens, 0)
+
+
+def graph_modes(policy: KVPolicy, stage_starts: Sequence[int]) -> tuple[Modes, ...]:
+    """The CUDA graphs that a server captures, most special first; the last one fits any step.
+
+    The second is for long contexts under the server's own policy: SPEED's upper layers hold too
+    few entries to choose from.
+    """
+    dense = (Mode.DENSE,) * len(stage_starts)
+    long = tuple(
+        Mode.DENSE if storage.gap_of(policy, 1 << 30, start).size else Mode.ALL
+        for start in stage_starts
+    )
+    return dense, long, (Mode.MIXED,) * len(stage_starts)
+
+
+def covers(graph: Modes, wanted: Modes) -> bool:
+    """Whether a step that wants `wanted` can replay a graph of modes `graph`."""
+    return all(g is w or g is Mode.MIXED for g, w in zip(graph, wanted, strict=True))

@@ -1,0 +1,273 @@
+"""What happens beside a layer's attention in the step that brings a prompt in.
+
+It runs right after a layer's attention: the layer's keys are in the cache, its queries are at hand,
+and nobody needs the entries any more that retention is about to drop. So the scores, the choice of
+tokens and the compaction of a layer follow one another there, on the device and without a copy of
+the scores beyond the layer.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_kvx.equations.saliency import per_kv_head
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.prompt.attention_metrics import window_metrics
+from vllm_kvx.ops.prompt.move import move_entries
+from vllm_kvx.ops.prompt.select import select_kept, select_moves
+from vllm_kvx.policy.axes import Positions
+from vllm_kvx.scores.base import LayerView, ScoredPrompts
+from vllm_kvx.scores.table import SCORES
+from vllm_kvx.worker.prefill.centrality import Centrality
+from vllm_kvx.worker.prefill.jobs import Job, JobBatch, PassPrompt, PositionMoves, WindowRows
+from vllm_kvx.worker.timing import PhaseTimer
+
+
+class PromptMemory:
+    """What prompts that are coming in keep on the device from layer to layer and chunk to chunk.
+
+    Attributes:
+        queries: (slots, L, W, H, D) model dtype, windows that are spread over several chunks.
+        max_window: W. num_kv_heads: G of this rank.
+        moved: () int64, entries of one KV head that retention copied to another slot.
+        timer, detector_timer: device time of all of it, and of centrality and metrics.
+    """
+
+    def __init__(
+        self,
+        attention: Any,
+        num_layers: int,
+        split_windows: int,
+        max_window: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """attention: implementation of any layer's attention. split_windows: slots."""
+        impl = attention
+        self.max_window, self.num_kv_heads = max_window, int(impl.num_kv_heads)
+        shape = (split_windows, num_layers, max_window, impl.num_heads, impl.head_size)
+        if not max_window:
+            shape = (0, num_layers, 0, impl.num_heads, impl.head_size)
+        self.queries = torch.empty(shape, dtype=dtype, device=device)
+        self.centrality = Centrality()
+        self.moved = torch.zeros((), dtype=torch.int64, device=device)
+        self.timer, self.detector_timer = PhaseTimer(device), PhaseTimer(device)
+        self.device = device
+
+    def bytes_moved(self, layer: Any) -> int:
+        """Bytes of keys and values that this rank copied to other slots; waits for the device.
+
+        layer: vLLM's attention layer, any.
+        """
+        entry = 2 * layer.impl.head_size * layer.kv_cache_torch_dtype.itemsize
+        return int(self.moved.item()) * int(entry)
+
+
+class _Moves(NamedTuple):
+    """Arguments of ``move_entries`` after the cache."""
+
+    block_tables: Tensor
+    sources: Tensor
+    targets: Tensor
+    num_moves: Tensor
+    offsets: Tensor
+    max_moves: int
+
+
+class PassWork:
+    """The work of one pass beside the attention of its layers.
+
+    chosen: by request, the tokens that were chosen to go on, (m,) int32 ascending; written by the
+        layer that chooses.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[PassPrompt],
+        windows: WindowRows | None,
+        block_tables: Sequence[Tensor],
+        memory: PromptMemory,
+    ) -> None:
+        """prompts: those that are in with the step. block_tables: (R, B) int32, by KV group."""
+        self.prompts, self.windows = prompts, windows
+        self.block_tables, self.memory = block_tables, memory
+        self.chosen: dict[str, Tensor] = {}
+        self._batches: dict[tuple[Job, ...], list[JobBatch]] = {}
+        self._moves: dict[int, PositionMoves | None] = {}
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[PassPrompt],
+        windows: WindowRows | None,
+        block_tables: Sequence[Tensor],
+        memory: PromptMemory,
+    ) -> "PassWork | None":
+        """The work for these prompts; None if there is nothing to do."""
+        if not prompts and windows is None:
+            return None
+        return cls(prompts, windows, block_tables, memory)
+
+    def run(self, hook: Any, query: Tensor, paged: PagedKV) -> None:
+        """One layer; query: (N, H, D) of the pass's rows. hook: its ``LayerHook``."""
+        memory = self.memory
+        with memory.timer:
+            if self.windows is not None:
+                rows = query.index_select(0, self.windows.rows)
+                memory.queries[self.windows.slots, hook.index, self.windows.places] = rows
+            table = self.block_tables[hook.group]
+            view = LayerView(
+                query, memory.queries[:, hook.index], paged, hook.scale, hook.key_scale(paged)
+            )
+            # All scores before the first move: a prompt may be scored by two families.
+            moves = [
+                self._decide(batch, batch.at(table), view)
+                for batch in self._batches_of(hook.index, hook.stage)
+            ]
+            by_position = self._moves_of(hook.stage)
+            if by_position is not None:
+                fixed = by_position
+                moves.append(
+                    _Moves(
+                        table.index_select(0, fixed.indices),
+                        fixed.sources,
+                        fixed.targets,
+                        fixed.num_moves,
+                        fixed.offsets,
+                        fixed.max_moves,
+                    )
+                )
+            for each in moves:
+                if each is not None:
+                    move_entries(paged, *each)
+                    memory.moved += each.num_moves.sum()
+
+    def _batches_of(self, layer: int, stage: int) -> list[JobBatch]:
+        jobs = tuple(job for prompt in self.prompts for job in prompt.jobs(layer, stage))
+        if jobs not in self._batches:
+            by_family = groupby(
+                sorted(jobs, key=lambda job: job.spec.family), key=lambda job: job.spec.family
+            )
+            memory = self.memory
+            self._batches[jobs] = [
+                JobBatch(list(same), memory.max_window, memory.device) for _, same in by_family
+            ]
+        return self._batches[jobs]
+
+    def _moves_of(self, stage: int) -> PositionMoves | None:
+        if stage not in self._moves:
+            prompts = [
+                (prompt, prompt.kept[stage])
+                for prompt in self.prompts
+                if isinstance(prompt.by, Positions) and prompt.kept[stage] < prompt.num_keys
+            ]
+            memory = self.memory
+            self._moves[stage] = (
+                PositionMoves(prompts, memory.num_kv_heads, memory.device) if prompts else None
+            )
+        return self._moves[stage]
+
+    def _decide(self, batch: JobBatch, prompts: ScoredPrompts, view: LayerView) -> _Moves | None:
+        """Scores a layer's keys and does all that is decided by them but the moves."""
+        memory, jobs = self.memory, batch.jobs
+        scores = total = SCORES[jobs[0].spec.family].rate(prompts, view)
+        if any(job.measures for job in jobs):
+            self._measure(batch, prompts, view)
+        if batch.needs_total:
+            # Every rank has some of the heads, and all must choose the tokens that one would: so
+            # the heads are gathered, and added up in their order.
+            total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)
+        sums: dict[int, Tensor] = {}
+        if batch.carries:
+            with memory.detector_timer:
+                for f, job in enumerate(jobs):
+                    if job.carried is not None:
+                        now = total[0, batch.columns[f]]
+                        sums[f] = memory.centrality.add(job.prompt.req_id, job.carried, now)
+        if batch.choice is not None:
+            by = total.clone() if sums else total
+            for f, values in sums.items():
+                by[0, batch.columns[f]] = values
+            kept = select_kept(by, *batch.choice)[0]
+            end = 0
+            for f in batch.selecting:
+                begin, end = end, end + jobs[f].selects
+                self.chosen[jobs[f].prompt.req_id] = kept[begin:end]
+        for f in sums:
+            job = jobs[f]
+            if job.ranks:
+                memory.centrality.rank_blocks(
+                    job.prompt.req_id,
+                    self.chosen.get(job.prompt.req_id),
+                    job.prompt.blocks,
+                    view.paged.block_size,
+                    job.window,
+                )
+            if job.ranks or job.selects:
+                memory.centrality.end(job.prompt.req_id)
+        if not batch.max_moves:
+            return None
+        return self._moves_by(scores, total, batch, prompts, view.paged.num_heads)
+
+    def _moves_by(
+        self,
+        scores: Tensor,
+        total: Tensor,
+        batch: JobBatch,
+        prompts: ScoredPrompts,
+        num_heads: int,
+    ) -> _Moves:
+        if all(job.over_heads for job in batch.jobs):
+            scores = total
+        elif any(job.over_heads for job in batch.jobs):
+            for columns, job in zip(batch.columns, batch.jobs, strict=True):
+                if job.over_heads:
+                    scores[:, columns] = total[:, columns]
+        sources, targets, num_moves = select_moves(
+            scores,
+            prompts.num_keys,
+            prompts.windows,
+            batch.caps,
+            prompts.offsets,
+            batch.cap_offsets,
+            batch.total_caps,
+        )
+        if scores.shape[0] < num_heads:  # One choice for all heads.
+            sources, targets, num_moves = (
+                choice.expand(num_heads, -1) for choice in (sources, targets, num_moves)
+            )
+        return _Moves(
+            prompts.block_tables,
+            sources,
+            targets,
+            num_moves.contiguous(),
+            batch.cap_offsets,
+            batch.max_moves,
+        )
+
+    def _measure(self, batch: JobBatch, prompts: ScoredPrompts, view: LayerView) -> None:
+        measured = [f for f, job in enumerate(batch.jobs) if job.measures]
+        device = view.query.device
+        index = async_tensor_h2d(np.array(measured, dtype=np.int64), device=device)
+        with self.memory.detector_timer:
+            heads = window_metrics(
+                prompts.window_queries(view)[index],
+                view.paged,
+                prompts.block_tables[index],
+                prompts.num_keys[index],
+                prompts.windows[index],
+                max(batch.jobs[f].prompt.num_keys for f in measured),
+                view.scale,
+                key_scale=view.key_scale,
+            )
+            # As for the scores: every rank averages over all heads, in their order.
+            means = tensor_model_parallel_all_gather(heads, dim=1).double().mean(dim=1)
+        for f, values in zip(measured, means, strict=True):
+            req_id = batch.jobs[f].prompt.req_id
+            self.memory.centrality.metrics.setdefault(req_id, []).append(values)

@@ -1,0 +1,151 @@
+"""One step of the worker, planned on the host: rows, lengths, prompts and retrieval."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_kvx.policy.storage import IntArray, stored_lens
+from vllm_kvx.worker.decode.retrieval import Retrieval
+from vllm_kvx.worker.decode.step import RetrievalStep
+from vllm_kvx.worker.prefill.chunks import PromptChunk
+from vllm_kvx.worker.requests import Requests
+from vllm_kvx.worker.rows import SegmentRows, plan_rows
+
+
+@dataclass
+class Step:
+    """A real batch between ``preprocess_state`` and ``prepare_attn``.
+
+    Attributes:
+        batch: the batch itself, which dummy batches are not.
+        requests: (R,) request-state indices.
+        begins, counts: (R,) int64 first position and tokens of each request.
+        rows: that every segment of the decoder runs; None runs all.
+        stored_lens: (S, R) stored lengths in all KV stages, this step's tokens included.
+        chunks: prompts in the step that are scored, selected from or compacted.
+        gaps: (S, R) starts and sizes of the gaps in force.
+        retrieval: on a server that retrieves.
+    """
+
+    batch: InputBatch
+    requests: np.ndarray
+    begins: np.ndarray
+    counts: np.ndarray
+    rows: list[SegmentRows | None]
+    stored_lens: IntArray
+    chunks: list[PromptChunk]
+    gaps: tuple[IntArray, IntArray]
+    retrieval: RetrievalStep | None = None
+
+    @property
+    def ends(self) -> np.ndarray:
+        return self.begins + self.counts
+
+    @property
+    def online(self) -> list[PromptChunk]:
+        """The chunks that find their pivot online, which run in passes of their own."""
+        return [chunk for chunk in self.chunks if chunk.state.is_online]
+
+
+def plan_step(
+    batch: InputBatch,
+    requests: Requests,
+    segment_stages: Sequence[int],
+    retrieval: Retrieval | None,
+) -> Step:
+    """The plan of a real batch. segment_stages: the KV stage that each segment begins with."""
+    indices = batch.idx_mapping_np
+    begins = batch.num_computed_tokens_np.astype(np.int64)
+    counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
+    starts, sizes = requests.gaps(indices)
+    ends = begins + counts
+    chunks = requests.chunks(indices, begins, ends)
+    row_starts, row_sizes = starts[list(segment_stages)], sizes[list(segment_stages)]
+    online = [chunk.batch_index for chunk in chunks if chunk.state.is_online]
+    if online:  # They run on their own, so the passes of all others leave them out.
+        row_starts[:, online], row_sizes[:, online] = 0, requests.prompt_lens[indices[online]]
+    step = Step(
+        batch,
+        indices,
+        begins,
+        counts,
+        plan_rows(begins, counts, row_starts, row_sizes),
+        stored_lens(ends, starts, sizes),
+        chunks,
+        (starts, sizes),
+    )
+    if retrieval is not None:
+        step.retrieval = _plan_retrieval(retrieval, step, requests)
+    return step
+
+
+def _plan_retrieval(retrieval: Retrieval, step: Step, requests: Requests) -> RetrievalStep:
+    before = stored_lens(step.begins, *step.gaps)
+    after = step.stored_lens.copy()
+    moved = np.zeros(after.shape, dtype=bool)
+    for chunk in step.chunks:
+        if not chunk.is_last:
+            continue
+        state, i = chunk.state, chunk.batch_index
+        # Whole blocks take their sidecars along when they are re-linked.
+        after[:, i] = [s.rows if state.by_block else s.kept for s in state.storages]
+        moved[:, i] = [state.is_moved(stage) for stage in range(len(state.storages))]
+    is_fresh = retrieval.sidecars.is_fresh(step.requests)
+    retrieval.sidecars.plan(step.requests, before, after, moved)
+    return retrieval.plan(
+        step.requests,
+        step.begins,
+        step.counts,
+        requests.prompt_lens[step.requests],
+        step.stored_lens,
+        is_fresh,
+    )
+
+
+def of_stage(
+    batch: InputBatch, stage: int, stored_lens: Tensor, step: Step | None
+) -> InputBatch:
+    """`batch` with the stored lengths of a KV stage, (R,) int32 at a fixed address.
+
+    step: None for a dummy batch, which stores all.
+    """
+    num_reqs = batch.num_reqs_after_padding
+    changed = replace(batch, seq_lens=stored_lens[:num_reqs])
+    if step is None:
+        stored_lens[:num_reqs].copy_(batch.seq_lens[:num_reqs])
+    else:
+        bounds = np.zeros(num_reqs, dtype=np.int32)
+        bounds[: batch.num_reqs] = step.stored_lens[stage]
+        changed.seq_lens_cpu_upper_bound = torch.from_numpy(bounds)
+    return changed
+
+
+def check_blocks(
+    step: Step,
+    group_stages: Sequence[int],
+    block_sizes: Sequence[int],
+    num_blocks: IntArray,
+) -> None:
+    """Compares the blocks the scheduler gave with what the stored lengths need.
+
+    num_blocks: (G, request states), blocks held.
+
+    Raises:
+        RuntimeError: the two sides disagree (debug switch ``kv_debug``).
+    """
+    storages = {chunk.batch_index: chunk.state.storages for chunk in step.chunks if chunk.is_last}
+    for group, stage in enumerate(group_stages):
+        lens = step.stored_lens[stage].copy()
+        for index, by_stage in storages.items():
+            lens[index] = by_stage[stage].rows
+        held = num_blocks[group, step.requests]
+        needed = -(-lens // block_sizes[group])
+        if (held != needed).any():
+            raise RuntimeError(
+                f"KV group {group}: scheduler gave {held.tolist()} blocks, "
+                f"stored lengths need {needed.tolist()}"
+            )
