@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 from reference.fastkv import Keep
 from reference.fier import Retrieve
+from reference.gemfilter import Filter
+from reference.knorm import Norm
+from reference.pyramidkv import Pyramid
+from reference.structsnap import StructSnap
 from world.engine import running
-from world.expected import Read, Speed
-from world.parity import assert_parity
-from world.prompts import prompts_of
+from world.expected import FULL, Policy, Read, Speed, is_served, named
+from world.parity import ask, assert_parity, room_for
+from world.prompts import distinct_prompts, prompts_of
 
 
 def test_tp2_equals_reference(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +52,28 @@ def test_tp2_selects_retains_and_reads_what_one_rank_does(
     assert_parity(model, kept, Read(retrieve, Keep(kv_rate=0.4)))
     assert counters[0] == counters[1] and counters[0][reads[0]]["retrieval_steps"] == 3
     assert_parity(model, answers, keeps, most=0)
+
+
+MORE: list[Policy] = [
+    Pyramid(kv_rate=0.3, groups=4),
+    Norm(kv_rate=0.3),
+    Filter(3, rate=0.4, window=4),
+    StructSnap(3, struct_rate=0.5, kv_rate=0.2),
+]
+
+
+@pytest.mark.skipif(not any(map(is_served, MORE)), reason="none of them is served")
+def test_tp2_of_further_methods(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that ranks have to add up, and scores that each has for its own KV heads."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model = tiny()
+    policies = [*filter(is_served, MORE), FULL] * 2
+    prompts = distinct_prompts([90 + 23 * i for i in range(len(policies))])
+    with running(
+        model, named(policies[0]), config=room_for(policies), tensor_parallel_size=2
+    ) as engine:
+        answers = ask(engine, prompts, policies)
+        counters = [stats["policies"] for stats in engine.llm.collective_rpc("kv_policy_stats")]
+        engine.assert_idle()
+    assert counters[0] == counters[1]
+    assert_parity(model, answers, policies, most=0)

@@ -6,13 +6,17 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from vllm_kvx.policy.axes import Propagate, ScoreSpec, Selection
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.spec import KVPolicy, parse_policy
 from vllm_kvx.policy.storage import (
     NO_GAP,
+    STASH_PAGE,
     Gap,
+    Storage,
     gap_of,
     kept_counts,
+    stash_pages,
     storage_of,
     stored_len,
     stored_lens,
@@ -161,3 +165,61 @@ def test_whole_blocks_below_a_cutoff(prompt_len: int) -> None:
     assert stored_of(name, prompt_len, 6, 32) == (2, 2)
     above = storage_of(parse_policy(name), prompt_len, 6, 32, 8)
     assert not above.compacts and not above.changes
+
+
+class Restarts(Propagate):
+    """Layers 0 to 2 choose ten tokens, which then run again from the embedding."""
+
+    name = "restarts"
+
+    def selection(self, prompt_len: int, num_layers: int) -> Selection:
+        return Selection(ScoreSpec("window_attention", window=8), 10, after=2, resumes_at=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "storage"),
+    [
+        ("full", 0, Storage(100, NO_GAP, 100, NO_GAP)),
+        ("speed-4", 3, Storage(100, NO_GAP, 100, NO_GAP)),
+        ("speed-4", 4, Storage(100, Gap(1, 98), 2, Gap(1, 98))),
+        ("speed-4:anchors=0,tail=99", 4, Storage(100, Gap(0, 1), 99, Gap(0, 1))),
+        ("speed-4:anchors=1,tail=99", 4, Storage(100, NO_GAP, 100, NO_GAP)),
+        ("snapkv:kv_rate=0.5", 0, Storage(100, NO_GAP, 100, Gap(50, 50))),
+        ("fastkv:tsp_layer=3", 3, Storage(100, NO_GAP, 100, Gap(10, 90))),
+        ("fastkv:tsp_layer=3", 4, Storage(100, Gap(0, 100), 20, Gap(10, 90))),
+        ("fastkv:tsp_layer=3,kv_rate=1", 3, Storage(100, NO_GAP, 100, NO_GAP)),
+        ("fastkv:tsp_layer=3,kv_rate=1", 4, Storage(100, Gap(0, 100), 20, Gap(20, 80))),
+        # Any layer may run every token.
+        ("structkv:pivot=online,max_layer=5", 7, Storage(100, NO_GAP, 100, Gap(10, 90))),
+        ("speed-4+snapkv:kv_rate=0.5", 3, Storage(100, NO_GAP, 100, Gap(50, 50))),
+        ("speed-4+snapkv:kv_rate=0.5", 4, Storage(100, Gap(1, 98), 2, Gap(1, 98))),
+        # The layers that choose hold every token until then, the others none.
+        ("restarts", 2, Storage(100, NO_GAP, 100, Gap(10, 90))),
+        ("restarts", 3, Storage(100, Gap(0, 100), 10, Gap(10, 90))),
+    ],
+)
+def test_storage_by_hand(name: str, layer: int, storage: Storage) -> None:
+    restarts = KVPolicy(propagate=Restarts())
+    policy = restarts if name == "restarts" else parse_policy(name)
+    found = storage_of(policy, 100, layer, 16, 8)
+    assert found == storage
+    kept = 100 - storage.decode.size
+    assert found.kept == found.stored_len(100) == kept and found.peak_len(100) == storage.rows
+    assert found.stored_len(101) == kept + 1
+    assert found.peak_len(101) == max(kept + 1, storage.rows)
+    before = 99 - min(storage.prefill.size, 99 - storage.prefill.start)
+    assert found.stored_len(99) == found.peak_len(99) == before
+    assert found.compacts == (kept < storage.rows)
+    # Tokens that are chosen appear all at once: a change too, though nothing goes.
+    assert found.changes == (found.compacts or storage.prefill.size == 100)
+
+
+def test_a_gap_that_moves_is_a_change() -> None:
+    moved = Storage(10, Gap(0, 4), 6, Gap(6, 4))
+    assert moved.changes and not moved.compacts
+    assert not Storage(10).changes and not Storage(10).compacts
+
+
+def test_a_stash_page_that_is_not_full_is_taken() -> None:
+    for num_tokens, pages in ((0, 0), (1, 1), (STASH_PAGE, 1), (STASH_PAGE + 1, 2)):
+        assert stash_pages(num_tokens) == pages

@@ -4,6 +4,7 @@ A test says what a policy means by a reference's own dataclass (``Keep``, ``Stru
 of those below; `named` is the policy's name for an engine, `expect` the reference's word on it.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,8 @@ from reference.pyramidkv import Pyramid
 from reference.structkv import WEIGHTS, Struct
 from reference.structsnap import StructSnap
 from torch import Tensor
+
+from vllm_kvx.policy.spec import METHODS
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,12 @@ class Reference:
 def named(policy: Policy) -> str:
     """The policy's name for an engine."""
     return _REFERENCES[type(policy)].name(policy)
+
+
+def is_served(policy: Policy) -> bool:
+    """Whether this version has every method of `policy`."""
+    parts = (re.split("[-:]", part)[0] for part in named(policy).split("+"))
+    return all(name == "full" or name in METHODS for name in parts)
 
 
 def expect(
