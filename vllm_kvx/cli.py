@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.policy.methods.fastkv import FastKV
@@ -29,6 +29,9 @@ _CALIBRATORS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "structkv": ("pivot", {"weights": _WEIGHTS}),
 }
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +65,7 @@ def _tool(name: str) -> Any:
     return import_module(f"vllm_kvx.calibration.{name}")
 
 
-def _add_calibrate(commands: argparse._SubParsersAction) -> None:
+def _add_calibrate(commands: "_Commands") -> None:
     command = commands.add_parser(
         "calibrate",
         help="find FastKV's TSP layer or StructKV's pivot for a model",
@@ -119,7 +122,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     _tool(_CALIBRATORS[args.method][0]).run(args)
 
 
-def _add_diagnose(commands: argparse._SubParsersAction) -> None:
+def _add_diagnose(commands: "_Commands") -> None:
     command = commands.add_parser(
         "diagnose",
         help="draw where a model's attention settles, and what selecting tokens there recovers",

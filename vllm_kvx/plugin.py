@@ -14,6 +14,8 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any
 
+_Function = Callable[..., Any]
+
 SUPPORTED_VLLM = "0.32"
 OVERRIDE_VARIABLE = "KVX_ALLOW_UNTESTED_VLLM"
 _MARK = "_vllm_kvx_wrapped"
@@ -39,7 +41,7 @@ def register() -> None:
         # Stock use of an untested vLLM must not suffer from an idle plugin.
 
 
-def wrap_once(owner: Any, name: str, make: Callable[[Callable], Callable]) -> bool:
+def wrap_once(owner: Any, name: str, make: Callable[[_Function], _Function]) -> bool:
     """Puts ``make(original)`` in the place of ``owner.name``; a second time it does nothing.
 
     Signature, name and docstring stay the original's. Returns whether it wrapped.
@@ -111,7 +113,7 @@ def _flag_help() -> str:
     )
 
 
-def _with_flag(original: Callable) -> Callable:
+def _with_flag(original: _Function) -> _Function:
     def add_cli_args(parser: Any) -> Any:
         parser = original(parser)
         group = parser.add_argument_group(title="KVPolicy", description=_GROUP_HELP)
@@ -123,7 +125,7 @@ def _with_flag(original: Callable) -> Callable:
     return add_cli_args
 
 
-def _with_flag_value(original: Callable) -> Callable:
+def _with_flag_value(original: _Function) -> _Function:
     def from_cli_args(cls: type, args: Namespace) -> Any:
         flag = getattr(args, "kv_policy", None)
         if flag is not None:
@@ -137,7 +139,7 @@ def _with_flag_value(original: Callable) -> Callable:
     return from_cli_args
 
 
-def _with_policy(original: Callable) -> Callable:
+def _with_policy(original: _Function) -> _Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _has_kv_keys(self.additional_config):
             return original(self, *args, **kwargs)
@@ -156,8 +158,8 @@ def _with_policy(original: Callable) -> Callable:
     return create_engine_config
 
 
-def _with_route(original: Callable) -> Callable:
-    def load_endpoint_plugins(supported_tasks: Any = None) -> list:
+def _with_route(original: _Function) -> _Function:
+    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
         from vllm_kvx.server.route import KVPolicyEndpoint
 
         return [*original(supported_tasks), *KVPolicyEndpoint.for_tasks(supported_tasks)]

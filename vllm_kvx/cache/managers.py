@@ -268,7 +268,7 @@ class PolicyKVCacheManager(_SizedByStorage):
         return blocks if source is None else [*blocks, source]
 
     @classmethod
-    def find_longest_cache_hit(cls, *args, **kwargs):
+    def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("groups of a policy stage take no part in prefix lookups")
 
 

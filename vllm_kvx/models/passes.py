@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+# By layer name, what vLLM's attention backends make of a batch.
+AttnMetadata = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class BatchRows:
@@ -84,7 +87,7 @@ class Pass:
     source: Source
     sinks: Sequence[ToStash | ToOutput] = ()
     positions: Tensor | None = None
-    attn_metadata: dict[str, Any] | None = None
+    attn_metadata: AttnMetadata | None = None
     slot_mapping: dict[str, Tensor] = field(default_factory=dict)
     beside: AbstractContextManager[None] = field(default_factory=nullcontext)
 

@@ -88,7 +88,10 @@ class KVPolicy:
     def check_composition(self) -> None:
         """Raise PolicyError if its methods cannot work together."""
         propagate, retain = self.propagate, self.retain
-        if propagate is not None and retain is not None and retain is not propagate:
+        if propagate is None or retain is None:
+            return
+        other: Method = retain
+        if other is not propagate:
             propagate.check_retain(retain)
 
     @property

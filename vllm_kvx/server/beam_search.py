@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def refuse_beam_search(original: Callable) -> Callable:
+def refuse_beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``InputProcessor.resolve_watermarking``, which both beam searches call first."""
 
     def resolve_watermarking(self: Any, params: Any) -> Any:

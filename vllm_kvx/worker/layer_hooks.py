@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, PagedKV
@@ -51,6 +52,11 @@ class LayerHook:
         """Factor of query times key before the softmax."""
         return float(self.layer.impl.scale)
 
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one KV head's key and value in the cache."""
+        return int(2 * self.layer.impl.head_size * self.layer.kv_cache_torch_dtype.itemsize)
+
     def key_scale(self, paged: PagedKV) -> float:
         """What a stored key is multiplied with to get the key."""
         return float(self.layer._k_scale_float) if paged.keys.dtype.itemsize == 1 else 1.0
@@ -81,7 +87,7 @@ class LayerHooks:
     """
 
     def __init__(
-        self, attention: Sequence[Any], stages: Sequence[int], dtype: torch.dtype
+        self, attention: Sequence[Attention], stages: Sequence[int], dtype: torch.dtype
     ) -> None:
         """attention: the model's attention layers, in order. stages: the KV stage of each."""
         self.dtype = dtype

@@ -28,7 +28,7 @@ from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
 from vllm_kvx.cache.pool import stage_of
 from vllm_kvx.models.decoder import SegmentedModel
-from vllm_kvx.models.passes import StepPlan
+from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
 from vllm_kvx.worker.batch import PassBatch
@@ -45,6 +45,8 @@ from vllm_kvx.worker.rows import DeviceRows
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.status import counters_of, layout_of_pool
 from vllm_kvx.worker.step import Step, check_blocks, of_stage, plan_step
+
+_Groups = list[list[AttentionGroup]]
 
 
 class PolicyModelState(DefaultModelState):
@@ -74,9 +76,7 @@ class PolicyModelState(DefaultModelState):
         stages = [layout.stage_of(layer) for layer in range(len(attention))]
         self.hooks = LayerHooks(attention, stages, dtype)
         num_windows = num_split_windows(settings, vllm_config.scheduler_config)
-        self.memory = PromptMemory(
-            attention[0].impl, len(attention), num_windows, layout.window, dtype, device
-        )
+        self.memory = PromptMemory(attention, num_windows, layout.window, dtype, device)
         self.stash: Stash | None = None
         if layout.stash:
             hidden = self.model_config.get_hidden_size()
@@ -211,12 +211,12 @@ class PolicyModelState(DefaultModelState):
         cudagraph_mode: CUDAGraphMode,
         block_tables: tuple[Tensor, ...],
         slot_mappings: Tensor,
-        attn_groups: list[list[AttentionGroup]],
+        attn_groups: _Groups,
         kv_cache_config: KVCacheConfig,
         for_capture: bool = False,
         ubatch_idx: int = 0,
         model_specific_attn_metadata: ModelSpecificAttnMetadata | None = None,
-    ) -> dict[str, Any]:
+    ) -> AttnMetadata:
         step, self._step = self._step, None
         if step is not None and step.batch is not input_batch:
             step = None  # A dummy batch, which no preprocess_state preceded.
@@ -240,9 +240,9 @@ class PolicyModelState(DefaultModelState):
 
         def build(
             batch: InputBatch,
-            groups: list[list[AttentionGroup]],
+            groups: _Groups,
             cut: DeviceRows | None,
-        ) -> dict[str, Any]:
+        ) -> AttnMetadata:
             tables, slots = block_tables, slot_mappings
             if cut is not None:
                 if cut.num_rows == 0:
@@ -261,10 +261,10 @@ class PolicyModelState(DefaultModelState):
                 model_specific_attn_metadata,
             )
 
-        metadata: dict[str, Any] = {}
+        metadata: AttnMetadata = {}
         for stage, stored_lens in enumerate(self.stored_lens):
             batch = of_stage(input_batch, stage, stored_lens, step)
-            groups = self._groups_of(attn_groups, lambda s, stage=stage: s == stage)
+            groups = self._groups_of(attn_groups, [stage])
             cut = rows[self.stage_segments[stage]]
             metadata.update(build(batch, groups, cut))
             if retrieves is not None and retrieves.modes[stage] is Mode.MIXED:
@@ -278,7 +278,7 @@ class PolicyModelState(DefaultModelState):
             plan = StepPlan(beside=self.hooks.beside(None, retrieves), is_dummy=True)
         else:
 
-            def metadata_of(batch: PassBatch, ends: np.ndarray, first: int) -> dict[str, Any]:
+            def metadata_of(batch: PassBatch, ends: np.ndarray, first: int) -> AttnMetadata:
                 prefilling = np.ones(len(ends), dtype=bool)
                 lens, bounds = lens_to_device(ends, self.device), torch.from_numpy(ends)
                 return super(PolicyModelState, self).prepare_attn(
@@ -286,7 +286,7 @@ class PolicyModelState(DefaultModelState):
                     CUDAGraphMode.NONE,
                     batch.block_tables,
                     batch.slot_mappings,
-                    self._groups_of(attn_groups, lambda stage: stage >= first),
+                    self._groups_of(attn_groups, range(first, len(self.starts))),
                     kv_cache_config,
                 )
 
@@ -325,10 +325,10 @@ class PolicyModelState(DefaultModelState):
 
     # Parts of `prepare_attn`.
 
-    def _groups_of(self, attn_groups: list[list[AttentionGroup]], wanted: Any) -> list[list]:
+    def _groups_of(self, attn_groups: _Groups, wanted: Sequence[int]) -> _Groups:
         """By KV group, the attention groups of stages that are `wanted`, and none of others."""
         return [
-            group if wanted(self.group_stages[g]) else [] for g, group in enumerate(attn_groups)
+            group if self.group_stages[g] in wanted else [] for g, group in enumerate(attn_groups)
         ]
 
     def _plan(
@@ -384,7 +384,7 @@ class PolicyModelState(DefaultModelState):
         return {
             "seconds_in_retention": self.memory.timer.seconds,
             "seconds_in_detector": self.memory.detector_timer.seconds,
-            "kv_bytes_moved": self.memory.bytes_moved(self.hooks.layers[0].layer),
+            "kv_bytes_moved": int(self.memory.moved.item()) * self.hooks.layers[0].entry_bytes,
             **({"retrieval": self.retrieval.stats()} if self.retrieval is not None else {}),
             "stash_tokens": self.settings.stash_tokens,
             "stash_tokens_used": stash.used_tokens if stash is not None else 0,

@@ -28,7 +28,7 @@ def capture_each_mode(runner: Any, retrieval: Retrieval) -> None:
 
 def _capture_sets(manager: Any, retrieval: Retrieval) -> None:
     stock_capture, stock_run = manager.capture, manager.run_fullgraph
-    sets: dict[Modes, dict] = {modes: {} for modes in retrieval.graph_modes}
+    sets: dict[Modes, dict[Any, Any]] = {modes: {} for modes in retrieval.graph_modes}
     dense = retrieval.graph_modes[0]
     sets[dense] = manager.graphs
 

@@ -1,9 +1,9 @@
 """The passes of a step: the direct ones over the batch's rows, and those over chosen tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvx.models.passes import (
+    AttnMetadata,
     BatchRows,
     Pass,
     Previous,
@@ -30,8 +31,9 @@ from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.rows import DeviceRows
 
+_Beside = AbstractContextManager[None]
 # Builds attention metadata of the groups from a KV stage on, for stored lengths (P,) of a batch.
-MetadataOf = Callable[[PassBatch, np.ndarray, int], dict[str, Any]]
+MetadataOf = Callable[[PassBatch, np.ndarray, int], AttnMetadata]
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class PassMaker:
 
         return make
 
-    def beside(self, prompts: Sequence[PassPrompt], block_tables: Sequence[Tensor]) -> Any:
+    def beside(self, prompts: Sequence[PassPrompt], block_tables: Sequence[Tensor]) -> _Beside:
         """The hooks' context for these prompts."""
         return self.hooks.beside(PassWork.of(prompts, None, block_tables, self.memory))
 

@@ -8,12 +8,13 @@ the scores beyond the layer.
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvx.equations.saliency import per_kv_head
@@ -41,32 +42,34 @@ class PromptMemory:
 
     def __init__(
         self,
-        attention: Any,
-        num_layers: int,
+        attention: Sequence[Attention],
         split_windows: int,
         max_window: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """attention: implementation of any layer's attention. split_windows: slots."""
-        impl = attention
-        self.max_window, self.num_kv_heads = max_window, int(impl.num_kv_heads)
-        shape = (split_windows, num_layers, max_window, impl.num_heads, impl.head_size)
-        if not max_window:
-            shape = (0, num_layers, 0, impl.num_heads, impl.head_size)
+        """attention: the model's attention layers. split_windows: slots."""
+        layer, slots = attention[0], split_windows if max_window else 0
+        self.max_window, self.num_kv_heads = max_window, layer.num_kv_heads
+        shape = (slots, len(attention), max_window, layer.num_heads, layer.head_size)
         self.queries = torch.empty(shape, dtype=dtype, device=device)
         self.centrality = Centrality()
         self.moved = torch.zeros((), dtype=torch.int64, device=device)
         self.timer, self.detector_timer = PhaseTimer(device), PhaseTimer(device)
         self.device = device
 
-    def bytes_moved(self, layer: Any) -> int:
-        """Bytes of keys and values that this rank copied to other slots; waits for the device.
 
-        layer: vLLM's attention layer, any.
-        """
-        entry = 2 * layer.impl.head_size * layer.kv_cache_torch_dtype.itemsize
-        return int(self.moved.item()) * int(entry)
+class ScoredLayer(Protocol):
+    """What the work beside a layer asks of its hook; see ``LayerHook``."""
+
+    index: int
+    stage: int
+    group: int
+
+    @property
+    def scale(self) -> float: ...
+
+    def key_scale(self, paged: PagedKV) -> float: ...
 
 
 class _Moves(NamedTuple):
@@ -114,8 +117,8 @@ class PassWork:
             return None
         return cls(prompts, windows, block_tables, memory)
 
-    def run(self, hook: Any, query: Tensor, paged: PagedKV) -> None:
-        """One layer; query: (N, H, D) of the pass's rows. hook: its ``LayerHook``."""
+    def run(self, hook: ScoredLayer, query: Tensor, paged: PagedKV) -> None:
+        """One layer; query: (N, H, D) of the pass's rows."""
         memory = self.memory
         with memory.timer:
             if self.windows is not None:
