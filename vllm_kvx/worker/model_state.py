@@ -310,7 +310,8 @@ class PolicyModelState(DefaultModelState):
     def prepare_inputs(
         self, input_batch: InputBatch, req_states: RequestState
     ) -> dict[str, Tensor | None]:
-        self.passes.token_ids = req_states.all_token_ids.gpu
+        # vLLM asks before there is a KV cache, too.
+        self.memory.token_ids = req_states.all_token_ids.gpu
         return super().prepare_inputs(input_batch, req_states)
 
     def after_forward(self) -> None:

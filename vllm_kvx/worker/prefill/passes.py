@@ -58,7 +58,7 @@ class StepBatch:
 class PassMaker:
     """Makes the passes of steps; what stays the same from step to step.
 
-    hooks, memory, stash: of the model. token_ids: (request states, tokens) int32, vLLM's own.
+    hooks, memory, stash: of the model.
     row_cuts: layers where rows leave the batch. stages: first layer of every KV stage.
     group_stages, block_sizes: by KV group. max_tokens: rows of one pass at most.
     """
@@ -79,7 +79,6 @@ class PassMaker:
         self.edges = (0, *row_cuts, self.num_layers)
         self.stages, self.group_stages, self.block_sizes = stages, group_stages, block_sizes
         self.max_tokens, self.device = max_tokens, memory.device
-        self.token_ids: Tensor | None = None
         self.layer_names = [
             [hook.layer.layer_name for hook in hooks.layers if hook.group == group]
             for group in range(len(group_stages))
@@ -246,9 +245,9 @@ class PassMaker:
 
     def _ids(self, requests: np.ndarray, counts: np.ndarray, positions: Tensor) -> Tensor:
         """(N,) int32 token ids at `positions` of requests, `counts` of each."""
-        assert self.token_ids is not None
+        assert self.memory.token_ids is not None
         row = to_device(np.repeat(requests, counts), self.device)
-        return self.token_ids[row, positions]
+        return self.memory.token_ids[row, positions]
 
     def stash_rows(self, pages: Sequence[np.ndarray], counts: np.ndarray, at: Tensor) -> Tensor:
         """(N,) int64 rows of the stash for positions `at` (N,), `counts` of each prompt's pages."""

@@ -36,6 +36,7 @@ class PromptMemory:
     Attributes:
         queries: (slots, L, W, H, D) model dtype, windows that are spread over several chunks.
         max_window: W. num_kv_heads: G of this rank.
+        token_ids: (request states, tokens) int32, vLLM's own; None before the first step.
         moved: () int64, entries of one KV head that retention copied to another slot.
         timer, detector_timer: device time of all of it, and of centrality and metrics.
     """
@@ -53,6 +54,7 @@ class PromptMemory:
         self.max_window, self.num_kv_heads = max_window, layer.num_kv_heads
         shape = (slots, len(attention), max_window, layer.num_heads, layer.head_size)
         self.queries = torch.empty(shape, dtype=dtype, device=device)
+        self.token_ids: Tensor | None = None
         self.centrality = Centrality()
         self.moved = torch.zeros((), dtype=torch.int64, device=device)
         self.timer, self.detector_timer = PhaseTimer(device), PhaseTimer(device)
