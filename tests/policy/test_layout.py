@@ -244,3 +244,33 @@ def test_choose_group_size_keeps_its_rule() -> None:
 def test_choose_group_size_refuses(segments: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="at least one layer"):
         choose_group_size(segments)
+
+
+@pytest.mark.parametrize(
+    ("name", "splits", "row_cuts"),
+    [
+        ("pyramidkv", (4, 8, 12, 16, 20, 24, 28), ()),
+        ("pyramidkv:groups=3", (11, 22), ()),
+        ("pyramidkv:groups=64", tuple(range(1, 32)), ()),
+        ("pyramidkv:kv_rate=1", (), ()),
+        ("knorm", (), ()),
+        ("structkv:pivot=10,granularity=block,struct_rate=1", (11,), ()),
+        ("gemfilter:layer=13", (14,), (14,)),
+        ("gemfilter:layer=13,rate=1", (), ()),
+        ("speed-6+pyramidkv:groups=2", (6, 16), (6,)),
+    ],
+)
+def test_kv_groups_and_compiled_segments_are_two_things(
+    name: str, splits: tuple[int, ...], row_cuts: tuple[int, ...]
+) -> None:
+    layout = layout_of([parse_policy(name)], 32)
+    assert (layout.splits, layout.row_cuts) == (splits, row_cuts)
+    assert not layout.stash
+
+
+def test_rows_leave_only_where_a_segment_begins() -> None:
+    pyramid = layout_of([parse_policy("pyramidkv:groups=4")], 32)
+    with pytest.raises(PolicyError, match="needs rows to leave at layer 8, where this server"):
+        check_fits(parse_policy("speed-8"), pyramid, 32)
+    both = layout_of(map(parse_policy, ("pyramidkv:groups=4", "speed-8")), 32)
+    check_fits(parse_policy("speed-8"), both, 32)

@@ -59,7 +59,7 @@ class PromptAdmission:
         self._split: set[str] = set()
 
     def add_request(self, request: Request, policy: KVPolicy, changes: bool) -> None:
-        """`changes`: whether any segment stores something else once the prompt is in."""
+        """`changes`: whether any stage stores something else once the prompt is in."""
         length, window, pages, propagated = request.num_prompt_tokens, 0, 0, 0
         selection = policy.selection(length, self.num_layers)
         if selection is not None:

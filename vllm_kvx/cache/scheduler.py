@@ -69,7 +69,7 @@ class _PolicyScheduling:
             if min(lower) < prefix.first_layer:
                 logger.warning(
                     "%s shares no prefix here: kv_layout splits at layer %d, below its cutoff, "
-                    "and that segment's entries are not in the prefix cache.",
+                    "and that stage's entries are not in the prefix cache.",
                     settings.policy,
                     min(lower),
                 )
@@ -150,8 +150,8 @@ class _PolicyScheduling:
     def _sharable_tokens(self, request: Request, policy: KVPolicy) -> int | None:
         """Longest prefix, in whole blocks, that the request may take.
 
-        None if its policy cannot share at all: it retains or selects, some segment above the first
-        stores every token (`full`, or a cutoff above that segment), or the anchors do not fit in
+        None if its policy cannot share at all: it retains or selects, some stage above the first
+        stores every token (`full`, or a cutoff above that stage), or the anchors do not fit in
         one block.
 
         The upper layers of a hit are not computed: every token they must hold has to lie past it,
@@ -169,7 +169,7 @@ class _PolicyScheduling:
         for manager in self.policy_managers:
             gap = manager.requests[request.request_id].storage.prefill
             if gap.size == 0 and prefix.first_layer > manager.start_layer:
-                return None  # A segment below the request's cutoff, where it stores everything.
+                return None  # A stage below the request's cutoff, where it stores everything.
         limit = max(request.num_prompt_tokens - prefix.tail, 0) // block_size * block_size
         return limit if limit > prefix.anchors else 0
 

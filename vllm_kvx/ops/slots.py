@@ -1,7 +1,7 @@
-"""Slot mappings and stored lengths of KV segments that hold only part of a prompt.
+"""Slot mappings and stored lengths of KV stages that hold only part of a prompt.
 
 vLLM computes one slot per token and one length per request, both from token positions. A
-segment with a gap (``accounting.Gap``) stores its entries contiguously without the gap, so its
+stage with a gap (``policy.axes.Gap``) stores its entries contiguously without the gap, so its
 slots and lengths are rewritten here, on device, in place of vLLM's.
 """
 
@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.buffer_utils import _load_ptr
 
 def map_slots(
     group_ids: torch.Tensor,
-    group_segments: torch.Tensor,
+    group_stages: torch.Tensor,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
     positions: torch.Tensor,
@@ -31,12 +31,12 @@ def map_slots(
 
     Args:
         group_ids: (U,) int32, KV groups to rewrite.
-        group_segments: (U,) int32, row of ``gap_starts`` that each of them follows.
+        group_stages: (U,) int32, row of ``gap_starts`` that each of them follows.
         idx_mapping: (R,) int64, request-state index of each request in the batch.
         query_start_loc: (R + 1,) int32.
         positions: (T,) int64, token positions.
         seq_lens: (R,) int32, logical lengths including this step's tokens.
-        gap_starts, gap_sizes: (S, max_num_reqs) int32, by segment and request state.
+        gap_starts, gap_sizes: (S, max_num_reqs) int32, by KV stage and request state.
         block_table_ptrs, block_table_strides, block_sizes: (G,), vLLM's block table layout.
         slot_mappings: (G, max_num_tokens) int64, overwritten; the gap gets ``PAD_SLOT_ID``.
         stored_lens: (S, max_num_reqs) int32, overwritten in batch order; padding gets 0.
@@ -44,7 +44,7 @@ def map_slots(
     """
     _map_slots_kernel[(group_ids.shape[0], num_reqs_padded)](
         group_ids,
-        group_segments,
+        group_stages,
         idx_mapping,
         query_start_loc,
         positions,
@@ -68,7 +68,7 @@ def map_slots(
 @triton.jit(do_not_specialize=["num_reqs"])
 def _map_slots_kernel(
     group_ids,
-    group_segments,
+    group_stages,
     idx_mapping,
     query_start_loc,
     positions,
@@ -90,18 +90,18 @@ def _map_slots_kernel(
     group_index = tl.program_id(0)
     batch_index = tl.program_id(1)
     group_id = tl.load(group_ids + group_index)
-    segment = tl.load(group_segments + group_index)
-    stored_len_ptr = stored_lens + segment * stored_lens_stride + batch_index
+    stage = tl.load(group_stages + group_index)
+    stored_len_ptr = stored_lens + stage * stored_lens_stride + batch_index
     if batch_index >= num_reqs:
         tl.store(stored_len_ptr, 0)
         return
 
     request = tl.load(idx_mapping + batch_index)
-    gap_start = tl.load(gap_starts + segment * gap_stride + request)
-    gap_size = tl.load(gap_sizes + segment * gap_stride + request)
+    gap_start = tl.load(gap_starts + stage * gap_stride + request)
+    gap_size = tl.load(gap_sizes + stage * gap_stride + request)
     gap_end = gap_start + gap_size
 
-    # Groups of one segment store the same value, so the race between them is harmless.
+    # Groups of one stage store the same value, so the race between them is harmless.
     length = tl.load(seq_lens + batch_index)
     in_gap = tl.minimum(tl.maximum(length - gap_start, 0), gap_size)
     tl.store(stored_len_ptr, length - in_gap)

@@ -125,7 +125,7 @@ class PolicyStats:
         Args:
             rows: (R,) policy rows. budgets: (R,) tokens, 0 of policies that do not retrieve.
             seen: (S, R) entries that are there for each request, 0 while its prompt comes in.
-            lens: (S, R) entries of segments that retrieve, else 0.
+            lens: (S, R) entries of stages that retrieve, else 0.
         """
         starts = np.cumsum(self.stage_sizes) - self.stage_sizes
         dense = np.clip(DENSE_LAYERS - starts, 0, self.stage_sizes)
