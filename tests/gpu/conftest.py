@@ -1,15 +1,12 @@
-"""Engines in this process, and float32 that is float32."""
+"""What every GPU test needs."""
 
-import os
+from importlib.metadata import entry_points
 
 import pytest
 
-# Triton multiplies float32 in TF32 unless told otherwise, three digits short of exact.
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
-from world.engine import keep_in_process
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_in_process(monkeypatch)
+@pytest.fixture(scope="session", autouse=True)
+def plugin_is_installed() -> None:
+    """Without its entry point vLLM would start stock engines."""
+    found = [entry.value for entry in entry_points(group="vllm.general_plugins")]
+    assert "vllm_kvx.plugin:register" in found, "install vllm-kvx first: pip install --no-deps -e ."
