@@ -1,4 +1,7 @@
-"""FIER's index: 1-bit keys, whose products with the query score single tokens."""
+"""FIER's index: 1-bit keys, whose products with the query score single tokens.
+
+How they lie in the tail of a KV page: ``ops/retrieval/sidecar.py``.
+"""
 
 from collections.abc import Sequence
 

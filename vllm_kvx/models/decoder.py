@@ -33,7 +33,7 @@ from vllm_kvx.models.passes import (
     TokenIds,
     ToStash,
 )
-from vllm_kvx.models.segment import Segments
+from vllm_kvx.models.segment import Out, Segments
 
 
 class Build(NamedTuple):
@@ -46,11 +46,6 @@ class Build(NamedTuple):
     model_state: Callable[..., Any]
     row_cuts: tuple[int, ...]
     online_cuts: tuple[int, ...]
-
-
-# States and residual, of which the sum is the residual stream; or normed states after the last
-# layer.
-_Out = Any
 
 
 class SegmentedModel(nn.Module):
@@ -103,17 +98,19 @@ class SegmentedModel(nn.Module):
                 return self._run_stock(input_ids, positions, intermediate_tensors, inputs_embeds)
         assert input_ids is not None
         output: Tensor | None = None
-        out: _Out = None
+        out: Out | None = None
         for now in plan.passes:
             with now.beside:
                 out = self._run_pass(now, out, input_ids, positions)
             output = self._write(now, out, output, positions.shape[0])
         return self._zeros(positions) if output is None else output
 
-    def _run_pass(self, now: Pass, before: _Out, input_ids: Tensor, positions: Tensor) -> _Out:
+    def _run_pass(
+        self, now: Pass, before: Out | None, input_ids: Tensor, positions: Tensor
+    ) -> Out:
         source = now.source
         ids: Tensor | None = None
-        out: _Out = (None, None)
+        states: tuple[Tensor | None, Tensor | None] = (None, None)
         takes_batch = isinstance(source, BatchRows) and source.rows is None
         if isinstance(source, BatchRows):
             rows = source.rows
@@ -121,13 +118,15 @@ class SegmentedModel(nn.Module):
         elif isinstance(source, TokenIds):
             ids = source.ids
         elif isinstance(source, Previous):
-            out = before
+            assert isinstance(before, tuple)
+            hidden, residual = before
             if source.rows is not None:
-                out = tuple(part.index_select(0, source.rows) for part in before)
+                hidden, residual = (part.index_select(0, source.rows) for part in before)
+            states = hidden, residual
         elif isinstance(source, Stashed):
             hidden = source.states.index_select(0, source.rows)
             # The stash holds the sum already; the compiled segment wants both terms.
-            out = hidden, torch.zeros_like(hidden)
+            states = hidden, torch.zeros_like(hidden)
         at = positions if now.positions is None else now.positions
         # A size without captured pieces would be captured now, amid serving, which CUDA refuses.
         captured = takes_batch and at.shape[0] in self._captured_sizes
@@ -136,17 +135,23 @@ class SegmentedModel(nn.Module):
             context = replace(context, attn_metadata=now.attn_metadata)
         with nullcontext() if captured else override_forward_context(context):
             for segment in self.segments.path(now.first, now.last):
-                result = segment(ids, at, *out)
-                ids, out = None, result
+                out: Out = segment(ids, at, *states)
+                ids = None
+                if isinstance(out, tuple):
+                    states = out
         return out
 
-    def _write(self, now: Pass, out: _Out, output: Tensor | None, num_tokens: int) -> Tensor | None:
+    def _write(self, now: Pass, out: Out, output: Tensor | None, num_tokens: int) -> Tensor | None:
         """Puts the pass's output where it goes; the step's output so far, None before any."""
         for sink in now.sinks:
             if isinstance(sink, ToStash):
-                parts = out if sink.rows is None else [p.index_select(0, sink.rows) for p in out]
-                sink.states.index_copy_(0, sink.targets, parts[0] + parts[1])
+                assert isinstance(out, tuple)
+                hidden, residual = out
+                if sink.rows is not None:
+                    hidden, residual = (part.index_select(0, sink.rows) for part in out)
+                sink.states.index_copy_(0, sink.targets, hidden + residual)
                 continue
+            assert isinstance(out, Tensor)
             if sink.in_batch is None:
                 assert output is None, "the whole output is written once, and first"
                 output = out

@@ -10,6 +10,9 @@ from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 
+# States and residual, of which the sum is the residual stream; after the last layer normed states.
+Out = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 
 class DecoderSegment(nn.Module):
     """Layers ``[start, end)`` of a decoder; the first embeds, the last normalises."""
@@ -33,15 +36,16 @@ class DecoderSegment(nn.Module):
         positions: torch.Tensor,
         hidden_states: torch.Tensor | None,
         residual: torch.Tensor | None,
-    ) -> Any:
+    ) -> Out:
         """(N,) ids or (N, hidden) states -> states and residual, or normed states at the end."""
         if self.embed is not None:
             hidden_states = self.embed(input_ids)
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
         if self.norm is not None:
-            hidden_states, _ = self.norm(hidden_states, residual)
-            return hidden_states
+            normed, _ = self.norm(hidden_states, residual)
+            return normed
+        assert hidden_states is not None and residual is not None
         return hidden_states, residual
 
 
@@ -59,7 +63,7 @@ def compiled_segment(index: int) -> type[DecoderSegment]:
             positions: torch.Tensor,
             hidden_states: torch.Tensor | None,
             residual: torch.Tensor | None,
-        ) -> Any:
+        ) -> Out:
             return self.run(input_ids, positions, hidden_states, residual)
 
     Segment.__qualname__ = Segment.__name__ = f"Segment{index}"

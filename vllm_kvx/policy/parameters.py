@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?")
 
 
 class PolicyError(ValueError):
-    """A policy that cannot be meant, or cannot be had here; the message says what can."""
+    """A policy that is malformed, or that this server cannot run; the message says what works."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""What cannot work under a KV policy yet, and what to change: one row each."""
+"""What a server refuses at start, and what to change: one row each.
+
+A request's refusals, its 400s, are in ``request_check``, which asks ``policy/`` for most of them.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple

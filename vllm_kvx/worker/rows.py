@@ -92,7 +92,7 @@ def plan_rows(
     gap_starts: np.ndarray,
     gap_sizes: np.ndarray,
 ) -> list[SegmentRows | None]:
-    """Plans the rows of every segment above the first; ``None`` means all rows.
+    """Plans the rows of every segment; ``None`` means all rows.
 
     Args:
         begins: (R,) position of each request's first token in this step.

@@ -8,7 +8,7 @@ import numpy as np
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.settings import MAX_POLICIES, OTHER
-from vllm_kvx.worker.prefill.chunks import PromptState
+from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.step import Step
 
@@ -26,6 +26,7 @@ class PolicyStats:
         self.prompt_tokens = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros(0, dtype=np.int64)
         self.layer_tokens_computed = np.zeros(0, dtype=np.int64)
+        self.layer_tokens_skipped = np.zeros(0, dtype=np.int64)
         self.tokens_propagated: list[int] = []
         self.blocks_freed: list[int] = []
         # By policy, for every layer the entries that prompts kept and had.
@@ -59,6 +60,7 @@ class PolicyStats:
             self.prompt_tokens = np.append(self.prompt_tokens, grown)
             self.tokens = np.append(self.tokens, grown)
             self.layer_tokens_computed = np.append(self.layer_tokens_computed, grown)
+            self.layer_tokens_skipped = np.append(self.layer_tokens_skipped, grown)
             self.retrieval = np.append(self.retrieval, np.zeros((1, 5), dtype=np.int64), axis=0)
         return row
 
@@ -71,19 +73,37 @@ class PolicyStats:
         computed = np.zeros_like(tokens)
         for ran, size in zip(counts, self.stage_sizes, strict=True):
             computed = computed + ran * size
+        skipped = tokens * self.num_layers - computed
         for chunk in step.chunks:
-            selection, here = chunk.state.selection, chunk.batch_index
-            if selection is not None and selection.online is not None:
-                computed[here] += (chunk.end - chunk.begin) * (selection.online.lowest + 1)
-            elif selection is not None and chunk.is_last:
-                computed[here] += selection.count * (self.num_layers - selection.resumes_at)
+            if chunk.state.selection is not None:
+                self._add_chunk(chunk, computed, skipped)
         prompt = np.clip(requests.prompt_lens[step.requests] - step.begins, 0, tokens)
         np.add.at(self.tokens, rows, tokens)
         np.add.at(self.prompt_tokens, rows, prompt)
         np.add.at(self.layer_tokens_computed, rows, computed)
+        np.add.at(self.layer_tokens_skipped, rows, skipped)
         for chunk in step.chunks:
             if chunk.is_last:
                 self._add_prompt(chunk.state.stats_row, chunk.state)
+
+    def _add_chunk(self, chunk: PromptChunk, computed: np.ndarray, skipped: np.ndarray) -> None:
+        """Corrects a step's (R,) layer-tokens for a prompt that chooses tokens.
+
+        What it skips is known when it is in: the chosen tokens run layers that its chunks left out.
+        So it is counted then, and the totals never fall. A rerun may take more than it saves.
+        """
+        state, here = chunk.state, chunk.batch_index
+        selection = state.selection
+        assert selection is not None
+        more = 0
+        if selection.online is not None:
+            more = (chunk.end - chunk.begin) * (selection.online.lowest + 1)
+        elif chunk.is_last:
+            more = selection.count * (self.num_layers - selection.resumes_at)
+        computed[here] += more
+        state.skipped += int(skipped[here]) - more
+        is_known = chunk.is_last and selection.online is None
+        skipped[here] = max(state.skipped, 0) if is_known else 0
 
     def _add_prompt(self, row: int, prompt: PromptState) -> None:
         """Adds a prompt that came in and was selected from or compacted."""
@@ -100,7 +120,9 @@ class PolicyStats:
         self.pivots[row][pivot] = self.pivots[row].get(pivot, 0) + 1
         # All its tokens took the layers up to there, the lowest of which are counted already.
         more = prompt.prompt_len * (pivot - selection.online.lowest)
-        self.layer_tokens_computed[row] += more + selection.count * above
+        more += selection.count * above
+        self.layer_tokens_computed[row] += more
+        self.layer_tokens_skipped[row] += max(prompt.skipped - more, 0)
         self.tokens_propagated[row] += selection.count
         # `_add_prompt` took every layer for one that computed all.
         self.entries_spared[row] += (prompt.prompt_len - selection.count) * above
@@ -155,13 +177,12 @@ class PolicyStats:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """JSON-able totals by policy name."""
-        total = self.tokens * self.num_layers
         counters = {
             name: {
                 "requests": self.requests[row],
                 "prompt_tokens": int(self.prompt_tokens[row]),
                 "layer_tokens_computed": int(self.layer_tokens_computed[row]),
-                "layer_tokens_skipped": int(total[row] - self.layer_tokens_computed[row]),
+                "layer_tokens_skipped": int(self.layer_tokens_skipped[row]),
                 "tokens_propagated": self.tokens_propagated[row],
                 "blocks_freed": int(self.blocks_freed[row]),
                 "entries_retained": int(self.entries_kept[row] @ self.stage_sizes),

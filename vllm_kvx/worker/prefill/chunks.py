@@ -23,7 +23,7 @@ class PromptState:
         selection: which tokens are chosen to go on; None if all do.
         retain: drops entries of at least one stage; None if none does.
         slot: where its window's queries are kept while it is spread over chunks.
-        stats_row: its policy's row in the counters.
+        stats_row: its policy's row in the counters. skipped: layer-tokens that its chunks left out.
     """
 
     req_id: str
@@ -34,6 +34,7 @@ class PromptState:
     retain: Retain | None
     slot: int | None = None
     stats_row: int = 0
+    skipped: int = 0
 
     @classmethod
     def of(
@@ -45,7 +46,7 @@ class PromptState:
         block_size: int,
         num_layers: int,
     ) -> "PromptState | None":
-        """The state of a request; None if the prompt is as in any other.
+        """The state of a request; None if its policy changes nothing once the prompt is in.
 
         block_size: entries of a KV cache block.
         """
@@ -209,15 +210,15 @@ class ChunkPlan:
     stash_rows: list[np.ndarray] = field(default_factory=list)
     stash_chunks: list[PromptChunk] = field(default_factory=list)
 
-    def add(self, chunk: PromptChunk, first_row: int, last_layer: int) -> None:
-        """Adds a chunk whose rows begin at `first_row` of the pass, which ends before a layer.
+    def add(self, chunk: PromptChunk, first_row: int, end_layer: int) -> None:
+        """Adds a chunk whose rows begin at `first_row` of the pass.
 
-        last_layer: that one.
+        end_layer: the first layer that the pass does not run.
         """
         state = chunk.state
         if state.waits and not state.is_online:
             assert state.selection is not None
-            if state.selection.resumes_at == last_layer:
+            if state.selection.resumes_at == end_layer:
                 count = chunk.end - chunk.begin
                 self.stash_rows.append(np.arange(first_row, first_row + count))
                 self.stash_chunks.append(chunk)

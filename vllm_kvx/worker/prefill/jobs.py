@@ -166,6 +166,8 @@ class JobBatch:
         for row, job in zip(rows, jobs, strict=True):
             first = job.prompt.first_row + job.prompt.longest - job.window
             row[: job.window] = np.maximum(np.arange(first, first + job.window), 0)
+            # A shorter window's early queries would lie elsewhere in their slot.
+            assert job.prompt.slot is None or job.window in (0, job.prompt.longest)
         early = [(f, job.prompt.slot) for f, job in enumerate(jobs) if job.prompt.slot is not None]
         num_keys = self.ints(counts)
         self.prompts = ScoredPrompts(

@@ -79,10 +79,6 @@ class PassMaker:
         self.edges = (0, *row_cuts, self.num_layers)
         self.stages, self.group_stages, self.block_sizes = stages, group_stages, block_sizes
         self.max_tokens, self.device = max_tokens, memory.device
-        self.layer_names = [
-            [hook.layer.layer_name for hook in hooks.layers if hook.group == group]
-            for group in range(len(group_stages))
-        ]
 
     # What layers do besides.
 

@@ -1,0 +1,51 @@
+"""Counters while a prompt comes in: they never fall, and end at what was computed and spared."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
+from vllm_kvx.worker.stats import PolicyStats
+from vllm_kvx.worker.step import Step
+
+LAYERS, BLOCK = 32, 16
+
+
+@pytest.mark.parametrize(
+    ("name", "computed"),
+    [
+        ("fastkv:tsp_layer=15", lambda n: 16 * n + 16 * int(0.2 * n)),
+        ("gemfilter:layer=13", lambda n: 14 * n + 32 * int(0.1 * n)),
+        # The rerun takes more than it saves.
+        ("gemfilter:layer=20,rate=0.4", lambda n: 21 * n + 32 * int(0.4 * n)),
+        ("gemfilter:layer=30,rate=0.1", lambda n: 31 * n + 32 * int(0.1 * n)),
+    ],
+)
+@pytest.mark.parametrize("length", [8200, 40_000])
+def test_totals_never_fall(name: str, computed: Any, length: int) -> None:
+    policy = parse_policy(name)
+    cut = policy.selection(length, LAYERS).after + 1  # type: ignore[union-attr]
+    stats = PolicyStats((cut, LAYERS - cut))
+    row = stats.row_of(policy)
+    state = PromptState.of("a", policy, length, (0, cut), BLOCK, LAYERS)
+    assert state is not None
+    requests: Any = SimpleNamespace(policy_rows=np.array([row]), prompt_lens=np.array([length]))
+    seen = []
+    for begin in range(0, length, 8192):
+        end = min(begin + 8192, length)
+        count = np.array([end - begin])
+        chunk = PromptChunk(state, 0, begin, end)
+        nothing: Any = None
+        step = Step(
+            nothing, np.array([0]), np.array([begin]), count, [], nothing, [chunk], nothing
+        )
+        stats.add_step(step, requests, [count, np.zeros(1, dtype=np.int64)])
+        counters = stats.as_dict()[str(policy)]
+        seen.append([counters[f"layer_tokens_{what}"] for what in ("computed", "skipped")])
+    for before, after in pairwise(seen):
+        assert before[0] <= after[0] and before[1] <= after[1]
+    assert seen[-1] == [computed(length), max(LAYERS * length - computed(length), 0)]
