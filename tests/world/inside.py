@@ -49,6 +49,20 @@ def assert_scheduler_forgot(engine: Any, windows: int) -> None:
         assert not scheduler._to_shrink and not scheduler._counted_unshared
 
 
+def left_in_scheduler(scheduler: Any) -> dict[str, Any]:
+    """What an idle scheduler of ours still holds, by kind; all empty if it forgot everything."""
+    admission = scheduler.admission
+    managers = (*scheduler.lower_managers, *scheduler.policy_managers)
+    return {
+        "prompts": admission._prompts,
+        "pages": admission.used_pages or admission._pages,
+        "windows": admission._split,
+        "to shrink": scheduler._to_shrink,
+        "counted": scheduler._counted_unshared,
+        "managed": any(m.requests or any(m.req_to_blocks.values()) for m in managers),
+    }
+
+
 def watch_chunks(engine: Any) -> dict[str, list[int]]:
     """By request, in the order of arrival, where its chunks begin."""
     chunks: dict[str, list[int]] = {}

@@ -1,0 +1,82 @@
+"""The KV cache: what every slot of every layer holds, and what the sidecars were made of."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from simulation.live import Ints
+
+
+class Mismatch(Exception):
+    """Something is not as it has to be; the message says what, of which request and where."""
+
+
+class Cache:
+    """Slots and sidecars by layer. Block 0 is vLLM's null block: nobody may touch it.
+
+    A group of entries in a sidecar is the checksum of the entries that it was made of.
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, group: int) -> None:
+        """group: entries of a sidecar's group; 0 without sidecars."""
+        self.block_size, self.group = block_size, group
+        self._slots = np.zeros((num_layers, num_blocks * block_size), dtype=np.int64)
+        groups = num_blocks * block_size // group if group else 0
+        self._sidecars = np.zeros((num_layers, groups), dtype=np.int64)
+        self._weights = np.arange(1, 2 * group, 2, dtype=np.int64)
+
+    def write(self, layer: int, slots: Ints, entries: Ints) -> None:
+        if len(slots) and slots.min() < self.block_size:
+            raise Mismatch(f"layer {layer} writes to a block that nobody holds")
+        self._slots[layer, slots] = entries
+
+    def read(self, layer: int, table: Ints, places: Ints) -> Ints:
+        """(..., n) what is at these places, (n,), of requests with block tables (..., B)."""
+        return self._slots[layer, self.slots_of(table, places)]
+
+    def slots_of(self, table: Ints, places: Ints) -> Ints:
+        """The slots of requests' entries, counted in their order."""
+        block = table[..., places // self.block_size]
+        return block * self.block_size + places % self.block_size
+
+    def copy(self, source: int, target: int) -> None:
+        """All layers of a block, sidecars included."""
+        for rows, size in ((self._slots, self.block_size), (self._sidecars, self.num_groups)):
+            rows[:, target * size : (target + 1) * size] = rows[
+                :, source * size : (source + 1) * size
+            ]
+
+    # Sidecars.
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a block."""
+        return self.block_size // self.group if self.group else 0
+
+    def write_sidecar(self, layer: int, table: Ints, begin: int, end: int) -> None:
+        """Quantises groups [begin, end) of the request with this block table."""
+        entries = self.read(layer, table, np.arange(begin * self.group, end * self.group))
+        self._sidecars[layer, self._places(table, begin, end)] = self.checksums(entries)
+
+    def read_sidecar(self, layer: int, table: Ints, count: int) -> Ints:
+        """The first `count` groups."""
+        return self._sidecars[layer, self._places(table, 0, count)]
+
+    def checksums(self, entries: Ints) -> Ints:
+        """What a sidecar holds once it was made of these entries, whole groups of them."""
+        return entries.reshape(-1, self.group) @ self._weights
+
+    def _places(self, table: Ints, begin: int, end: int) -> Ints:
+        groups = np.arange(begin, end)
+        return table[groups // self.num_groups] * self.num_groups + groups % self.num_groups
+
+
+class SidecarIndex:
+    """Stands where ``indexes.table`` has an index: `paged` is the layer's number."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def write_in_torch(self, paged: int, sidecar: Any, table: Tensor, begin: int, end: int) -> None:
+        self._cache.write_sidecar(paged, table.numpy().astype(np.int64), begin, end)

@@ -1,0 +1,171 @@
+"""What requests that run should have in the cache: the expectation that reads are held against.
+
+An entry is an int64. Entries of one layer are equal only if they were made of the same tokens under
+the same salt, which is what requests may share. Where a policy has left something out on the way,
+the entry is the request's own, and nobody else's is equal to it.
+"""
+
+import zlib
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.sched.output import NewRequestData
+
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import Storage, storage_of
+
+Ints = npt.NDArray[np.int64]
+
+# Odd constants: multiplied in int64 they keep different numbers apart.
+_MIX, _OWN = np.int64(0x9E3779B97F4A7C1), 0x3C79AC492BA7B653
+NEVER = 1 << 40
+
+
+class Expected:
+    """Every request's entries, in the order of their slots.
+
+    entries: (L, R, N), by layer and request state. lens: (L, R), how many there are.
+    """
+
+    def __init__(self, num_layers: int, max_reqs: int, max_len: int) -> None:
+        self.entries = np.zeros((num_layers, max_reqs, max_len + 1), dtype=np.int64)
+        self.lens = np.zeros((num_layers, max_reqs), dtype=np.int64)
+
+    def append(self, layer: int, requests: Ints, entries: Ints) -> None:
+        """One more entry for each of `requests`, (n,) states: those of a request are adjacent."""
+        if not len(requests):
+            return
+        first = np.flatnonzero(np.diff(requests, prepend=-1))
+        counts = np.diff(first, append=len(requests))
+        places = np.arange(len(requests)) - np.repeat(first, counts)
+        self.entries[layer, requests, self.lens[layer, requests] + places] = entries
+        self.lens[layer, requests[first]] += counts
+
+    def of(self, layer: int, request: int) -> Ints:
+        return self.entries[layer, request, : self.lens[layer, request]]
+
+    def put(self, layer: int, request: int, entries: Ints) -> None:
+        """These in the place of all."""
+        self.entries[layer, request, : len(entries)] = entries
+        self.lens[layer, request] = len(entries)
+
+
+class Live:
+    """A running request.
+
+    Attributes:
+        index: its request state. number: of no other request, nor of the same one before it was
+            preempted.
+        tokens: ids, the sampled ones included. done: how many of them are computed.
+        storages: by layer. floor: entries from which on its answer retrieves.
+        chosen: the tokens that go on, once they are chosen.
+        queries: of the window while it is spread over chunks, by slot and layer: by place, the
+            positions.
+    """
+
+    def __init__(
+        self,
+        new: NewRequestData,
+        index: int,
+        number: int,
+        policy: KVPolicy,
+        salt: str | None,
+        storages: list[Storage],
+    ) -> None:
+        self.req_id, self.index, self.number = new.req_id, index, number
+        self.policy, self.prompt_len, self.storages = policy, new.prompt_len, storages
+        self.tokens, self.done = list(new.prefill_token_ids or ()), new.num_computed_tokens
+        self.floor = NEVER if policy.retrieve is None else policy.retrieve.floor(0)
+        self.selection = policy.selection(self.prompt_len, len(storages))
+        restarts = self.selection is not None and self.selection.resumes_at == 0
+        self.is_lossy = policy.is_lossy_decode or restarts
+        self.chosen: Ints | None = None
+        self.queries: dict[tuple[int, int], dict[int, int]] = {}
+        self._prefixes = [zlib.crc32((salt or "").encode())]
+
+    def __str__(self) -> str:
+        return f"{self.req_id} ({self.policy}, {self.prompt_len} tokens)"
+
+    def shared(self, positions: Ints) -> Ints:
+        """What the entries at these positions are made of, if nothing is left out before them."""
+        known = self._prefixes
+        for token in self.tokens[len(known) - 1 :]:
+            known.append(hash((known[-1], token)))
+        return np.array(known, dtype=np.int64)[positions + 1]
+
+    def is_stored(self, positions: Ints, layer: int) -> np.ndarray:
+        """(n,) bool: whether the layer stores these positions in a pass over the batch."""
+        gap = self.storages[layer].prefill
+        in_gap = (positions >= gap.start) & (positions < gap.start + gap.size)
+        return ~in_gap | (positions >= self.prompt_len)
+
+    def is_own(self, positions: Ints, layer: int) -> np.ndarray:
+        """(n,) bool: whether something was left out before the layer at these positions."""
+        own = (positions >= self.prompt_len) & self.is_lossy
+        gap, selection = self.storages[layer].prefill, self.selection
+        if selection is None:
+            # Above a cutoff anchors see all that is before them, and nothing else does.
+            return own | (positions >= gap.start) if gap.size else own
+        above = self.chosen is not None if selection.online else layer > selection.after
+        return own | above
+
+    def stored_len(self, layer: int) -> int:
+        """Entries that the layer should hold between steps."""
+        online = self.selection.online if self.selection is not None else None
+        if online is not None and self.done < self.prompt_len and layer > online.lowest:
+            return 0  # It has room for them, and waits for the prompt's end.
+        return self.storages[layer].stored_len(self.done)
+
+
+def storages_of(
+    policy: KVPolicy, prompt_len: int, starts: list[int], block_size: int
+) -> list[Storage]:
+    """What such a request stores, by layer. starts: by layer, the first one of its KV stage."""
+    by_start = {
+        start: storage_of(policy, prompt_len, start, block_size, len(starts))
+        for start in set(starts)
+    }
+    return [by_start[start] for start in starts]
+
+
+class Made:
+    """The entries that one pass makes of its rows.
+
+    requests, positions: (N,), request state and position of each row. is_again: the tokens run
+    again from their ids.
+    """
+
+    def __init__(
+        self, live: dict[int, Live], requests: Ints, positions: Ints, is_again: bool, is_batch: bool
+    ) -> None:
+        """live: by request state. is_batch: the rows are of the batch, and some have no slot."""
+        self.requests, self.positions = requests, positions
+        self._is_again, self._is_batch = is_again, is_batch
+        edges = [*np.flatnonzero(np.diff(requests, prepend=-1)).tolist(), len(requests)]
+        self._parts = [(live[int(requests[a])], slice(a, b)) for a, b in pairwise(edges)]
+        self._shared = np.zeros(len(requests), dtype=np.int64)
+        self._numbers = np.zeros(len(requests), dtype=np.int64)
+        # By row: from where on it retrieves.
+        self.floors = np.full(len(requests), NEVER)
+        for one, span in self._parts:
+            at = positions[span]
+            self._shared[span], self._numbers[span] = one.shared(at), one.number
+            self.floors[span] = np.where(at >= one.prompt_len, one.floor, NEVER)
+        self._shared *= _MIX
+        self._numbers *= _OWN
+        self._masks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def in_layer(self, layer: int, start: int) -> tuple[Ints, np.ndarray]:
+        """(N,) entries, and (N,) bool, whether they are stored. start: of the layer's stage."""
+        if start not in self._masks:
+            own, stored = np.ones((2, len(self.requests)), dtype=bool)
+            for one, span in self._parts:
+                if not self._is_again:
+                    own[span] = one.is_own(self.positions[span], layer)
+                if self._is_batch:
+                    stored[span] = one.is_stored(self.positions[span], layer)
+            self._masks[start] = own, stored
+        own, stored = self._masks[start]
+        shared = self._shared + layer
+        return np.where(own, shared ^ self._numbers, shared), stored

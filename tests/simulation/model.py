@@ -1,0 +1,233 @@
+"""The model: it runs the passes that the worker plans, on which tokens there are instead of states.
+
+A row of a pass is a token of a request. Every layer writes the rows' entries, checks that each row
+sees the entries that it should, and then does what the worker wants beside its attention: keep the
+window's queries, choose tokens, drop entries. Which ones is drawn at random, where the real model
+would have scores.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+from simulation.beside import Beside, Seen
+from simulation.cache import Cache, Mismatch
+from simulation.live import Expected, Ints, Live, Made
+from simulation.state import Metadata
+from vllm_kvx.models.passes import (
+    BatchRows,
+    Pass,
+    Previous,
+    Stashed,
+    StepPlan,
+    TokenIds,
+    ToOutput,
+    ToStash,
+)
+from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.worker.decode.step import Mode, RetrievalPass
+from vllm_kvx.worker.layer_hooks import LayerHook, LayerHooks
+
+
+@dataclass
+class Batch:
+    """A step, as the forward pass sees it.
+
+    Attributes:
+        requests: (R,) request states. starts: (R + 1,) first row of each.
+        positions, ids: (T,).
+        metadata: by layer name. slots: (G, T), by KV group.
+    """
+
+    requests: Ints
+    starts: Ints
+    positions: Ints
+    ids: Ints
+    metadata: dict[str, Metadata]
+    slots: Ints
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens on their way through the layers: request states and positions, (N,)."""
+
+    requests: Ints
+    positions: Ints
+
+    def __getitem__(self, rows: Any) -> "Rows":
+        return Rows(self.requests[rows], self.positions[rows])
+
+
+class Model:
+    """Runs the steps.
+
+    row_layers: layers that rows have run so far, over all rows.
+    """
+
+    def __init__(
+        self,
+        hooks: LayerHooks,
+        beside: Beside,
+        cache: Cache,
+        expected: Expected,
+        live: dict[int, Live],
+        starts: list[int],
+    ) -> None:
+        """live: by request state. starts: by layer, the first one of its KV stage."""
+        self.hooks, self.beside = hooks, beside
+        self.cache, self.expected, self.live, self.starts = cache, expected, live, starts
+        self.row_layers = 0
+        # By row of the stash: whose state it is, of which position, before which layer.
+        self._stashed: dict[int, tuple[int, int, int]] = {}
+
+    def run(self, plan: StepPlan, batch: Batch) -> np.ndarray:
+        """One forward pass; (R,) bool: whether a request's last row has a final state.
+
+        Raises:
+            Mismatch: a row sees, or a state was, anything but what it has to be.
+        """
+        passes: Iterable[Pass] | None = plan.passes
+        if passes is None:
+            last_layer = len(self.hooks.layers)
+            passes = [Pass(0, last_layer, BatchRows(), [ToOutput()], beside=plan.beside)]
+        rows: Rows | None = None
+        final = Rows(np.full(len(batch.ids), -1), np.full(len(batch.ids), -1))
+        for now in passes:
+            with now.beside:
+                rows = self._run_pass(batch, now, rows)
+            self._write(now, rows, final)
+        last = batch.starts[1:] - 1
+        is_final = final.requests[last] == batch.requests
+        return is_final & (final.positions[last] == batch.positions[last])
+
+    # A pass.
+
+    def _run_pass(self, batch: Batch, now: Pass, before: Rows | None) -> Rows:
+        rows = self._source(batch, now, before)
+        at = batch.positions if now.positions is None else now.positions.numpy()
+        if (at != rows.positions).any():
+            raise Mismatch(f"layers {now.first} to {now.last}: rows at {at}, want {rows.positions}")
+        is_again, is_batch = (
+            isinstance(now.source, kind) for kind in (TokenIds, BatchRows | Previous)
+        )
+        if is_again:
+            self._start_over(rows)
+        made = Made(self.live, rows.requests, rows.positions, is_again, is_batch)
+        for hook in self.hooks.layers[now.first : now.last]:
+            self._run_layer(batch, now, made, rows, hook)
+        self.row_layers += len(at) * (now.last - now.first)
+        return rows
+
+    def _source(self, batch: Batch, now: Pass, before: Rows | None) -> Rows:
+        source = now.source
+        if isinstance(source, BatchRows):
+            owners = np.repeat(batch.requests, np.diff(batch.starts))
+            rows = Rows(owners, batch.positions)
+            return rows if source.rows is None else rows[source.rows.numpy()]
+        if isinstance(source, Previous):
+            assert before is not None
+            return before if source.rows is None else before[source.rows.numpy()]
+        metadata = self._metadata(batch, now, now.first)
+        owners = np.repeat(metadata.requests, np.diff(metadata.starts))
+        if isinstance(source, TokenIds):
+            assert now.positions is not None
+            rows = Rows(owners, now.positions.numpy())
+            where = zip(owners.tolist(), rows.positions.tolist(), strict=True)
+            tokens = [self.live[request].tokens[at] for request, at in where]
+            if source.ids.tolist() != tokens:
+                raise Mismatch(f"token ids {source.ids.tolist()}, want {tokens}")
+            return rows
+        assert isinstance(source, Stashed)
+        states = [self._stashed[row] for row in source.rows.tolist()]
+        for request, (number, position, layer) in zip(owners.tolist(), states, strict=True):
+            one = self.live[request]
+            if number != one.number or layer != now.first:
+                raise Mismatch(f"{one}: its stash holds {position} of {number}, before {layer}")
+        return Rows(owners, np.array([position for _, position, _ in states]))
+
+    def _start_over(self, rows: Rows) -> None:
+        """What the layers hold of a prompt is replaced from its first chosen token on."""
+        for request in np.unique(rows.requests).tolist():
+            chosen = self.live[request].chosen
+            at = rows.positions[rows.requests == request]
+            if chosen is not None and at[0] == chosen[0]:
+                self.expected.lens[:, request] = 0
+
+    def _write(self, now: Pass, rows: Rows, final: Rows) -> None:
+        for sink in now.sinks:
+            out = rows if sink.rows is None else rows[sink.rows.numpy()]
+            if isinstance(sink, ToStash):
+                columns = (sink.targets.tolist(), out.requests.tolist(), out.positions.tolist())
+                for row, request, at in zip(*columns, strict=True):
+                    self._stashed[row] = self.live[request].number, at, now.last
+                continue
+            in_batch = slice(None) if sink.in_batch is None else sink.in_batch.numpy()
+            final.requests[in_batch], final.positions[in_batch] = out.requests, out.positions
+
+    def _metadata(self, batch: Batch, now: Pass, layer: int) -> Metadata:
+        by_name = batch.metadata if now.attn_metadata is None else now.attn_metadata
+        return by_name[self.hooks.layers[layer].layer.layer_name]
+
+    # A layer.
+
+    def _run_layer(self, batch: Batch, now: Pass, made: Made, rows: Rows, hook: LayerHook) -> None:
+        layer, metadata = hook.index, self._metadata(batch, now, hook.index)
+        counts = np.diff(metadata.starts)
+        if (rows.requests != np.repeat(metadata.requests, counts)).any():
+            raise Mismatch(f"layer {layer}: rows of {rows.requests}, want {metadata.requests}")
+        self._store(batch, now, made, hook)
+        lens = self.expected.lens[layer, metadata.requests]
+        # Every row sees those of its request up to its own, which is stored in order.
+        after = np.repeat(metadata.starts[1:], counts) - np.arange(len(rows.requests)) - 1
+        seen = Seen.of(np.repeat(lens, counts) - after)
+        retrieval = self.hooks.retrieval_pass if layer >= DENSE_LAYERS else None
+        mode = Mode.DENSE if retrieval is None else retrieval.modes[hook.stage]
+        if mode is not Mode.ALL:
+            attends = self._attend(layer, metadata, lens, mode)
+            seen.attended[:] = np.repeat(attends, counts)
+        if self.hooks.work is not None:
+            self.beside.run(self.hooks.work, hook, rows, batch.requests)
+        if mode is not Mode.DENSE:
+            assert isinstance(retrieval, RetrievalPass)
+            self.beside.retrieve(retrieval, hook, rows, batch.requests, seen)
+        wanted = (seen.lens >= made.floors) & (layer >= DENSE_LAYERS)
+        wrong = (seen.retrieved != wanted) | ~(seen.attended | wanted)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise Mismatch(
+                f"{self.live[int(rows.requests[row])]} at {rows.positions[row]}, layer {layer}: "
+                f"attended {seen.attended[row]}, retrieved {seen.retrieved[row]}"
+            )
+
+    def _store(self, batch: Batch, now: Pass, made: Made, hook: LayerHook) -> None:
+        layer, slots = hook.index, now.slot_mapping.get(hook.layer.layer_name)
+        where = batch.slots[hook.group] if slots is None else slots.numpy()
+        entries, stored = made.in_layer(layer, self.starts[layer])
+        wrong = (where != PAD_SLOT_ID) != stored
+        if wrong.any():
+            one, at = self.live[int(made.requests[wrong][0])], made.positions[wrong]
+            raise Mismatch(f"{one}, layer {layer}: stored or not, against its policy, are {at}")
+        self.cache.write(layer, where[stored], entries[stored])
+        self.expected.append(layer, made.requests[stored], entries[stored])
+
+    def _attend(self, layer: int, metadata: Metadata, lens: Ints, mode: Mode) -> np.ndarray:
+        """Stock attention; (P,) bool: whether a request's rows saw all that they may see.
+
+        Cut to one entry, they did not: retrieval overwrites what comes of it.
+        """
+        is_whole = metadata.lens == lens
+        is_cut = (metadata.lens == 1) & (np.diff(metadata.starts) == 1) & (mode is Mode.MIXED)
+        places = np.arange(metadata.lens.max())
+        held = self.cache.read(layer, metadata.table, places)
+        expected = self.expected.entries[layer, metadata.requests, : len(places)]
+        wrong = (held != expected) & (places < lens[:, None]) & is_whole[:, None]
+        if wrong.any() or not (is_whole | is_cut).all():
+            i = int(np.flatnonzero(wrong.any(axis=1) | ~(is_whole | is_cut))[0])
+            raise Mismatch(
+                f"{self.live[int(metadata.requests[i])]}, layer {layer}: it sees "
+                f"{metadata.lens[i]} entries of {lens[i]}; others' at {np.flatnonzero(wrong[i])}"
+            )
+        return is_whole

@@ -1,0 +1,301 @@
+"""The servers of the simulation: policies, what requests ask for, and how long those are."""
+
+import copy
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from world.configs import vllm_config, write_config
+
+from vllm_kvx.cache.group_size import group_layers
+from vllm_kvx.policy.layout import layout_of
+from vllm_kvx.policy.spec import parse_policy
+
+NUM_LAYERS = 8
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a server was started with, and its requests.
+
+    policy, layout: `kv_policy` and `kv_layout`. requests: the policies that requests name.
+    max_prompt, max_answer: tokens. stash: `kv_stash_tokens`; 0 where it has none.
+    steps: of which in the last fifth nothing new comes.
+    """
+
+    policy: str
+    layout: tuple[str, ...]
+    requests: tuple[str, ...]
+    stash: int = 0
+    block_size: int = 4
+    max_len: int = 128
+    max_prompt: int = 70
+    max_answer: int = 25
+    steps: int = 300
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups."""
+        layout = layout_of(map(parse_policy, (self.policy, *self.layout)), NUM_LAYERS)
+        return sum(group_layers(layout.stage_sizes(NUM_LAYERS)).groups_per_stage)
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether its contexts are long: shorter ones are read whole."""
+        return self.max_len > 128
+
+    def config(self, directory: Path) -> VllmConfig:
+        """As the server would be configured, but for what is drawn; see `Case`."""
+        stash: dict[str, Any] = {"kv_stash_tokens": self.stash} if self.stash else {}
+        config = vllm_config(
+            write_config(directory, num_hidden_layers=NUM_LAYERS),
+            self.policy,
+            additional_config={"kv_layout": list(self.layout), "kv_debug": True, **stash},
+            dtype="float32",
+            block_size=32,
+            max_model_len=self.max_len,
+            max_num_seqs=8,
+            max_num_batched_tokens=max(128, self.max_len),
+        )
+        # What vLLM refuses in arguments: the simulated attention takes blocks of any size.
+        config.cache_config.block_size = self.block_size
+        config.cache_config.kv_cache_layout = "LBHNC"  # vLLM's engine asks the backend.
+        return config
+
+
+def long(**kwargs: Any) -> Server:
+    """A server that retrieves."""
+    defaults: dict[str, Any] = dict(
+        block_size=32, max_len=512, max_prompt=300, max_answer=120, steps=400
+    )
+    return Server(**(defaults | kwargs))
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a server of one seed schedules: what all servers have in common.
+
+    resets: the chance of a reset of the prefix cache in a step.
+    """
+
+    is_async: bool
+    by_priority: bool
+    shares_prefixes: bool
+    reserves_prompts: bool
+    max_seqs: int
+    max_batch: int
+    max_chunk: int
+    num_blocks: int
+    resets: float
+
+    @classmethod
+    def draw(cls, server: Server, rng: random.Random) -> "Case":
+        """Long and short chunks; pools that hold one request, or many.
+
+        Priorities come without a prefix cache: where vLLM 0.32 preempts a request that it has
+        scheduled in the same step, it leaves blocks in the cache that nobody computes.
+        """
+        least = server.num_groups * -(-server.max_len // server.block_size) + 2
+        scale = 8 if server.retrieves else 1
+        by_priority = rng.random() < 0.3
+        return cls(
+            is_async=rng.random() < 0.75,
+            by_priority=by_priority,
+            shares_prefixes=not by_priority and rng.random() < 0.8,
+            reserves_prompts=rng.random() < 0.5,
+            max_seqs=rng.choice([4, 8]),
+            max_batch=rng.choice([3, 5, 12, 24, 64, 128]) * scale,
+            max_chunk=rng.choice([0, 0, 0, 2, 7]) * scale,
+            num_blocks=rng.choice([least, least + 10, 2 * least, 4 * least]),
+            resets=rng.choice([0, 0.01, 0.2]),
+        )
+
+    def config(self, server: VllmConfig) -> VllmConfig:
+        """The server's configuration with this."""
+        config = copy.deepcopy(server)
+        config.cache_config.enable_prefix_caching = self.shares_prefixes
+        config.cache_config.num_gpu_blocks = self.num_blocks
+        scheduling = config.scheduler_config
+        scheduling.policy = "priority" if self.by_priority else "fcfs"
+        scheduling.max_num_seqs = self.max_seqs
+        scheduling.max_num_batched_tokens = self.max_batch
+        scheduling.long_prefill_token_threshold = self.max_chunk
+        scheduling.scheduler_reserve_full_isl = self.reserves_prompts
+        return config
+
+
+_FAST = "fastkv:tsp_layer=3,window=3,kernel=3"
+_BLOCK = "structkv:pivot=3,window=3,granularity=block"
+_ONLINE = "structkv:pivot=online,window=3"
+_PYRAMID = "pyramidkv:window=3,kernel=3"
+_GEM = "gemfilter:layer=3,window=3,kernel=3"
+_STRUCT = "structkv:pivot=3,window=3"
+_FIER = "fier-64:dense_below=0"
+
+SERVERS: dict[str, Server] = {
+    "speed": Server(
+        "speed-5",
+        ("speed-3",),
+        (
+            "speed-5",
+            "speed-3",
+            "full",
+            "speed-5:anchors=3,tail=2",
+            "speed-3:anchors=0",
+            "speed-3:anchors=4",
+            "speed-5:anchors=5",
+        ),
+    ),
+    "speed1": Server(
+        "speed-5",
+        (),
+        (
+            "speed-5",
+            "speed-5",
+            "full",
+            "speed-5:anchors=3,tail=2",
+            "speed-5:anchors=0",
+            "speed-5:anchors=4",
+        ),
+    ),
+    "fastkv": Server(
+        _FAST,
+        ("structkv:pivot=5,window=3", "speed-4", "snapkv:window=3"),
+        (
+            _FAST,
+            f"{_FAST},tsp_rate=0.6,kv_rate=0.4",
+            f"{_FAST},kv_rate=1",
+            f"{_FAST},tsp_rate=0.3,kv_rate=0.8",
+            "full",
+            "speed-4",
+            "speed-4+snapkv:window=3",
+            "snapkv:window=2,kv_rate=0.3",
+            "streamingllm:sinks=2,recent=6",
+            "structkv:pivot=5,window=3",
+            f"{_STRUCT},kv_rate=0.5",
+            "speed-6+streamingllm:sinks=2,recent=3",
+        ),
+        stash=200,
+    ),
+    "block": Server(
+        _BLOCK,
+        ("structkv:pivot=5,window=3,granularity=block", "speed-4"),
+        (
+            _BLOCK,
+            f"{_BLOCK},struct_rate=1,kv_rate=0.4",
+            "structkv:pivot=5,window=3,granularity=block,struct_rate=0.6,kv_rate=0.3",
+            "full",
+            "speed-6",
+            f"speed-6+{_BLOCK},struct_rate=1,kv_rate=0.4",
+        ),
+        stash=200,
+    ),
+    "online": Server(
+        _ONLINE,
+        ("snapkv",),
+        (_ONLINE, f"{_ONLINE},struct_rate=0.7,kv_rate=0.5", "full", "snapkv:window=2"),
+        stash=256,
+    ),
+    "pyramid": Server(
+        f"{_PYRAMID},kv_rate=0.4",
+        ("knorm", "snapkv:window=3"),
+        (
+            f"{_PYRAMID},kv_rate=0.4",
+            f"{_PYRAMID},kv_rate=0.3,groups=4",
+            f"{_PYRAMID},kv_rate=0.6,groups=2,beta=3",
+            "pyramidkv:window=2,kernel=3,kv_budget=20,groups=1",
+            "snapkv:window=3",
+            "snapkv:window=3,kv_rate=0.5",
+            "knorm:kv_rate=0.3",
+            "full",
+        ),
+    ),
+    "gemfilter": Server(
+        f"{_GEM},rate=0.4",
+        ("speed-6", _FAST),
+        (
+            f"{_GEM},rate=0.4",
+            "gemfilter:layer=3,rate=0.1",
+            "gemfilter:layer=5,window=2,rate=0.8",
+            f"{_GEM},rate=0.9",
+            f"{_GEM},rate=0.6+knorm:kv_rate=0.2",
+            f"{_GEM},rate=0.7+snapkv:window=3,kernel=3,kv_rate=0.4",
+            "full",
+            _FAST,
+            f"{_FAST},tsp_rate=0.6,kv_rate=1",
+            "speed-6",
+            "speed-6+knorm:kv_rate=0.2",
+        ),
+        stash=200,
+    ),
+    "structsnap": Server(
+        f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3",
+        (_STRUCT,),
+        (
+            f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3",
+            f"{_STRUCT},struct_rate=0.5,kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.4",
+            f"{_STRUCT},struct_rate=0.4,kv_rate=1+knorm:kv_rate=0.3",
+            _STRUCT,
+            f"{_STRUCT},kv_rate=1",
+            "snapkv:window=3",
+            "full",
+        ),
+        stash=200,
+    ),
+    "fier": long(
+        policy=_FIER,
+        layout=("snapkv:window=3", "streamingllm:sinks=2,recent=70"),
+        requests=(
+            _FIER,
+            "fier-64:dense_below=100",
+            "full",
+            f"snapkv:window=3,kv_rate=0.5+{_FIER}",
+            f"streamingllm:sinks=2,recent=70+{_FIER}",
+            "snapkv:window=3",
+        ),
+    ),
+    "speedfier": long(
+        policy=f"speed-5+{_FIER}",
+        layout=("snapkv:window=3",),
+        requests=(
+            f"speed-5+{_FIER}",
+            f"speed-5:anchors=32,tail=2+{_FIER}",
+            "speed-5:anchors=3",
+            "full",
+            _FIER,
+            f"speed-5+snapkv:window=3,kv_rate=0.5+{_FIER}",
+        ),
+    ),
+    "fastfier": long(
+        policy=f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5+{_FIER}",
+        layout=("structkv:pivot=5,window=3,granularity=block", _ONLINE),
+        requests=(
+            f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5+{_FIER}",
+            f"structkv:pivot=5,window=3,granularity=block,struct_rate=0.8,kv_rate=0.5+{_FIER}",
+            f"{_ONLINE},struct_rate=0.8,kv_rate=0.6+{_FIER}",
+            "full",
+            _FIER,
+        ),
+        stash=1024,
+    ),
+    "gemfier": long(
+        policy=f"gemfilter:layer=3,rate=0.6+{_FIER}",
+        layout=("snapkv:window=3", f"gemfilter:layer=3,window=3+{_FIER}"),
+        requests=(
+            f"gemfilter:layer=3,rate=0.6+{_FIER}",
+            f"gemfilter:layer=3,window=3,rate=0.9+{_FIER}",
+            "gemfilter:layer=3,rate=0.5",
+            f"gemfilter:layer=3,window=3,rate=0.9+knorm:kv_rate=0.7+{_FIER}",
+            _FIER,
+            "full",
+            f"snapkv:window=3,kv_rate=0.5+{_FIER}",
+        ),
+    ),
+    "quest": long(
+        policy="quest-64:dense_below=0",
+        layout=(),
+        requests=("quest-64:dense_below=0", "full", "quest-64:dense_below=100"),
+    ),
+}

@@ -1,0 +1,271 @@
+"""The project's model state, over stand-ins for what it takes of vLLM.
+
+It plans and changes batches, block tables and attention metadata as on any server; none of these
+reaches a device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+
+from simulation.live import Ints
+from vllm_kvx.models.passes import StepPlan
+from vllm_kvx.worker.model_state import PolicyModelState
+
+if not torch.cuda.is_available():
+    import vllm.v1.worker.cpu.shm  # noqa: F401  vLLM's stand-ins for pinned memory.
+
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a layer's attention is told of a pass.
+
+    requests: (P,) request states. starts: (P + 1,) first row of each. lens: (P,) entries that its
+    last row sees. table: (P, B) its blocks.
+    """
+
+    requests: Ints
+    starts: Ints
+    lens: Ints
+    table: Ints
+
+
+class _DefaultState(DefaultModelState):
+    """What the project's model state inherits of vLLM's, without a model or attention backends."""
+
+    def __init__(self, vllm_config: VllmConfig, model: Any, encoder_cache: None, device: Any):
+        ModelState.__init__(self, vllm_config, model, encoder_cache, device)
+        self.rope_state = self.prompt_embeds_state = None  # type: ignore[assignment]
+
+    def prepare_attn(  # type: ignore[override]
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[Tensor, ...],
+        slot_mappings: Tensor,
+        attn_groups: list[list[Any]],
+        *args: Any,
+    ) -> dict[str, Metadata]:
+        return {
+            name: Metadata(
+                input_batch.idx_mapping_np,
+                input_batch.query_start_loc_np.astype(np.int64),
+                input_batch.seq_lens.numpy().astype(np.int64),
+                block_tables[group].numpy().astype(np.int64),
+            )
+            for group, parts in enumerate(attn_groups)
+            for part in parts
+            for name in part.layer_names
+        }
+
+
+class State(PolicyModelState, _DefaultState):
+    """The model state; what it plans is in `decoder`."""
+
+    def __init__(self, vllm_config: VllmConfig, decoder: "Decoder") -> None:
+        super().__init__(vllm_config, cast(Any, decoder), None, torch.device("cpu"))
+
+
+class Decoder:
+    """What the model state asks of the model: its layers, and to take the plan of a step."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [AttentionLayer(index) for index in range(num_layers)]
+        self._plan = StepPlan()
+
+    def attention_layers(self) -> list["AttentionLayer"]:
+        return self.layers
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def take_plan(self) -> StepPlan:
+        """The plan, once."""
+        plan, self._plan = self._plan, StepPlan()
+        return plan
+
+
+class AttentionLayer:
+    """What the project reads of vLLM's attention layers."""
+
+    kv_cache_torch_dtype = torch.float32
+    kv_cache_dtype = "auto"
+    kv_cache = None
+    num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, HEAD_SIZE
+
+    def __init__(self, index: int) -> None:
+        self.layer_name = f"layers.{index}.attn"
+        self.impl = SimpleNamespace(
+            num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=1.0, forward=None
+        )
+        self.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
+        block_size = vllm_config.cache_config.block_size
+        assert block_size is not None
+        return FullAttentionSpec(
+            block_size=block_size,
+            num_kv_heads=KV_HEADS,
+            head_size=HEAD_SIZE,
+            dtype=self.kv_cache_torch_dtype,
+        )
+
+
+def attention_groups(groups: Sequence[KVCacheGroupSpec]) -> Any:
+    """By KV group, vLLM's attention groups: one, of a backend that takes blocks of any size."""
+    return [
+        [SimpleNamespace(backend=_Backend, kv_cache_group_id=number, **vars(group))]
+        for number, group in enumerate(groups)
+    ]
+
+
+class _Backend:
+    @staticmethod
+    def get_supported_kernel_block_sizes(spec: Any = None) -> list[MultipleOf]:
+        return [MultipleOf(1)]
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return _Builder
+
+
+class _Builder:
+    requires_block_table_width = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Tables:
+    """vLLM's ``BlockTables`` on the host, as far as the model state uses them."""
+
+    def __init__(self, num_groups: int, block_size: int, max_reqs: int, max_len: int) -> None:
+        width = -(-max_len // block_size) + 1
+        self.block_sizes = [block_size] * num_groups
+        self.num_blocks = SimpleNamespace(np=np.zeros((num_groups, max_reqs), dtype=np.int32))
+        self.block_tables = [
+            SimpleNamespace(gpu=torch.zeros(max_reqs, width, dtype=torch.int32))
+            for _ in range(num_groups)
+        ]
+        # For `map_slots`, which wants addresses: its stand-in below takes the tables themselves.
+        self.block_table_ptrs = [table.gpu.numpy() for table in self.block_tables]
+        self.block_table_strides = None
+        self.block_sizes_tensor = self.block_sizes
+        self.slot_mappings = torch.zeros(num_groups, 1, dtype=torch.int64)
+
+    def append(self, request: int, new_blocks: Sequence[Sequence[int]], overwrite: bool) -> None:
+        for group, blocks in enumerate(new_blocks):
+            begin = 0 if overwrite else int(self.num_blocks.np[group, request])
+            end = begin + len(blocks)
+            self.block_table_ptrs[group][request, begin:end] = blocks
+            self.num_blocks.np[group, request] = end
+
+    def gather(self, requests: Ints, num_tokens: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The tables of a batch, and room for its slots; what is past a table's end is block 0."""
+        tables = []
+        for group, table in enumerate(self.block_table_ptrs):
+            held = self.num_blocks.np[group, requests, None]
+            rows = np.where(np.arange(table.shape[1]) < held, table[requests], 0)
+            tables.append(torch.from_numpy(rows))
+        self.slot_mappings = torch.full((len(tables), num_tokens), PAD_SLOT_ID, dtype=torch.int64)
+        return tuple(tables), self.slot_mappings
+
+
+def map_slots_on_host(
+    group_ids: Tensor,
+    group_stages: Tensor,
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    gap_starts: Tensor,
+    gap_sizes: Tensor,
+    tables: Sequence[np.ndarray],
+    strides: None,
+    block_sizes: Sequence[int],
+    slot_mappings: Tensor,
+    stored_lens: Tensor,
+    num_reqs: int,
+) -> None:
+    """``ops.slots.map_slots``, which Triton's interpreter takes long for."""
+    requests, at = idx_mapping.numpy(), positions.numpy()
+    owner = np.repeat(requests, np.diff(query_start_loc.numpy()))
+    starts, sizes = gap_starts.cpu().numpy(), gap_sizes.cpu().numpy()
+    for stage in range(len(starts)):
+        past = np.clip(seq_lens.numpy() - starts[stage, requests], 0, sizes[stage, requests])
+        stored_lens[stage, :num_reqs] = torch.from_numpy(seq_lens.numpy() - past)
+    for group, stage in zip(group_ids.tolist(), group_stages.tolist(), strict=True):
+        start, size = starts[stage, owner], sizes[stage, owner]
+        kept = (at < start) | (at >= start + size)
+        entry = np.where(kept, at - np.where(at < start, 0, size), 0)
+        block = tables[group][owner, entry // block_sizes[group]].astype(np.int64)
+        slots = np.where(kept, block * block_sizes[group] + entry % block_sizes[group], PAD_SLOT_ID)
+        slot_mappings[group] = torch.from_numpy(slots)
+
+
+def input_batch(
+    names: list[str],
+    requests: Ints,
+    begins: Ints,
+    counts: Ints,
+    prompt_lens: Ints,
+    token_ids: np.ndarray,
+) -> InputBatch:
+    """A step as vLLM's runner gives it to the model state.
+
+    Args:
+        names: of the requests; requests: (R,) their states.
+        begins, counts: (R,) first position and tokens of each. prompt_lens: (R,).
+        token_ids: (request states, tokens).
+    """
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    positions = np.concatenate([np.arange(b, b + n) for b, n in zip(begins, counts, strict=True)])
+    lens = torch.from_numpy((begins + counts).astype(np.int32))
+    none = cast(Any, None)  # What the model state does not look at.
+    return InputBatch(
+        req_ids=names,
+        num_reqs=len(names),
+        num_reqs_after_padding=len(names),
+        idx_mapping=torch.from_numpy(requests),
+        idx_mapping_np=requests,
+        expanded_idx_mapping=none,
+        expanded_local_pos=none,
+        num_scheduled_tokens=counts.astype(np.int32),
+        num_tokens=len(positions),
+        num_tokens_after_padding=len(positions),
+        num_draft_tokens=0,
+        num_draft_tokens_per_req=None,
+        query_start_loc=torch.from_numpy(starts),
+        query_start_loc_np=starts,
+        seq_lens=lens,
+        seq_lens_cpu_upper_bound=lens,
+        dcp_local_seq_lens=None,
+        num_computed_tokens_np=begins.astype(np.int32),
+        prefill_len_np=prompt_lens,
+        num_computed_prefill_tokens_np=np.minimum(begins, prompt_lens),
+        is_prefilling_np=begins < prompt_lens,
+        has_prefill=bool((begins < prompt_lens).any()),
+        decode_graph_eligible=True,
+        input_ids=torch.from_numpy(token_ids[np.repeat(requests, counts), positions]),
+        positions=torch.from_numpy(positions),
+        is_padding=none,
+        logits_indices=none,
+        cu_num_logits=none,
+        cu_num_logits_np=none,
+        has_structured_output_reqs=False,
+        prompt_lens=None,
+    )

@@ -1,0 +1,248 @@
+"""The worker: the project's model state, called as vLLM's model runner calls it."""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from simulation.beside import Beside, Centrality
+from simulation.cache import Cache, Mismatch, SidecarIndex
+from simulation.live import Expected, Live, Made, storages_of
+from simulation.model import Batch, Model
+from simulation.state import (
+    Decoder,
+    State,
+    Tables,
+    attention_groups,
+    input_batch,
+    map_slots_on_host,
+)
+from vllm_kvx.cache.managers import KEPT_BLOCKS
+from vllm_kvx.models.passes import StepPlan
+from vllm_kvx.settings import request_policy
+from vllm_kvx.worker import model_state
+
+VOCAB = 3  # Few, so that prompts have prefixes in common by chance too.
+
+
+class Worker:
+    """One rank.
+
+    live: running requests, by id. finished: tokens of the last ones that ended or were preempted.
+    counts: how often what happened.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, num_blocks: int, rng: random.Random) -> None:
+        self.rng, self.live, self.finished = rng, dict[str, Live](), list[list[int]]()
+        self.counts = Counter[str]()
+        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        self.decoder = Decoder(num_layers)
+        self.state = state = State(vllm_config, self.decoder)
+        specs = {x.layer_name: x.get_kv_cache_spec(vllm_config) for x in self.decoder.layers}
+        groups = get_kv_cache_groups(vllm_config, specs)
+        self.kv_cache_config = KVCacheConfig(num_blocks, [], groups)
+        self._attention_groups = attention_groups(groups)
+        block_size, max_reqs = groups[0].kv_cache_spec.block_size, state.max_num_reqs
+        self.tables = Tables(len(groups), block_size, max_reqs, state.max_model_len)
+        state.initialize_kv_cache(self.kv_cache_config, cast(Any, self.tables))
+        self._by_state = by_state = dict[int, Live]()
+        stage_of = state.settings.layout.stage_of
+        self._starts = [state.starts[stage_of(layer)] for layer in range(num_layers)]
+        self.expected = Expected(num_layers, max_reqs, state.max_model_len)
+        sidecar = state.settings.layout.sidecar
+        self.cache = Cache(num_layers, num_blocks, block_size, sidecar.group if sidecar else 0)
+        centrality = Centrality(self.live, block_size, rng)
+        state.memory.centrality = cast(Any, centrality)
+        sidecars = state.retrieval.sidecars if state.retrieval is not None else None
+        if sidecars is not None:
+            sidecars._index = cast(Any, SidecarIndex(self.cache))
+            sidecars.views = cast(Any, [(layer, None) for layer in range(num_layers)])
+        self.model = Model(
+            state.hooks,
+            Beside(by_state, self.cache, self.expected, centrality, sidecars, rng, self.counts),
+            self.cache,
+            self.expected,
+            by_state,
+            self._starts,
+        )
+        self._free, self._number = list(range(max_reqs)), 1
+        self._num_windows = len(state.requests.free_windows)
+        self._salts: dict[str, str | None] = {}
+        self._ids = torch.zeros(max_reqs, state.max_model_len + 1, dtype=torch.int32)
+
+    # What the model runner does.
+
+    def expect(self, req_id: str, salt: str | None) -> None:
+        """A request was given to the scheduler, which does not tell the worker its salt."""
+        self._salts[req_id] = salt
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step.
+
+        Raises:
+            Mismatch: see ``Model.run``; or requests hold or compute what they should not.
+        """
+        for req_id in sorted(output.finished_req_ids | set(output.preempted_req_ids or ())):
+            self._remove(req_id)
+        for new in output.scheduled_new_reqs:
+            self._remove(new.req_id)
+            self._add(new)
+        cached = output.scheduled_cached_reqs
+        for req_id, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            if computed != self.live[req_id].done:
+                raise Mismatch(f"{req_id}: {self.live[req_id].done} tokens are in, not {computed}")
+            if blocks is not None:
+                self.tables.append(self.live[req_id].index, blocks, overwrite=False)
+        for copy in output.kv_cache_block_copies or ():
+            self.cache.copy(copy.src_block_id, copy.dst_block_id)
+            self.counts["copies"] += 1
+        if not output.num_scheduled_tokens:
+            return ModelRunnerOutput([], {})
+        return self._step(output.num_scheduled_tokens)
+
+    def _add(self, new: NewRequestData) -> None:
+        index, salt = self._free.pop(), self._salts[new.req_id]
+        policy = request_policy(self.state.settings, new.sampling_params)
+        storages = storages_of(policy, new.prompt_len, self._starts, self.cache.block_size)
+        self._number += 1
+        one = Live(new, index, self._number, policy, salt, storages)
+        self.live[new.req_id] = self._by_state[index] = one
+        self._expect_prefix(one)
+        self._ids[index, : len(one.tokens)] = torch.tensor(one.tokens)
+        self.state.add_request(index, new)
+        self.tables.append(index, new.block_ids, overwrite=True)
+        self.counts["resumed"] += len(one.tokens) > one.prompt_len
+        self.counts["prefix hits"] += one.done > 0
+
+    def _expect_prefix(self, one: Live) -> None:
+        """What a prefix hit brings is as if the request had computed it."""
+        at, expected = np.arange(one.done), self.expected
+        made = Made(self._by_state, np.full(one.done, one.index), at, False, True)
+        for layer, start in enumerate(self._starts):
+            entries, stored = made.in_layer(layer, start)
+            expected.put(layer, one.index, entries[stored])
+
+    def _remove(self, req_id: str) -> None:
+        self.state.remove_request(req_id)
+        one = self.live.pop(req_id, None)
+        if one is not None:
+            del self._by_state[one.index]
+            self._free.append(one.index)
+            self.finished = [*self.finished[-30:], one.tokens]
+
+    def _step(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
+        names = list(scheduled)
+        self.rng.shuffle(names)
+        live = [self.live[name] for name in names]
+        batch = input_batch(
+            names,
+            np.array([one.index for one in live]),
+            np.array([one.done for one in live]),
+            np.array([scheduled[name] for name in names]),
+            np.array([one.prompt_len for one in live]),
+            self._ids.numpy(),
+        )
+        is_final = self.model.run(*self._plan(batch))
+        self.state.after_forward()
+        kept = {
+            name: {stage: blocks.tolist() for stage, blocks in by_stage.items()}
+            for name, by_stage in self.state.relink_blocks().items()
+        }
+        self._relink(kept)
+        sampled = []
+        for one, final in zip(live, is_final, strict=True):
+            one.done += scheduled[one.req_id]
+            sampled.append(self._sample(one, final))
+            self._check_lens(one)
+        output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        if kept:
+            setattr(output, KEPT_BLOCKS, kept)
+        return output
+
+    def _plan(self, batch: InputBatch) -> tuple[StepPlan, Batch]:
+        """What the model state makes of a step, in the order of vLLM's hooks."""
+        state, config, mode = self.state, self.kv_cache_config, self._graph_mode(batch)
+        tables, slots = self.tables.gather(batch.idx_mapping_np, batch.num_tokens)
+        with patch.object(model_state, "map_slots", map_slots_on_host):
+            state.preprocess_state(batch, tables, config, batch.positions)
+        metadata = state.prepare_attn(batch, mode, tables, slots, self._attention_groups, config)
+        token_ids = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._ids))
+        state.prepare_inputs(batch, cast(Any, token_ids))
+        return self.decoder.take_plan(), Batch(
+            batch.idx_mapping_np,
+            batch.query_start_loc_np.astype(np.int64),
+            batch.positions.numpy(),
+            batch.input_ids.numpy(),
+            metadata,
+            slots.numpy(),
+        )
+
+    def _graph_mode(self, batch: InputBatch) -> CUDAGraphMode:
+        """A step of single tokens may replay a graph, as on a GPU; here half of them do."""
+        may = (batch.num_scheduled_tokens == 1).all() and self.rng.random() < 0.5
+        if may and not self.state.needs_python(batch.idx_mapping_np):
+            self.counts["graphs"] += 1
+            return CUDAGraphMode.FULL
+        return CUDAGraphMode.NONE
+
+    def _sample(self, live: Live, is_final: bool) -> list[int]:
+        if live.done < len(live.tokens):
+            return []
+        if not is_final:
+            raise Mismatch(f"{live.req_id}: the state of its last token is not its own")
+        token = self.rng.randrange(VOCAB)
+        self._ids[live.index, len(live.tokens)] = token
+        live.tokens.append(token)
+        return [token]
+
+    # Expectations.
+
+    def _relink(self, kept: dict[str, dict[int, list[int]]]) -> None:
+        size, expected = self.cache.block_size, self.expected
+        for req_id, by_stage in kept.items():
+            index = self.live[req_id].index
+            self.counts["re-linked"] += 1
+            for layer, start in enumerate(self._starts):
+                blocks = by_stage.get(self.state.starts.index(start))
+                if blocks is not None:
+                    entries = expected.of(layer, index)
+                    parts = [entries[block * size : (block + 1) * size] for block in blocks]
+                    expected.put(layer, index, np.concatenate(parts))
+
+    def _check_lens(self, live: Live) -> None:
+        held = self.expected.lens[:, live.index].tolist()
+        wanted = [live.stored_len(layer) for layer in range(len(held))]
+        if held != wanted:
+            raise Mismatch(f"{live} holds {held} entries by layer, {wanted} of {live.done} tokens")
+
+    def check_idle(self) -> None:
+        """Nothing is left of any request; and every row that ran was counted.
+
+        Raises:
+            Mismatch: something is.
+        """
+        state = self.state
+        left: dict[str, Any] = {
+            "requests": state.requests.index or self.live or self._by_state,
+            "prompts": state.requests.prompts,
+            "windows": self._num_windows - len(state.requests.free_windows),
+            "stash": state.stash.used_tokens if state.stash is not None else 0,
+        }
+        if any(left.values()):
+            raise Mismatch(f"left in the worker: {left}")
+        counted = int(state.stats.layer_tokens_computed.sum())
+        if counted != self.model.row_layers:
+            raise Mismatch(f"{self.model.row_layers} rows of layers ran, {counted} are counted")
