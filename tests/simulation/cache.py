@@ -18,8 +18,14 @@ class Cache:
     A group of entries in a sidecar is the checksum of the entries that it was made of.
     """
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int, group: int) -> None:
-        """group: entries of a sidecar's group; 0 without sidecars."""
+    def __init__(
+        self, num_layers: int, num_blocks: int, block_size: int, group: int, copies_pages: bool
+    ) -> None:
+        """group: entries of a sidecar's group; 0 without sidecars.
+
+        copies_pages: a copy takes the sidecar along, as vLLM's does of whole pages.
+        """
+        self._copies_pages = copies_pages
         self.block_size, self.group = block_size, group
         self._slots = np.zeros((num_layers, num_blocks * block_size), dtype=np.int64)
         groups = num_blocks * block_size // group if group else 0
@@ -41,11 +47,10 @@ class Cache:
         return block * self.block_size + places % self.block_size
 
     def copy(self, source: int, target: int) -> None:
-        """All layers of a block, sidecars included."""
-        for rows, size in ((self._slots, self.block_size), (self._sidecars, self.num_groups)):
-            rows[:, target * size : (target + 1) * size] = rows[
-                :, source * size : (source + 1) * size
-            ]
+        """A block in all layers."""
+        _copy(self._slots, source, target, self.block_size)
+        if self._copies_pages:
+            _copy(self._sidecars, source, target, self.num_groups)
 
     # Sidecars.
 
@@ -70,6 +75,10 @@ class Cache:
     def _places(self, table: Ints, begin: int, end: int) -> Ints:
         groups = np.arange(begin, end)
         return table[groups // self.num_groups] * self.num_groups + groups % self.num_groups
+
+
+def _copy(rows: Ints, source: int, target: int, size: int) -> None:
+    rows[:, target * size : (target + 1) * size] = rows[:, source * size : (source + 1) * size]
 
 
 class SidecarIndex:

@@ -46,7 +46,7 @@ class Simulation:
         self.rng = rng = random.Random(f"{server.policy}, {seed}")
         self.server, self.case = server, Case.draw(server, rng)
         vllm_config = self.case.config(config)
-        self.worker = Worker(vllm_config, self.case.num_blocks, rng)
+        self.worker = Worker(vllm_config, self.case, rng)
         scheduler = AsyncPolicyScheduler if self.case.is_async else PolicyScheduler
         self.scheduler: Any = scheduler(
             vllm_config=vllm_config,
@@ -85,11 +85,10 @@ class Simulation:
     def _clients(self) -> None:
         rng, scheduler = self.rng, self.scheduler
         while rng.random() < ARRIVAL and len(self._live) < MAX_LIVE:
-            arrival = self.traffic.draw(self.worker.finished)
-            name = arrival.request.request_id
-            self.worker.expect(name, arrival.salt)
-            scheduler.add_request(arrival.request)
-            self._live[name] = None
+            request = self.traffic.draw(self.worker.finished)
+            self.worker.expect(request.request_id, request.cache_salt)
+            scheduler.add_request(request)
+            self._live[request.request_id] = None
         if self._live and rng.random() < ABORT:
             name = rng.choice(list(self._live))
             scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)

@@ -77,7 +77,9 @@ def long(**kwargs: Any) -> Server:
 class Case:
     """How a server of one seed schedules: what all servers have in common.
 
+    max_batch, max_chunk: tokens of a step, and of a prompt in it; 0 for any.
     resets: the chance of a reset of the prefix cache in a step.
+    copies_pages: see ``Cache``.
     """
 
     is_async: bool
@@ -89,6 +91,7 @@ class Case:
     max_chunk: int
     num_blocks: int
     resets: float
+    copies_pages: bool
 
     @classmethod
     def draw(cls, server: Server, rng: random.Random) -> "Case":
@@ -110,6 +113,7 @@ class Case:
             max_chunk=rng.choice([0, 0, 0, 2, 7]) * scale,
             num_blocks=rng.choice([least, least + 10, 2 * least, 4 * least]),
             resets=rng.choice([0, 0.01, 0.2]),
+            copies_pages=rng.random() < 0.5,
         )
 
     def config(self, server: VllmConfig) -> VllmConfig:

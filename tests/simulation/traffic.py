@@ -10,39 +10,40 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from simulation.servers import Server
-from simulation.worker import VOCAB
 from vllm_kvx.settings import POLICY_KEY
 
+VOCAB = 3  # Few, so that prompts have prefixes in common by chance too.
+# Of most requests, so that many may share.
 SALTS = (None, None, "salt")
+# How a prompt begins: as an earlier request's next turn, or as one of the last few prompts.
+NEXT_TURN, REPEAT = 0.35, 0.25
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A request, and what the model needs to know of it besides."""
+class Text:
+    """Tokens under a cache salt; only requests with the same salt share their prefixes."""
 
-    request: Request
+    tokens: list[int]
     salt: str | None
 
 
 class Traffic:
-    """Draws the requests of one server.
-
-    families: texts that prompts begin like.
-    """
+    """Draws the requests of one server."""
 
     def __init__(self, server: Server, by_priority: bool, rng: random.Random) -> None:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(server.block_size, sha256)
         self._server, self._by_priority, self._rng = server, by_priority, rng
-        self._families = [self._text(2 * server.max_prompt) for _ in range(4)]
-        self._recent: list[list[int]] = []
+        self._families = [self._tokens(2 * server.max_prompt) for _ in range(4)]
+        self._recent: list[Text] = []
         self._count = 0
 
-    def draw(self, finished: Sequence[list[int]]) -> Arrival:
-        """A new request. finished: tokens of earlier ones, whose next turn it may be."""
+    def draw(self, finished: Sequence[Text]) -> Request:
+        """A new request. finished: the texts of earlier ones, whose next turn it may be."""
         rng, server = self._rng, self._server
-        tokens = self._prompt(finished)[: server.max_len - 1]
-        self._recent = [*self._recent[-3:], tokens]
+        text = self._prompt(finished)
+        tokens = text.tokens[: server.max_len - 1]
+        self._recent = [*self._recent[-3:], text]
         longest = server.max_len - len(tokens)
         params = SamplingParams(
             max_tokens=min(rng.randrange(1, server.max_answer), longest),
@@ -51,32 +52,35 @@ class Traffic:
             extra_args={POLICY_KEY: rng.choice(server.requests)},
         )
         self._count += 1
-        salt = rng.choice(SALTS)
-        request = Request(
+        return Request(
             f"request {self._count}",
             tokens,
             params,
             None,
             arrival_time=float(self._count),
-            cache_salt=salt,
+            cache_salt=text.salt,
             block_hasher=self._hasher,
             priority=rng.randrange(3) if self._by_priority else 0,
         )
-        return Arrival(request, salt)
 
-    def _prompt(self, finished: Sequence[list[int]]) -> list[int]:
-        rng = self._rng
-        if finished and rng.random() < 0.35:
+    def _prompt(self, finished: Sequence[Text]) -> Text:
+        rng, kind = self._rng, self._rng.random()
+        if finished and kind < NEXT_TURN:
             earlier = rng.choice(finished)
-            cut = rng.randrange(max(1, len(earlier) - 6), len(earlier) + 1)
-            return earlier[:cut] + self._text(rng.randrange(4))
-        if self._recent and rng.random() < 0.35:
-            return list(rng.choice(self._recent))
+            cut = max(len(earlier.tokens) - rng.randrange(7), 1)
+            return Text(earlier.tokens[:cut] + self._tokens(rng.randrange(4)), earlier.salt)
+        if self._recent and NEXT_TURN < kind < NEXT_TURN + REPEAT:
+            return rng.choice(self._recent)
+        return Text(self._new_prompt(), rng.choice(SALTS))
+
+    def _new_prompt(self) -> list[int]:
+        """It begins as a family does; it may be all of it, or end where a block does."""
+        rng, size = self._rng, self._server.block_size
         family, length = rng.choice(self._families), rng.randrange(1, self._server.max_prompt)
         if rng.random() < 0.3:
-            return family[:length]
-        cut = rng.randrange(length + 1)
-        return family[:cut] + self._text(length - cut)
+            length = -(-length // size) * size
+        cut = length if rng.random() < 0.3 else rng.randrange(length + 1)
+        return family[:cut] + self._tokens(length - cut)
 
-    def _text(self, length: int) -> list[int]:
-        return [self._rng.randrange(VOCAB) for _ in range(length)]
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(VOCAB) for _ in range(count)]

@@ -20,6 +20,7 @@ from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
 from simulation.live import Expected, Live, Made, storages_of
 from simulation.model import Batch, Model
+from simulation.servers import Case
 from simulation.state import (
     Decoder,
     State,
@@ -28,30 +29,29 @@ from simulation.state import (
     input_batch,
     map_slots_on_host,
 )
+from simulation.traffic import VOCAB, Text
 from vllm_kvx.cache.managers import KEPT_BLOCKS
 from vllm_kvx.models.passes import StepPlan
 from vllm_kvx.settings import request_policy
 from vllm_kvx.worker import model_state
 
-VOCAB = 3  # Few, so that prompts have prefixes in common by chance too.
-
 
 class Worker:
     """One rank.
 
-    live: running requests, by id. finished: tokens of the last ones that ended or were preempted.
+    live: running requests, by id. finished: texts of the last ones that ended or were preempted.
     counts: how often what happened.
     """
 
-    def __init__(self, vllm_config: VllmConfig, num_blocks: int, rng: random.Random) -> None:
-        self.rng, self.live, self.finished = rng, dict[str, Live](), list[list[int]]()
+    def __init__(self, vllm_config: VllmConfig, case: Case, rng: random.Random) -> None:
+        self.rng, self.live, self.finished = rng, dict[str, Live](), list[Text]()
         self.counts = Counter[str]()
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         self.decoder = Decoder(num_layers)
         self.state = state = State(vllm_config, self.decoder)
         specs = {x.layer_name: x.get_kv_cache_spec(vllm_config) for x in self.decoder.layers}
         groups = get_kv_cache_groups(vllm_config, specs)
-        self.kv_cache_config = KVCacheConfig(num_blocks, [], groups)
+        self.kv_cache_config = KVCacheConfig(case.num_blocks, [], groups)
         self._attention_groups = attention_groups(groups)
         block_size, max_reqs = groups[0].kv_cache_spec.block_size, state.max_num_reqs
         self.tables = Tables(len(groups), block_size, max_reqs, state.max_model_len)
@@ -61,7 +61,13 @@ class Worker:
         self._starts = [state.starts[stage_of(layer)] for layer in range(num_layers)]
         self.expected = Expected(num_layers, max_reqs, state.max_model_len)
         sidecar = state.settings.layout.sidecar
-        self.cache = Cache(num_layers, num_blocks, block_size, sidecar.group if sidecar else 0)
+        self.cache = Cache(
+            num_layers,
+            case.num_blocks,
+            block_size,
+            sidecar.group if sidecar is not None else 0,
+            case.copies_pages,
+        )
         centrality = Centrality(self.live, block_size, rng)
         state.memory.centrality = cast(Any, centrality)
         sidecars = state.retrieval.sidecars if state.retrieval is not None else None
@@ -141,7 +147,7 @@ class Worker:
         if one is not None:
             del self._by_state[one.index]
             self._free.append(one.index)
-            self.finished = [*self.finished[-30:], one.tokens]
+            self.finished = [*self.finished[-30:], Text(one.tokens, self._salts[req_id])]
 
     def _step(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
         names = list(scheduled)
