@@ -45,15 +45,23 @@ RULES = {
     "calibration": Rule(
         ("policy", "equations", "settings", "errors"), "tools measure models without an engine"
     ),
+    "evaluation": Rule(
+        ("policy", "calibration", "settings", "errors", "cpu_mode"),
+        "asks engines from outside, as a user does; the rest is counting",
+    ),
     "server": Rule(
         (
             *("policy", "calibration", "cache", "settings", "errors", "models.registry"),
+            "evaluation.records",
             *("ops.retrieval.backends", "ops.retrieval.cuda", "ops.paged"),
         ),
         "says at start what runs: architectures by name, and which operators there are",
     ),
     "plugin": Rule(("policy", "settings", "server"), "what vLLM loads: it only wires"),
-    "cli": Rule(("policy", "errors", "calibration"), "reads arguments before it imports a tool"),
+    "cli": Rule(
+        ("policy", "errors", "calibration", "evaluation.options"),
+        "reads arguments before it imports a tool",
+    ),
     "cpu_mode": Rule((), "a platform plugin, loaded before all else"),
 }
 # Importing these is for the modules named alone: (part, package) -> modules, or None for none.

@@ -3,6 +3,7 @@
 vllm-kvx calibrate MODEL --prompts FILE       measures FastKV's TSP layer
 vllm-kvx calibrate MODEL --method structkv    measures StructKV's pivot
 vllm-kvx diagnose MODEL                       draws where a model's attention settles
+vllm-kvx evaluate MODEL                       shows what policies keep of a model's answers
 
 This module reads the options, for which it needs neither torch nor vLLM; the modules of
 ``calibration/`` do the work.
@@ -15,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.errors import ToolError, vllm_needed
+from vllm_kvx.evaluation.options import add_evaluate
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.parameters import PolicyError
@@ -57,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_calibrate(commands)
     _add_diagnose(commands)
+    add_evaluate(commands)
     return top
 
 

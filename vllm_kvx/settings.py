@@ -92,6 +92,7 @@ class KVSettings:
     measured: what words in policies' names mean for this model.
     stash_tokens: prompt tokens whose hidden states the stash holds; 0 without one.
     recall_every: of the steps that retrieve every n-th measures recall; 0 for none.
+    policies: those that the server was started for, `policy` first.
     """
 
     policy: KVPolicy
@@ -102,6 +103,7 @@ class KVSettings:
     measured: Measured = Measured()
     stash_tokens: int = 0
     recall_every: int = 0
+    policies: tuple[KVPolicy, ...] = ()
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
@@ -169,6 +171,7 @@ class KVSettings:
             )
         return cls(
             policy=policy,
+            policies=tuple(policies),
             layout=layout,
             num_layers=num_layers,
             debug=debug,

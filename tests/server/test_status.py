@@ -33,7 +33,12 @@ class Engine:
         self.vllm_config = SimpleNamespace(
             additional_config={"kv_policy": policy, **config} if policy else {},
             model_config=SimpleNamespace(
-                served_model_name=model, get_total_num_hidden_layers=lambda: 8, max_model_len=64
+                served_model_name=model,
+                get_total_num_hidden_layers=lambda: 8,
+                max_model_len=64,
+                model="nowhere/m",
+                revision=None,
+                hf_text_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 8}),
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
             parallel_config=SimpleNamespace(_api_process_rank=rank, _api_process_count=count),
@@ -76,6 +81,8 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
         engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": 5}})
         client = await serve(engine)
         answer = (await client.get("/v1/kv_policy")).json()
+        (said,) = answer.pop("answers_kept").values()
+        assert not said["measured"] and "vllm-kvx evaluate nowhere/m" in said["says"]
         assert answer == {
             "policy": "speed-4",
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},

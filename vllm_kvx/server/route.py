@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvx.server.metrics import PolicyMetrics
 from vllm_kvx.server.stats import StatsReader
+from vllm_kvx.server.trust import Trust
 from vllm_kvx.settings import KVSettings
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class PolicyStatus:
     def __init__(self, settings: KVSettings, engine_client: "EngineClient") -> None:
         config = engine_client.vllm_config
         self.settings = settings
+        self.trust = Trust(config.model_config)
         self.reader: StatsReader | None = None
         self.exports = config.parallel_config._api_process_rank == 0
         self._poller: asyncio.Task[None] | None = None
@@ -84,6 +86,7 @@ class PolicyStatus:
             "policy": str(settings.policy),
             "parameters": settings.policy.parameters(),
             "measured": settings.measured.as_dict(),
+            "answers_kept": {str(p): self.trust.as_json(p) for p in settings.policies},
             "num_layers": settings.num_layers,
             "layout": {
                 "splits": list(settings.layout.splits),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvx.calibration.resolve import find_measured
 from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, WITH_RETRIEVAL, reasons
+from vllm_kvx.server.trust import Trust
 from vllm_kvx.settings import KVSettings
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
         _log(settings, sources)
+        _log_trust(vllm_config, settings)
     return vllm_config
 
 
@@ -137,6 +139,15 @@ def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings) -> None:
 
     others = vllm_config.model_config.logits_processors or []
     vllm_config.model_config.logits_processors = [*others, class_path(settings)]
+
+
+def _log_trust(vllm_config: "VllmConfig", settings: KVSettings) -> None:
+    """What evaluations found of the server's policies; a warning where there was none."""
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.kvx")
+    for line, is_measured in Trust(vllm_config.model_config).lines(settings.policies):
+        (logger.info if is_measured else logger.warning)("KV policy %s", line)
 
 
 def _log(settings: KVSettings, sources: list[str]) -> None:

@@ -1,0 +1,52 @@
+"""Which engine answers for which policies, and what they keep and read."""
+
+import pytest
+
+from vllm_kvx.evaluation.groups import grouped, read_policies, with_retrieval
+from vllm_kvx.evaluation.shares import shares_of
+from vllm_kvx.policy.spec import PolicyError, parse_policy
+
+
+def test_as_few_engines_as_make_sense() -> None:
+    names = ["snapkv", "fastkv", "structkv", "fier-64", "quest-64", "pyramidkv", "fier-512"]
+    groups = grouped(read_policies(names, 28), 28)
+    assert groups == [
+        ["full", "snapkv", "fastkv", "structkv", "fier-64", "fier-512"],
+        ["quest-64"],
+        ["pyramidkv"],
+    ]
+
+
+def test_full_is_always_asked() -> None:
+    assert list(read_policies(["snapkv", "full"], 8)) == ["full", "snapkv"]
+
+
+@pytest.mark.parametrize("name", ["snapkvv", "speed-9", "fastkv:tsp_layer=8"])
+def test_what_the_model_cannot_run_is_refused(name: str) -> None:
+    with pytest.raises(PolicyError):
+        read_policies([name], 8)
+
+
+def test_retrieval_is_on_at_every_length() -> None:
+    assert str(with_retrieval(parse_policy("snapkv+fier-64"))) == "snapkv+fier-64:dense_below=0"
+    for name in ("fier-64:dense_below=100", "snapkv", "full"):
+        assert str(with_retrieval(parse_policy(name))) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "read", "propagated"),
+    [
+        ("full", 1.0, 1.0, 1.0),
+        ("snapkv:kv_rate=0.2", 0.2, 0.2, 1.0),
+        # Layers 0..3 run and keep all, the others anchor and tail.
+        ("speed-4", (4 * 1000 + 4 * 2) / 8000, (4 * 1000 + 4 * 2) / 8000, (4000 + 8) / 8000),
+        ("fastkv:tsp_layer=3,kv_rate=0.1", 0.1, 0.1, (4 * 1000 + 4 * 200) / 8000),
+        ("fastkv:tsp_layer=3,kv_rate=1", 0.6, 0.6, 0.6),
+        # Two dense layers, then the budget.
+        ("fier-64:dense_below=0", 1.0, (2 * 1000 + 6 * 64) / 8000, 1.0),
+        ("gemfilter:layer=3,rate=0.1", 0.1, 0.1, (4 * 1000 + 8 * 100) / 8000),
+    ],
+)
+def test_shares(name: str, kept: float, read: float, propagated: float) -> None:
+    found = shares_of(parse_policy(name), 1000, 16, 8)
+    assert found == pytest.approx((kept, read, propagated))

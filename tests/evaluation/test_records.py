@@ -1,0 +1,72 @@
+"""What an evaluation saves is what a server says."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_kvx.calibration.model_key import model_key
+from vllm_kvx.evaluation import records
+from vllm_kvx.evaluation.store import RESOLVED, Answer, Question
+from vllm_kvx.evaluation.summary import Summary
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.trust import Trust
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path))
+    return tmp_path
+
+
+def summary_of(policy: str, right: float) -> Summary:
+    return Summary(
+        Answer(Question(name, "notes", 512, index), score, 500, 0.1, 0.1, "")
+        for name, score in (("full", 1.0), (policy, right))
+        for index in range(10)
+    )
+
+
+def save(policy: str, resolved: str, right: float) -> None:
+    facts: dict[str, Any] = {"date": "2026-01-02T03:04:05", "dtype": "auto"}
+    facts[RESOLVED] = {"full": "full", policy: resolved}
+    records.save(model_key(CONFIG, None), summary_of(policy, right), facts)
+
+
+def trust() -> Trust:
+    config: Any = SimpleNamespace(
+        model="org/m", revision=None, hf_text_config=SimpleNamespace(to_dict=lambda: CONFIG)
+    )
+    return Trust(config)
+
+
+def test_what_nobody_measured_is_said() -> None:
+    ((line, is_measured),) = trust().lines([parse_policy("snapkv"), parse_policy("full")])
+    assert not is_measured
+    assert line.endswith("`vllm-kvx evaluate org/m --policies snapkv --save`")
+    assert trust().as_json(parse_policy("snapkv"))["measured"] is False
+
+
+def test_what_was_measured_is_said() -> None:
+    save("fastkv", "fastkv:tsp_layer=4", 0.5)
+    save("fier-64", "fier-64:dense_below=0", 0.75)
+    found = trust().as_json(parse_policy("fastkv:tsp_layer=4"))
+    assert found["measured"] and found["of_full"][0] == 0.5 and found["n"] == 10
+    assert found["says"].startswith("fastkv:tsp_layer=4: kept 50.0% [")
+    assert "10 prompts of 512 tokens, full 100.0% right, 2026-01-02" in found["says"]
+    # Another layer is another policy; retrieval is evaluated at every length.
+    assert not trust().as_json(parse_policy("fastkv:tsp_layer=5"))["measured"]
+    assert trust().as_json(parse_policy("fier-64"))["of_full"][0] == 0.75
+
+
+def test_a_policy_is_measured_anew(cache: Path) -> None:
+    save("snapkv", "snapkv", 0.5)
+    save("quest-64", "quest-64:dense_below=0", 0.5)
+    save("snapkv", "snapkv", 0.25)
+    assert trust().as_json(parse_policy("snapkv"))["of_full"][0] == 0.25
+    assert trust().as_json(parse_policy("quest-64"))["measured"]
+    next((cache / "evaluation").iterdir()).write_text("{")
+    assert not trust().as_json(parse_policy("snapkv"))["measured"]

@@ -1,0 +1,90 @@
+"""Answers on disk: taken up again, and kept where a run breaks off."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.evaluation.store import ANSWERS_FILE, RUN_FILE, Answer, Question, Store
+
+FACTS = {"model": "m", "model_key": "k", "seed": 0, "dtype": "auto", "date": "today"}
+
+
+def answer(index: int, policy: str = "full", score: float = 1.0) -> Answer:
+    return Answer(Question(policy, "notes", 512, index), score, 500, 1.0, 1.0, " zebra — ok.\n")
+
+
+def test_answers_are_found_again(tmp_path: Path) -> None:
+    store = Store(tmp_path / "new" / "folder", FACTS)
+    store.add([answer(0), answer(1, "snapkv", 0.5)])
+    again = Store(tmp_path / "new" / "folder", {**FACTS, "date": "tomorrow"})
+    assert list(again) == [answer(0), answer(1, "snapkv", 0.5)]
+    assert answer(0).question in again and answer(2).question not in again
+    assert again.facts["date"] == "tomorrow"
+
+
+def test_a_line_cut_short_is_asked_again(tmp_path: Path) -> None:
+    Store(tmp_path, FACTS).add([answer(0), answer(1)])
+    path = tmp_path / ANSWERS_FILE
+    path.write_bytes(path.read_bytes()[:-9])
+    store = Store(tmp_path, FACTS)
+    assert list(store) == [answer(0)]
+    store.add([answer(1)])
+    assert list(Store(tmp_path, FACTS)) == [answer(0), answer(1)]
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    Store(tmp_path, FACTS).add([answer(0)])
+    with (tmp_path / ANSWERS_FILE).open("a") as file:
+        file.write('{"question": {"policy": "full"}}\n')
+    with pytest.raises(ToolError, match=rf"{ANSWERS_FILE}:2 is no answer.*another --output"):
+        Store(tmp_path, FACTS)
+
+
+@pytest.mark.parametrize("name", ["model_key", "seed", "dtype"])
+def test_another_runs_folder_is_refused(tmp_path: Path, name: str) -> None:
+    Store(tmp_path, FACTS)
+    with pytest.raises(ToolError, match=rf"{name}.*choose another --output"):
+        Store(tmp_path, {**FACTS, name: "other"})
+
+
+def test_layers_that_changed_are_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path, FACTS)
+    store.note_resolved("fastkv", "fastkv:tsp_layer=4")
+    store = Store(tmp_path, FACTS)
+    store.note_resolved("fastkv", "fastkv:tsp_layer=4")
+    with pytest.raises(ToolError, match="fastkv is now fastkv:tsp_layer=5: choose another"):
+        store.note_resolved("fastkv", "fastkv:tsp_layer=5")
+
+
+def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, FACTS)
+    store.add([answer(0)])
+    opened = Path.open
+
+    def no_space(self: Path, *args: object, **kwargs: object) -> object:
+        if self.name == ANSWERS_FILE and "a" in args:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "open", no_space)
+    with pytest.raises(ToolError, match="No space left on device. What is done is kept"):
+        store.add([answer(1)])
+    monkeypatch.undo()
+    assert list(Store(tmp_path, FACTS)) == [answer(0)]
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ToolError, match="cannot write results"):
+        Store(tmp_path / "file", FACTS)
+
+
+def test_an_unreadable_run_file(tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_text("{")
+    with pytest.raises(ToolError, match=r"run\.json is not readable"):
+        Store(tmp_path, FACTS)
+    (tmp_path / RUN_FILE).write_text(json.dumps([]))
+    Store(tmp_path, FACTS)

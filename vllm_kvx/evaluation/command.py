@@ -1,0 +1,175 @@
+"""`vllm-kvx evaluate`: what policies keep of a model's answers."""
+
+import argparse
+import functools
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import vllm_kvx
+from vllm_kvx.calibration.dense_decoder import load_config
+from vllm_kvx.calibration.model_key import model_dir, model_key
+from vllm_kvx.calibration.report import check_writable, model_name
+from vllm_kvx.errors import ToolError
+from vllm_kvx.evaluation import figures, records, report
+from vllm_kvx.evaluation.engine import OwnEngine, on_cpu, own_engine, prepare_environment
+from vllm_kvx.evaluation.groups import grouped, read_policies
+from vllm_kvx.evaluation.questions import Key, Posed, check_lengths, expand, load_tokenizer, pose
+from vllm_kvx.evaluation.server import RunningServer, running_server
+from vllm_kvx.evaluation.store import Answer, Question, Store
+from vllm_kvx.evaluation.summary import Summary
+from vllm_kvx.evaluation.tasks.table import GROUPS, TASKS
+
+# Answers that are asked for, and stored, at a time: enough to fill a GPU with short prompts.
+_AT_A_TIME = 128
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command; `args` as in options.py.
+
+    Raises:
+        ToolError, PolicyError: it cannot be done as asked.
+    """
+    if args.tasks == ["list"]:
+        print("\n".join(f"{name:16}  {task.about}" for name, task in TASKS.items()))
+        return
+    tasks = expand(args.tasks, GROUPS)
+    prepare_environment()
+    config = load_config(args.model, args.revision)
+    policies = read_policies(args.policies, config.num_hidden_layers)
+    check_lengths(tasks, args.lengths, config.max_position_embeddings)
+    output = Path(args.output or f"evaluate-{Path(args.model).name}")
+    check_writable(output, "choose another --output")
+    store = Store(output, facts_of(args, tasks, config))
+
+    load = functools.partial(load_tokenizer, args.model, args.revision)
+    total = len(tasks) * len(args.lengths) * args.samples
+    with _bar(total, "prompts") as bar:
+        posed = pose(tasks, args.lengths, args.samples, args.seed, load, args.text, bar)
+    missing = {
+        name: [key for key in posed if Question(name, *key) not in store] for name in policies
+    }
+    count = sum(map(len, missing.values()))
+    if count:
+        with _bar(count, "answers") as bar:
+            for engine, names in _engines(args, policies, missing, config):
+                for name in names:
+                    store.note_resolved(name, engine.resolved(name))
+                    _ask(engine, name, missing[name], posed, store, bar)
+    finish(args, store, list(policies), config)
+
+
+def finish(args: argparse.Namespace, store: Store, policies: Sequence[str], config: Any) -> None:
+    """Shows and writes what the answers say."""
+    asked = set(policies)
+    summary = Summary((a for a in store if a.question.policy in asked), policies)
+    facts = store.facts
+    print(report.table(summary))
+    written = {
+        "report.json": json.dumps(report.as_json(summary, facts), indent=1) + "\n",
+        "report.txt": report.table(summary) + "\n\n" + report.task_table(summary) + "\n",
+    }
+    for name, text in written.items():
+        try:
+            (store.directory / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ToolError(f"cannot write {store.directory / name}: {error.strerror}") from error
+    print(f"\nResults: {store.directory / 'report.json'}, answers: {store.directory}/answers.jsonl")
+    if not args.no_plot:
+        print(figures.draw_all(store.directory, summary, model_name(args.model), args.speed))
+    if args.save:
+        key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+        print(f"Saved for servers of this model: {records.save(key, summary, facts)}")
+
+
+def facts_of(args: argparse.Namespace, tasks: Sequence[str], config: Any) -> dict[str, Any]:
+    """What the run is: model, questions, versions, machine and date."""
+    import torch
+    import transformers
+    import vllm
+
+    key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+    dtype = args.engine_args.get("dtype", "float32" if on_cpu() else "auto")
+    return {
+        "model": Path(args.model).name if Path(args.model).is_dir() else args.model,
+        "model_key": key,
+        "seed": args.seed,
+        "dtype": dtype,
+        "tasks": list(tasks),
+        "lengths": args.lengths,
+        "samples": args.samples,
+        "engine_args": args.engine_args,
+        "base_url": args.base_url,
+        "command": shlex.join(["vllm-kvx", *sys.argv[1:]]),
+        "versions": {
+            "vllm_kvx": vllm_kvx.__version__,
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "device": platform.machine() if on_cpu() else torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _engines(
+    args: argparse.Namespace,
+    policies: Mapping[str, Any],
+    missing: Mapping[str, Sequence[Key]],
+    config: Any,
+) -> Iterator[tuple[OwnEngine | RunningServer, list[str]]]:
+    """Engines that are up, with the policies to ask them for, one after the other."""
+    wanted = {name: policy for name, policy in policies.items() if missing[name]}
+    if args.base_url:
+        with running_server(args.base_url, wanted, args.concurrency) as server:
+            yield server, list(wanted)
+        return
+    asked = {task for keys in missing.values() for task, _, _ in keys}
+    answers = max((TASKS[task].max_tokens for task in asked if task in TASKS), default=0)
+    # Texts of their own length are cut to the longest of the lengths too.
+    longest = min(max(args.lengths) + answers, config.max_position_embeddings)
+    options = {"max_model_len": longest, "revision": args.revision, **args.engine_args}
+    for names in grouped(wanted, config.num_hidden_layers):
+        members = {name: wanted[name] for name in names}
+        with own_engine(args.model, members, options) as engine:
+            yield engine, names
+
+
+def _ask(
+    engine: OwnEngine | RunningServer,
+    policy: str,
+    keys: Sequence[Key],
+    posed: Mapping[Key, Posed],
+    store: Store,
+    progress: Callable[[int], None],
+) -> None:
+    """Has the engine answer, shortest prompts first, and stores the answers as they come."""
+    ordered = sorted(keys, key=lambda key: key[1])
+    for begin in range(0, len(ordered), _AT_A_TIME):
+        some = ordered[begin : begin + _AT_A_TIME]
+        answers = engine.answers(policy, [posed[key].asked for key in some])
+        found = []
+        for key, answer in zip(some, answers, strict=True):
+            length = len(posed[key].asked.token_ids)
+            shares = engine.shares(policy, length)
+            score = posed[key].score(answer.text, answer.nats)
+            found.append(
+                Answer(Question(policy, *key), score, length, shares.kept, shares.read, answer.text)
+            )
+        store.add(found)
+        progress(len(found))
+
+
+@contextmanager
+def _bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr; gives what moves it."""
+    with tqdm(total=total, unit=f" {what}", dynamic_ncols=True) as bar:
+        yield lambda count: bar.update(count) and None

@@ -1,0 +1,159 @@
+"""An engine of our own that answers under several policies."""
+
+import gc
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvx.cpu_mode import CPU_MODE_VARIABLE
+from vllm_kvx.errors import ToolError
+from vllm_kvx.evaluation.groups import with_retrieval
+from vllm_kvx.evaluation.shares import Shares, shares_of
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, KVSettings
+
+# The CPU backend's blocks are multiples of this, and retrieval's groups fill whole blocks.
+_CPU_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt to be answered.
+
+    max_tokens: the longest answer. forced: tokens that the answer has to be, whose logprobs are
+    wanted; empty to let the model answer.
+    """
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    forced: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer's text, and the mean negative logprob of its tokens in nats."""
+
+    text: str
+    nats: float
+
+
+class OwnEngine:
+    """vLLM's ``LLM`` with room for all of some policies.
+
+    Attributes:
+        num_layers, block_size: the model's, and the engine's.
+    """
+
+    def __init__(self, model: str, policies: Mapping[str, KVPolicy], options: Mapping[str, Any]):
+        """policies: by the names that answers are asked for under. options: keywords of ``LLM``.
+
+        Raises:
+            ToolError: the engine does not start.
+        """
+        self._requested = {name: str(with_retrieval(p)) for name, p in policies.items()}
+        first, *others = dict.fromkeys(self._requested.values())
+        config = {POLICY_KEY: first, **({LAYOUT_KEY: others} if others else {})}
+        given = dict(options)
+        config.update(given.pop("additional_config", {}))
+        prepare_environment()
+        from vllm import LLM
+
+        defaults: dict[str, Any] = {
+            "enable_prefix_caching": False,
+            "enable_trace_replay": True,
+            "seed": 0,
+        }
+        if on_cpu():
+            defaults |= {"enforce_eager": True, "dtype": "float32", "block_size": _CPU_BLOCK}
+        try:
+            self.llm: Any = LLM(model, additional_config=config, **(defaults | given))
+        except (ValueError, RuntimeError, TypeError) as error:
+            names = ", ".join(policies)
+            raise ToolError(f"the engine for {names} does not start: {last_line(error)}") from error
+        vllm_config = self.llm.llm_engine.vllm_config
+        settings = KVSettings.from_vllm_config(vllm_config)
+        assert settings is not None
+        self._settings = settings
+        self.num_layers = settings.num_layers
+        self.block_size = vllm_config.cache_config.block_size
+
+    def answers(self, policy: str, asked: Sequence[Asked]) -> list[Answered]:
+        """Greedy answers under one of the engine's policies, all prompts given at once."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        extra = {POLICY_KEY: self._requested[policy]}
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=len(each.forced) or each.max_tokens,
+                logprobs=0,
+                ignore_eos=bool(each.forced),
+                trace_decode_token_ids=list(each.forced) or None,
+                extra_args=extra,
+            )
+            for each in asked
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=list(each.token_ids)) for each in asked]
+        found = []
+        for output in self.llm.generate(prompts, params, use_tqdm=False):
+            choice = output.outputs[0]
+            nats = [
+                -entry[token].logprob
+                for entry, token in zip(choice.logprobs, choice.token_ids, strict=True)
+            ]
+            found.append(Answered(choice.text, math.fsum(nats) / max(len(nats), 1)))
+        return found
+
+    def shares(self, policy: str, prompt_len: int) -> Shares:
+        """What the policy keeps of such a prompt, with the layers that the engine resolved."""
+        resolved = self._settings.parse(self._requested[policy])
+        return shares_of(resolved, prompt_len, self.block_size, self.num_layers)
+
+    def resolved(self, policy: str) -> str:
+        """The policy's name with the layers that the engine resolved."""
+        return str(self._settings.parse(self._requested[policy]))
+
+    def close(self) -> None:
+        """Frees the device."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+@contextmanager
+def own_engine(
+    model: str, policies: Mapping[str, KVPolicy], options: Mapping[str, Any]
+) -> Iterator[OwnEngine]:
+    """An engine while the block runs."""
+    engine = OwnEngine(model, policies, options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+
+
+def prepare_environment() -> None:
+    """Sets what vLLM reads before it is imported: on CPU the runner that GPUs use, and less log."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if on_cpu():
+        os.environ.setdefault(CPU_MODE_VARIABLE, "1")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+
+
+def on_cpu() -> bool:
+    """Whether this machine has no GPU that torch can use."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's message, which names the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,73 @@
+"""Which policies one engine can answer for: its layout is fixed when it starts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from vllm_kvx.policy.layout import layout_of
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
+
+# Each stage has block tables of its own: many of them fit no KV group size well.
+MAX_STAGES = 4
+
+
+def with_retrieval(policy: KVPolicy) -> KVPolicy:
+    """`policy` with retrieval on at every length, where it is left to the machine.
+
+    An evaluation asks what retrieval keeps, not from where on it pays.
+    """
+    part = policy.retrieve
+    if part is None or part.dense_below != "auto":
+        return policy
+    always = type(part)(**{**part.parameters(), "dense_below": 0})
+    return KVPolicy.of([always if p is part else p for p in policy.parts])
+
+
+def read_policies(names: Sequence[str], num_layers: int) -> dict[str, KVPolicy]:
+    """The policies, by the names that the user gave; `full` first, given or not.
+
+    Raises:
+        PolicyError: one does not parse, is not served or cannot run on such a model.
+    """
+    policies = {"full": KVPolicy()}
+    for name in names:
+        policy = parse_policy(name)
+        check_served(policy)
+        policy.check_model(num_layers)
+        policies.setdefault(name, policy)
+    return policies
+
+
+def grouped(policies: Mapping[str, KVPolicy], num_layers: int) -> list[list[str]]:
+    """The names, in groups that one engine serves; as few as make sense, in the order given."""
+    groups: list[tuple[list[str], list[KVPolicy]]] = []
+    for name, policy in policies.items():
+        known = _with_layers(policy, num_layers)
+        for names, members in groups:
+            if _fit_together([*members, known], num_layers):
+                names.append(name)
+                members.append(known)
+                break
+        else:
+            groups.append(([name], [known]))
+    return [names for names, _ in groups]
+
+
+def _fit_together(policies: Sequence[KVPolicy], num_layers: int) -> bool:
+    try:
+        layout = layout_of(policies, num_layers)
+    except PolicyError:
+        return False
+    # Pages with room for retrieval are larger; whoever needs none is measured all the same.
+    return len(layout.starts) <= MAX_STAGES
+
+
+def _with_layers(policy: KVPolicy, num_layers: int) -> KVPolicy:
+    """`policy` with some layer where it is yet to be measured: only who shares it matters here."""
+    parts = [
+        part
+        if (wanted := part.unmeasured) is None
+        else replace(part, **{wanted.parameter: num_layers // 2})
+        for part in policy.parts
+    ]
+    return KVPolicy.of(parts)

@@ -1,0 +1,103 @@
+"""What policies kept of a model's answers, where servers of that model find it."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_kvx.calibration.records import cache_root
+from vllm_kvx.errors import ToolError
+from vllm_kvx.evaluation.groups import with_retrieval
+from vllm_kvx.evaluation.store import RESOLVED
+from vllm_kvx.evaluation.summary import FULL, Summary
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
+
+logger = logging.getLogger("vllm.kvx.evaluation")
+
+
+def record_path(key: str) -> Path:
+    """The file for a model's key, whether or not it exists."""
+    return cache_root() / "evaluation" / f"{key}.json"
+
+
+def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
+    """Stores what each policy kept, in the place of what was stored for that policy.
+
+    Raises:
+        ToolError: it cannot be written.
+    """
+    path = record_path(key)
+    record = _read(path) or {"key": key, "policies": {}}
+    full = summary.cell(FULL)
+    for name in summary.policies:
+        cell = summary.cell(name)
+        if name == FULL or cell is None or cell.of_full is None or full is None:
+            continue
+        lengths = {}
+        for length in summary.lengths:
+            part = summary.cell(name, length=length)
+            if part is not None and part.of_full is not None:
+                lengths[str(length)] = [round(value, 4) for value in part.of_full]
+        record["policies"][canonical(parse_policy(facts[RESOLVED][name]))] = {
+            "of_full": [round(value, 4) for value in cell.of_full],
+            "score": round(cell.score.value, 4),
+            "full": round(full.score.value, 4),
+            "n": cell.count,
+            "lengths": lengths,
+            "tasks": summary.scored,
+            "date": facts.get("date"),
+            "dtype": facts.get("dtype"),
+        }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ToolError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def load(key: str, policy: KVPolicy) -> dict[str, Any] | None:
+    """What was stored of `policy` on that model; None if nothing was."""
+    record = _read(record_path(key))
+    if record is None:
+        return None
+    found = record.get("policies", {}).get(canonical(policy))
+    return found if isinstance(found, dict) else None
+
+
+def canonical(policy: KVPolicy) -> str:
+    """The name that a policy is stored under: with retrieval on, as it is evaluated."""
+    return str(with_retrieval(policy))
+
+
+def line(policy: KVPolicy, model: str, found: Mapping[str, Any] | None) -> str:
+    """What the log says of a policy on a model: what it kept, or how to find out."""
+    if policy.is_full:
+        return "full: every entry is kept and read."
+    if found is None:
+        return (
+            f"{policy}: nobody has measured what it keeps of this model's answers: `vllm-kvx "
+            f"evaluate {model} --policies {policy} --save`"
+        )
+    value, low, high = (100 * share for share in found["of_full"])
+    lengths = ", ".join(found["lengths"]) or "their own"
+    return (
+        f"{policy}: kept {value:.1f}% [{low:.1f}-{high:.1f}] of this model's right answers "
+        f"({found['n']} prompts of {lengths} tokens, full {100 * found['full']:.1f}% right, "
+        f"{str(found['date'])[:10]})."
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("Ignoring %s: %s. Evaluate again or delete it.", path, error)
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,122 @@
+"""A running server that answers under several policies."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.evaluation.engine import Answered, Asked
+from vllm_kvx.evaluation.groups import with_retrieval
+from vllm_kvx.evaluation.shares import Shares, shares_of
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.settings import POLICY_KEY, Measured
+
+_TIMEOUT_S = 1800.0
+
+
+class RunningServer:
+    """``vllm serve`` with a policy, reached over HTTP; its layout has room for all of ours."""
+
+    def __init__(self, url: str, policies: Mapping[str, KVPolicy], concurrency: int) -> None:
+        """url: of the server, with or without ``/v1``.
+
+        Raises:
+            ToolError: no such server answers, or it refuses one of the policies.
+        """
+        import httpx
+
+        self._errors = httpx.HTTPError
+        self._client = httpx.Client(
+            base_url=url.rstrip("/").removesuffix("/v1"),
+            timeout=_TIMEOUT_S,
+            limits=httpx.Limits(max_connections=concurrency),
+        )
+        self._concurrency = concurrency
+        self._requested = {name: str(with_retrieval(p)) for name, p in policies.items()}
+        self._model = self._get("/v1/models")["data"][0]["id"]
+        status = self._get("/v1/kv_policy")
+        self.num_layers = int(status["num_layers"])
+        self.block_size = int(status["layout"].get("block_size", 16))
+        keys = {"tsp_layer": "kv_tsp_layer", "pivot": "kv_pivot"}
+        known = {keys[k]: v for k, v in status["measured"].items() if v is not None and k in keys}
+        self._measured = Measured.of(known)
+        for name in policies:
+            # Before hours of work.
+            self._answer(name, Asked([0], 1))
+
+    def answers(self, policy: str, asked: Sequence[Asked]) -> list[Answered]:
+        """Greedy answers under one policy, `concurrency` prompts at a time.
+
+        Raises:
+            ToolError: the server fails, or a prompt wants forced tokens, which HTTP cannot carry.
+        """
+        with ThreadPoolExecutor(self._concurrency) as pool:
+            return list(pool.map(lambda each: self._answer(policy, each), asked))
+
+    def shares(self, policy: str, prompt_len: int) -> Shares:
+        """What the policy keeps of such a prompt, with the layers that the server measured."""
+        return shares_of(self._policy(policy), prompt_len, self.block_size, self.num_layers)
+
+    def resolved(self, policy: str) -> str:
+        """The policy's name with the layers that the server measured."""
+        return str(self._policy(policy))
+
+    def _policy(self, name: str) -> KVPolicy:
+        return KVPolicy.of(map(self._measured.put_into, parse_policy(self._requested[name]).parts))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+    def _answer(self, policy: str, asked: Asked) -> Answered:
+        if asked.forced:
+            raise ToolError(
+                "perplexity forces tokens, which a server does not take: leave --base-url out"
+            )
+        body = {
+            "model": self._model,
+            "prompt": list(asked.token_ids),
+            "max_tokens": asked.max_tokens,
+            "temperature": 0,
+            "vllm_xargs": {POLICY_KEY: self._requested[policy]},
+        }
+        choice = self._said(policy, "/v1/completions", body)["choices"][0]
+        return Answered(choice["text"], float("nan"))
+
+    def _said(self, policy: str, path: str, body: Mapping[str, Any]) -> Any:
+        try:
+            response = self._client.post(path, json=body)
+        except self._errors as error:
+            raise ToolError(f"{self._client.base_url}: {error}") from error
+        if response.is_error:
+            try:
+                reason = response.json()["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                reason = response.text[:300]
+            raise ToolError(f"the server refuses {policy} ({response.status_code}): {reason}")
+        return response.json()
+
+    def _get(self, path: str) -> Any:
+        try:
+            response = self._client.get(path)
+            response.raise_for_status()
+        except self._errors as error:
+            raise ToolError(
+                f"no server with a KV policy answers at {self._client.base_url} ({error}): start "
+                "one by `vllm serve MODEL --kv-policy ...`, or leave --base-url out"
+            ) from error
+        return response.json()
+
+
+@contextmanager
+def running_server(
+    url: str, policies: Mapping[str, KVPolicy], concurrency: int
+) -> Iterator[RunningServer]:
+    """The server while the block runs."""
+    server = RunningServer(url, policies, concurrency)
+    try:
+        yield server
+    finally:
+        server.close()

@@ -1,0 +1,38 @@
+"""What a server says of its policies' answers: what an evaluation found, or that there was none."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvx.calibration.model_key import model_dir, model_key
+from vllm_kvx.evaluation import records
+from vllm_kvx.policy.policy import KVPolicy
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+class Trust:
+    """What evaluations found of policies on one model."""
+
+    def __init__(self, model_config: "ModelConfig") -> None:
+        self._model = model_config.model
+        config = model_config.hf_text_config.to_dict()
+        try:
+            self._key = model_key(config, model_dir(self._model, model_config.revision))
+        except OSError:
+            # vLLM says later, and better, that weights cannot be read.
+            self._key = model_key(config, None)
+
+    def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
+        """A line for the log on each policy but `full`, and whether it was measured."""
+        found = [(p, records.load(self._key, p)) for p in dict.fromkeys(policies) if not p.is_full]
+        return [(records.line(p, self._model, record), record is not None) for p, record in found]
+
+    def as_json(self, policy: KVPolicy) -> dict[str, Any]:
+        """For ``GET /v1/kv_policy``: the record, and the sentence that the log has."""
+        found = records.load(self._key, policy)
+        return {
+            "measured": found is not None,
+            "says": records.line(policy, self._model, found),
+            **(found or {}),
+        }
