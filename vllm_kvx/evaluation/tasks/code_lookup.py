@@ -14,7 +14,8 @@ SIMILAR = 3
 
 
 def name(rng: random.Random) -> str:
-    return "_".join((rng.choice(VERBS), rng.choice(filler.adjectives()), rng.choice(filler.nouns())))
+    parts = rng.choice(VERBS), rng.choice(filler.adjectives()), rng.choice(filler.nouns())
+    return "_".join(parts)
 
 
 def literals(rng: random.Random) -> Iterator[str]:

@@ -79,9 +79,7 @@ class CommonWords(Task):
         form = LONG if size >= SWITCH else SHORT
         # Both forms have as many entries for a size, so that texts grow evenly.
         entries = least(SHORT) + size - least(form)
-        example_list = listed(
-            rng, example, list(islice(unused, form.example_others)), form.example
-        )
+        example_list = listed(rng, example, list(islice(unused, form.example_others)), form.example)
         others = list(islice(unused, entries // form.asked.other))
         numbered = " ".join(f"{i}. {word}" for i, word in enumerate(example, start=1))
         return Sample(

@@ -11,9 +11,7 @@ from vllm_kvx.evaluation.tasks.base import TextBuilder
 
 DATA = Path(__file__).with_name("data")
 # RULER's noise.
-NOISE = (
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-)
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
 import random
 import string
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 from vllm_kvx.evaluation.tasks import filler
 from vllm_kvx.evaluation.tasks.base import Sample, Task, TextBuilder
@@ -30,7 +30,7 @@ def beginning(value: str) -> str:
 def chain(names: Sequence[str], value: str) -> list[str]:
     """The assignments, first to last."""
     return [f"VAR {names[0]} = {value}"] + [
-        f"VAR {name} = VAR {before}" for before, name in zip(names, names[1:], strict=False)
+        f"VAR {name} = VAR {before}" for before, name in pairwise(names)
     ]
 
 
