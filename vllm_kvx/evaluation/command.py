@@ -22,7 +22,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation import figures, records, report
 from vllm_kvx.evaluation.engine import OwnEngine, on_cpu, own_engine, prepare_environment
 from vllm_kvx.evaluation.groups import grouped, read_policies
-from vllm_kvx.evaluation.questions import Key, Posed, check_lengths, expand, load_tokenizer, pose
+from vllm_kvx.evaluation.questions import Key, Posed, Suite, load_tokenizer
 from vllm_kvx.evaluation.server import RunningServer, running_server
 from vllm_kvx.evaluation.store import Answer, Question, Store
 from vllm_kvx.evaluation.summary import Summary
@@ -39,31 +39,41 @@ def run(args: argparse.Namespace) -> None:
         ToolError, PolicyError: it cannot be done as asked.
     """
     if args.tasks == ["list"]:
-        print("\n".join(f"{name:16}  {task.about}" for name, task in TASKS.items()))
+        print(task_list())
         return
-    tasks = expand(args.tasks, GROUPS)
+    suite = Suite.of(
+        args.tasks,
+        args.longbench,
+        lengths=tuple(args.lengths),
+        samples=args.samples,
+        seed=args.seed,
+        text=args.text,
+    )
     prepare_environment()
     config = load_config(args.model, args.revision)
     policies = read_policies(args.policies, config.num_hidden_layers)
-    check_lengths(tasks, args.lengths, config.max_position_embeddings)
+    suite.check(config.max_position_embeddings)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
-    store = Store(output, facts_of(args, tasks, config))
+    store = Store(output, facts_of(args, suite, config))
 
     load = functools.partial(load_tokenizer, args.model, args.revision)
-    total = len(tasks) * len(args.lengths) * args.samples
-    with _bar(total, "prompts") as bar:
-        posed = pose(tasks, args.lengths, args.samples, args.seed, load, args.text, bar)
+    with _bar("prompts") as bar:
+        posed = suite.pose(load, bar)
     missing = {
         name: [key for key in posed if Question(name, *key) not in store] for name in policies
     }
     count = sum(map(len, missing.values()))
     if count:
-        with _bar(count, "answers") as bar:
-            for engine, names in _engines(args, policies, missing, config):
+        done = 0
+        with _bar("answers") as bar:
+            bar(0, count)
+            for engine, names in _engines(args, policies, missing, suite, config):
                 for name in names:
                     store.note_resolved(name, engine.resolved(name))
-                    _ask(engine, name, missing[name], posed, store, bar)
+                    for answered in _ask(engine, name, missing[name], posed, store):
+                        done += answered
+                        bar(done, count)
     finish(args, store, list(policies), config)
 
 
@@ -90,7 +100,7 @@ def finish(args: argparse.Namespace, store: Store, policies: Sequence[str], conf
         print(f"Saved for servers of this model: {records.save(key, summary, facts)}")
 
 
-def facts_of(args: argparse.Namespace, tasks: Sequence[str], config: Any) -> dict[str, Any]:
+def facts_of(args: argparse.Namespace, suite: Suite, config: Any) -> dict[str, Any]:
     """What the run is: model, questions, versions, machine and date."""
     import torch
     import transformers
@@ -103,7 +113,7 @@ def facts_of(args: argparse.Namespace, tasks: Sequence[str], config: Any) -> dic
         "model_key": key,
         "seed": args.seed,
         "dtype": dtype,
-        "tasks": list(tasks),
+        "tasks": suite.names,
         "lengths": args.lengths,
         "samples": args.samples,
         "engine_args": args.engine_args,
@@ -124,6 +134,7 @@ def _engines(
     args: argparse.Namespace,
     policies: Mapping[str, Any],
     missing: Mapping[str, Sequence[Key]],
+    suite: Suite,
     config: Any,
 ) -> Iterator[tuple[OwnEngine | RunningServer, list[str]]]:
     """Engines that are up, with the policies to ask them for, one after the other."""
@@ -132,10 +143,7 @@ def _engines(
         with running_server(args.base_url, wanted, args.concurrency) as server:
             yield server, list(wanted)
         return
-    asked = {task for keys in missing.values() for task, _, _ in keys}
-    answers = max((TASKS[task].max_tokens for task in asked if task in TASKS), default=0)
-    # Texts of their own length are cut to the longest of the lengths too.
-    longest = min(max(args.lengths) + answers, config.max_position_embeddings)
+    longest = min(max(args.lengths) + suite.longest_answer, config.max_position_embeddings)
     options = {"max_model_len": longest, "revision": args.revision, **args.engine_args}
     for names in grouped(wanted, config.num_hidden_layers):
         members = {name: wanted[name] for name in names}
@@ -149,9 +157,8 @@ def _ask(
     keys: Sequence[Key],
     posed: Mapping[Key, Posed],
     store: Store,
-    progress: Callable[[int], None],
-) -> None:
-    """Has the engine answer, shortest prompts first, and stores the answers as they come."""
+) -> Iterator[int]:
+    """Has the engine answer, shortest prompts first; how many answers are stored, as they are."""
     ordered = sorted(keys, key=lambda key: key[1])
     for begin in range(0, len(ordered), _AT_A_TIME):
         some = ordered[begin : begin + _AT_A_TIME]
@@ -165,11 +172,24 @@ def _ask(
                 Answer(Question(policy, *key), score, length, shares.kept, shares.read, answer.text)
             )
         store.add(found)
-        progress(len(found))
+        yield len(found)
+
+
+def task_list() -> str:
+    """Tasks with what they are, and groups."""
+    lines = [f"{name:18}{task.about}" for name, task in TASKS.items()]
+    lines.append("perplexity        held-out text under the policy's cache, in nats a token")
+    lines += [f"{name:18}{', '.join(members)}" for name, members in GROUPS.items()]
+    return "\n".join(lines)
 
 
 @contextmanager
-def _bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr; gives what moves it."""
-    with tqdm(total=total, unit=f" {what}", dynamic_ncols=True) as bar:
-        yield lambda count: bar.update(count) and None
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr; gives what sets it to so many of so many."""
+    with tqdm(unit=f" {what}", dynamic_ncols=True) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

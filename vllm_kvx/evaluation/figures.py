@@ -77,7 +77,8 @@ def speed_points(
     """Right answers over the gain in TTFT and in decoded tokens/s, a point for each policy."""
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for axis, (what, label) in zip(
-        axes, (("ttft", "TTFT, stock over policy"), ("tokens", "tokens/s, policy over stock")),
+        axes,
+        (("ttft", "TTFT, stock over policy"), ("tokens", "tokens/s, policy over stock")),
         strict=True,
     ):
         for policy in summary.policies:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 DEFAULT_POLICIES = "snapkv:kv_rate=0.2,snapkv,fier-512"
 # What `--quick` stands for, where the option itself is not given.
 QUICK = {"tasks": ["notes_3"], "lengths": [1024], "samples": 6}
-DEFAULTS = {"tasks": ["generated"], "lengths": [4096, 16384], "samples": 8}
+DEFAULTS = {"tasks": ["generated"], "lengths": [4096, 16384]}
 
 
 def add_evaluate(commands: "_Commands") -> None:
@@ -45,7 +45,10 @@ def add_evaluate(commands: "_Commands") -> None:
         help="tokens of a prompt, chat template included (default: 4096,16384)",
     )
     command.add_argument(
-        "--samples", type=_positive, metavar="N", help="prompts of each task and length (default 8)"
+        "--samples",
+        type=_positive,
+        metavar="N",
+        help="prompts of each task and length (default: 8, and all of a data set)",
     )
     command.add_argument(
         "--quick", action="store_true", help="a few short questions, in under two minutes on CPU"
@@ -54,7 +57,7 @@ def add_evaluate(commands: "_Commands") -> None:
     command.add_argument(
         "--longbench",
         metavar="DIR",
-        help="folder of LongBench's .jsonl files, for tasks named longbench-*; without it they "
+        help="folder of LongBench's .jsonl files, for tasks named longbench_*; without it they "
         "come from the hub",
     )
     command.add_argument(

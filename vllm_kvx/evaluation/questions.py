@@ -1,23 +1,25 @@
 """The questions of a run: every task's samples as prompts, at every length."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from os import cpu_count
+from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.engine import Asked
 from vllm_kvx.evaluation.perplexity import passages
-from vllm_kvx.evaluation.prompts import fitted
+from vllm_kvx.evaluation.prompts import fitted, shortened
 from vllm_kvx.evaluation.summary import PERPLEXITY
-from vllm_kvx.evaluation.tasks.base import Sample, Task
-from vllm_kvx.evaluation.tasks.table import TASKS
+from vllm_kvx.evaluation.tasks.base import FixedTask, Sample, Task
+from vllm_kvx.evaluation.tasks.table import TASKS, tasks_named
 
-# Tasks, lengths and samples below this are made without starting processes.
-_FEW = 32
+DEFAULT_SAMPLES = 8
+# Prompts for which another process is worth its start.
+_FEW = 64
 
 Key = tuple[str, int, int]
 
@@ -30,7 +32,7 @@ class Posed:
     """
 
     asked: Asked
-    task: Task | None = None
+    task: Task | FixedTask | None = None
     sample: Sample | None = None
 
     def score(self, text: str, nats: float) -> float:
@@ -40,65 +42,115 @@ class Posed:
         return self.task.score(text, self.sample)
 
 
-def check_lengths(tasks: Sequence[str], lengths: Sequence[int], context: int) -> None:
-    """Raise ToolError for a length at which a task's prompt and answer outrun the context."""
-    for length in lengths:
-        for name in tasks:
-            answer = TASKS[name].max_tokens if name in TASKS else 0
-            if length + answer > context:
-                raise ToolError(
-                    f"length {length}: with {answer} tokens of an answer to {name} that is more "
-                    f"than the model's context of {context}: use --lengths up to "
-                    f"{context - answer}"
-                )
+@dataclass(frozen=True)
+class Suite:
+    """What a run asks.
 
-
-def pose(
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    samples: int,
-    seed: int,
-    tokenizer_of: Callable[[], Any],
-    text: str | None,
-    progress: Callable[[int], None],
-) -> dict[Key, Posed]:
-    """The prompts by task, length and index.
-
-    tokenizer_of: loads the tokenizer; called once in each process that makes prompts, so it can be
-    pickled. text: perplexity's file. progress: called with how many more are made.
-
-    Raises:
-        ToolError: a prompt of a task cannot be made as short as that.
+    generated: tasks whose prompts are made to each of `lengths`. fixed: data sets, whose texts are
+    cut to the longest of them. samples: of each; None for all of a data set. text: the file of
+    `perplexity`, if that is asked for; None for the built-in one.
     """
-    wanted = [
-        (task, length, index)
-        for length in lengths
-        for task in tasks
-        if task in TASKS
-        for index in range(samples)
-    ]
-    posed: dict[Key, Posed] = {}
-    workers = min(cpu_count() or 1, len(wanted) // _FEW)
-    if workers > 1:
-        with ProcessPoolExecutor(
-            workers, get_context("spawn"), _load, (tokenizer_of, seed)
-        ) as pool:
-            for key, made in zip(wanted, pool.map(_pose, wanted, chunksize=4), strict=True):
-                posed[key] = made
-                progress(1)
-    else:
-        _load(tokenizer_of, seed)
-        for key in wanted:
-            posed[key] = _pose(key)
-            progress(1)
-    if PERPLEXITY in tasks:
+
+    generated: tuple[Task, ...]
+    fixed: tuple[FixedTask, ...]
+    perplexity: bool
+    lengths: tuple[int, ...]
+    samples: int | None
+    seed: int = 0
+    text: str | None = None
+
+    @classmethod
+    def of(cls, names: Sequence[str], longbench: str | None, **others: Any) -> "Suite":
+        """The tasks of these names and groups.
+
+        Raises:
+            ToolError: a name is neither, or the folder has no LongBench.
+        """
+        named = [name for name in names if name != PERPLEXITY]
+        tasks = tasks_named(named, Path(longbench) if longbench else None)
+        return cls(
+            tuple(task for task in tasks if isinstance(task, Task)),
+            tuple(task for task in tasks if isinstance(task, FixedTask)),
+            PERPLEXITY in names,
+            **others,
+        )
+
+    @property
+    def tasks(self) -> tuple[Task | FixedTask, ...]:
+        """All but perplexity."""
+        return (*self.generated, *self.fixed)
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks' names."""
+        tasks = [task.name for task in self.tasks]
+        return tasks + [PERPLEXITY] * self.perplexity
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens that an answer has at most."""
+        return max((task.max_tokens for task in self.tasks), default=1)
+
+    @property
+    def _count(self) -> int:
+        return self.samples or DEFAULT_SAMPLES
+
+    def check(self, context: int) -> None:
+        """Raise ToolError for a length at which a prompt with its answer outruns the context."""
+        for task in self.tasks:
+            for length in self.lengths:
+                if length + task.max_tokens > context:
+                    raise ToolError(
+                        f"length {length}: with {task.max_tokens} tokens of an answer to "
+                        f"{task.name} that is more than the model's context of {context}: use "
+                        f"--lengths up to {context - task.max_tokens}"
+                    )
+
+    def pose(
+        self, tokenizer_of: Callable[[], Any], progress: Callable[[int, int], None]
+    ) -> dict[Key, Posed]:
+        """The prompts by task, length and index.
+
+        tokenizer_of: loads the tokenizer, in each process that makes prompts; it can be pickled.
+        progress: called with how many prompts are made, of how many.
+
+        Raises:
+            ToolError: a task's shortest prompt is longer, or a data set cannot be read.
+        """
+        wanted = [
+            (task.name, length, index)
+            for length in self.lengths
+            for task in self.generated
+            for index in range(self._count)
+        ]
         tokenizer = tokenizer_of()
-        for length in lengths:
-            for index, passage in enumerate(passages(text, tokenizer, length, samples)):
+        data = {task: task.samples()[: self.samples] for task in self.fixed}
+        total = len(wanted) + sum(map(len, data.values()))
+        posed: dict[Key, Posed] = {}
+        for key, made in zip(wanted, self._made(wanted, tokenizer_of), strict=True):
+            posed[key] = made
+            progress(len(posed), total)
+        for task, samples in data.items():
+            for index, sample in enumerate(samples):
+                prompt = shortened(sample, max(self.lengths), tokenizer, task.chat)
+                asked = Asked(prompt.token_ids, task.max_tokens)
+                posed[task.name, 0, index] = Posed(asked, task, sample)
+                progress(len(posed), total)
+        for length in self.lengths if self.perplexity else ():
+            for index, passage in enumerate(passages(self.text, tokenizer, length, self._count)):
                 asked = Asked(passage.token_ids, 0, passage.continuation)
                 posed[PERPLEXITY, length, index] = Posed(asked)
-                progress(1)
-    return posed
+        return posed
+
+    def _made(self, wanted: Sequence[Key], tokenizer_of: Callable[[], Any]) -> Iterator[Posed]:
+        workers = min(cpu_count() or 1, len(wanted) // _FEW)
+        if workers < 2:
+            _load(tokenizer_of, self.seed)
+            yield from map(_pose, wanted)
+            return
+        start = get_context("spawn")
+        with ProcessPoolExecutor(workers, start, _load, (tokenizer_of, self.seed)) as pool:
+            yield from pool.map(_pose, wanted, chunksize=4)
 
 
 _LOADED: dict[str, Any] = {}
@@ -132,21 +184,3 @@ def load_tokenizer(model: str, revision: str | None) -> Any:
     if not tokenizer.is_fast:
         raise ToolError(f"{model} has no fast tokenizer, by which evidence is located")
     return tokenizer
-
-
-def expand(names: Sequence[str], groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """Task names, groups replaced by their members, each once.
-
-    Raises:
-        ToolError: a name that is neither.
-    """
-    found: list[str] = []
-    for name in names:
-        if name in groups:
-            found += groups[name]
-        elif name in TASKS or name == PERPLEXITY or name.startswith("longbench"):
-            found.append(name)
-        else:
-            known = [*groups, *TASKS, PERPLEXITY, "longbench-<task>"]
-            raise ToolError(f"there is no task {name!r}; tasks and groups: {', '.join(known)}")
-    return list(dict.fromkeys(found))

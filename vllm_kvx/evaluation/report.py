@@ -31,10 +31,13 @@ def table(summary: Summary) -> str:
     parts = []
     if len(rows) > 1:
         parts.append(_aligned(rows))
-        parts.append("Right answers in %, 95% confidence interval, n prompts; tasks: "
-                     + ", ".join(summary.scored) + ".\nkept: share of a prompt's KV entries in the "
-                     "cache; read: share of them that a decode step reads;\nof full: ratio to full "
-                     "on the same prompts.")
+        parts.append(
+            "Right answers in %, 95% confidence interval, n prompts; tasks: "
+            + ", ".join(summary.scored)
+            + ".\nkept: share of a prompt's KV entries in the "
+            "cache; read: share of them that a decode step reads;\nof full: ratio to full "
+            "on the same prompts."
+        )
     if PERPLEXITY in summary.tasks:
         parts.append(_perplexity(summary))
     return "\n\n".join(parts)
@@ -84,8 +87,10 @@ def _perplexity(summary: Summary) -> str:
         if cell is None:
             continue
         apart = cell.of_full
-        above = "" if apart is None or policy == FULL else (
-            f"{apart.value:+.4f} [{apart.low:+.4f}, {apart.high:+.4f}]"
+        above = (
+            ""
+            if apart is None or policy == FULL
+            else (f"{apart.value:+.4f} [{apart.low:+.4f}, {apart.high:+.4f}]")
         )
         rows.append([policy, f"{cell.score.value:.4f} (n={cell.count})", above])
     return "Held-out text under the policy's cache:\n" + _aligned(rows)

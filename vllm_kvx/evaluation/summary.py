@@ -51,9 +51,7 @@ class Summary:
         """The tasks that are answered right or wrong."""
         return [task for task in self.tasks if task != PERPLEXITY]
 
-    def cell(
-        self, policy: str, task: str | None = None, length: int | None = None
-    ) -> Cell | None:
+    def cell(self, policy: str, task: str | None = None, length: int | None = None) -> Cell | None:
         """The cell of a policy; over all scored tasks, or all lengths, where None is given."""
 
         def wanted(q: Question) -> bool:
