@@ -38,7 +38,8 @@ class RunningServer:
         self._model = self._get("/v1/models")["data"][0]["id"]
         status = self._get("/v1/kv_policy")
         self.num_layers = int(status["num_layers"])
-        self.block_size = int(status["layout"].get("block_size", 16))
+        groups = status["layout"].get("groups", ())
+        self.block_size = int(groups[0]["block_size"]) if groups else 16
         keys = {"tsp_layer": "kv_tsp_layer", "pivot": "kv_pivot"}
         known = {keys[k]: v for k, v in status["measured"].items() if v is not None and k in keys}
         self._measured = Measured.of(known)
