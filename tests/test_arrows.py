@@ -45,6 +45,7 @@ RULES = {
     "calibration": Rule(
         ("policy", "equations", "settings", "errors"), "tools measure models without an engine"
     ),
+    "evaluation": Rule(("errors",), "makes prompts and scores answers, whatever runs the model"),
     "server": Rule(
         (
             *("policy", "calibration", "cache", "settings", "errors", "models.registry"),
