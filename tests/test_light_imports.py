@@ -43,6 +43,20 @@ print(layout_of([policy], 8).splits, storage_of(policy, 100, 0, 16, 8).kept, "sn
     assert (done.returncode, done.stdout, done.stderr) == (0, "(4,) 50 True\n", "")
 
 
+def test_tasks_are_made_and_scored() -> None:
+    done = run(
+        """
+import random
+from vllm_kvx.evaluation.tasks.table import tasks_named
+
+(task,) = tasks_named(["niah_single_1"])
+sample = task.make(random.Random(0), 3)
+print(task.score(f"It is {sample.references[0]}.", sample))
+"""
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1.0\n", "")
+
+
 def test_help_is_there() -> None:
     for argv in (["--help"], ["calibrate", "--help"], ["diagnose", "--help"]):
         done = run(f"from vllm_kvx.cli import main\nmain({argv!r})")

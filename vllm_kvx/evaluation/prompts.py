@@ -12,6 +12,8 @@ from vllm_kvx.evaluation.tasks.base import Sample, Task
 UNUSED = 1 / 256
 # Units of filler in the second prompt that the search for a length encodes.
 PROBE = 64
+# Prompts after which the search halves what is left instead of estimating.
+ESTIMATES = 6
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,13 @@ def fitted(task: Task, seed: str, longest: int, tokenizer: Any) -> Prompt:
             f"{longest}: use a greater length or leave the task out"
         )
     high: int | None = None
-    size, unit = PROBE, 0.0
+    size, rounds = PROBE, 0
     aim = longest * (1 - UNUSED / 2)
     while used < longest * (1 - UNUSED) and (high is None or high - low > 1):
-        now = tokens(size)
+        now, rounds = tokens(size), rounds + 1
         if high is None and now <= used:
             break  # The task grows no further.
-        # Tokens grow about evenly with size: the last two prompts say how much a unit needs.
+        # Tokens grow about evenly with size: two prompts say how much a unit needs.
         unit = max((now - used) / (size - low), 1e-9)
         if now <= longest:
             low, used = size, now
@@ -133,7 +135,7 @@ def fitted(task: Task, seed: str, longest: int, tokenizer: Any) -> Prompt:
             high = size
         size = low + max(round((aim - used) / unit), 1)
         if high is not None:
-            size = min(size, high - 1)
+            size = min(size, high - 1) if rounds < ESTIMATES else (low + high) // 2
     return encode(task.make(random.Random(seed), low), tokenizer)
 
 

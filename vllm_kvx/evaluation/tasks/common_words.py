@@ -44,8 +44,8 @@ def least(form: Form) -> int:
     return COMMON * form.asked.common + example
 
 
-# From this size on a list is long: about 4,096 tokens.
-SWITCH = 600
+# From this size on a list is long: a bit below 4,096 tokens.
+SWITCH = 480
 
 
 def vocabulary(rng: random.Random) -> Iterator[str]:

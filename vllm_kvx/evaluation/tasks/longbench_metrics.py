@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
-from functools import cache
 from typing import Any
 
 from vllm_kvx.errors import ToolError
@@ -20,7 +19,10 @@ from vllm_kvx.errors import ToolError
 # (answer, reference, the data set's classes) -> 0 to 1.
 Metric = Callable[[str, str, Sequence[str]], float]
 
-_CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+_CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"
+    "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
 _PUNCTUATION = frozenset(string.punctuation)
 _ALL_PUNCTUATION = _PUNCTUATION | frozenset(_CHINESE_PUNCTUATION)
 
@@ -122,7 +124,6 @@ def check_installed(metric: Metric) -> None:
         )
 
 
-@cache
 def _library(name: str) -> Any:
     with warnings.catch_warnings():
         # jieba's code is older than some of Python's warnings.
