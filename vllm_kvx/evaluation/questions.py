@@ -19,7 +19,7 @@ from vllm_kvx.evaluation.tasks.table import TASKS, tasks_named
 
 DEFAULT_SAMPLES = 8
 # Prompts for which another process is worth its start.
-_FEW = 64
+_FEW = 16
 
 Key = tuple[str, int, int]
 
