@@ -8,10 +8,10 @@ shares no code with this project. A press sees the whole prompt, question and ch
 included, and decoding is greedy, as with our policies.
 
 A press does not change what prefill computes: it chooses entries once a layer's attention is done.
-So each prompt is prefilled once, every press compresses the same keys and values, and the caches are
-decoded together as one batch. The presses themselves are kvpress' own. Those in
-`OURS` are written here: they score as this project does, so that a difference between the two
-projects can be told from one between two scores.
+So each prompt is prefilled once, every press compresses the same keys and values, and the caches
+are decoded together as one batch. The presses are kvpress' own, but for those named `our-...`,
+which score as this project does: they tell a difference between two programs from one between two
+scores. kvpress' SnapKV takes means where ours takes maxima of neighbours and sums.
 
 The file is rewritten after every prompt; a run that finds it goes on from there.
 """
@@ -79,11 +79,13 @@ Maker = Callable[[], Any]
 @cache
 def presses() -> dict[str, Maker]:
     """Every press by name. `our-` marks those that score as this project does."""
-    kv = load_kvpress()
-    snap: Callable[..., Any] = kv.SnapKVPress
+    kv: Any = load_kvpress()
 
-    class OurSnap(snap):  # type: ignore[misc]
-        """This project's saliency: fp32 rows summed, then max-pooled, then summed over heads."""
+    class OurSnap(kv.SnapKVPress):  # type: ignore[misc]
+        """This project's saliency: fp32 rows summed, then max-pooled, then summed over heads.
+
+        Means in place of the sums keep the order, and kvpress' scale, which CriticalKV needs.
+        """
 
         def score(  # type: ignore[no-untyped-def]
             self, module, hidden_states, keys, values, attentions, kwargs
@@ -96,8 +98,8 @@ def presses() -> dict[str, Maker]:
                 self.window_size,
                 tuple(part.float() for part in kwargs["position_embeddings"]),
             )
-            pooled = F.max_pool1d(rows.sum(-2), self.kernel_size, 1, self.kernel_size // 2)
-            scores = pooled.unflatten(1, (keys.shape[1], -1)).sum(2)  # [1, G, N - w]
+            pooled = F.max_pool1d(rows.mean(-2), self.kernel_size, 1, self.kernel_size // 2)
+            scores = pooled.unflatten(1, (keys.shape[1], -1)).mean(2)  # [1, G, N - w]
             return F.pad(scores, (0, self.window_size), value=scores.max().item() + 1)
 
     def snapkv(window: int = WINDOW, kernel: int = KERNEL) -> Any:
@@ -255,7 +257,7 @@ def answer_all(
         cells[name] = presses()[press]()
         # The middle between two counts, so that kvpress' rounding gives int(N * rate), as ours.
         cells[name].compression_ratio = 1 - (int(length * float(budget)) + 0.5) / length
-    past = DynamicCache()
+    past: Any = DynamicCache()
     with compressing(model, cells) as kept:
         logits = model(
             input_ids=torch.tensor([token_ids], device=model.device),
@@ -367,7 +369,7 @@ def run(args: argparse.Namespace) -> None:
     from vllm_kvx.evaluation.tasks.table import TASKS as BY_NAME
 
     names = [cell_name(press, budget) for budget in args.budgets for press in args.presses]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
     load_kvpress()  # Before the model: it replaces transformers' attention functions.
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa"
