@@ -17,7 +17,7 @@ from benchmarks.checkpoints import Checkpoint, Package
 from vllm_kvx.errors import ToolError
 
 HEADS, KV_HEADS, HIDDEN, INNER, LAYERS = 4, 2, 64, 96, 2
-WORDS = [chr(byte) for byte in range(ord("!"), ord("!") + 90)] + ["<|end|>", "Ġ"]
+WORDS = [*map(chr, range(ord("!"), ord("!") + 90)), "AB", "<|end|>", "Ġ"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|end|>{% endfor %}"
 GGUF_NAMES = {theirs: ours for ours, theirs in checkpoints._TENSORS.items()}
 
@@ -70,7 +70,7 @@ def write_gguf(path: Path, arch: str, model: Any, template: str | None = TEMPLAT
     writer.add_tokenizer_pre("qwen2" if arch == "qwen2" else "smollm")
     writer.add_token_list(WORDS)
     writer.add_token_types([3 if word.startswith("<|") else 1 for word in WORDS])
-    writer.add_token_merges([f"{WORDS[0]} {WORDS[1]}"])
+    writer.add_token_merges(["A B"])
     for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
         add(WORDS.index("<|end|>"))
     if template:
