@@ -1,0 +1,102 @@
+"""Runs of `vllm-kvx evaluate` of one model as one result file, tables and a plot.
+
+    python -m benchmarks.quality NAME DIR [DIR ...]
+
+The directories hold answers to the same questions under different policies, such as those of
+engines that ran side by side. Writes benchmarks/results/quality-NAME.json and .png, and prints
+Markdown tables.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_kvx.calibration.figures import draw
+from vllm_kvx.evaluation import figures, report
+from vllm_kvx.evaluation.store import RESOLVED, Answer, Store
+from vllm_kvx.evaluation.summary import FULL, Cell, Summary
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# A directory's facts that have to be those of the others.
+ALIKE = ("model", "model_key", "seed", "dtype")
+
+
+def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
+    """The answers of all directories, each question under each policy once, and their facts."""
+    answers: dict[Any, Answer] = {}
+    facts: dict[str, Any] = {}
+    for directory in directories:
+        before = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+        store = Store(directory, before)
+        for name in ALIKE:
+            if facts and facts[name] != before[name]:
+                raise SystemExit(f"{directory}: {name} is {before[name]!r}, not {facts[name]!r}")
+        for answer in store:
+            answers.setdefault(answer.question, answer)
+        commands = [*facts.get("commands", []), before.pop("command")]
+        resolved = {**facts.get(RESOLVED, {}), **before.pop(RESOLVED, {})}
+        facts = {**before, **facts, "commands": commands, RESOLVED: resolved}
+    lengths = {a.question.length for a in answers.values() if a.question.length}
+    facts["lengths"] = sorted(lengths)
+    facts["tasks"] = list(dict.fromkeys(a.question.task for a in answers.values()))
+    return list(answers.values()), facts
+
+
+def markdown(summary: Summary, policies: Sequence[str]) -> str:
+    """A table of policies by lengths, in percent of right answers with their intervals."""
+    lengths: list[int | None] = [*summary.lengths]
+    head = ["policy", "kept", "read", *(f"{length:,}" for length in summary.lengths), "of `full`"]
+    rows = [head, ["---"] * len(head)]
+    for policy in policies:
+        cells = [summary.cell(policy, length=length) for length in lengths]
+        present = [cell for cell in cells if cell is not None]
+        whole = summary.cell(policy)
+        if not present or whole is None:
+            continue
+        ratio = whole.of_full
+        share = (
+            ""
+            if ratio is None or policy == FULL
+            else (f"{100 * ratio.value:.1f} [{100 * ratio.low:.1f}-{100 * ratio.high:.1f}]")
+        )
+        rows.append(
+            [
+                f"`{policy}`",
+                f"{100 * whole.kept:.1f}",
+                f"{100 * whole.read:.1f}",
+                *map(_shown, cells),
+                share,
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _shown(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
+    score = cell.score
+    return f"{100 * score.value:.1f} [{100 * score.low:.0f}-{100 * score.high:.0f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.quality", description=__doc__)
+    parser.add_argument("name", help="of the result file")
+    parser.add_argument("directories", nargs="+", type=Path)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    answers, facts = read(args.directories)
+    summary = Summary(answers)
+    path = args.results / f"quality-{args.name}.json"
+    path.write_text(json.dumps(report.as_json(summary, facts), indent=1) + "\n", encoding="utf-8")
+    print(markdown(summary, summary.policies))
+    print()
+    for length in summary.lengths:
+        print(f"{length:,} tokens, by task:\n{report.task_table(summary, length)}\n")
+    print(draw(path.with_suffix(".png"), figures.kept_curves, summary, str(facts["model"])))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
