@@ -162,21 +162,27 @@ def main(
         if output:
             output.write_text(json.dumps(report, indent=1) + "\n")
 
+    def run() -> str:
+        for backend, shape in product(backends, shapes):
+            for _ in measured(shape, backend, lengths, cases, repeats):
+                if time.monotonic() - began > time_limit:
+                    return f"stopped after {time_limit:.0f} s, in {backend}, {shape}"
+            save()
+            print(f"{backend}, {shape}: {report['seconds']} s", file=sys.stderr, flush=True)
+            if ON_GPU:
+                torch.cuda.empty_cache()
+        return ""
+
     # Each capture collects garbage, which takes longer than what is captured.
     gc.collect()
     gc.freeze()
-    for backend, shape in product(backends, shapes):
-        for _ in measured(shape, backend, lengths, cases, repeats):
-            if time.monotonic() - began > time_limit:
-                save()
-                print(table(report))
-                raise SystemExit(f"stopped after {time_limit:.0f} s, in {backend}, {shape}")
-        save()
-        print(f"{backend}, {shape}: {report['seconds']} s", file=sys.stderr, flush=True)
-        if ON_GPU:
-            torch.cuda.empty_cache()
-    report["complete"] = True
+    try:
+        stopped = run()
+    finally:
+        gc.unfreeze()
+    report["complete"] = not stopped
     save()
-    gc.unfreeze()
     print(table(report))
     print(f"{len(cases)} cases on {DEVICE} in {report['seconds']} s")
+    if stopped:
+        raise SystemExit(stopped)
