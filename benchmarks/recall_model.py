@@ -41,34 +41,37 @@ METHODS = (("fier", 32), ("fier", 64), ("fier", 128), ("quest", 16))
 ANSWER_METHODS = (("fier", 32), ("fier", 128), ("quest", 16))
 METRICS = ("mass", "sharp", "overlap")
 ANSWERS = ("right", "agree", "loss")
-CHAT_TASKS = ("several_words", "niah_multikey_1", "niah_multivalue", "code_lookup")
-DEMO_TASKS = ("notes_3",)
+LOOKUPS = ("several_words", "niah_multikey_1", "niah_multivalue", "code_lookup")
 # Values of one prompt, by what was read; a list holds one value for each budget.
 Values = dict[tuple[str, int, str], dict[str, list[float]]]
 
 
 def unit_scores(
-    query: Tensor, keys: Tensor, first: int, key: tuple[str, int, str], scaling: float
+    products: Tensor,
+    kv_heads: int,
+    first: int,
+    length: int,
+    key: tuple[str, int, str],
+    scaling: float,
 ) -> Tensor:
-    """What decode steps choose units by: query (H, n, D), keys (G, first + n, D) -> (G, n, units).
+    """What decode steps choose units by: (G, n, units), infinity in each step's newest group.
 
-    Step i sees `first + i + 1` keys, its own the last. Its newest group has infinity, and what it
-    does not see minus infinity. key: method, group and reduction.
+    Step i sees `first + i + 1` of `length` keys, its own the last; the others have minus infinity.
+
+    Args:
+        products: (H, n, whole units), see ``recall_data.score``. key: method, group and reduction.
     """
     method, group, name = key
-    kv_heads, length = keys.shape[:2]
-    heads, rows = query.shape[:2]
+    rows, whole = products.shape[1:]
     reduction, factor = REDUCTIONS[name]
     unit = 1 if method == "fier" else group
-    products = score(query.flatten(0, 1), keys, method, group).unflatten(0, (heads, rows))
     # (n, 1) keys that each step sees, and of those the ones in full groups.
-    seen = first + 1 + torch.arange(rows, device=keys.device)[:, None]
+    seen = first + 1 + torch.arange(rows, device=products.device)[:, None]
     full = (seen - 1) // group * group
-    index = torch.arange(-(-length // unit), device=keys.device) * unit
-    whole = products.shape[-1]
+    index = torch.arange(-(-length // unit), device=products.device) * unit
     products = products.masked_fill(index[:whole] >= full, -torch.inf) * factor
     found = retrieval.reduce_heads(products, kv_heads, reduction, scaling)
-    scores = torch.full((kv_heads, rows, len(index)), torch.inf, device=keys.device)
+    scores = torch.full((kv_heads, rows, len(index)), torch.inf, device=products.device)
     scores[..., :whole] = torch.where(index[:whole] < full, found, torch.inf)
     return scores.masked_fill(index >= seen, -torch.inf)
 
@@ -82,9 +85,9 @@ def by_unit(values: Tensor, unit: int) -> Tensor:
 
 
 def measure(query: Tensor, keys: Tensor, first: int, scaling: float) -> Values:
-    """Sums of every metric over the steps and heads of a layer; see ``unit_scores``.
+    """Sums of every metric over the steps and heads of a layer; the counts are of what.
 
-    `count` and `sharp_count` are what they are sums over.
+    query: (H, n, D). keys: (G, first + n, D); see ``unit_scores``.
     """
     kv_heads, length = keys.shape[:2]
     rows = query.shape[1]
@@ -111,10 +114,13 @@ def measure(query: Tensor, keys: Tensor, first: int, scaling: float) -> Values:
         found[key] = [mass.sum((0, 1, 2)), mass[is_sharp].sum(0), torch.stack(common)]
 
     add(("exact", 1, "sum"), order, 1)
-    for (method, group), name in product(METHODS, REDUCTIONS):
-        scores = unit_scores(query, keys, first, (method, group, name), scaling)
-        best = scores.argsort(dim=-1, descending=True, stable=True)
-        add((method, group, name), best, 1 if method == "fier" else group)
+    for method, group in METHODS:
+        products = score(query.flatten(0, 1), keys, method, group).unflatten(0, query.shape[:2])
+        for name in REDUCTIONS:
+            key = method, group, name
+            scores = unit_scores(products, kv_heads, first, length, key, scaling)
+            best = scores.argsort(dim=-1, descending=True, stable=True)
+            add(key, best, 1 if method == "fier" else group)
     sums = torch.stack([torch.stack(values) for values in found.values()]).tolist()
     counts = {
         "count": [float(is_sharp.numel())],
@@ -218,17 +224,45 @@ class Model:
 
     def _read(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         keys, values = self.keys[layer].float(), self.values[layer].float()
-        rows = q.shape[2]
-        causal = self._causal(rows, self.length)
+        causal = self._causal(q.shape[2], self.length)
+        seen = [causal] * len(self._readings)
+        if layer >= DENSE_LAYERS:
+            for b, reads in self._selected(q.float(), k.float(), keys, scaling):
+                seen[b] = causal & reads
         out = torch.empty_like(q)
-        for b, reading in enumerate(self._readings):
-            every = torch.cat([keys, k[b].float()], dim=1)
-            seen = causal
-            if reading is not None and layer >= DENSE_LAYERS:
-                seen = causal & selected(q[b].float(), every, self.length, reading, scaling)
+        for b, of_reading in enumerate(seen):
+            every_key = torch.cat([keys, k[b].float()], dim=1)
             every_value = torch.cat([values, v[b].float()], dim=1)
-            out[b] = _attend(q[b].float(), every, every_value, seen, scaling)
+            out[b] = _attend(q[b].float(), every_key, every_value, of_reading, scaling)
         return out
+
+    def _selected(
+        self, query: Tensor, own: Tensor, keys: Tensor, scaling: float
+    ) -> Iterator[tuple[int, Tensor]]:
+        """By sequence (G, n, N + n) bool: what its steps read, and perhaps more than they see.
+
+        query: (B, H, n, D). own: (B, G, n, D), keys of the steps. keys: (G, N, D), the prompt's.
+        """
+        shape, (kv_heads, length) = query.shape, keys.shape[:2]
+        for method, group in ANSWER_METHODS:
+            mine = [b for b, key in enumerate(self._readings) if key and key[:2] == (method, group)]
+            whole = length // group * group
+            earlier = query[mine].transpose(0, 1).flatten(0, 2)  # (H * b * n, D)
+            earlier = score(earlier, keys[:, :whole], method, group)
+            earlier = earlier.unflatten(0, (shape[1], len(mine), shape[2]))
+            for i, b in enumerate(mine):
+                key = self._readings[b]
+                assert key is not None
+                # Groups that the answer fills are quantised with its own keys.
+                last = torch.cat([keys[:, whole:], own[b]], dim=1)
+                later = score(query[b].flatten(0, 1), last, method, group)
+                products = torch.cat([earlier[:, i], later.unflatten(0, shape[1:3])], dim=-1)
+                total = length + shape[2]
+                scores = unit_scores(products, kv_heads, length, total, key[:3], scaling)
+                unit = 1 if method == "fier" else group
+                best = scores.topk(min(key[3] // unit, scores.shape[-1]), dim=-1).indices
+                reads = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+                yield b, reads.repeat_interleave(unit, dim=-1)[..., :total]
 
     def _causal(self, rows: int, first: int | None = None) -> Tensor:
         """(1, n, N) bool, what the last `rows` steps see; the newest key is the last one's."""
@@ -236,16 +270,6 @@ class Model:
             return torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
         index = torch.arange(first + rows, device=self.device)
         return (index <= index[first:, None])[None]
-
-
-def selected(query: Tensor, keys: Tensor, first: int, reading: Key, scaling: float) -> Tensor:
-    """(G, n, N) bool, what steps read, and perhaps what they do not see; see ``unit_scores``."""
-    method, group, _, budget = reading
-    unit = 1 if method == "fier" else group
-    scores = unit_scores(query, keys, first, reading[:3], scaling)
-    best = scores.topk(min(budget // unit, scores.shape[-1]), dim=-1).indices
-    reads = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
-    return reads.repeat_interleave(unit, dim=-1)[..., : keys.shape[1]]
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float) -> Tensor:
@@ -265,20 +289,22 @@ def readings() -> list[Key | None]:
 
 
 def cut(tokens: list[int], prompt: Prompt, model: Model, task: str) -> tuple[list[int], float]:
-    """The tokens up to the end of what scores, at least two, and the score."""
+    """The tokens up to the end of what scores, at least two, and the score; all if none does."""
 
     def scored(count: int) -> float:
         text = model.tokenizer.decode(tokens[:count], skip_special_tokens=True)
         return TASKS[task].score(text, prompt.sample)
 
     best = scored(len(tokens))
+    if not best:
+        return tokens, best
     needed = next((n for n in range(2, len(tokens)) if scored(n) >= best), len(tokens))
     return tokens[:needed], best
 
 
 def prompts_of(args: Namespace, model: Model) -> Iterator[tuple[int, str, Prompt]]:
     """Length asked for, task and prompt; tasks take turns, and then lengths."""
-    tasks = args.tasks or (CHAT_TASKS if model.tokenizer.chat_template else DEMO_TASKS)
+    tasks = args.tasks
     for number in range(args.prompts):
         length = args.lengths[number // len(tasks) % len(args.lengths)]
         task = tasks[number % len(tasks)]
@@ -386,7 +412,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, help="the folder of a checkpoint: measures it, and nothing else")
     add("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="of its prompts")
-    add("--tasks", nargs="+", choices=sorted(TASKS), metavar="TASK", help="that are asked")
+    add("--tasks", nargs="+", choices=sorted(TASKS), default=LOOKUPS, metavar="TASK")
     add("--steps", type=int, default=8, help="decode steps of a prompt that are measured")
     add("--time-limit", type=float, default=600, help="seconds: prompts beyond them are left out")
 
@@ -395,6 +421,7 @@ def run(args: Namespace, about: dict[str, Any], log: Callable[[str], None]) -> d
     """The results of a checkpoint, fit for JSON."""
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # What runs is small: with more they mostly wait for one another.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = Model(args.model, device, dtype)
     config = model.model.config
