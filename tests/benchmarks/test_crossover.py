@@ -34,9 +34,7 @@ def test_crossovers_hold_for_all_greater_lengths() -> None:
     assert "cuda: (2, 512): 32_768," in text
 
 
-def test_the_dry_run_measures_every_case(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dry_run_measures_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "measure", lambda run, repeats, before=None: (run(), 1.0)[1])
     bench.main({"device": "none"}, tmp_path / "out.json", 1, dry=True, time_limit=100)
     report = json.loads((tmp_path / "out.json").read_text())
