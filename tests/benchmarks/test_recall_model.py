@@ -1,6 +1,7 @@
 """The recall table of real checkpoints, against the policy's math and the dense reference."""
 
 import json
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,18 @@ from benchmarks import recall, recall_data, recall_model
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.evaluation.prompts import Prompt
 from vllm_kvx.evaluation.tasks.base import Sample
-from vllm_kvx.policy.axes import REDUCTIONS
 
 CHECKPOINT = recall.ROOT / "tests/checkpoints/lookup-8l"
 LENGTH, ROWS = 200, 40
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What runs is small: with more threads they mostly wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("method", "group"), recall_model.METHODS)
@@ -65,8 +74,8 @@ def test_answers_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
     tokens = model.answer(ids, 8)
     assert model.tokenizer.decode(tokens) == answer
     # A group of 32 and two pages are filled while the rest runs.
-    tokens += model.tokenizer.encode(" Once upon a time" * 3, add_special_tokens=False)
-    assert len(ids) + len(tokens) > 257
+    tokens += model.tokenizer.encode(" Once upon a time" * 3, add_special_tokens=False)[:7]
+    assert 257 < len(ids) + len(tokens)
     readings = recall_model.readings()
     right, likely = model.read(tokens, readings)
     assert right.shape == likely.shape == (len(readings), len(tokens) - 1)
@@ -74,7 +83,7 @@ def test_answers_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
         retrieve = fier.Retrieve(10_000)
         if reading is not None:
             method, group, reduction, budget = reading
-            if reduction not in REDUCTIONS:
+            if reduction not in ("max", "softmax"):
                 continue
             retrieve = fier.Retrieve(budget, group, method == "quest", reduction)
         read = fier.score(reference, ids, tokens, retrieve)
