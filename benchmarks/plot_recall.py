@@ -1,7 +1,7 @@
 """Draws results of `benchmarks.recall --model`: what each reduction over query heads finds.
 
-`python -m benchmarks.plot_recall NAME.json ... [--out NAME.png]`: a column for each file, lines over
-budgets, a panel for each of the metrics. FIER with groups of 32 and Quest with pages of 16.
+`python -m benchmarks.plot_recall NAME.json ... [--out NAME.png]`: a column for each file,
+lines over budgets, a panel for each metric. FIER with groups of 32, Quest with pages of 16.
 """
 
 import argparse

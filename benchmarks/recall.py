@@ -10,8 +10,8 @@ Quest's pages and each reduction over the query heads of a KV head:
 Two sets of data: the demo checkpoint's keys and queries in decode, and random ones (`planted`). On
 the checkpoint also the share of lookups that are answered right, of several in each of several
 documents (`Demo.lookups`); both are in `recall_data`. `exact top` reads the exact top itself,
-`softmax/2` is the reduction `softmax` of halved products: 1-bit keys, half a group's range from its
-middle, make products about twice as large as they are.
+`softmax/2` is the policies' `softmax`, of halved products: 1-bit keys, half a group's range from
+its middle, make products about twice as large as they are.
 """
 
 import argparse
