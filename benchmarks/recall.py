@@ -10,8 +10,8 @@ Quest's pages and each reduction over the query heads of a KV head:
 Two sets of data: the demo checkpoint's keys and queries in decode, and random ones (`planted`). On
 the checkpoint also the share of lookups that are answered right, of several in each of several
 documents (`Demo.lookups`); both are in `recall_data`. `exact top` reads the exact top itself,
-`softmax/2` is the reduction `softmax` of halved products: 1-bit keys, half a group's range from its
-middle, make products about twice as large as they are.
+`softmax/2` is the policies' `softmax`, of halved products: 1-bit keys, half a group's range from
+its middle, make products about twice as large as they are.
 """
 
 import argparse
@@ -31,6 +31,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from benchmarks import recall_model
 from benchmarks.compare import ROOT, git_commit
 from benchmarks.engine import write_json
 from benchmarks.recall_data import (
@@ -249,8 +250,28 @@ def main(argv: list[str]) -> None:
     add("--documents", type=int, default=16, help="in which is looked up")
     add("--questions", type=int, default=16, help="for each document")
     add("--draws", type=int, default=10)
-    add("--out", type=Path, default=ROOT / "benchmarks/results/recall.json")
+    add("--out", type=Path, help="default: recall.json or recall-<model>.json, in results")
+    recall_model.add_arguments(parser)
     args = parser.parse_args(argv)
+    args.out = args.out or ROOT / (
+        f"benchmarks/results/recall{f'-{args.model.name}' if args.model else ''}.json"
+    )
+    about: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.recall", *argv]),
+        "date": datetime.date.today().isoformat(),
+        "commit": git_commit(),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    if args.model:
+        results = recall_model.run(args, about, lambda done: print(done, file=sys.stderr))
+        write_json(args.out, results)
+        print(recall_model.table(results["data"]))
+        return
     if min(args.prompts, args.draws) < 2 or min(args.length, args.random_length) <= max(BUDGETS):
         parser.error(f"give two samples of each and lengths above {max(BUDGETS)}")
 
@@ -273,18 +294,7 @@ def main(argv: list[str]) -> None:
             lambda: planted(args.draws, args.random_length),
         ),
     }
-    results: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.recall", *argv]),
-        "date": datetime.date.today().isoformat(),
-        "commit": git_commit(),
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "data": {},
-    }
+    results = about | {"data": {}}
     every = (*EXACT, "sum", BUDGETS[0])
     for name, (what, keys, samples, steps) in sources.items():
         measured = []

@@ -25,12 +25,13 @@ from vllm_kvx.policy.axes import DENSE_LAYERS
 ANSWER_BUDGETS = (64, 128, 256, 512)
 # Method and its group or page.
 ANSWER_METHODS = (("fier", 32), ("fier", 128), ("quest", 16))
-# Reduction of the reference math, and what products are multiplied with before.
+# Reduction of the reference math, and what products are multiplied with before. A policy's softmax
+# is that of halved products.
 REDUCTIONS: dict[str, tuple[str, float]] = {
     "max": ("max", 1),
     "sum": ("sum", 1),
-    "softmax": ("softmax", 1),
-    "softmax/2": ("softmax", 0.5),
+    "softmax": ("softmax", 1 / retrieval.SOFTMAX_FACTOR),
+    "softmax/2": ("softmax", 1),
 }
 # Method, group, reduction, budget.
 Key = tuple[str, int, str, int]

@@ -89,7 +89,8 @@ def test_by_the_kernels(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("KVX_RETRIEVAL_OPS", "triton")
     model = tiny(layers=3)
     with running(model, named(Read(Retrieve(64)))) as engine:
-        assert engine.stats()["retrieval"]["ops"] == "triton"
+        told = engine.stats()["retrieval"]
+        assert told["ops"] == "triton" and told["dense_below"] == 65 and told["auto"] > 262144
         answers = engine.generate(prompts_of((94,)), max_tokens=4)
         before = engine.stats()["policies"]
         engine.generate(prompts_of((94,)), max_tokens=4, policies=["fier-64"])

@@ -25,20 +25,12 @@ from vllm_kvx.indexes.base import AnyIndex
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.attend import attend, attend_reference
-from vllm_kvx.ops.retrieval.backends import (
-    BACKEND_VARIABLE,
-    CROSSOVER,
-    NEVER,
-    Backends,
-    choose_backend,
-)
+from vllm_kvx.ops.retrieval.backends import BACKEND_VARIABLE, Backends, choose_backend
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve, splits_of
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, offsets_of, pack, room_of
 from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar, channel_bits
 from vllm_kvx.ops.retrieval.topk import same_selection, top_units, top_units_reference
 from vllm_kvx.policy.axes import REDUCTIONS
-from vllm_kvx.policy.methods.fier import FIER
-from vllm_kvx.policy.parameters import MAX_DIGITS
 
 SCALE = 0.2
 ONE_BIT, PAGE_BOUNDS = INDEXES["one_bit"], INDEXES["page_bounds"]
@@ -761,30 +753,12 @@ class TestBackend:
     def test_triton_where_there_is_no_cuda_op(
         self, options: dict[str, Any], ops: str, why: str
     ) -> None:
-        """`auto` follows what depends on the length."""
         query = {"dtype": torch.bfloat16, "head_dim": 128, "share": 4, "reduction": "max"}
         backends = Backends.of("cuda", "built", **(query | options))
         assert str(backends) == ops and why in backends.reason
-        softmax = options.get("reduction") == "softmax"
-        expected = CROSSOVER["cuda" if ops == "cuda" else "triton"]
-        assert backends.crossover == (NEVER if softmax else expected)
         for backend in ("triton", "torch"):
             asked = Backends.of(backend, "set", **(query | options))
             assert str(asked) == backend and asked.reason == "set"
-
-    def test_crossover(self) -> None:
-        """Of `auto`: no length of an int32 reaches the one that never comes."""
-        assert FIER(64).floor(NEVER) == NEVER and FIER(64).floor(CROSSOVER["torch"]) == 65
-        assert FIER(64, dense_below=0).floor(NEVER) == 65
-        assert [FIER(n).floor(16384) for n in (64, 4096, 8192)] == [16384, 16384, 32768]
-        assert 10**MAX_DIGITS < NEVER < 1 << 31
-
-    def test_crossover_by_bytes(self) -> None:
-        """Half as many bytes per entry: stock attention takes as long for twice as many."""
-        cuda = Backends.of("cuda", "built", torch.bfloat16, 128, 4, "max")
-        never = Backends.of("triton", "set", torch.bfloat16, 128, 4, "softmax")
-        assert [cuda.crossover_for(n) for n in (16384, 4096, 2048)] == [16384, 16384, 32768]
-        assert never.crossover_for(512) == NEVER
 
     def test_splits(self) -> None:
         assert splits_of(256, 1, 8) == 32

@@ -304,6 +304,7 @@ def reduced(products: Bounds, reduction: str, scaling: float) -> Bounds:
         low, exact, high = (x.amax(dim=0) for x in products)
         return low, exact, high
     if reduction == "softmax":
+        scaling /= 2  # 1-bit keys and bounds make products too large.
         totals = [(x * scaling).logsumexp(dim=1, keepdim=True) for x in reversed(products)]
         pairs = zip(products, totals, strict=True)
         low, exact, high = ((x * scaling - total).exp() for x, total in pairs)

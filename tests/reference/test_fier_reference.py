@@ -128,7 +128,7 @@ def brute_pick(
                 scores.append(sum(q * k for q, k in zip(query, copy, strict=True)))
         per_head.append(scores)
     if retrieve.reduction == "softmax":
-        weights = [[np.exp(scaling * x) for x in scores] for scores in per_head]
+        weights = [[np.exp(scaling * x / 2) for x in scores] for scores in per_head]
         per_head = [[w / sum(row) for w in row] for row in weights]
     reduce = max if retrieve.reduction == "max" else sum
     final = [reduce(column) for column in zip(*per_head, strict=True)]
@@ -385,7 +385,7 @@ def test_reductions_by_hand() -> None:
         name: fier.reduced((products,) * 3, name, 0.5)[1].tolist()
         for name in ("max", "sum", "softmax")
     }
-    one, other = (torch.tensor(row).div(2).exp() for row in ([1.0, 2, 3], [6.0, 0, 0]))
+    one, other = (torch.tensor(row).div(4).exp() for row in ([1.0, 2, 3], [6.0, 0, 0]))
     softmax = (one / one.sum() + other / other.sum()).tolist()
     assert scores == {"max": [6, 2, 3], "sum": [7, 2, 3], "softmax": pytest.approx(softmax)}
 

@@ -14,6 +14,11 @@ pages for Quest.
 import torch
 from torch import Tensor
 
+# What products are multiplied with before `reduction=softmax`. 1-bit keys lie half a group's range
+# from its middle, so that their products are about twice as large as those of the keys, and a
+# page's bounds are too large in any case (benchmarks/results/recall.json).
+SOFTMAX_FACTOR = 0.5
+
 
 def num_full_groups(num_keys: int, group: int) -> int:
     """Groups that a step with `num_keys` keys, its own included, selects from."""
@@ -64,10 +69,11 @@ def reduce_heads(scores: Tensor, num_kv_heads: int, reduction: str, scale: float
     """One score per KV head from those of the query heads that share it: (H, n) -> (G, n).
 
     reduction: `max` or `sum` of the products, or `softmax`: sum of each head's share of the softmax
-        over the n units. scale: what attention multiplies products with before its softmax.
+        of halved products over the n units. scale: what attention multiplies products with before
+        its softmax.
     """
     if reduction == "softmax":
-        scores = (scores * scale).softmax(dim=-1)
+        scores = (scores * (scale * SOFTMAX_FACTOR)).softmax(dim=-1)
     grouped = scores.unflatten(0, (num_kv_heads, -1))
     return grouped.amax(dim=1) if reduction == "max" else grouped.sum(dim=1)
 

@@ -47,6 +47,12 @@ class RetrievalLayout:
         return near.of_index(self.group, budget, self.reduction, method.dense_below)
 
     @property
+    def largest(self) -> Retrieve:
+        """The policy of the largest budget that fits, which retrieves where that pays."""
+        budget = self.max_units * self.unit
+        return self._method.of_index(self.group, budget, self.reduction, "auto")
+
+    @property
     def _method(self) -> type[Retrieve]:
         """The method with this index."""
         methods = (m for m in METHODS.values() if issubclass(m, Retrieve))

@@ -91,11 +91,11 @@ class PolicyModelState(DefaultModelState):
         self.retrieval: Retrieval | None = None
         if layout.sidecar is not None:
             self.retrieval = Retrieval(
+                settings,
                 layout.sidecar,
                 self.hooks.layers,
                 graph_modes(settings.policy, self.starts),
                 vllm_config,
-                settings.recall_every,
                 device,
             )
             self.hooks.retrieval = self.retrieval

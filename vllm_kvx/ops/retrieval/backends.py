@@ -1,4 +1,4 @@
-"""Which ops of retrieval run, CUDA, Triton or torch, and from which length on that pays."""
+"""Which ops of retrieval run: CUDA, Triton or torch."""
 
 import os
 from collections.abc import Collection
@@ -8,15 +8,6 @@ import torch
 
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
 
-# More entries than any request has; lengths on the device are int32, and so is this.
-NEVER = 1 << 30
-# Entries from which on a step is faster than with stock attention, by the backend that scores and
-# selects. Measured for one request of Llama-3.1-8B's shape on an H200
-# (benchmarks/results/h200-fier.json, for Triton h200-retrieval-ops.json). On a CPU retrieval gains
-# nothing, and every length may try it.
-CROSSOVER = {"cuda": 16384, "triton": 262_144, "torch": 0}
-# Bytes of an entry of a layer's cache in those measurements: 8 KV heads, 128 channels, 16 bits.
-_ENTRY_BYTES = 4096
 BACKENDS = ("cuda", "triton", "torch")
 BACKEND_VARIABLE = "KVX_RETRIEVAL_OPS"
 
@@ -53,13 +44,11 @@ class Backends:
     score: scores and selects; selection in CUDA reads what scoring in CUDA leaves.
     attend: attends to what is selected.
     reason: why these were chosen.
-    crossover: entries from which on retrieval pays; NEVER if it pays at no length.
     """
 
     score: str
     attend: str
     reason: str
-    crossover: int
 
     @classmethod
     def of(
@@ -89,18 +78,7 @@ class Backends:
                 score = "triton"
                 known = " or ".join(cuda_reductions)
                 reason = f"CUDA ops want reduction={known}, not {reduction}"
-        # Softmax in Triton takes two passes over the units: for one request they alone take longer
-        # than stock attention at every length measured (h200-retrieval-ops.json).
-        twice = score == "triton" and reduction == "softmax"
-        return cls(score, attend, reason, NEVER if twice else CROSSOVER[score])
-
-    def crossover_for(self, entry_bytes: int) -> int:
-        """The crossover where stock attention reads `entry_bytes` per entry of a layer.
-
-        Stock attention reads more entries in the same time where they are smaller: in an fp8 cache,
-        on one rank of several. Retrieval's time is mostly latency and is taken to be the same.
-        """
-        return min(self.crossover * max(_ENTRY_BYTES // entry_bytes, 1), NEVER)
+        return cls(score, attend, reason)
 
     def __str__(self) -> str:
         if self.score == self.attend:

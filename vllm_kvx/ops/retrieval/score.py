@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from vllm_kvx.equations.retrieval import reduce_heads
+from vllm_kvx.equations.retrieval import SOFTMAX_FACTOR, reduce_heads
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.sidecar import Sidecar
 
@@ -33,7 +33,7 @@ def score_units(
         query: (N, H, D). block_table: (B, max_blocks) int32.
         scores: (G, capacity) float32, written at each row's offset.
         stats: (R, H, splits, 2) float32, scratch of the softmax reduction.
-        scale: of the softmax reduction. splits: programs that share a row.
+        scale: of attention's softmax. splits: programs that share a row.
         has_codes: units are tokens, scored by their 1-bit codes; otherwise they are groups, scored
             by the bounds that scales and zeros give.
     """
@@ -54,7 +54,7 @@ def score_units(
         rows.offsets,
         scores,
         stats,
-        scale,
+        scale * SOFTMAX_FACTOR,
         query.stride(0),
         query.stride(1),
         sidecar.codes.stride(0),

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -15,12 +14,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_kvx.cache.kv_cache_specs import page_shape
 from vllm_kvx.indexes.table import INDEXES
-from vllm_kvx.ops.retrieval.backends import NEVER, Backends
+from vllm_kvx.ops.retrieval.crossover import crossover
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
 from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.storage import IntArray
+from vllm_kvx.settings import KVSettings
+from vllm_kvx.worker.decode.announce import announce, known
 from vllm_kvx.worker.decode.beside_stock import AttentionGroups, BesideStock
 from vllm_kvx.worker.decode.recall import RecallSampler
 from vllm_kvx.worker.decode.room import capacity_of, fits, score_bytes
@@ -37,8 +38,6 @@ from vllm_kvx.worker.decode.step import (
 )
 from vllm_kvx.worker.rows import SegmentRows
 
-logger = init_logger("vllm.kvx.retrieval")
-
 
 class Retrieval:
     """Retrieval of a server.
@@ -51,11 +50,11 @@ class Retrieval:
 
     def __init__(
         self,
+        settings: KVSettings,
         layout: RetrievalLayout,
         layers: Sequence[HookedLayer],
         graph_modes: Sequence[Modes],
         vllm_config: VllmConfig,
-        recall_every: int,
         device: torch.device,
     ) -> None:
         """graph_modes: those of the CUDA graphs, most special first."""
@@ -91,14 +90,18 @@ class Retrieval:
             dtype=cast(torch.dtype, model.dtype),
         )
         self.backends = self.scratch.backends
-        logger.info("Ops of retrieval: %s (%s)", self.backends, self.backends.reason)
         dtype = layers[0].layer.kv_cache_torch_dtype
-        entry_bytes = impl.num_kv_heads * 2 * impl.head_size * dtype.itemsize
-        self.crossover = self.backends.crossover_for(entry_bytes)
-        if self.crossover >= model.max_model_len:
-            _warn_that_auto_never_retrieves(self.backends, self.crossover, model.max_model_len)
+        self.crossover = crossover(
+            self.backends.score,
+            layout.reduction,
+            impl.num_kv_heads,
+            2 * impl.head_size * dtype.itemsize,
+        )
+        # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
+        self.policy = settings.policy.retrieve or layout.largest
+        announce(self.policy, self.crossover, self.backends, model.max_model_len)
         self.sidecars = Sidecars(index, layers, max_reqs, self.backends.score == "torch", device)
-        self.sampler = RecallSampler(recall_every, device)
+        self.sampler = RecallSampler(settings.recall_every, device)
         self.graph: Modes = (Mode.DENSE,) * num_stages
 
     def bind(self, spec: AttentionSpec, block_tables: BlockTables) -> None:
@@ -250,6 +253,9 @@ class Retrieval:
         """JSON-able figures of this rank."""
         return {
             "ops": str(self.backends),
+            "policy": str(self.policy),
+            "dense_below": known(self.policy.floor(self.crossover)),
+            "auto": known(self.crossover),
             "seconds_in_sidecar_writes": self.sidecars.timer.seconds,
             "recall": self.sampler.recall,
             "recall_samples": self.sampler.samples,
@@ -283,20 +289,3 @@ class Retrieval:
             if now.sampled:
                 scale = layer.impl.scale * scales["key_scale"]
                 self.sampler.measure(query, paged, table, rows, self.scratch, scale)
-
-
-def _warn_that_auto_never_retrieves(backends: Backends, crossover: int, max_model_len: int) -> None:
-    pays = f"from {crossover} tokens on" if crossover < NEVER else "at no length"
-    build = (
-        ", CUDA ops pay earlier than Triton ones (`python -m vllm_kvx.ops.build`)"
-        if backends.score == "triton"
-        else ""
-    )
-    logger.warning(
-        "Policies with dense_below=auto read every context of this server whole: with "
-        "these ops retrieval pays %s%s, and max_model_len is %d. To retrieve all the same, "
-        "set dense_below=<tokens> in the policy",
-        pays,
-        build,
-        max_model_len,
-    )

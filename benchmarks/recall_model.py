@@ -1,0 +1,460 @@
+"""The recall table of a real checkpoint: which reduction finds what its decode steps attend to.
+
+`python -m benchmarks.recall --model DIR`, on a GPU in about a minute, else on a CPU in float32.
+Prompts are lookups of ``vllm_kvx.evaluation`` under the checkpoint's chat template, at several
+lengths. The checkpoint answers them greedily with full attention; then
+
+- the queries of its first decode steps give `mass`, `sharp` and `overlap`, as in ``recall``, in
+  layers from the third on;
+- it is given its own answer again, and every step reads what retrieval selects. `right` is the
+  share of lookups, of those that full attention answers right, whose tokens all stay the most
+  likely ones up to the end of the asked value; `agree` the share of such tokens, of all lookups;
+  `loss` what the answer's tokens lose in log-probability, on average, in nats.
+
+The first token of an answer is the prompt's, which reads everything.
+"""
+
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.recall_data import REDUCTIONS, Key, score
+from vllm_kvx.equations import retrieval
+from vllm_kvx.evaluation.prompts import Prompt, fitted
+from vllm_kvx.evaluation.tasks.table import TASKS
+from vllm_kvx.policy.axes import DENSE_LAYERS
+
+BUDGETS = (32, 64, 128, 256, 512, 1024)
+# Method and its group or page.
+METHODS = (("fier", 32), ("fier", 64), ("fier", 128), ("quest", 16))
+# Those that answer, too.
+ANSWER_METHODS = (("fier", 32), ("fier", 128), ("quest", 16))
+METRICS = ("mass", "sharp", "overlap")
+ANSWERS = ("right", "agree", "loss")
+LOOKUPS = ("several_words", "niah_multikey_1", "niah_multivalue", "code_lookup")
+# Values of one prompt, by what was read; a list holds one value for each budget.
+Values = dict[tuple[str, int, str], dict[str, list[float]]]
+
+
+def unit_scores(
+    products: Tensor,
+    kv_heads: int,
+    first: int,
+    length: int,
+    key: tuple[str, int, str],
+    scaling: float,
+) -> Tensor:
+    """What decode steps choose units by: (G, n, units), infinity in each step's newest group.
+
+    Step i sees `first + i + 1` of `length` keys, its own the last; the others have minus infinity.
+
+    Args:
+        products: (H, n, whole units), see ``recall_data.score``. key: method, group and reduction.
+    """
+    method, group, name = key
+    rows, whole = products.shape[1:]
+    reduction, factor = REDUCTIONS[name]
+    unit = 1 if method == "fier" else group
+    # (n, 1) keys that each step sees, and of those the ones in full groups.
+    seen = first + 1 + torch.arange(rows, device=products.device)[:, None]
+    full = (seen - 1) // group * group
+    index = torch.arange(-(-length // unit), device=products.device) * unit
+    products = products.masked_fill(index[:whole] >= full, -torch.inf) * factor
+    found = retrieval.reduce_heads(products, kv_heads, reduction, scaling)
+    scores = torch.full((kv_heads, rows, len(index)), torch.inf, device=products.device)
+    scores[..., :whole] = torch.where(index[:whole] < full, found, torch.inf)
+    return scores.masked_fill(index >= seen, -torch.inf)
+
+
+def by_unit(values: Tensor, unit: int) -> Tensor:
+    """Sums of (..., N) values over units of `unit` keys; the last unit may be shorter."""
+    if unit == 1:
+        return values
+    short = -values.shape[-1] % unit
+    return torch.nn.functional.pad(values, (0, short)).unflatten(-1, (-1, unit)).sum(dim=-1)
+
+
+def measure(query: Tensor, keys: Tensor, first: int, scaling: float) -> Values:
+    """Sums of every metric over the steps and heads of a layer; the counts are of what.
+
+    query: (H, n, D). keys: (G, first + n, D); see ``unit_scores``.
+    """
+    kv_heads, length = keys.shape[:2]
+    rows = query.shape[1]
+    grouped = query.unflatten(0, (kv_heads, -1))  # (G, H / G, n, D)
+    logits = torch.einsum("ghnd,gmd->ghnm", grouped, keys) * scaling
+    seen = first + 1 + torch.arange(rows, device=keys.device)[:, None]
+    logits.masked_fill_(torch.arange(length, device=keys.device) >= seen, -torch.inf)
+    probs = logits.softmax(dim=-1)
+    is_sharp = probs.amax(dim=-1) > 0.5
+    order = probs.sum(dim=1).argsort(dim=-1, descending=True)
+    rank = order.argsort(dim=-1)
+    budgets = torch.tensor(BUDGETS, device=keys.device)
+    found: dict[tuple[str, int, str], list[Tensor]] = {}
+
+    def add(key: tuple[str, int, str], order: Tensor, unit: int) -> None:
+        """order: (G, n, units), best first."""
+        last = (budgets // unit - 1).clamp(max=order.shape[-1] - 1)
+        held = by_unit(probs, unit).gather(-1, order[:, None].expand(-1, probs.shape[1], -1, -1))
+        mass = held.cumsum(dim=-1)[..., last]  # (G, H / G, n, budgets)
+        common = []
+        for budget, of_units in zip(BUDGETS, last.tolist(), strict=True):
+            best = by_unit((rank < budget).float(), unit).gather(-1, order)
+            common.append(best[..., : of_units + 1].sum() / budget)
+        found[key] = [mass.sum((0, 1, 2)), mass[is_sharp].sum(0), torch.stack(common)]
+
+    add(("exact", 1, "sum"), order, 1)
+    for method, group in METHODS:
+        products = score(query.flatten(0, 1), keys, method, group).unflatten(0, query.shape[:2])
+        for name in REDUCTIONS:
+            key = method, group, name
+            scores = unit_scores(products, kv_heads, first, length, key, scaling)
+            best = scores.argsort(dim=-1, descending=True, stable=True)
+            add(key, best, 1 if method == "fier" else group)
+    sums = torch.stack([torch.stack(values) for values in found.values()]).tolist()
+    counts = {
+        "count": [float(is_sharp.numel())],
+        "sharp_count": [float(is_sharp.sum())],
+        "overlap_count": [float(kv_heads * rows)],
+    }
+    return {
+        key: dict(zip(METRICS, values, strict=True)) | counts
+        for key, values in zip(found, sums, strict=True)
+    }
+
+
+class Model:
+    """A checkpoint whose attention is recorded, or reads what retrieval selects."""
+
+    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        loader: Any = AutoModelForCausalLM  # its type knows nothing of `dtype`
+        self.model = loader.from_pretrained(path, dtype=dtype).eval().to(device)
+        AttentionInterface.register("recall_model", self._attention)
+        self.model.set_attn_implementation("recall_model")
+        # What runs in a layer: (layer, queries, keys, values, scaling) -> output.
+        self._run: Callable[..., Tensor] = self._prompt
+        # By layer (G, N, D): the prompt's, and after them those of the answer that is decoded.
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.queries: dict[int, list[Tensor]] = defaultdict(list)
+        self.length = 0  # tokens of the prompt
+        self._readings: Sequence[Key | None] = ()
+
+    @property
+    def layers(self) -> range:
+        """Those that retrieve."""
+        return range(DENSE_LAYERS, len(self.model.model.layers))
+
+    def scaling(self, layer: int) -> float:
+        return float(self.model.model.layers[layer].self_attn.scaling)
+
+    @torch.no_grad()
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The greedy answer with full attention, without its end; the last token runs, too."""
+        self.length = len(prompt)
+        self.queries.clear()
+        self._run = self._prompt
+        token = self._next([list(prompt)], 0)
+        self._run = self._decode
+        ends = self.model.generation_config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        ends.add(self.tokenizer.eos_token_id)
+        tokens: list[int] = []
+        while token not in ends and len(tokens) < max_tokens:
+            tokens.append(token)
+            token = self._next([[token]], self.length + len(tokens) - 1)
+        return tokens
+
+    @torch.no_grad()
+    def read(self, tokens: Sequence[int], readings: Sequence[Key | None]) -> tuple[Tensor, Tensor]:
+        """The answer again, whose steps read what `readings` select; None is everything.
+
+        Returns:
+            (B, n - 1) bool, whether each next token is the most likely one, and (B, n - 1), its
+            log-probability.
+        """
+        self._run, self._readings = self._read, readings
+        for kept in (self.keys, self.values):
+            for layer, entries in kept.items():
+                kept[layer] = entries[:, : self.length]
+        logits = self._logits([list(tokens[:-1])] * len(readings), self.length, len(tokens) - 1)
+        wanted = torch.tensor(tokens[1:], device=self.device)
+        right, likely = [], []
+        for of_reading in logits:
+            right.append(of_reading.argmax(dim=-1) == wanted)
+            of_reading = of_reading.float().log_softmax(dim=-1)
+            likely.append(of_reading.gather(-1, wanted[:, None])[:, 0])
+        return torch.stack(right).cpu(), torch.stack(likely).cpu()
+
+    def _logits(self, ids: list[list[int]], start: int, keep: int) -> Tensor:
+        tokens = torch.tensor(ids, device=self.device)
+        positions = torch.arange(start, start + tokens.shape[1], device=self.device)[None]
+        out = self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+        return out.logits
+
+    def _next(self, ids: list[list[int]], start: int) -> int:
+        return int(self._logits(ids, start, 1)[0, -1].argmax())
+
+    def _attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kw: Any) -> Any:
+        out = self._run(module.layer_idx, q, k, v, kw["scaling"])
+        return out.transpose(1, 2).to(q.dtype), None
+
+    def _prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        self.keys[layer], self.values[layer] = k[0], v[0]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True)
+
+    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        self.queries[layer].append(q[0])
+        self.keys[layer] = torch.cat([self.keys[layer], k[0]], dim=1)
+        self.values[layer] = torch.cat([self.values[layer], v[0]], dim=1)
+        return _attend(q[0], self.keys[layer], self.values[layer], self._causal(1), scaling)[None]
+
+    def _read(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        keys, values = self.keys[layer].float(), self.values[layer].float()
+        causal = self._causal(q.shape[2], self.length)
+        seen = [causal] * len(self._readings)
+        if layer >= DENSE_LAYERS:
+            for b, reads in self._selected(q.float(), k.float(), keys, scaling):
+                seen[b] = causal & reads
+        out = torch.empty_like(q)
+        for b, of_reading in enumerate(seen):
+            every_key = torch.cat([keys, k[b].float()], dim=1)
+            every_value = torch.cat([values, v[b].float()], dim=1)
+            out[b] = _attend(q[b].float(), every_key, every_value, of_reading, scaling)
+        return out
+
+    def _selected(
+        self, query: Tensor, own: Tensor, keys: Tensor, scaling: float
+    ) -> Iterator[tuple[int, Tensor]]:
+        """By sequence (G, n, N + n) bool: what its steps read, and perhaps more than they see.
+
+        query: (B, H, n, D). own: (B, G, n, D), keys of the steps. keys: (G, N, D), the prompt's.
+        """
+        shape, (kv_heads, length) = query.shape, keys.shape[:2]
+        for method, group in ANSWER_METHODS:
+            mine = [b for b, key in enumerate(self._readings) if key and key[:2] == (method, group)]
+            whole = length // group * group
+            earlier = query[mine].transpose(0, 1).flatten(0, 2)  # (H * b * n, D)
+            earlier = score(earlier, keys[:, :whole], method, group)
+            earlier = earlier.unflatten(0, (shape[1], len(mine), shape[2]))
+            for i, b in enumerate(mine):
+                key = self._readings[b]
+                assert key is not None
+                # Groups that the answer fills are quantised with its own keys.
+                last = torch.cat([keys[:, whole:], own[b]], dim=1)
+                later = score(query[b].flatten(0, 1), last, method, group)
+                products = torch.cat([earlier[:, i], later.unflatten(0, shape[1:3])], dim=-1)
+                total = length + shape[2]
+                scores = unit_scores(products, kv_heads, length, total, key[:3], scaling)
+                unit = 1 if method == "fier" else group
+                best = scores.topk(min(key[3] // unit, scores.shape[-1]), dim=-1).indices
+                reads = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+                yield b, reads.repeat_interleave(unit, dim=-1)[..., :total]
+
+    def _causal(self, rows: int, first: int | None = None) -> Tensor:
+        """(1, n, N) bool, what the last `rows` steps see; the newest key is the last one's."""
+        if first is None:
+            return torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
+        index = torch.arange(first + rows, device=self.device)
+        return (index <= index[first:, None])[None]
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float) -> Tensor:
+    """Attention (H, n, D) of query (H, n, D) to those of keys (G, N, D) that are `seen`."""
+    rows = query.shape[1]
+    grouped = query.unflatten(0, (len(keys), -1)).flatten(1, 2)  # (G, H / G * n, D)
+    logits = (grouped.float() @ keys.float().mT).unflatten(1, (-1, rows)) * scaling
+    probs = logits.masked_fill_(~seen[:, None], -torch.inf).softmax(dim=-1)
+    out = probs.flatten(1, 2) @ values.float()
+    return out.unflatten(1, (-1, rows)).flatten(0, 1)
+
+
+def readings() -> list[Key | None]:
+    """What answers are read by; a group larger than the budget is no policy."""
+    every = product(ANSWER_METHODS, REDUCTIONS, BUDGETS)
+    return [None, *((*m, name, budget) for m, name, budget in every if m[1] <= budget)]
+
+
+def cut(tokens: list[int], prompt: Prompt, model: Model, task: str) -> tuple[list[int], float]:
+    """The tokens up to the end of what scores, at least two, and the score; all if none does."""
+
+    def scored(count: int) -> float:
+        text = model.tokenizer.decode(tokens[:count], skip_special_tokens=True)
+        return TASKS[task].score(text, prompt.sample)
+
+    best = scored(len(tokens))
+    if not best:
+        return tokens, best
+    needed = next((n for n in range(2, len(tokens)) if scored(n) >= best), len(tokens))
+    return tokens[:needed], best
+
+
+def prompts_of(args: Namespace, model: Model) -> Iterator[tuple[int, str, Prompt]]:
+    """Length asked for, task and prompt; tasks take turns, and then lengths."""
+    tasks = args.tasks
+    for number in range(args.prompts):
+        length = args.lengths[number // len(tasks) % len(args.lengths)]
+        task = tasks[number % len(tasks)]
+        seed = f"recall {number} {task}"
+        yield length, task, fitted(TASKS[task], seed, length, model.tokenizer)
+
+
+def one_prompt(model: Model, prompt: Prompt, task: str, steps: int) -> dict[str, Any] | None:
+    """What a prompt shows; None if the model says nothing."""
+    tokens = model.answer(prompt.token_ids, min(TASKS[task].max_tokens, 48))
+    if len(tokens) < 2:
+        return None
+    answer, points = cut(tokens, prompt, model, task)
+    count = min(steps, len(answer))
+    total: dict[tuple[str, int, str], dict[str, Tensor]] = {}
+    for layer in model.layers:
+        query = torch.cat(model.queries[layer][:count], dim=1).float()
+        keys = model.keys[layer][:, : model.length + count].float()
+        for key, sums in measure(query, keys, model.length, model.scaling(layer)).items():
+            mine = total.setdefault(key, {})
+            for name, values in sums.items():
+                mine[name] = mine.get(name, torch.zeros(())) + torch.tensor(values)
+    right, likely = model.read(answer, readings())
+    return {
+        "task": task,
+        "tokens": model.length,
+        "answer": len(answer),
+        "score": points,
+        "metrics": total,
+        "right": right,
+        "likely": likely,
+    }
+
+
+def means(found: dict[str, Any]) -> dict[tuple[str, int, str, int], dict[str, float]]:
+    """One prompt's value of everything that it has values of, by what was read."""
+    values: dict[tuple[str, int, str, int], dict[str, float]] = defaultdict(dict)
+    for key, sums in found["metrics"].items():
+        for i, budget in enumerate(BUDGETS):
+            if key[0] == "fier" and key[1] > budget:
+                continue
+            at = values[*key, budget]
+            at["mass"] = float(sums["mass"][i] / sums["count"][0])
+            at["overlap"] = float(sums["overlap"][i] / sums["overlap_count"][0])
+            if sums["sharp_count"][0]:
+                at["sharp"] = float(sums["sharp"][i] / sums["sharp_count"][0])
+    full, *others = range(len(found["right"]))
+    for b, reading in zip(others, readings()[1:], strict=True):
+        assert reading is not None
+        right = found["right"][b]
+        at = values[reading]
+        at["agree"] = float(right.float().mean())
+        at["loss"] = float((found["likely"][full] - found["likely"][b]).mean())
+        if found["score"] == 1:
+            at["right"] = float(right.all())
+    return values
+
+
+def summarise(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each method and reduction: means over prompts by budget.
+
+    `mass_to_max` and the like are paired: the mean difference and its standard error.
+    """
+    prompts = [means(one) for one in found]
+    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for key in prompts[0] if prompts else ():
+        method, group, reduction, budget = key
+        row = rows.setdefault(key[:3], {"method": method, "group": group, "reduction": reduction})
+        for metric in (*METRICS, *ANSWERS):
+            mine = [one[key][metric] for one in prompts if metric in one[key]]
+            if not mine:
+                continue
+            row.setdefault(metric, {})[str(budget)] = round(statistics.mean(mine), 5)
+            base = (method, group, "max", budget)
+            if reduction == "max" or base not in prompts[0] or len(mine) < 2:
+                continue
+            apart = [o[key][metric] - o[base][metric] for o in prompts if metric in o[key]]
+            error = statistics.stdev(apart) / len(apart) ** 0.5
+            difference = [round(statistics.mean(apart), 5), round(error, 5)]
+            row.setdefault(f"{metric}_to_max", {})[str(budget)] = difference
+    return list(rows.values())
+
+
+def table(data: dict[str, Any]) -> str:
+    """Markdown: every metric, by method, reduction and budget, over all lengths."""
+    lines = []
+    for metric in (*METRICS, *ANSWERS):
+        lines.append(f"### {metric}, {'nats' if metric == 'loss' else '%'}\n")
+        lines.append(f"| read | {' | '.join(map(str, BUDGETS))} |")
+        lines.append("|---" * (1 + len(BUDGETS)) + "|")
+        for row in data["all"]["rows"]:
+            if metric not in row:
+                continue
+            name = f"{row['method']} {row['group']}, {row['reduction']}"
+            scale, digits = (1, 3) if metric == "loss" else (100, 1)
+            cells = [row[metric].get(str(budget)) for budget in BUDGETS]
+            text = " | ".join("-" if c is None else f"{scale * c:.{digits}f}" for c in cells)
+            lines.append(f"| {name} | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Those of a real checkpoint."""
+    add = parser.add_argument
+    add("--model", type=Path, help="the folder of a checkpoint: measures it, and nothing else")
+    add("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="of its prompts")
+    add("--tasks", nargs="+", choices=sorted(TASKS), default=LOOKUPS, metavar="TASK")
+    add("--steps", type=int, default=8, help="decode steps of a prompt that are measured")
+    add("--time-limit", type=float, default=600, help="seconds: prompts beyond them are left out")
+
+
+def run(args: Namespace, about: dict[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
+    """The results of a checkpoint, fit for JSON."""
+    began = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # What runs is small: with more they mostly wait for one another.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = Model(args.model, device, dtype)
+    config = model.model.config
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for number, (length, task, prompt) in enumerate(prompts_of(args, model)):
+        one = one_prompt(model, prompt, task, args.steps)
+        if one is not None:
+            found["all"].append(one)
+            found[str(length)].append(one)
+        elapsed = time.monotonic() - began
+        log(f"{args.model.name}: prompt {number + 1} of {args.prompts}, {elapsed:.0f} s")
+        if elapsed > args.time_limit:
+            break
+    return about | {
+        "model": args.model.name,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "layers": len(model.model.model.layers),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "dtype": str(dtype).removeprefix("torch."),
+        "prompts": [
+            {key: one[key] for key in ("task", "tokens", "answer", "score")} for one in found["all"]
+        ],
+        "data": {
+            length: {
+                "samples": len(some),
+                "answered_right": sum(one["score"] == 1 for one in some),
+                "full_agrees": statistics.mean(
+                    float(one["right"][0].float().mean()) for one in some
+                ),
+                "rows": summarise(some),
+            }
+            for length, some in found.items()
+        },
+        "seconds": round(time.monotonic() - began, 1),
+    }

@@ -1,0 +1,61 @@
+"""What a server says at start about from which length on it retrieves."""
+
+import logging
+
+import pytest
+import torch
+
+from vllm_kvx.ops.retrieval.backends import Backends
+from vllm_kvx.ops.retrieval.crossover import NEVER
+from vllm_kvx.policy.layout import RetrievalLayout
+from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.methods.quest import Quest
+from vllm_kvx.worker.decode.announce import announce, known, logger
+
+
+def said(
+    monkeypatch: pytest.MonkeyPatch, policy: FIER, crossover: int, backend: str = "cuda"
+) -> tuple[str, str]:
+    """The line and the warning, empty if there is none, of a server of 32,768 tokens."""
+    lines = {"info": "", "warning": ""}
+    for level in lines:
+        monkeypatch.setattr(
+            logger, level, lambda text, *args, level=level: lines.update({level: text % args})
+        )
+    ops = Backends.of(backend, "it is built", torch.bfloat16, 128, 4, "max")
+    announce(policy, crossover, ops, 32768)
+    assert logger.level in (logging.NOTSET, logging.INFO)
+    return lines["info"], lines["warning"]
+
+
+def test_length_and_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, warning = said(monkeypatch, FIER(2048), 16384)
+    assert line == (
+        "Retrieval: fier-2048 reads parts of contexts from 16384 tokens on, and shorter ones whole "
+        "(dense_below=auto); ops: cuda (it is built)"
+    )
+    assert not warning
+    line, warning = said(monkeypatch, FIER(256, dense_below=0), NEVER)
+    assert "from 257 tokens on" in line and "(dense_below=0)" in line and not warning
+    assert not said(monkeypatch, FIER(64), 32768)[1]
+
+
+def test_a_server_that_never_retrieves(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, warning = said(monkeypatch, FIER(512), 65536)
+    assert "from 65536 tokens on" in line and "max_model_len is 32768" in warning
+    assert "retrieves from 65536 tokens on. To retrieve" in warning and "=<tokens>" in warning
+    line, warning = said(monkeypatch, FIER(512), NEVER, "triton")
+    assert "of no length" in line and "at no length; CUDA ops pay earlier" in warning
+    # Not the ops' doing.
+    warning = said(monkeypatch, FIER(512, dense_below=40000), 16384, "triton")[1]
+    assert "from 40000 tokens on. To retrieve" in warning
+
+
+def test_servers_whose_own_policy_does_not_retrieve() -> None:
+    """The layout answers for its policies: the largest budget waits for the longest contexts."""
+    assert RetrievalLayout.of(FIER(200, 64, "sum", 9)).largest == FIER(200, 64, "sum")
+    assert RetrievalLayout.of(Quest(128, 16)).largest == Quest(128, 16)
+
+
+def test_lengths_in_json() -> None:
+    assert known(7) == 7 and known(NEVER) is None

@@ -1,0 +1,47 @@
+"""What a server says at start about its retrieval: which ops run, and from which length on."""
+
+from vllm.logger import init_logger
+
+from vllm_kvx.ops.retrieval.backends import Backends
+from vllm_kvx.ops.retrieval.crossover import NEVER
+from vllm_kvx.policy.axes import Retrieve
+
+logger = init_logger("vllm.kvx.retrieval")
+
+
+def announce(policy: Retrieve, crossover: int, backends: Backends, max_model_len: int) -> None:
+    """Logs what `policy` reads on this machine; warns if it reads every context whole.
+
+    crossover: from where on retrieval pays here. backends: the ops that run.
+    """
+    floor = policy.floor(crossover)
+    begins = f"from {floor} tokens on, and shorter ones whole" if floor < NEVER else "of no length"
+    logger.info(
+        "Retrieval: %s reads parts of contexts %s (dense_below=%s); ops: %s (%s)",
+        policy,
+        begins,
+        policy.dense_below,
+        backends,
+        backends.reason,
+    )
+    if floor <= max_model_len:
+        return
+    build = (
+        "; CUDA ops pay earlier than Triton ones (`python -m vllm_kvx.ops.build`)"
+        if backends.score == "triton" and policy.dense_below == "auto"
+        else ""
+    )
+    logger.warning(
+        "%s reads every context of this server whole, as full does: max_model_len is %d, and with "
+        "these ops and this model it retrieves %s%s. To retrieve all the same, set "
+        "dense_below=<tokens> in the policy, or 0",
+        policy,
+        max_model_len,
+        f"from {floor} tokens on" if floor < NEVER else "at no length",
+        build,
+    )
+
+
+def known(entries: int) -> int | None:
+    """A length for JSON; None if it is never reached."""
+    return entries if entries < NEVER else None
