@@ -70,7 +70,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.Monk
         return opened(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "open", no_space)
-    with pytest.raises(ToolError, match="No space left on device. What is done is kept"):
+    with pytest.raises(ToolError, match=r"No space left on device\. What is done is kept"):
         store.add([answer(1)])
     monkeypatch.undo()
     assert list(Store(tmp_path, FACTS)) == [answer(0)]
