@@ -58,6 +58,15 @@ VALID = {
         "structkv:pivot=0,granularity=block",
         KVPolicy.of([StructKV(0, granularity="block")]),
     ),
+    "structkv:heads=own": ("structkv", KVPolicy.of([StructKV()])),
+    "structkv:pivot=online,heads=shared": (
+        "structkv:pivot=online,heads=shared",
+        KVPolicy.of([StructKV("online", heads="shared")]),
+    ),
+    "structkv:pivot=0,granularity=block,heads=shared": (
+        "structkv:pivot=0,granularity=block",
+        KVPolicy.of([StructKV(0, granularity="block")]),
+    ),
     "structkv:struct_rate=1": ("structkv:struct_rate=1", KVPolicy(retain=StructKV(struct_rate=1))),
     "structkv:entropy_weight=0": (
         "structkv:entropy_weight=0",
@@ -181,6 +190,8 @@ INVALID = {
     "structkv:pivot=online,kv_rate=0.3": ["pivot=online needs kv_rate <= struct_rate"],
     "structkv:min_layer=3": ["have effect with pivot=online and"],
     "structkv:granularity=block,pivot=online": ["pivot=online cannot be had", "pivot=<int>"],
+    "structkv:heads=each": ["heads must be one of own, shared, got 'each'"],
+    "structkv:granularity=block,heads=own": ["leave out heads=own or use granularity=token"],
     "structkv:entropy_weight=2": ["entropy_weight must be a number in [0, 1], got 2"],
     "structkv:entropy_weight=0,sparsity_weight=0,variance_weight=0": ["must be above 0"],
     "streamingllm:sinks=0": ["sinks must be an integer of at least 1, got 0"],
@@ -398,10 +409,12 @@ COMPOSED = {
         "chosen by data: compose it with speed-K, or retain with snapkv",
     ],
     "structkv:pivot=3,kv_rate=1+streamingllm": ["goes by position", "compose it with speed-K"],
-    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1": [
-        "fastkv:kv_rate=1 and structkv:pivot=3,struct_rate=1 score keys differently",
+    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1,heads=shared": [
+        "fastkv:kv_rate=1 and structkv:pivot=3,struct_rate=1,heads=shared score keys differently",
         "use structkv's own struct_rate and kv_rate, or retain with snapkv",
     ],
+    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1": ["by different windows or kernels"],
+    "fastkv:tsp_layer=3,kv_rate=1,kernel=1+structkv:pivot=3,struct_rate=1": [],
     "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1,granularity=block": ["keys differently"],
     "fastkv:tsp_layer=3,kv_rate=1+snapkv:window=4": [
         "fastkv:kv_rate=1,tsp_layer=3 and snapkv:window=4 score keys by different windows",

@@ -2,7 +2,8 @@
 
 Layers up to the pivot run the whole prompt and add up how much its last queries attend to each key.
 The most central tokens run through the layers above, at the positions they had. Every layer then
-retains tokens by its own saliency, or every side of the pivot retains whole blocks by centrality.
+retains tokens by its own saliency, each KV head for itself or one set for all heads, or every side
+of the pivot retains whole blocks by centrality.
 Equation numbers are the paper's.
 """
 
@@ -33,10 +34,13 @@ class Struct:
     window: int = 8
     decay: float = 0.9
     block_size: int | None = None  # tokens of a block where whole blocks are retained
+    heads: str = "own"  # or "shared": one set for all heads of a layer (Eq. 13), as blocks are
 
     def __post_init__(self) -> None:
         if self.window < 1 or (self.block_size is not None and self.block_size < 1):
             raise ValueError(f"window={self.window}, block_size={self.block_size} must be >= 1")
+        if self.heads not in ("own", "shared"):
+            raise ValueError(f"heads={self.heads} must be own or shared")
         for rate in (self.struct_rate, self.kv_rate, self.decay):
             if not 0 < rate <= 1:
                 raise ValueError(f"{self}: rates and decay must be in (0, 1]")
@@ -90,11 +94,13 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
     hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
-    saliencies = []  # by layer, of the rows before the window
+    # By layer, of the rows before the window: of all heads together, and of each KV head.
+    saliencies, by_head = [], []
     for index, layer in enumerate(layers):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
         context.stored.append((key, value))
         saliencies.append(local_saliency(probs, window))
+        by_head.append([local_saliency(group, window) for group in probs.chunk(key.shape[0])])
         if index == struct.pivot:
             lower = upper = reduce(lambda c, s: struct.decay * c + s, saliencies)  # Eq. 3
             if index < len(layers) - 1 and total > most:
@@ -108,12 +114,19 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
         above = index > struct.pivot
         computed = torch.tensor(context.propagated) if above else torch.arange(total)
         if struct.block_size is not None:
-            rows, slack = retain_blocks(upper if above else lower, len(computed), total, struct)
+            each = [retain_blocks(upper if above else lower, len(computed), total, struct)]
+        elif struct.heads == "shared":
+            each = [retain_rows(saliencies[index], len(computed), total, struct)]
         else:
-            rows, slack = retain_rows(saliencies[index], len(computed), total, struct)
-        context.slack = min(context.slack, slack)
-        context.retained.append([computed[rows].tolist()] * key.shape[0])
-        context.stored[index] = key[:, rows], value[:, rows]
+            each = [retain_rows(head, len(computed), total, struct) for head in by_head[index]]
+        if len(each) == 1:
+            each *= key.shape[0]
+        context.slack = min(context.slack, *(slack for _, slack in each))
+        context.retained.append([computed[rows].tolist() for rows, _ in each])
+        context.stored[index] = tuple(
+            torch.stack([head[rows] for head, (rows, _) in zip(cache, each, strict=True)])
+            for cache in (key, value)
+        )
     return context, log_softmax(model, hidden[-1:])
 
 
@@ -127,7 +140,10 @@ def local_saliency(probs: Tensor, window: int) -> Tensor:
 def retain_rows(
     saliency: Tensor, count: int, prompt_len: int, struct: Struct
 ) -> tuple[Tensor, float]:
-    """Which of `count` rows a layer retains (Eq. 13), int64 ascending, and the choice's slack."""
+    """Which of `count` rows are retained by a saliency, int64 ascending, and the choice's slack.
+
+    saliency: of the rows before the window, of a layer (Eq. 13) or of one KV head.
+    """
     cap = struct.cap(prompt_len)
     if count <= cap:
         return torch.arange(count), float("inf")

@@ -168,7 +168,7 @@ def _struct_name(policy: Struct, pivot: str | None = None) -> str:
         f"structkv:pivot={policy.pivot if pivot is None else pivot},"
         f"struct_rate={policy.struct_rate},kv_rate={policy.kv_rate},"
         f"window={policy.window},decay={policy.decay}"
-        + (",granularity=block" if policy.block_size else "")
+        + (",granularity=block" if policy.block_size else f",heads={policy.heads}")
     )
 
 

@@ -16,7 +16,7 @@ from vllm_kvx.policy.axes import (
     share_of,
 )
 from vllm_kvx.policy.methods.snapkv import MAX_WINDOW
-from vllm_kvx.policy.parameters import PolicyError, choice, integer, rate, weight
+from vllm_kvx.policy.parameters import PolicyError, choice, integer, optional, rate, weight
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class StructKV(Propagate, Retain):
 
     Layers 0..pivot process all N prompt tokens and add up centrality, `C = decay * C + S` (Eq. 3);
     later layers process the `max(int(N * struct_rate), window)` most central tokens. Each layer
-    retains `max(int(N * kv_rate), window)` entries by its own saliency S (Eq. 2, 13). The rates are
-    independent: struct_rate = 1 only retains, kv_rate = 1 only propagates.
+    retains `max(int(N * kv_rate), window)` entries by its own saliency S (Eq. 2), each KV head its
+    own or all heads the same (Eq. 13). The rates are independent: struct_rate = 1 only retains,
+    kv_rate = 1 only propagates.
 
     pivot: the last layer that processes every token: `calibrated` (default; measured before
         serving by Eq. 4-9), `online` (found within the pass) or a layer counted from 0.
@@ -35,6 +36,9 @@ class StructKV(Propagate, Retain):
     min_layer, max_layer: with pivot=online, where the rule first looks and where it ends (default
         auto: a quarter and half of the depth).
     granularity: `token` (default), or `block` to keep whole blocks without copying.
+    heads: `own` (default): each KV head keeps the entries that its own query heads attend to;
+        `shared`: all heads of a layer keep the same ones, as in the paper (Eq. 13). Whole blocks
+        are shared by nature.
     window: last prompt tokens, whose queries score the keys and which always stay (default
         8, at most 64).
     decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
@@ -49,6 +53,7 @@ class StructKV(Propagate, Retain):
     struct_rate: float = rate(0.2)
     kv_rate: float = rate(0.1)
     granularity: str = choice("token", ("token", "block"))
+    heads: str | None = optional(choice("own", ("own", "shared")))
     window: int = integer(8, at_most=MAX_WINDOW)
     decay: float = rate(0.9)
     entropy_weight: float = weight(0.2)
@@ -59,6 +64,14 @@ class StructKV(Propagate, Retain):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.unit == "block" and self.heads == "own":
+            raise PolicyError(
+                "structkv: granularity=block keeps whole blocks, which hold the entries of all "
+                "heads; leave out heads=own or use granularity=token"
+            )
+        # Blocks leave no choice, so that there is one name for them.
+        heads = None if self.unit == "block" else self.heads or "own"
+        object.__setattr__(self, "heads", heads)
         if self.pivot == "online" and self.granularity == "block":
             raise PolicyError(
                 "structkv: pivot=online cannot be had with granularity=block, whose KV groups are "
@@ -157,7 +170,8 @@ class StructKV(Propagate, Retain):
     @property
     def keeps_by(self) -> ScoreSpec:
         decay = self.decay if self.unit == "block" else None
-        return ScoreSpec("window_attention", self.window, over_heads=True, decay=decay)
+        over_heads = self.heads != "own"
+        return ScoreSpec("window_attention", self.window, over_heads=over_heads, decay=decay)
 
     @property
     def unit(self) -> Literal["entry", "block"]:
