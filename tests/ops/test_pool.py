@@ -17,11 +17,17 @@ def pooled_of(scores: Tensor, kv_heads: int, sizes: tuple[Tensor, ...]) -> Tenso
     total = int(offsets[-1])
     padded = torch.full((scores.shape[0], total + UNUSED), float("nan"), device=scores.device)
     padded[:, :total] = scores
+    unpooled = torch.full((kv_heads, total + UNUSED), float("nan"), device=scores.device)
     with poisoned_outputs():
-        pooled = pool_per_kv_head(
-            padded, kv_heads, num_keys, windows, offsets, kernels, int(num_keys.max())
-        )
-    assert pooled[:, total:].isnan().all(), "wrote past the batch"
+        arguments = padded, kv_heads, num_keys, windows, offsets, kernels, int(num_keys.max())
+        pooled = pool_per_kv_head(*arguments, unpooled)
+        alone = pool_per_kv_head(*arguments)
+    assert torch.equal(alone[:, :total], pooled[:, :total])
+    ones = torch.ones_like(kernels)
+    single = pool_per_kv_head_reference(scores, kv_heads, num_keys, windows, offsets, ones)
+    assert torch.equal(unpooled[:, :total], single)
+    for each in (pooled, unpooled, alone):
+        assert each[:, total:].isnan().all(), "wrote past the batch"
     return pooled[:, :total]
 
 

@@ -137,8 +137,10 @@ def prefill(model: PreTrainedModel, prompt: list[int], keep: Keep) -> tuple[Cont
 
         most = max(int(total * keep.tsp_rate), keep.window)
         if index == keep.tsp_layer and index < len(layers) - 1 and total > most:
-            scores = saliency(probs, 1, keep.window, keep.kernel)
-            chosen, slack = top(scores[0], most - keep.window, keep.window)
+            (scores,), (unpooled,) = (
+                saliency(probs, 1, keep.window, width) for width in (keep.kernel, 1)
+            )
+            chosen, slack = top(scores, most - keep.window, keep.window, unpooled)
             context.slack = min(context.slack, slack)
             hidden, positions = hidden[chosen], positions[chosen]
             context.propagated = positions.tolist()
@@ -209,9 +211,12 @@ def retain(
     cap = keep.cap(prompt_len)
     if len(rows) <= cap:
         return rows.expand(kv_heads, -1), float("inf")
-    scores = saliency(probs, kv_heads, keep.window, keep.kernel)
+    scores, unpooled = (
+        saliency(probs, kv_heads, keep.window, width) for width in (keep.kernel, 1)
+    )
+    heads = zip(scores, unpooled, strict=True)
     chosen, slacks = zip(
-        *(top(head, cap - keep.window, keep.window) for head in scores), strict=True
+        *(top(head, cap - keep.window, keep.window, peaks) for head, peaks in heads), strict=True
     )
     return torch.stack(chosen), min(slacks)
 
@@ -228,13 +233,26 @@ def saliency(probs: Tensor, kv_heads: int, window: int, kernel: int) -> Tensor:
     return torch.stack([reduce(torch.add, group) for group in pooled.chunk(kv_heads)])
 
 
-def top(scores: Tensor, count: int, window: int) -> tuple[Tensor, float]:
-    """The `count` best of scores (n,), lower first among equals, and the `window` rows after them.
+def top(
+    scores: Tensor, count: int, window: int, unpooled: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """The `count` best of scores (n,), and the `window` rows after them.
+
+    Among equals the highest `unpooled` (n,) first, if it is given, then the lowest row.
 
     Returns rows (count + window,) int64 ascending, and the relative gap at the edge. Where the edge
-    lies among equals, the gap is that to the nearest other score: crossing it moves the edge.
+    lies among equals, the gap is that to the nearest other score: crossing it moves the edge; or
+    the smaller gap of their unpooled scores.
     """
     order = scores.argsort(descending=True, stable=True)
+    among = float("inf")
+    if unpooled is not None and 0 < count < len(scores):
+        equal = scores == scores[order[count - 1]]
+        sure = int((scores > scores[order[count - 1]]).sum())
+        ties = equal.nonzero()[:, 0]
+        _, among = top(unpooled[ties], count - sure, 0)
+        ranked = ties[unpooled[ties].argsort(descending=True, stable=True)]
+        order = torch.cat([order[:sure], ranked, order[sure + len(ties) :]])
     kept, dropped = scores[order[:count]], scores[order[count:]]
     slack = float("inf")
     if len(kept) and len(dropped):
@@ -244,6 +262,7 @@ def top(scores: Tensor, count: int, window: int) -> tuple[Tensor, float]:
             pairs = [(a, last) for a in kept[kept > last][-1:]]
             pairs += [(last, b) for b in dropped[dropped < last][:1]]
         slack = min((float((a - b) / a) for a, b in pairs), default=slack)
+    slack = min(slack, among)
     tail = torch.arange(len(scores), len(scores) + window)
     return torch.cat([order[:count].sort().values, tail]), slack
 

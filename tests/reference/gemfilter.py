@@ -75,5 +75,5 @@ def select(model: PreTrainedModel, hidden: Tensor, gem: Filter) -> tuple[Tensor,
         return positions, float("inf")
     for layer in layers[: gem.layer + 1]:
         hidden, _, _, probs = block(model, layer, hidden, positions, None)
-    scores = saliency(probs, 1, gem.window, gem.kernel)
-    return top(scores[0], most - gem.window, gem.window)
+    (scores,), (unpooled,) = (saliency(probs, 1, gem.window, width) for width in (gem.kernel, 1))
+    return top(scores, most - gem.window, gem.window, unpooled)

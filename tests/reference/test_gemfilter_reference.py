@@ -57,7 +57,8 @@ def test_brute_force(model: PreTrainedModel, gem: Filter) -> None:
     result = gemfilter.score(model, prompt, GENERATED, gem)
     probs = masked(model, prompt).probs[gem.layer]
     scores = pooled(probs, range(heads), exist, gem.window, gem.kernel)
-    chosen = best(scores, int(30 * gem.rate) - gem.window) + exist[-gem.window :]
+    unpooled = pooled(probs, range(heads), exist, gem.window, 1)
+    chosen = best(scores, int(30 * gem.rate) - gem.window, unpooled) + exist[-gem.window :]
     assert len(chosen) == int(30 * gem.rate)
     assert result.slack > SAFE and result.propagated == chosen
     retained = [[chosen] * model.config.num_key_value_heads] * LAYERS

@@ -306,14 +306,22 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         return saliency.window_saliency_reference(*sizes, scale, key_scale)  # type: ignore[call-arg]
 
     def pool_per_kv_head(*args: Any) -> Tensor:
-        return pool.pool_per_kv_head_reference(*args[:-1])
+        *args, _, unpooled = args
+        if unpooled is not None:
+            ones = torch.ones_like(args[-1])
+            summed = pool.pool_per_kv_head_reference(*args[:-1], ones)
+            unpooled[:, : summed.shape[1]] = summed
+        return pool.pool_per_kv_head_reference(*args)
 
-    def select_kept(scores: Tensor, *args: Any) -> Tensor:
-        return torch.cat(select.select_kept_reference(scores, *args[:4]), dim=1).int()
+    def select_kept(scores: Tensor, *args: Any, unpooled: Tensor | None = None) -> Tensor:
+        kept = select.select_kept_reference(scores, *args[:4], unpooled)
+        return torch.cat(kept, dim=1).int()
 
-    def select_moves(scores: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def select_moves(
+        scores: Tensor, *args: Any, unpooled: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         *sizes, offsets, total = args
-        moves = select.select_moves_reference(scores, *sizes)
+        moves = select.select_moves_reference(scores, *sizes, unpooled)
         sources = torch.zeros(scores.shape[0], total, dtype=torch.int32)
         targets, counts = torch.zeros_like(sources), sources.new_zeros(len(scores), len(moves))
         for f, rows in enumerate(moves):

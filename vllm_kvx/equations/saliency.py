@@ -68,14 +68,26 @@ def propagation_scores(attention: Tensor, kernel: int, reduction: str) -> Tensor
     raise ValueError(f"reduction must be sum or max, got {reduction!r}")
 
 
-def kept_indices(scores: Tensor, count: int, window: int) -> Tensor:
+def kept_indices(
+    scores: Tensor, count: int, window: int, unpooled: Tensor | None = None
+) -> Tensor:
     """The `count - window` best of n keys and the `window` keys that follow them, ascending.
 
-    scores (..., n) float -> (..., count) int64, count >= window; of equal scores the lower index
-    wins. All n + window keys if there are no more than `count`.
+    Max-pooling gives neighbours one score: of equal ones the higher unpooled score wins, so that
+    the key itself stays before its neighbours, then the lower index.
+
+    scores (..., n) float -> (..., count) int64, count >= window. unpooled: (..., n), reduced over
+    the heads as `scores` are; None where nothing was pooled. All n + window keys if there are no
+    more than `count`.
     """
     num_scored = scores.shape[-1]
     best = min(count - window, num_scored)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :best]
+    if unpooled is None:
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+    else:
+        first = unpooled.sort(dim=-1, descending=True, stable=True).indices
+        second = scores.gather(-1, first).sort(dim=-1, descending=True, stable=True).indices
+        order = first.gather(-1, second)
+    order = order[..., :best]
     recent = torch.arange(num_scored, num_scored + window, device=scores.device)
     return torch.cat([order.sort(dim=-1).values, recent.expand(*order.shape[:-1], window)], dim=-1)

@@ -1,10 +1,10 @@
 """Attention that keys get from the prompt's last queries: FastKV, SnapKV, PyramidKV, StructKV."""
 
-from torch import Tensor
+import torch
 
 from vllm_kvx.ops.prompt.pool import pool_per_kv_head
 from vllm_kvx.ops.prompt.saliency import window_saliency
-from vllm_kvx.scores.base import LayerView, Score, ScoredPrompts
+from vllm_kvx.scores.base import KeyScores, LayerView, Score, ScoredPrompts
 
 
 class WindowAttention(Score):
@@ -14,7 +14,7 @@ class WindowAttention(Score):
     keys, and summed over the query heads of each KV head.
     """
 
-    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> Tensor:
+    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
         sizes = (prompts.num_keys, prompts.windows, prompts.offsets)
         scores = window_saliency(
             prompts.window_queries(layer),
@@ -26,6 +26,11 @@ class WindowAttention(Score):
             layer.scale,
             key_scale=layer.key_scale,
         )
-        return pool_per_kv_head(
-            scores, layer.paged.num_heads, *sizes, prompts.kernels, prompts.max_num_keys
+        num_kv_heads = layer.paged.num_heads
+        unpooled = None
+        if prompts.pools:
+            unpooled = torch.empty(num_kv_heads, scores.shape[1], device=scores.device)
+        pooled = pool_per_kv_head(
+            scores, num_kv_heads, *sizes, prompts.kernels, prompts.max_num_keys, unpooled
         )
+        return KeyScores(pooled, unpooled)

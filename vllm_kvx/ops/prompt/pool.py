@@ -1,7 +1,8 @@
 """Scores max-pooled over neighbouring keys, then summed over the query heads of each KV head.
 
-FastKV and SnapKV pool, so that the neighbours of a key that the window attends to stay with it. The
-batch is ragged as in `saliency`.
+FastKV and SnapKV pool, so that the neighbours of a key that the window attends to stay with it.
+Pooling makes them equal; which of them stay, if not all do, the unpooled sums decide. The batch is
+ragged as in `saliency`.
 """
 
 import torch
@@ -22,6 +23,7 @@ def pool_per_kv_head(
     offsets: Tensor,
     kernels: Tensor,
     max_num_keys: int,
+    unpooled: Tensor | None = None,
 ) -> Tensor:
     """Max-pools each query head's scores and sums the query heads of each KV head, in order.
 
@@ -34,6 +36,8 @@ def pool_per_kv_head(
         num_keys, windows, offsets: as in `window_saliency`.
         kernels: (F,) int32, odd; 1 does not pool.
         max_num_keys: at least the largest of `num_keys`.
+        unpooled: (G, total_keys) float32, contiguous, where the same sums without pooling are
+            written; None if nobody needs them.
 
     Returns:
         (G, total_keys) float32. Columns of window keys hold 0; those from offsets[F] on are
@@ -53,7 +57,9 @@ def pool_per_kv_head(
         offsets,
         kernels,
         pooled,
+        unpooled,
         total_keys,
+        POOLED_ONLY=unpooled is None,
         GROUP=num_heads // num_kv_heads,
         BLOCK=block,
     )
@@ -78,7 +84,9 @@ def _pool_kernel(
     offsets,
     kernels,
     pooled,
+    unpooled,
     pooled_stride,
+    POOLED_ONLY: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -93,6 +101,7 @@ def _pool_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     key = first + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    peaks = tl.zeros((BLOCK,), dtype=tl.float32)
     for head in range(GROUP):
         row = scores + (kv_head * GROUP + head) * scores_stride + offset
         best = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -101,8 +110,13 @@ def _pool_kernel(
             mask = (near >= 0) & (near < outside)
             best = tl.maximum(best, tl.load(row + near, mask=mask, other=0.0))
         total += best
+        if not POOLED_ONLY:
+            peaks += tl.load(row + key, mask=key < outside, other=0.0)
     result = tl.where(key < outside, total, 0.0)
-    tl.store(pooled + kv_head * pooled_stride + offset + key, result, mask=key < length)
+    at = kv_head * pooled_stride + offset + key
+    tl.store(pooled + at, result, mask=key < length)
+    if not POOLED_ONLY:
+        tl.store(unpooled + at, peaks, mask=key < length)
 
 
 def pool_per_kv_head_reference(
