@@ -18,7 +18,7 @@ from vllm_kvx.policy.spec import parse_policy
 
 LOW, HIGH = 2, 6  # min_layer, max_layer
 ONLINE = Online(LOW, HIGH)
-SHARED = Online(LOW, HIGH, Struct(0, heads="shared"))
+SHARED = Online(LOW, HIGH, Struct(0, heads="shared", kv_floor=30))
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
 
 

@@ -90,6 +90,10 @@ def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
         for length in (window + 17, 150):
             policies.append(replace(struct, struct_rate=1, kv_rate=0.15, heads="shared"))
             lengths.append(length)
+        policies.append(replace(struct, kv_budget=window + 20))
+        lengths.append(140)
+        policies.append(replace(struct, kv_rate=0.1, kv_floor=window + 30, heads="shared"))
+        lengths.append(145)
         policies.append(replace(struct, pivot=6, struct_rate=0.01, kv_rate=0.01))
         lengths.append(90 + window)
     with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:

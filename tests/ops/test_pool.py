@@ -54,6 +54,20 @@ def test_pooling_matches_reference(
     assert torch.equal(pooled, expected)
 
 
+def test_the_largest_of_the_heads(device: str) -> None:
+    """In the place of their sum, pooled and not."""
+    num_keys = torch.tensor([60, 13], dtype=torch.int32, device=device)
+    sizes = (num_keys, num_keys * 0 + 4, offsets_of(num_keys))
+    kernels = torch.tensor([7, 1], dtype=torch.int32, device=device)
+    scores = torch.rand(6, 73, generator=torch.Generator().manual_seed(1)).to(device)
+    for kv_heads in (1, 2):
+        unpooled = torch.empty(kv_heads, 73, device=device)
+        pooled = pool_per_kv_head(scores, kv_heads, *sizes, kernels, 60, unpooled, "max")
+        for ours, width in ((pooled, kernels), (unpooled, torch.ones_like(kernels))):
+            expected = pool_per_kv_head_reference(scores, kv_heads, *sizes, width, "max")
+            assert torch.equal(ours, expected)
+
+
 def test_pooled_heads_are_summed_in_order(device: str) -> None:
     """Sums whose value depends on the order of their terms."""
     scores = torch.tensor([1.0, 2.0**-24, 2.0**-24, 2.0**-24], device=device)[:, None].repeat(1, 3)

@@ -26,6 +26,7 @@ class Filter:
     rate: float = 0.1
     window: int = 1
     kernel: int = 5
+    kv_floor: int = 0  # the least that the rate chooses
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
@@ -33,7 +34,7 @@ class Filter:
 
     def most(self, prompt_len: int) -> int:
         """The most tokens that run again, the window included."""
-        return max(int(prompt_len * self.rate), self.window)
+        return max(int(prompt_len * self.rate), self.window, self.kv_floor)
 
 
 def score(

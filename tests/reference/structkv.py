@@ -34,6 +34,10 @@ class Struct:
     window: int = 8
     decay: float = 0.9
     block_size: int | None = None  # tokens of a block where whole blocks are retained
+    kv_budget: int | None = None  # tokens; if given, the rate is ignored
+    kv_floor: int = 0  # the least that the rate keeps
+    struct_reduction: str = "sum"  # of what centrality adds up; or "max"
+    most_kept: float = 1.0  # retained rows are no more than this share of the prompt's
     heads: str = "own"  # or "shared": one set for all heads of a layer (Eq. 13), as blocks are
 
     def __post_init__(self) -> None:
@@ -51,7 +55,10 @@ class Struct:
 
     def cap(self, prompt_len: int) -> int:
         """The most rows that a layer retains by saliency, the window included."""
-        return max(int(prompt_len * self.kv_rate), self.window)
+        cap = max(int(prompt_len * self.kv_rate), self.window, self.kv_floor)
+        if self.kv_budget is not None:
+            cap = self.kv_budget
+        return min(cap, max(int(prompt_len * self.most_kept), self.window))
 
 
 def generate(
@@ -94,15 +101,17 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
     hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
-    # By layer, of the rows before the window: of all heads together, and of each KV head.
-    saliencies, by_head = [], []
+    # By layer, of the rows before the window: of all heads together, of each KV head, and what
+    # centrality adds up.
+    saliencies, by_head, central = [], [], []
     for index, layer in enumerate(layers):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
         context.stored.append((key, value))
         saliencies.append(local_saliency(probs, window))
+        central.append(local_saliency(probs, window, struct.struct_reduction))
         by_head.append([local_saliency(group, window) for group in probs.chunk(key.shape[0])])
         if index == struct.pivot:
-            lower = upper = reduce(lambda c, s: struct.decay * c + s, saliencies)  # Eq. 3
+            lower = upper = reduce(lambda c, s: struct.decay * c + s, central)  # Eq. 3
             if index < len(layers) - 1 and total > most:
                 chosen, slack = top(lower, most - window, window)
                 context.slack = min(context.slack, slack)
@@ -130,9 +139,14 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
     return context, log_softmax(model, hidden[-1:])
 
 
-def local_saliency(probs: Tensor, window: int) -> Tensor:
-    """Eq. 2 times w: (n - window,) float64 of the rows before the window, from probs (H, n, n)."""
+def local_saliency(probs: Tensor, window: int, reduction: str = "sum") -> Tensor:
+    """Eq. 2 times w: (n - window,) float64 of the rows before the window, from probs (H, n, n).
+
+    With `max` it is the largest weight of any head and window row instead.
+    """
     votes = probs[:, -window:, :-window].double().flatten(0, 1)
+    if reduction == "max":
+        return votes.amax(dim=0)
     # One by one: torch's own sum adds some columns in another order, and equal ones must stay so.
     return reduce(torch.add, votes)
 
@@ -160,7 +174,8 @@ def retain_blocks(
     assert struct.block_size is not None
     size = struct.block_size
     blocks, before = math.ceil(count / size), len(centrality) // size  # `before` the window's
-    kept = max(math.ceil(prompt_len * struct.kv_rate / size), blocks - before)
+    share = max(prompt_len * struct.kv_rate, struct.kv_floor)
+    kept = max(math.ceil((struct.kv_budget or share) / size), blocks - before)
     if blocks <= kept:
         return torch.arange(count), float("inf")
     # One by one, as in `local_saliency`: (before, size) -> (before,).

@@ -123,8 +123,14 @@ def brute(
     def best(weights: torch.Tensor, mine: range, count: int) -> list[int]:
         """By the sum over the heads `mine`; a plateau is cut by height."""
         nonlocal ties
+        largest = len(mine) == heads and keep.tsp_reduction == "max"
+        over_heads = max if largest else sum
+        if largest:  # Of the window's rows, too: one row that holds their maxima.
+            weights = weights.clone()
+            weights[:, exist[-1]] = weights[:, exist[-keep.window :]].amax(dim=1)
+            weights[:, exist[-keep.window : -1]] = 0
         scores, peaks = (
-            [sum(column) for column in zip(*(rows[head] for head in mine), strict=True)]
+            [over_heads(column) for column in zip(*(rows[head] for head in mine), strict=True)]
             for rows in (pooled(weights, keep.kernel // 2), pooled(weights, 0))
         )
         order = sorted(range(len(scores)), key=lambda k: (-scores[k], -peaks[k], k))
@@ -170,6 +176,7 @@ def brute(
         FASTKV,
         replace(FASTKV, kv_rate=0.7),  # more than is propagated
         replace(FASTKV, tsp_layer=0, kv_rate=1.0),
+        replace(FASTKV, tsp_reduction="max", kv_rate=1.0),
         replace(FASTKV, tsp_layer=None, kv_rate=1.0, kv_budget=9),
         replace(FASTKV, tsp_layer=2, kernel=1, window=1),
         Keep(sinks=2, recent=5),
@@ -287,6 +294,12 @@ class Case:
         Case(Keep(kv_budget=33, cutoff=2, anchors=3, tail=4), 101, [33, 33, 7, 7], 101),
         Case(Keep(kv_budget=33, cutoff=2, anchors=30, tail=30), 50, [33] * 4, 50),
         Case(Keep(sinks=4, recent=20), 101, [24] * 4, 101),
+        Case(Keep(sinks=4, kv_rate=0.1), 101, [10] * 4, 101),
+        Case(Keep(sinks=12, kv_rate=0.1), 101, [13] * 4, 101),
+        Case(Keep(sinks=4, kv_rate=0.1, kv_floor=30), 101, [30] * 4, 101),
+        Case(Keep(kv_rate=0.1, kv_floor=30), 101, [30] * 4, 101),
+        Case(Keep(kv_rate=0.1, kv_floor=200), 101, [101] * 4, 101),
+        Case(Keep(kv_rate=0.1, kv_floor=30, tsp_layer=1, tsp_rate=0.2), 101, [30, 30, 20, 20], 20),
         Case(Keep(sinks=4, recent=20), 24, [24] * 4, 24),
         Case(Keep(sinks=4, recent=20), 3, [3] * 4, 3),
         Case(Keep(sinks=4, recent=20, cutoff=1, anchors=9, tail=2), 101, [24, 11, 11, 11], 101),
@@ -370,6 +383,7 @@ def test_every_part_of_the_policy_shows(model: PreTrainedModel, length: int) -> 
         {"tsp_layer": 0},
         {"tsp_layer": 2},
         {"tsp_rate": 0.5},
+        {"tsp_reduction": "max"},
         {"kv_rate": 1.0},
         {"kv_rate": 0.3},
         {"window": 7},
@@ -410,7 +424,8 @@ def test_eos_ends_the_output(llama: PreTrainedModel, monkeypatch: pytest.MonkeyP
         ({"window": 0}, "window"),
         ({"kernel": 4}, "odd"),
         ({"kv_rate": None}, "kv_budget"),
-        ({"sinks": 4}, "together"),
+        ({"recent": 4}, "with sinks"),
+        ({"sinks": 4, "kv_budget": 9}, "recent or a rate"),
         ({"cutoff": 2, "tsp_layer": 1}, "propagates"),
         ({"tail": 0}, "tail"),
     ],

@@ -102,6 +102,8 @@ def test_counts(llama: PreTrainedModel) -> None:
         (Filter(1, rate=0.29), 100, 28),  # int(28.999999999999996)
         (Filter(1, window=12), 101, 12),  # the window alone
         (Filter(1, window=12), 12, 12),
+        (Filter(1, kv_floor=30), 101, 30),
+        (Filter(1, kv_floor=30), 12, 12),
         (Filter(1, window=12), 5, 5),
     ):
         result = gemfilter.score(llama, prompt_of(length), GENERATED, gem)

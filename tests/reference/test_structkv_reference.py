@@ -124,8 +124,10 @@ def brute(
             scored = [j for j in exist if j not in window]
             heads = range(config.num_attention_heads)
             local.append({j: sum(table[h][i][j] for h in heads for i in window) for j in scored})
+            reduce = max if struct.struct_reduction == "max" else sum
+            now = {j: reduce([table[h][i][j] for h in heads for i in window]) for j in scored}
             if index <= struct.pivot:
-                centrality = {j: struct.decay * centrality[j] + local[-1][j] for j in scored}
+                centrality = {j: struct.decay * centrality[j] + now[j] for j in scored}
             most = max(int(n * struct.struct_rate), struct.window)
             if index == struct.pivot < len(layers) - 1 and n > most:
                 exist = best(centrality, most - len(window)) + window
@@ -162,6 +164,8 @@ def brute(
         replace(TOKENS, pivot=2, decay=0.5, window=1),
         replace(TOKENS, struct_rate=1.0),
         replace(TOKENS, pivot=3),
+        replace(TOKENS, pivot=2, struct_reduction="max"),
+        replace(BLOCKS, struct_reduction="max"),
         BLOCKS,
         replace(BLOCKS, pivot=2, block_size=5, window=7, kv_rate=0.5, decay=0.3),
         replace(BLOCKS, struct_rate=1.0, block_size=3),
@@ -271,6 +275,12 @@ class Case:
         Case(shared(3), 101, [10] * 4, 101),
         Case(shared(1, struct_rate=1.0), 101, [10] * 4, 101),
         # Blocks of 8 or 32: 100 tokens end 4 into block 12, or into block 3.
+        Case(shared(1, kv_budget=33), 101, [33, 33, 20, 20], 20),
+        Case(shared(1, kv_floor=15), 101, [15] * 4, 20),
+        Case(shared(1, kv_floor=15, most_kept=0.12), 101, [12] * 4, 20),
+        Case(shared(1, kv_floor=17, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(shared(1, kv_budget=24, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(shared(1, kv_budget=25, block_size=8), 100, [28, 28, 20, 20], 20),
         Case(shared(1, kv_rate=1.0, block_size=8), 100, [100, 100, 20, 20], 20),
         Case(shared(1, block_size=8), 100, [12, 12, 12, 12], 20),  # the window's two
         Case(shared(1, kv_rate=0.2, block_size=8), 100, [20, 20, 20, 20], 20),
@@ -416,6 +426,7 @@ def test_every_part_of_the_policy_shows(
         {"kv_rate": 0.4},
         {"window": 5},
         {"decay": 0.1},
+        {"struct_reduction": "max"},
         {"block_size": 5 if size else 1},
         {"block_size": None if size else 8},
         *([] if size else [{"heads": "own"}]),

@@ -301,17 +301,17 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_kvx.scores import window_attention
     from vllm_kvx.worker.prefill import centrality, score_and_move
 
-    def window_saliency(*args: Any, key_scale: float = 1.0) -> Tensor:
+    def window_saliency(*args: Any, key_scale: float = 1.0, reduction: str = "sum") -> Tensor:
         sizes, scale = args[:-3], args[-1]
-        return saliency.window_saliency_reference(*sizes, scale, key_scale)  # type: ignore[call-arg]
+        return saliency.window_saliency_reference(*sizes, scale, key_scale, reduction)  # type: ignore[call-arg]
 
     def pool_per_kv_head(*args: Any) -> Tensor:
-        *args, _, unpooled = args
+        *sizes, kernels, _, unpooled, reduction = args
         if unpooled is not None:
-            ones = torch.ones_like(args[-1])
-            summed = pool.pool_per_kv_head_reference(*args[:-1], ones)
-            unpooled[:, : summed.shape[1]] = summed
-        return pool.pool_per_kv_head_reference(*args)
+            ones = torch.ones_like(kernels)
+            reduced = pool.pool_per_kv_head_reference(*sizes, ones, reduction)
+            unpooled[:, : reduced.shape[1]] = reduced
+        return pool.pool_per_kv_head_reference(*sizes, kernels, reduction)
 
     def select_kept(scores: Tensor, *args: Any, unpooled: Tensor | None = None) -> Tensor:
         kept = select.select_kept_reference(scores, *args[:4], unpooled)

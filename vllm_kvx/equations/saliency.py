@@ -26,12 +26,15 @@ def window_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
 
 
-def saliency(attention: Tensor) -> Tensor:
+def saliency(attention: Tensor, reduction: str = "sum") -> Tensor:
     """Attention that each key outside the window gets from it (StructKV Eq. 2, per head).
 
-    (H, w, N) -> (H, N - w) float32: the sum over the window, without the window's own columns.
+    (H, w, N) -> (H, N - w) float32: the sum over the window, without the window's own columns; with
+    `max` the largest weight.
     """
     window = attention.shape[1]
+    if reduction == "max":
+        return attention[:, :, : attention.shape[2] - window].amax(dim=1)
     return attention.sum(dim=1)[:, : attention.shape[2] - window]
 
 
@@ -42,9 +45,11 @@ def max_pool(scores: Tensor, kernel: int) -> Tensor:
     return F.max_pool1d(scores[None], kernel, stride=1, padding=kernel // 2)[0]
 
 
-def per_kv_head(scores: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum over the query heads that share a KV head: (H, n) -> (G, n)."""
+def per_kv_head(scores: Tensor, num_kv_heads: int, reduction: str = "sum") -> Tensor:
+    """Sum over the query heads that share a KV head, or the largest: (H, n) -> (G, n)."""
     grouped = scores.unflatten(0, (num_kv_heads, -1))
+    if reduction == "max":
+        return grouped.amax(dim=1)
     # Head by head: torch's own sum adds some columns in another order, and equal ones must stay so.
     total = grouped[:, 0].clone()
     for head in range(1, grouped.shape[1]):

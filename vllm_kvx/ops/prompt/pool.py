@@ -24,6 +24,7 @@ def pool_per_kv_head(
     kernels: Tensor,
     max_num_keys: int,
     unpooled: Tensor | None = None,
+    reduction: str = "sum",
 ) -> Tensor:
     """Max-pools each query head's scores and sums the query heads of each KV head, in order.
 
@@ -38,6 +39,7 @@ def pool_per_kv_head(
         max_num_keys: at least the largest of `num_keys`.
         unpooled: (G, total_keys) float32, contiguous, where the same sums without pooling are
             written; None if nobody needs them.
+        reduction: over the query heads, `sum` or `max`.
 
     Returns:
         (G, total_keys) float32. Columns of window keys hold 0; those from offsets[F] on are
@@ -60,6 +62,7 @@ def pool_per_kv_head(
         unpooled,
         total_keys,
         POOLED_ONLY=unpooled is None,
+        MAXIMUM=reduction == "max",
         GROUP=num_heads // num_kv_heads,
         BLOCK=block,
     )
@@ -87,6 +90,7 @@ def _pool_kernel(
     unpooled,
     pooled_stride,
     POOLED_ONLY: tl.constexpr,
+    MAXIMUM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -109,9 +113,10 @@ def _pool_kernel(
             near = key + shift
             mask = (near >= 0) & (near < outside)
             best = tl.maximum(best, tl.load(row + near, mask=mask, other=0.0))
-        total += best
+        total = tl.maximum(total, best) if MAXIMUM else total + best
         if not POOLED_ONLY:
-            peaks += tl.load(row + key, mask=key < outside, other=0.0)
+            peak = tl.load(row + key, mask=key < outside, other=0.0)
+            peaks = tl.maximum(peaks, peak) if MAXIMUM else peaks + peak
     result = tl.where(key < outside, total, 0.0)
     at = kv_head * pooled_stride + offset + key
     tl.store(pooled + at, result, mask=key < length)
@@ -126,6 +131,7 @@ def pool_per_kv_head_reference(
     windows: Tensor,
     offsets: Tensor,
     kernels: Tensor,
+    reduction: str = "sum",
 ) -> Tensor:
     """`pool_per_kv_head` in plain torch, one request after the other; (G, offsets[F])."""
     pooled = scores.new_zeros(num_kv_heads, int(offsets[-1]))
@@ -135,5 +141,5 @@ def pool_per_kv_head_reference(
             continue
         columns = slice(int(offsets[f]), int(offsets[f]) + length - window)
         best = dense.max_pool(scores[:, columns], kernel)
-        pooled[:, columns] = dense.per_kv_head(best, num_kv_heads)
+        pooled[:, columns] = dense.per_kv_head(best, num_kv_heads, reduction)
     return pooled
