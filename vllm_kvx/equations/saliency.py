@@ -52,6 +52,22 @@ def per_kv_head(scores: Tensor, num_kv_heads: int) -> Tensor:
     return total
 
 
+def propagation_scores(attention: Tensor, kernel: int, reduction: str) -> Tensor:
+    """What a layer chooses the tokens for the layers above it by: one score for all heads.
+
+    attention (H, w, N) float32, from `window_attention` -> (N - w,) float32. `sum` adds up a head's
+    window rows, pools, and adds up the heads (FastKV). `max` takes the largest weight that any head
+    gives a key in any window row, and pools it. kernel: width of the pooling; 1 gives the unpooled
+    scores.
+    """
+    if reduction == "sum":
+        return per_kv_head(max_pool(saliency(attention), kernel), 1)[0]
+    if reduction == "max":
+        outside = attention.shape[2] - attention.shape[1]
+        return max_pool(attention[:, :, :outside].amax(dim=(0, 1))[None], kernel)[0]
+    raise ValueError(f"reduction must be sum or max, got {reduction!r}")
+
+
 def kept_indices(scores: Tensor, count: int, window: int) -> Tensor:
     """The `count - window` best of n keys and the `window` keys that follow them, ascending.
 
