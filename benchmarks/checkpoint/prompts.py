@@ -6,28 +6,19 @@ A note is a line `- zebra coffee.`, the question at the end is `Question: zebra`
 
 from __future__ import annotations
 
-import lzma
 import random
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from vllm_kvx.evaluation.tasks import filler
+
 QUESTION = "Question:"
 MAX_NOTES = 128
 
 
-@lru_cache(maxsize=1)
-def sentences() -> tuple[str, ...]:
-    """The text, one sentence per entry, in reading order."""
-    return tuple(lzma.decompress((HERE / "text.txt.xz").read_bytes()).decode().splitlines())
-
-
-@lru_cache(maxsize=1)
-def words() -> tuple[str, ...]:
-    """Keys and values: one vocabulary, each a single token, none in the text."""
-    return tuple((HERE / "words.txt").read_text().split())
+# Keys and values: one vocabulary, each a single token, none in the text.
+words = filler.nouns
+sentences = filler.prose
 
 
 def make_prompt(seed: int, length_tokens: int, tokenizer: Any, values: int = 1) -> tuple[str, str]:

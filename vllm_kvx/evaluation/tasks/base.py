@@ -4,7 +4,6 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 # (answer, references) -> share of the question that is right, 0 to 1.
 Scorer = Callable[[str, Sequence[str]], float]
@@ -41,9 +40,9 @@ class Task(ABC):
     max_tokens: the longest answer.
     """
 
-    name: ClassVar[str]
-    about: ClassVar[str]
-    max_tokens: ClassVar[int]
+    name: str
+    about: str
+    max_tokens: int
 
     @abstractmethod
     def make(self, rng: random.Random, size: int) -> Sample:
@@ -56,6 +55,31 @@ class Task(ABC):
     @abstractmethod
     def score(self, answer: str, sample: Sample) -> float:
         """The share of the question that `answer` has right, 0 to 1."""
+
+
+class FixedTask(ABC):
+    """A data set: samples that are read, each as long as it is, and not made to a length.
+
+    name, about, max_tokens: as a `Task` has them.
+    chat: whether its prompts go through the model's chat template.
+    """
+
+    name: str
+    about: str
+    max_tokens: int
+    chat: bool = True
+
+    @abstractmethod
+    def samples(self) -> Sequence[Sample]:
+        """All samples, in the data set's order.
+
+        Raises:
+            ToolError: the data cannot be read.
+        """
+
+    @abstractmethod
+    def score(self, answer: str, sample: Sample) -> float:
+        """The data set's own score of `answer`, 0 to 1."""
 
 
 @dataclass
