@@ -41,14 +41,12 @@ class Question:
     evidence: indices of the tokens that hold it; None if nobody knows.
     score: how right an answer's tokens are, 0 to 1; None if only the full model's answer says.
     limit: tokens of the longest answer.
-    stops: tokens that end an answer.
     """
 
     token_ids: tuple[int, ...]
     evidence: tuple[int, ...] | None = None
     score: Callable[[Sequence[int]], float] | None = None
     limit: int = 16
-    stops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,14 @@ class Seen:
     scores: by reduction, the score of each of these layers.
     answer: the full model's.
     right: how right it is; 1 where only the full model's answer says.
-    metrics: StructKV's, (L,) each.
+    metrics: StructKV's, (L,) each, if they were wanted.
     """
 
     chosen: dict[str, list[Tensor]]
     scores: dict[str, list[float]]
     answer: tuple[int, ...]
     right: float
-    metrics: Metrics
+    metrics: Metrics | None = None
 
 
 class Chooser:
@@ -90,20 +88,28 @@ class Chooser:
 
 
 def look(
-    decoder: DenseDecoder, question: Question, policy: Policy, progress: Progress
+    decoder: DenseDecoder,
+    question: Question,
+    policy: Policy,
+    progress: Progress,
+    metrics: bool = False,
 ) -> Seen:
-    """One dense pass over the prompt, and the full model's answer after it."""
+    """One dense pass over the prompt, and the full model's answer after it.
+
+    metrics: whether StructKV's are wanted too.
+    """
     prompt = question.token_ids
     cache, chooser = Cache(), Chooser(policy, len(prompt), REDUCTIONS)
     chosen: dict[str, list[Tensor]] = {reduction: [] for reduction in REDUCTIONS}
-    metrics = []
+    measured = []
     rows = decoder.embed(prompt)
     steps = decoder.layers(rows, window=policy.window, cache=cache)
     for index in range(decoder.num_layers):
         progress(index)
         rows, attention = next(steps)
         assert attention is not None
-        metrics.append(attention_metrics(attention))
+        if metrics:
+            measured.append(attention_metrics(attention))
         for reduction, indices in chooser(attention).items():
             chosen[reduction].append(indices)
     answer, masses = generate(decoder, rows.hidden[-1:], question, cache)
@@ -125,7 +131,7 @@ def look(
             for reduction, layers in chosen.items()
         }
     right = 1.0 if question.score is None else question.score(answer)
-    return Seen(chosen, scores, tuple(answer), right, by_layer(metrics))
+    return Seen(chosen, scores, tuple(answer), right, by_layer(measured) if metrics else None)
 
 
 def share_of_evidence(chosen: Tensor, evidence: Tensor) -> float:
@@ -164,7 +170,7 @@ def generate(
     masses: Tensor | None = None
     answer = [int(decoder.logits(last)[-1].argmax())]
     while True:
-        done = answer[-1] in question.stops or len(answer) >= question.limit
+        done = answer[-1] in decoder.stop_tokens or len(answer) >= question.limit
         done = done or (question.score is not None and question.score(answer) == 1)
         if done and question.score is not None:
             break
@@ -215,6 +221,9 @@ class Candidate:
     reduction: str
     score: float
 
+    def __str__(self) -> str:
+        return f"layer {self.layer} by {self.reduction}"
+
 
 def candidates(
     scores: dict[str, list[float]], reductions: Sequence[str], target: float
@@ -241,6 +250,56 @@ def tolerated_losses(count: int, target: float) -> int:
         if at_least < 0.05 or losses == count:
             return losses
         losses += 1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How many answers stayed under a candidate, of those asked.
+
+    complete: whether all were asked; too many losses end a trial.
+    """
+
+    candidate: Candidate
+    kept: float
+    asked: float
+    complete: bool
+
+    @property
+    def lost(self) -> float:
+        return self.asked - self.kept
+
+    @property
+    def share(self) -> float:
+        return self.kept / self.asked
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was tried, and the trial whose layer is chosen; None if no layer keeps enough."""
+
+    trials: tuple[Trial, ...] = ()
+    chosen: Trial | None = None
+
+
+def try_out(
+    decoder: DenseDecoder,
+    questions: Sequence[Question],
+    seen: Sequence[Seen],
+    candidate: Candidate,
+    losses: float,
+    progress: Callable[[int], None],
+) -> Trial:
+    """Decode the answers that the full model has right; ends once more than `losses` are lost."""
+    kept = asked = 0.0
+    for number, (question, one) in enumerate(zip(questions, seen, strict=True)):
+        if not one.right:
+            continue
+        progress(number)
+        mine, full = answers_kept(decoder, question, one, candidate.layer, candidate.reduction)
+        kept, asked = kept + mine, asked + full
+        if asked - kept > losses:
+            return Trial(candidate, kept, asked, complete=False)
+    return Trial(candidate, kept, asked, complete=True)
 
 
 def prefill_ratio(layer: int, num_layers: int, rate: float) -> float:

@@ -116,6 +116,7 @@ class DenseDecoder:
         self.num_layers = len(self._model.model.layers)
         self.num_kv_heads: int = model.config.num_key_value_heads
         self.device = model.device
+        self.stop_tokens = _stop_tokens(model)
 
     @classmethod
     def load(
@@ -262,6 +263,16 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ToolError(f"this machine has no {name} that torch can use: use --device cpu")
     return device
+
+
+def _stop_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end what the model says."""
+    found: set[int] = set()
+    for config in (model.config, model.generation_config):
+        tokens = getattr(config, "eos_token_id", None)
+        if tokens is not None:
+            found.update([tokens] if isinstance(tokens, int) else tokens)
+    return frozenset(found)
 
 
 def _project(layer: Any, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,187 @@
+"""`vllm-kvx calibrate`: FastKV's TSP layer or StructKV's pivot, chosen by answers (answers.py).
+
+The earliest layer wins whose score comes within `--target` of the best one's and under which the
+answers are decoded as the full model's are; the earlier it is, the faster is prefill. On one layer
+the paper's reduction is preferred. If no layer keeps enough, none is chosen.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_kvx.calibration import figures
+from vllm_kvx.calibration.answers import (
+    REDUCTIONS,
+    Outcome,
+    Policy,
+    Question,
+    Seen,
+    Trial,
+    candidates,
+    look,
+    mean_scores,
+    tolerated_losses,
+    try_out,
+)
+from vllm_kvx.calibration.answers_report import (
+    ANSWERED,
+    OWN,
+    papers,
+    parameter_of,
+    rate_of,
+    record_of,
+    refusal,
+    table,
+)
+from vllm_kvx.calibration.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.calibration.model_key import model_dir, model_key
+from vllm_kvx.calibration.prompts import load_prompts
+from vllm_kvx.calibration.questions import FAMILIES, load_tokenizer, lookups, own
+from vllm_kvx.calibration.report import (
+    check_cache,
+    counter_of,
+    facts,
+    measuring,
+    model_name,
+    progress_of,
+    store,
+)
+from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.policy.methods.structkv import StructKV
+
+CRITERION = "answers"
+# Lookups whose answers decide whether the model is asked this family of tasks.
+FIRST = 4
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command; `args` as in cli.py.
+
+    Raises:
+        ToolError, PolicyError: it cannot be done as asked, or no layer keeps the answers.
+    """
+    policy = policy_of(args)
+    if rate_of(policy) == 1:
+        raise ToolError("a rate of 1 drops no token, so every layer is as good: use less than 1")
+    config = load_config(args.model, args.revision)
+    if config.num_hidden_layers < 2:
+        raise ToolError("a model of 1 layer has none to propagate to")
+    window = policy.window
+    # By family of tasks.
+    asked: dict[str, list[Question]] = {}
+    if args.prompts is not None:
+        prompts = load_prompts(
+            args.prompts, args.model, config, window, args.max_prompt_tokens, args.revision
+        )
+        asked[OWN] = own(prompts)
+    else:
+        tokenizer = load_tokenizer(args.model, args.revision)
+        length = min(args.length, args.max_prompt_tokens or args.length)
+        for family in FAMILIES:
+            asked[family] = lookups(family, args.count, length, tokenizer, config, window)
+    # Before minutes of work.
+    check_cache(args.method)
+
+    decoder = DenseDecoder.load(args.model, args.device, args.dtype, args.revision)
+    family, seen = ask(decoder, asked, policy)
+    questions = asked[family]
+    reductions = REDUCTIONS if args.reduction is None else (args.reduction,)
+    outcome = choose(decoder, questions, seen, reductions, args.target, args.least)
+    # Not before the weights are there: the key is theirs, and a hub's may have come only now.
+    key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+    record = {
+        "method": args.method,
+        "criterion": CRITERION,
+        "model": model_name(args.model),
+        "key": key,
+        **record_of(policy, decoder.num_layers, seen, outcome),
+        "target": args.target,
+        "least": args.least,
+        "reductions": list(reductions),
+        "asked": family,
+        "paper": papers(decoder, questions, policy, seen, args.compare),
+        **facts([question.token_ids for question in questions], args.prompts),
+    }
+    print(table(record))
+    if record[parameter_of(policy)] is None:
+        raise ToolError(refusal(record))
+    path = store(record)
+    chosen = replace(policy, **{parameter_of(policy): record[parameter_of(policy)]})
+    print(
+        f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy}` finds it there.\n"
+        f"Anywhere else: --kv-policy {chosen}"
+    )
+    if not args.no_plot:
+        picture = Path(args.plot) if args.plot else path.with_suffix(".png")
+        print(figures.draw(picture, figures.answer_curves, record))
+
+
+def policy_of(args: argparse.Namespace) -> Policy:
+    """What is calibrated: its window, rate and score are those given."""
+    if args.method == FastKV.name:
+        return FastKV(tsp_rate=args.tsp_rate, window=args.window, kernel=args.kernel)
+    return StructKV(struct_rate=args.struct_rate, window=args.window, decay=args.decay)
+
+
+# Measuring.
+
+
+def ask(
+    decoder: DenseDecoder, asked: Mapping[str, Sequence[Question]], policy: Policy
+) -> tuple[str, list[Seen]]:
+    """The first family of which the full model answers any of the first lookups, or the last one.
+
+    With what was seen of each of its questions; progress is on stderr.
+
+    Raises:
+        ToolError: the GPU's memory or the type's range does not suffice.
+    """
+    seen: list[Seen] = []
+    for family, questions in asked.items():
+        seen = []
+        prompts = [question.token_ids for question in questions]
+        for number, question in enumerate(questions, start=1):
+            with measuring(number, prompts) as head:
+                progress = progress_of(head, decoder.num_layers)
+                metrics = policy.name == StructKV.name
+                seen.append(look(decoder, question, policy, progress, metrics))
+            if len(seen) == FIRST and family != [*asked][-1] and not any(s.right for s in seen):
+                break
+        else:
+            return family, seen
+    return [*asked][-1], seen
+
+
+def choose(
+    decoder: DenseDecoder,
+    questions: Sequence[Question],
+    seen: Sequence[Seen],
+    reductions: Sequence[str],
+    target: float,
+    least: float,
+) -> Outcome:
+    """Try the candidates in turn, and choose the first that loses no more than one at `target` may.
+
+    If there is none, the one under which most answers stay, if `least` of them do.
+    """
+    scores = mean_scores(seen)
+    best = max(max(scores[reduction]) for reduction in reductions)
+    known = questions[0].evidence is not None
+    right = sum(one.right for one in seen)
+    if right < ANSWERED * len(seen) or (known and best < least):
+        return Outcome()
+    # Of a lookup's answer all or nothing stays, of another answer token by token.
+    count = round(right) if known else sum(len(one.answer) for one in seen)
+    tolerated = tolerated_losses(count, target)
+    trials: list[Trial] = []
+    for candidate in candidates(scores, reductions, target):
+        progress = counter_of(f"answers under {candidate}", len(questions))
+        limit = max(tolerated, (1 - least) * count)
+        trials.append(try_out(decoder, questions, seen, candidate, limit, progress))
+        if trials[-1].complete and trials[-1].lost <= tolerated:
+            return Outcome(tuple(trials), trials[-1])
+    enough = [trial for trial in trials if trial.complete and trial.share >= least]
+    # Of equals max() takes the first.
+    return Outcome(tuple(trials), max(enough, key=lambda trial: trial.kept, default=None))
