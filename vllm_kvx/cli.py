@@ -152,8 +152,7 @@ def _add_lookups(command: argparse.ArgumentParser) -> None:
         "--least",
         type=_share,
         metavar="SHARE",
-        help="of evidence and answers, below which no layer is chosen "
-        f"(default: {_LEAST})",
+        help=f"of evidence and answers, below which no layer is chosen (default: {_LEAST})",
     )
     command.add_argument(
         "--reduction",
@@ -208,8 +207,7 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
         "--decay",
         type=float,
         metavar="D",
-        help="structkv: weight of the layers below in the centrality (default: "
-        f"{_STRUCTKV.decay})",
+        help=f"structkv: weight of the layers below in the centrality (default: {_STRUCTKV.decay})",
     )
 
 

@@ -21,8 +21,8 @@ from vllm_kvx.policy.methods.structkv import StructKV
 
 # What is asked where a user gives prompts.
 OWN = "own"
-# The full model must have this share of the lookups right, for what stays right to say anything.
-ANSWERED = 0.25
+# So many lookups the full model must have right, for what stays right to say anything.
+ANSWERED = 8
 
 NAMES = {FastKV.name: "FastKV's TSP layer", StructKV.name: "StructKV's pivot"}
 # The paper's own criterion, by method: its quantity and where it chooses.
@@ -31,9 +31,14 @@ PAPERS = {FastKV.name: "Eq. 3", StructKV.name: "Eq. 8"}
 
 MEANINGS = {
     "evidence": "evidence: share of the asked values' tokens that the layer propagates",
-    "attention": "attention: share of the answers' attention in the layers above that falls on what "
-    "the layer propagates, over the most that as many tokens get",
+    "attention": "attention: share of the answers' attention in the layers above that falls on the "
+    "tokens which the layer propagates, over the most that as many tokens get",
 }
+
+
+def least_answers(count: int) -> int:
+    """How many of `count` lookups the full model must have right."""
+    return min(ANSWERED, count)
 
 
 def parameter_of(policy: Policy) -> str:
@@ -153,30 +158,25 @@ def answered_line(record: Mapping[str, Any]) -> str:
 
 def refusal(record: Mapping[str, Any]) -> str:
     """Why no layer is chosen: what was measured, and what to do."""
-    parameter, known = RESULTS[record["method"]], record["asked"] != OWN
-    scores = {name: record["scores"][name] for name in record["reductions"]}
-    score, layer, reduction = max(
-        (value, -layer, name)
-        for name, values in scores.items()
-        for layer, value in enumerate(values)
-    )
-    best = f"layer {-layer} by {reduction}"
+    parameter, count = RESULTS[record["method"]], record["prompts"]["count"]
     way_out = f"use --kv-policy snapkv or fier-1024, or choose a layer yourself ({parameter}=<int>)"
-    if known and record["answered"] < ANSWERED * record["prompts"]["count"]:
-        return (
-            f"the full model answers {record['answered']:g} of {record['prompts']['count']} "
-            f"generated lookups, too few to see what stays of them (the best is {best}, which "
-            f"propagates {score:.0%} of the evidence): give prompts like yours with --prompts "
-            f"FILE, {way_out}"
+    if record["asked"] != OWN and record["answered"] < least_answers(count):
+        score, layer, reduction = max(
+            (score, -layer, reduction)
+            for reduction in record["reductions"]
+            for layer, score in enumerate(record["scores"][reduction])
         )
-    if not record["trials"]:
         return (
-            f"no layer propagates enough: the best, {best}, propagates {score:.0%} of the "
-            f"evidence, and {record['least']:.0%} is the least: {way_out}"
+            f"the full model answers {record['answered']:g} of {count} generated lookups, and "
+            f"{least_answers(count)} are the least to see what stays of them (layer {-layer} by "
+            f"{reduction} propagates most of their evidence, {score:.0%}): give prompts like yours "
+            f"with --prompts FILE, raise --count, or {way_out}"
         )
     trial = max(record["trials"], key=lambda trial: trial["kept"] / trial["asked"])
+    what = "answers" if record["asked"] != OWN else "tokens of answers"
     return (
-        f"no layer keeps enough answers: under the best, layer {trial['layer']} by "
-        f"{trial['reduction']}, {trial['kept']:g} of {trial['asked']:g} stay, and "
-        f"{record['least']:.0%} is the least: {way_out}"
+        f"no layer keeps enough: under the best that was tried, layer {trial['layer']} by "
+        f"{trial['reduction']}, which propagates {trial['score']:.0%} of what answers need, "
+        f"{trial['kept']:g} of {trial['asked']:g} {what} stay, and {record['least']:.0%} are the "
+        f"least: {way_out}"
     )

@@ -25,8 +25,8 @@ from vllm_kvx.calibration.answers import (
     try_out,
 )
 from vllm_kvx.calibration.answers_report import (
-    ANSWERED,
     OWN,
+    least_answers,
     papers,
     parameter_of,
     rate_of,
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> None:
     policy = policy_of(args)
     if rate_of(policy) == 1:
         raise ToolError("a rate of 1 drops no token, so every layer is as good: use less than 1")
+    reductions = reductions_of(policy, args.reduction)
     config = load_config(args.model, args.revision)
     if config.num_hidden_layers < 2:
         raise ToolError("a model of 1 layer has none to propagate to")
@@ -87,7 +88,6 @@ def run(args: argparse.Namespace) -> None:
     decoder = DenseDecoder.load(args.model, args.device, args.dtype, args.revision)
     family, seen = ask(decoder, asked, policy)
     questions = asked[family]
-    reductions = REDUCTIONS if args.reduction is None else (args.reduction,)
     outcome = choose(decoder, questions, seen, reductions, args.target, args.least)
     # Not before the weights are there: the key is theirs, and a hub's may have come only now.
     key = model_key(config.to_dict(), model_dir(args.model, args.revision))
@@ -123,6 +123,16 @@ def policy_of(args: argparse.Namespace) -> Policy:
     if args.method == FastKV.name:
         return FastKV(tsp_rate=args.tsp_rate, window=args.window, kernel=args.kernel)
     return StructKV(struct_rate=args.struct_rate, window=args.window, decay=args.decay)
+
+
+def reductions_of(policy: Policy, wanted: str | None) -> tuple[str, ...]:
+    """The reductions that may be chosen: what the policy has, or `wanted` alone."""
+    served = REDUCTIONS if "reduction" in policy.keys() else REDUCTIONS[:1]
+    if wanted is None:
+        return served
+    if wanted not in served:
+        raise ToolError(f"{policy.name} scores by {' or '.join(served)}: leave out --reduction")
+    return (wanted,)
 
 
 # Measuring.
@@ -164,24 +174,22 @@ def choose(
 ) -> Outcome:
     """Try the candidates in turn, and choose the first that loses no more than one at `target` may.
 
-    If there is none, the one under which most answers stay, if `least` of them do.
+    If there is none, the one under which most answers stay. No layer is chosen under which fewer
+    than `least` of them stay, whatever its score: only the answers say what the model makes of it.
     """
-    scores = mean_scores(seen)
-    best = max(max(scores[reduction]) for reduction in reductions)
-    known = questions[0].evidence is not None
-    right = sum(one.right for one in seen)
-    if right < ANSWERED * len(seen) or (known and best < least):
+    if sum(one.right for one in seen) < least_answers(len(seen)):
         return Outcome()
+    known = questions[0].score is not None
     # Of a lookup's answer all or nothing stays, of another answer token by token.
-    count = round(right) if known else sum(len(one.answer) for one in seen)
-    tolerated = tolerated_losses(count, target)
+    count = sum(one.right if known else len(one.answer) for one in seen)
+    most = (1 - least) * count + 1e-9
+    tolerated = min(tolerated_losses(round(count), target), most)
     trials: list[Trial] = []
-    for candidate in candidates(scores, reductions, target):
+    for candidate in candidates(mean_scores(seen), reductions, target):
         progress = counter_of(f"answers under {candidate}", len(questions))
-        limit = max(tolerated, (1 - least) * count)
-        trials.append(try_out(decoder, questions, seen, candidate, limit, progress))
+        trials.append(try_out(decoder, questions, seen, candidate, most, progress))
         if trials[-1].complete and trials[-1].lost <= tolerated:
             return Outcome(tuple(trials), trials[-1])
-    enough = [trial for trial in trials if trial.complete and trial.share >= least]
+    enough = [trial for trial in trials if trial.complete]
     # Of equals max() takes the first.
     return Outcome(tuple(trials), max(enough, key=lambda trial: trial.kept, default=None))
