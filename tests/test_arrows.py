@@ -42,8 +42,10 @@ RULES = {
         ("models", "cache", "policy", "scores", "indexes", "ops", "equations", "settings"),
         "the device's side of a step, above all that it drives",
     ),
+    "evaluation": Rule(("errors",), "questions and their scores, for whoever asks them"),
     "calibration": Rule(
-        ("policy", "equations", "settings", "errors"), "tools measure models without an engine"
+        ("policy", "equations", "settings", "errors", "evaluation.tasks", "evaluation.prompts"),
+        "tools measure models without an engine, by lookups whose answers are known",
     ),
     "server": Rule(
         (

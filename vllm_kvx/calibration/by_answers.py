@@ -6,8 +6,9 @@ the paper's reduction is preferred. If no layer keeps enough, none is chosen.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from vllm_kvx.calibration import figures
@@ -70,24 +71,29 @@ def run(args: argparse.Namespace) -> None:
     if config.num_hidden_layers < 2:
         raise ToolError("a model of 1 layer has none to propagate to")
     window = policy.window
-    # By family of tasks.
-    asked: dict[str, list[Question]] = {}
+    families: Sequence[str] = (OWN,)
     if args.prompts is not None:
         prompts = load_prompts(
             args.prompts, args.model, config, window, args.max_prompt_tokens, args.revision
         )
-        asked[OWN] = own(prompts)
     else:
+        families = tuple(FAMILIES)
         tokenizer = load_tokenizer(args.model, args.revision)
         length = min(args.length, args.max_prompt_tokens or args.length)
-        for family in FAMILIES:
-            asked[family] = lookups(family, args.count, length, tokenizer, config, window)
+
+    @cache
+    def make(family: str) -> list[Question]:
+        if family == OWN:
+            return own(prompts)
+        return lookups(family, args.count, length, tokenizer, config, window)
+
     # Before minutes of work.
+    make(families[0])
     check_cache(args.method)
 
     decoder = DenseDecoder.load(args.model, args.device, args.dtype, args.revision)
-    family, seen = ask(decoder, asked, policy)
-    questions = asked[family]
+    family, seen = ask(decoder, families, make, policy)
+    questions = make(family)
     outcome = choose(decoder, questions, seen, reductions, args.target, args.least)
     # Not before the weights are there: the key is theirs, and a hub's may have come only now.
     key = model_key(config.to_dict(), model_dir(args.model, args.revision))
@@ -127,7 +133,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
 
 def reductions_of(policy: Policy, wanted: str | None) -> tuple[str, ...]:
     """The reductions that may be chosen: what the policy has, or `wanted` alone."""
-    served = REDUCTIONS if "reduction" in policy.keys() else REDUCTIONS[:1]
+    served = REDUCTIONS if "reduction" in policy.parameters() else REDUCTIONS[:1]
     if wanted is None:
         return served
     if wanted not in served:
@@ -139,29 +145,32 @@ def reductions_of(policy: Policy, wanted: str | None) -> tuple[str, ...]:
 
 
 def ask(
-    decoder: DenseDecoder, asked: Mapping[str, Sequence[Question]], policy: Policy
+    decoder: DenseDecoder,
+    families: Sequence[str],
+    make: Callable[[str], Sequence[Question]],
+    policy: Policy,
 ) -> tuple[str, list[Seen]]:
     """The first family of which the full model answers any of the first lookups, or the last one.
 
-    With what was seen of each of its questions; progress is on stderr.
+    With what was seen of each of its questions, which `make` gives; progress is on stderr.
 
     Raises:
         ToolError: the GPU's memory or the type's range does not suffice.
     """
-    seen: list[Seen] = []
-    for family, questions in asked.items():
-        seen = []
+    for family in families:
+        questions, seen = make(family), list[Seen]()
         prompts = [question.token_ids for question in questions]
         for number, question in enumerate(questions, start=1):
             with measuring(number, prompts) as head:
                 progress = progress_of(head, decoder.num_layers)
                 metrics = policy.name == StructKV.name
                 seen.append(look(decoder, question, policy, progress, metrics))
-            if len(seen) == FIRST and family != [*asked][-1] and not any(s.right for s in seen):
+            hopeless = number >= min(FIRST, len(questions)) and not any(s.right for s in seen)
+            if hopeless and family != families[-1]:
                 break
         else:
             return family, seen
-    return [*asked][-1], seen
+    raise AssertionError("the last family is asked to its end")
 
 
 def choose(
