@@ -226,16 +226,22 @@ class Candidate:
 
 
 def candidates(
-    scores: dict[str, list[float]], reductions: Sequence[str], target: float
+    scores: dict[str, list[float]], reductions: Sequence[str], target: float, later: bool = False
 ) -> list[Candidate]:
-    """Those within `target` of the best score, the earliest layer first, there `sum` first."""
+    """Those within `target` of the best score, the earliest layer first, there `sum` first.
+
+    later: whether the others above the earliest of these come after them.
+    """
     each = [
         Candidate(layer, reduction, scores[reduction][layer])
         for layer in range(len(next(iter(scores.values()))))
         for reduction in reductions
     ]
     best = max(candidate.score for candidate in each)
-    return [candidate for candidate in each if candidate.score >= target * best]
+    found = [candidate for candidate in each if candidate.score >= target * best]
+    if later:
+        found += [c for c in each if c.score < target * best and c.layer > found[0].layer]
+    return found
 
 
 def tolerated_losses(count: int, target: float) -> int:

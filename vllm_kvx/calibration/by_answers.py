@@ -194,7 +194,8 @@ def choose(
     most = (1 - least) * count + 1e-9
     tolerated = min(tolerated_losses(round(count), target), most)
     trials: list[Trial] = []
-    for candidate in candidates(mean_scores(seen), reductions, target):
+    # Attention says less than evidence, and tokens are many, so that no layer is right by chance.
+    for candidate in candidates(mean_scores(seen), reductions, target, later=not known):
         progress = counter_of(f"answers under {candidate}", len(questions))
         trials.append(try_out(decoder, questions, seen, candidate, most, progress))
         if trials[-1].complete and trials[-1].lost <= tolerated:
