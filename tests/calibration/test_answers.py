@@ -355,7 +355,9 @@ def test_the_demo_checkpoint(command: Callable[..., Any], cache: Path) -> None:
     assert "The full model answers 8 of the 8 lookups." in out
     assert "Answers under layer 3, sum: 8 of 8 stay" in out
     config = AutoConfig.from_pretrained(LOOKUP).to_dict()
-    assert layer_of(FastKV(), config, str(LOOKUP), 8) == (3, f"calibrated by answers: {path}")
+    assert layer_of(FastKV(), config, str(LOOKUP), 8) == (
+        *(3, f"calibrated by answers: {path}", "sum"),
+    )
     for other in (FastKV(tsp_rate=0.3), FastKV(window=4), FastKV(kernel=5)):
         assert layer_of(other, config, str(LOOKUP), 8) is None
 

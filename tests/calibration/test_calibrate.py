@@ -222,7 +222,10 @@ def test_the_command_stores_what_a_server_finds(
     assert "prompt 2/2, 50 tokens" in out.err
     config = AutoConfig.from_pretrained(tiny).to_dict()
     found = layer_of(POLICY, config, str(tiny), LAYERS)
-    assert found == (record["tsp_layer"], f"calibrated by the paper's criterion: {path}")
+    assert found is not None and found[:2] == (
+        record["tsp_layer"],
+        f"calibrated by the paper's criterion: {path}",
+    )
 
 
 def test_the_curve_is_drawn_where_it_is_wanted(
@@ -463,4 +466,4 @@ def test_the_demo_checkpoint_from_end_to_end(cache: Path, tmp_path: Path) -> Non
     assert means[3] < 0.05 < 0.2 < min(means[:3])
     config = AutoConfig.from_pretrained(LOOKUP).to_dict()
     found = layer_of(FastKV(), config, str(LOOKUP), 8)
-    assert found == (3, f"calibrated by the paper's criterion: {path}")
+    assert found is not None and found[:2] == (3, f"calibrated by the paper's criterion: {path}")

@@ -20,7 +20,7 @@ from world.prompts import VOCAB, prompt_of
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.calibration import pivot
 from vllm_kvx.calibration.prompts import BUILTIN, builtin_prompts
-from vllm_kvx.calibration.resolve import Found, layer_of
+from vllm_kvx.calibration.resolve import layer_of
 from vllm_kvx.cli import main
 from vllm_kvx.equations.pivot import Metrics
 from vllm_kvx.errors import ToolError
@@ -32,10 +32,11 @@ WEIGHTS = (0.2, 0.3, 0.5)
 
 def pivot_of_model(
     config: dict[str, Any], model: str, layers: int, window: int, weights: Sequence[float]
-) -> Found | None:
+) -> tuple[int, str] | None:
     names = ("entropy_weight", "sparsity_weight", "variance_weight")
     policy = StructKV(window=window, **dict(zip(names, weights, strict=True)))
-    return layer_of(policy, config, model, layers)
+    found = layer_of(policy, config, model, layers)
+    return None if found is None else (found.layer, found.source)
 
 
 def bounded(metrics: dict[str, torch.Tensor]) -> int:

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.calibration.records import RESULTS, cache_root, load, record_path, save
-from vllm_kvx.calibration.resolve import PAPER_TSP_LAYERS, Found, layer_of
+from vllm_kvx.calibration.resolve import PAPER_TSP_LAYERS, layer_of
 from vllm_kvx.policy.methods.fastkv import FastKV
 
 LAYERS = 6
@@ -95,8 +95,11 @@ def by_answers(path: Path) -> str:
     return f"calibrated by answers: {path}"
 
 
-def tsp_layer_of(config: dict[str, Any], model: str, layers: int, **kwargs: Any) -> Found | None:
-    return layer_of(FastKV(), config, model, layers, **kwargs)
+def tsp_layer_of(
+    config: dict[str, Any], model: str, layers: int, **kwargs: Any
+) -> tuple[int, str] | None:
+    found = layer_of(FastKV(), config, model, layers, **kwargs)
+    return None if found is None else (found.layer, found.source)
 
 
 @pytest.mark.parametrize(

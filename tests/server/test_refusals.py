@@ -265,7 +265,7 @@ def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> No
     from vllm_kvx.calibration import resolve
     from vllm_kvx.settings import KVSettings
 
-    monkeypatch.setattr(resolve, "layer_of", lambda *_: (5, "measured"))
+    monkeypatch.setattr(resolve, "layer_of", lambda *_: resolve.Found(5, "measured"))
     config = make_config("fastkv", dtype="float32")
     assert config.additional_config == {"kv_policy": "fastkv", "kv_tsp_layer": 5}
     settings = KVSettings.from_vllm_config(config)

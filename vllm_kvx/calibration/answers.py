@@ -25,11 +25,12 @@ from vllm_kvx.calibration.report import Progress
 from vllm_kvx.equations.pivot import Metrics, attention_metrics, by_layer
 from vllm_kvx.equations.saliency import kept_indices, propagation_scores
 from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.axes import MEASURED_REDUCTIONS
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
 
-# The paper's first: it is preferred where both do equally well.
-REDUCTIONS = ("sum", "max")
+# The papers' comes first: it is preferred where both do equally well.
+REDUCTIONS = MEASURED_REDUCTIONS
 
 Policy = FastKV | StructKV
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from vllm_kvx.calibration import figures
 from vllm_kvx.calibration.answers import (
@@ -114,7 +115,10 @@ def run(args: argparse.Namespace) -> None:
     if record[parameter_of(policy)] is None:
         raise ToolError(refusal(record))
     path = store(record)
-    chosen = replace(policy, **{parameter_of(policy): record[parameter_of(policy)]})
+    layer: Any = {parameter_of(policy): record[parameter_of(policy)]}
+    if record["reduction"] != REDUCTIONS[0]:
+        layer[policy.to_measure.reduction] = record["reduction"]
+    chosen = replace(policy, **layer)
     print(
         f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy}` finds it there.\n"
         f"Anywhere else: --kv-policy {chosen}"
@@ -133,7 +137,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
 
 def reductions_of(policy: Policy, wanted: str | None) -> tuple[str, ...]:
     """The reductions that may be chosen: what the policy has, or `wanted` alone."""
-    served = REDUCTIONS if "reduction" in policy.parameters() else REDUCTIONS[:1]
+    served = REDUCTIONS if policy.to_measure.reduction else REDUCTIONS[:1]
     if wanted is None:
         return served
     if wanted not in served:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvx.policy.axes import Method
+from vllm_kvx.policy.axes import MEASURED_REDUCTIONS, Method
 from vllm_kvx.policy.methods.table import METHODS
 
 # A child of vLLM's logger: within a server it is formatted as the rest of the log.
@@ -132,4 +132,15 @@ def _other_settings(record: Mapping[str, Any], method: str, policy: Method | Non
             wanted = list(wanted)
         if record[name] != wanted:
             return f"its {name} is {record[name]!r}, wanted is {wanted!r}"
-    return ""
+    return "" if policy is None else _other_reduction(record, policy)
+
+
+def _other_reduction(record: Mapping[str, Any], policy: Method) -> str:
+    """Why the record's reduction is not the policy's; empty if it is, or is left to the record."""
+    wanted, found = policy.to_measure, record.get("reduction", MEASURED_REDUCTIONS[0])
+    if found not in MEASURED_REDUCTIONS:
+        return f"its reduction is {found!r}, not one of {', '.join(MEASURED_REDUCTIONS)}"
+    if wanted is None or wanted.chooses_reduction(policy):
+        return ""
+    own = getattr(policy, wanted.reduction) if wanted.reduction else MEASURED_REDUCTIONS[0]
+    return "" if found == own else f"its reduction is {found!r}, wanted is {own!r}"

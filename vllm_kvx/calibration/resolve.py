@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx.calibration.model_key import architecture_of, model_dir, model_key
 from vllm_kvx.calibration.records import SETTINGS, load, record_path
-from vllm_kvx.policy.axes import Measurement, Method
+from vllm_kvx.policy.axes import MEASURED_REDUCTIONS, Measurement, Method
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, policy_is_set
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """A layer, counted from 0, and where it came from, as the log says it."""
+    """A layer, counted from 0, where it came from, as the log says it, and the reduction there."""
 
     layer: int
     source: str
+    reduction: str = MEASURED_REDUCTIONS[0]
 
 
 class PaperModel(NamedTuple):
@@ -96,11 +97,16 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
             if wanted.key in found_for:
                 _check_alike(part, found_for[wanted.key], wanted)
             continue
-        layer, source = _layer(vllm_config, part, wanted)
-        config[wanted.key], found_for[wanted.key] = layer, part
+        found = _layer(vllm_config, part, wanted)
+        layer = config[wanted.key] = found.layer
+        found_for[wanted.key] = part
+        by = ""
+        if found.reduction != MEASURED_REDUCTIONS[0]:
+            config[wanted.reduction_key] = found.reduction
+            by = f" with {wanted.reduction}={found.reduction}"
         name, word = type(part).__name__, f"{wanted.parameter}={wanted.word}"
-        lines.append(f"{name}: {word} is layer {layer} ({source}).")
-        if source == PAPER:
+        lines.append(f"{name}: {word} is layer {layer}{by} ({found.source}).")
+        if found.source == PAPER:
             lines.append(
                 f"{name}: this layer was not measured by answers on these weights; "
                 f"`vllm-kvx calibrate MODEL --method {part.name}` does."
@@ -139,7 +145,11 @@ def layer_of(
     if record is not None:
         measured = "by answers" if record["criterion"] == "answers" else "by the paper's criterion"
         path = record_path(policy.name, key)
-        return Found(record[policy.to_measure.parameter], f"calibrated {measured}: {path}")
+        return Found(
+            record[policy.to_measure.parameter],
+            f"calibrated {measured}: {path}",
+            record.get("reduction", MEASURED_REDUCTIONS[0]),
+        )
     if policy.name == "fastkv" and config.get("num_hidden_layers") == num_layers:
         layer = paper_tsp_layer(config)
         return None if layer is None else Found(layer, PAPER)
@@ -179,7 +189,8 @@ def _parts(config: dict[str, Any]) -> list[Method]:
 
 def _check_alike(part: Method, other: Method, wanted: Measurement) -> None:
     """Raise PolicyError if a layer that was found for `other` does not hold for `part`."""
-    for name in SETTINGS[part.name]["answers"]:
+    reduction = (wanted.reduction,) if wanted.reduction else ()
+    for name in SETTINGS[part.name]["answers"] + reduction:
         if getattr(part, name) != getattr(other, name):
             raise PolicyError(
                 f"{part} and {other} leave {wanted.parameter} to measurement with another {name}, "
@@ -228,6 +239,9 @@ def _measure(part: Method, model: str, revision: str | None) -> str:
     command += ["--method", part.name]
     for parameter in SETTINGS[part.name]["answers"]:
         command += [f"--{parameter.replace('_', '-')}", str(getattr(part, parameter))]
+    wanted = part.to_measure
+    if wanted is not None and wanted.reduction and not wanted.chooses_reduction(part):
+        command += ["--reduction", getattr(part, wanted.reduction)]
     if revision is not None:
         command += ["--revision", revision]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
