@@ -43,7 +43,8 @@ RULES = {
         "the device's side of a step, above all that it drives",
     ),
     "calibration": Rule(
-        ("policy", "equations", "settings", "errors"), "tools measure models without an engine"
+        ("policy", "equations", "settings", "errors", "evaluation.tasks", "evaluation.prompts"),
+        "tools measure models without an engine, by lookups whose answers are known",
     ),
     "evaluation": Rule(
         ("policy", "calibration", "settings", "errors", "cpu_mode"),

@@ -1,7 +1,7 @@
 """`vllm-kvx`: the tools around a server, one subcommand each.
 
-vllm-kvx calibrate MODEL --prompts FILE       measures FastKV's TSP layer
-vllm-kvx calibrate MODEL --method structkv    measures StructKV's pivot
+vllm-kvx calibrate MODEL                      finds FastKV's TSP layer, by answers
+vllm-kvx calibrate MODEL --method structkv    finds StructKV's pivot, by answers
 vllm-kvx diagnose MODEL                       draws where a model's attention settles
 vllm-kvx evaluate MODEL                       shows what policies keep of a model's answers
 
@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.evaluation.options import add_evaluate
@@ -23,13 +23,39 @@ from vllm_kvx.policy.parameters import PolicyError
 
 _FASTKV, _STRUCTKV = FastKV(), StructKV()
 _WEIGHTS = (_STRUCTKV.entropy_weight, _STRUCTKV.sparsity_weight, _STRUCTKV.variance_weight)
-# By `calibrate --method`: the module that does it, and the options that only it has, with defaults.
-_CALIBRATORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fastkv": (
-        "tsp_layer",
-        {"max_layer": None, "tsp_rate": _FASTKV.tsp_rate, "kernel": _FASTKV.kernel},
-    ),
-    "structkv": ("pivot", {"weights": _WEIGHTS}),
+_METHODS, _CRITERIA = ("fastkv", "structkv"), ("answers", "paper")
+_COUNT, _LENGTH, _TARGET, _LEAST = 16, 2048, 0.98, 0.9
+
+
+class _Option(NamedTuple):
+    """An option of `calibrate` that only some methods or criteria have, and its default there."""
+
+    default: Any
+    methods: tuple[str, ...] = _METHODS
+    criteria: tuple[str, ...] = _CRITERIA
+
+
+_CALIBRATE = {
+    "tsp_rate": _Option(_FASTKV.tsp_rate, ("fastkv",)),
+    "kernel": _Option(_FASTKV.kernel, ("fastkv",)),
+    "max_layer": _Option(None, criteria=("paper",)),
+    "min_layer": _Option(None, ("structkv",), ("paper",)),
+    "weights": _Option(_WEIGHTS, ("structkv",), ("paper",)),
+    "struct_rate": _Option(_STRUCTKV.struct_rate, ("structkv",), ("answers",)),
+    "decay": _Option(_STRUCTKV.decay, ("structkv",), ("answers",)),
+    "reduction": _Option(None, criteria=("answers",)),
+    "count": _Option(_COUNT, criteria=("answers",)),
+    "length": _Option(_LENGTH, criteria=("answers",)),
+    "target": _Option(_TARGET, criteria=("answers",)),
+    "least": _Option(_LEAST, criteria=("answers",)),
+    "compare": _Option(False, ("fastkv",), ("answers",)),
+}
+# By method and criterion, the module that does it.
+_CALIBRATORS = {
+    ("fastkv", "paper"): "tsp_layer",
+    ("structkv", "paper"): "pivot",
+    ("fastkv", "answers"): "by_answers",
+    ("structkv", "answers"): "by_answers",
 }
 
 if TYPE_CHECKING:
@@ -72,40 +98,34 @@ def _add_calibrate(commands: "_Commands") -> None:
     command = commands.add_parser(
         "calibrate",
         help="find FastKV's TSP layer or StructKV's pivot for a model",
-        description="Finds the layer after which only selected tokens go on: the one where FastKV "
-        "loses least (Eq. 3 of its paper), or StructKV's pivot (Eq. 4-9 of its paper). It is "
+        description="Finds the layer after which only selected tokens go on: the earliest one "
+        "under which the model's answers stay, or, by --criterion paper, the one where FastKV "
+        "loses least (Eq. 3 of its paper) or StructKV's pivot (Eq. 4-9 of its paper). It is "
         "stored for the model's configuration and weights, where a server with that --kv-policy "
-        "looks.",
+        "looks. If no layer keeps the answers, none is stored.",
     )
     command.set_defaults(run=_calibrate)
     command.add_argument("model", metavar="MODEL", help="directory or Hugging Face hub name")
     command.add_argument(
-        "--method",
-        choices=tuple(_CALIBRATORS),
-        default="fastkv",
-        help="whose layer (default: %(default)s)",
-    )
-    _add_prompts(command, "structkv's default: a built-in text; fastkv has none")
-    command.add_argument(
-        "--max-layer",
-        type=int,
-        metavar="L",
-        help="fastkv: last candidate, counted from 0 (default: half of the layers, minus 1)",
+        "--method", choices=_METHODS, default="fastkv", help="whose layer (default: %(default)s)"
     )
     command.add_argument(
-        "--tsp-rate",
-        type=float,
-        metavar="RATE",
-        help=f"fastkv: share of the tokens that is propagated (default: {_FASTKV.tsp_rate})",
+        "--criterion",
+        choices=_CRITERIA,
+        default="answers",
+        help="answers: what the tokens that answers need say; paper: Eq. 3 or Eq. 4-9 (default: "
+        "%(default)s)",
     )
-    command.add_argument(
-        "--kernel",
-        type=int,
-        metavar="K",
-        help=f"fastkv: width of the pooling over scores (default: {_FASTKV.kernel})",
+    _add_prompts(
+        command,
+        "default: generated lookups; by --criterion paper a built-in text for structkv, and fastkv "
+        "has none",
     )
+    _add_lookups(command)
+    _add_layers(command)
+    _add_rates(command)
     _add_window(command)
-    _add_weights(command, None, "structkv: ")
+    _add_weights(command, None, "structkv, paper: ")
     _add_model(command)
     picture = command.add_mutually_exclusive_group()
     picture.add_argument(
@@ -114,15 +134,97 @@ def _add_calibrate(commands: "_Commands") -> None:
     picture.add_argument("--no-plot", action="store_true", help="draw nothing")
 
 
+def _add_lookups(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--count", type=_positive, metavar="N", help=f"generated lookups (default: {_COUNT})"
+    )
+    command.add_argument(
+        "--length",
+        type=_positive,
+        metavar="N",
+        help=f"tokens of each; at most what the model takes (default: {_LENGTH})",
+    )
+    command.add_argument(
+        "--target",
+        type=_share,
+        metavar="SHARE",
+        help="of the best layer's score that a layer must have, and of the full model's answers "
+        f"that must stay under it (default: {_TARGET})",
+    )
+    command.add_argument(
+        "--least",
+        type=_share,
+        metavar="SHARE",
+        help=f"of evidence and answers, below which no layer is chosen (default: {_LEAST})",
+    )
+    command.add_argument(
+        "--reduction",
+        choices=("sum", "max"),
+        help="how the heads' scores become one (default: sum, and max where it allows an earlier "
+        "layer)",
+    )
+    command.add_argument(
+        "--compare",
+        action="store_const",
+        const=True,
+        help="fastkv: measure Eq. 3 too, for the table; structkv's Eq. 8 costs nothing",
+    )
+
+
+def _add_layers(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--min-layer",
+        type=int,
+        metavar="L",
+        help="structkv, paper: first candidate (default: a quarter of the layers)",
+    )
+    command.add_argument(
+        "--max-layer",
+        type=int,
+        metavar="L",
+        help="paper: last candidate, counted from 0 (default: fastkv, half of the layers, minus 1; "
+        "structkv, three quarters of them)",
+    )
+
+
+def _add_rates(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tsp-rate",
+        type=float,
+        metavar="RATE",
+        help=f"fastkv: share of the tokens that is propagated (default: {_FASTKV.tsp_rate})",
+    )
+    command.add_argument(
+        "--struct-rate",
+        type=float,
+        metavar="RATE",
+        help=f"structkv: share of the tokens that is propagated (default: {_STRUCTKV.struct_rate})",
+    )
+    command.add_argument(
+        "--kernel",
+        type=int,
+        metavar="K",
+        help=f"fastkv: width of the pooling over scores (default: {_FASTKV.kernel})",
+    )
+    command.add_argument(
+        "--decay",
+        type=float,
+        metavar="D",
+        help=f"structkv: weight of the layers below in the centrality (default: {_STRUCTKV.decay})",
+    )
+
+
 def _calibrate(args: argparse.Namespace) -> None:
-    for method, (_, options) in _CALIBRATORS.items():
-        for name, default in options.items():
-            if getattr(args, name) is None:
-                setattr(args, name, default)
-            elif method != args.method:
-                option = name.replace("_", "-")
-                raise ToolError(f"--{option} has no meaning without --method {method}")
-    _tool(_CALIBRATORS[args.method][0]).run(args)
+    for name, option in _CALIBRATE.items():
+        if getattr(args, name) is None:
+            setattr(args, name, option.default)
+            continue
+        flag = name.replace("_", "-")
+        if args.method not in option.methods:
+            raise ToolError(f"--{flag} has no meaning without --method {option.methods[0]}")
+        if args.criterion not in option.criteria:
+            raise ToolError(f"--{flag} has no meaning without --criterion {option.criteria[0]}")
+    _tool(_CALIBRATORS[args.method, args.criterion]).run(args)
 
 
 def _add_diagnose(commands: "_Commands") -> None:
@@ -239,6 +341,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
 
 

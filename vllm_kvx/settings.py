@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvx.policy.axes import Measurement, Method
+from vllm_kvx.policy.axes import MEASURED_REDUCTIONS, Measurement, Method
 from vllm_kvx.policy.layout import Layout, layout_of
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
@@ -36,7 +36,10 @@ RECALL_KEY = "kv_recall_every"
 MEASUREMENTS: tuple[Measurement, ...] = tuple(
     method.to_measure for method in METHODS.values() if method.to_measure is not None
 )
-KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, *(m.key for m in MEASUREMENTS), DEBUG_KEY, RECALL_KEY)
+_MEASURED_KEYS = tuple(m.key for m in MEASUREMENTS) + tuple(
+    m.reduction_key for m in MEASUREMENTS if m.reduction
+)
+KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS, DEBUG_KEY, RECALL_KEY)
 
 # Clients choose policies, so what is counted by name is bounded; the rest is counted together.
 MAX_POLICIES = 64
@@ -48,17 +51,28 @@ class Measured:
     """Layers that stand for words in a policy's name, as far as they are known for this model.
 
     layers: by key in ``additional_config``.
+    reductions: by key, what was measured to be better there than the method's default.
     """
 
     layers: tuple[tuple[str, int], ...] = ()
+    reductions: tuple[tuple[str, str], ...] = ()
 
     def put_into(self, part: Method) -> Method:
-        """`part` with the layer in the place of the word, if it is known."""
+        """`part` with the layer in the place of the word, if it is known.
+
+        With it comes the reduction that it was measured with, in the place of the default.
+        """
         wanted = part.to_measure
         if wanted is None or getattr(part, wanted.parameter) != wanted.word:
             return part
         layer = dict(self.layers).get(wanted.key)
-        return part if layer is None else replace(part, **{wanted.parameter: layer})
+        if layer is None:
+            return part
+        found: dict[str, Any] = {wanted.parameter: layer}
+        reduction = dict(self.reductions).get(wanted.reduction_key)
+        if reduction is not None and wanted.chooses_reduction(part):
+            found[wanted.reduction] = reduction
+        return replace(part, **found)
 
     def as_dict(self) -> dict[str, int | None]:
         """By parameter, None where not known."""
@@ -75,7 +89,14 @@ class Measured:
         for key, value in found:
             if type(value) is not int or value < 0:
                 raise ValueError(f"{key} must be a layer's number, got {value!r}")
-        return cls(tuple(found))
+        keys = [m.reduction_key for m in MEASUREMENTS if m.reduction]
+        reductions = [(key, config[key]) for key in keys if config.get(key) is not None]
+        for key, value in reductions:
+            if value not in MEASURED_REDUCTIONS:
+                raise ValueError(
+                    f"{key} must be one of {', '.join(MEASURED_REDUCTIONS)}, got {value!r}"
+                )
+        return cls(tuple(found), tuple(reductions))
 
 
 @lru_cache(maxsize=1024)

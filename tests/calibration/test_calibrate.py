@@ -1,4 +1,4 @@
-"""`vllm-kvx calibrate`: Eq. 3 against brute force, and the command from end to end."""
+"""`vllm-kvx calibrate --criterion paper`: Eq. 3 against brute force, and the command."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ from vllm_kvx.calibration import dense_decoder as dense
 from vllm_kvx.calibration import tsp_layer as calibrate
 from vllm_kvx.calibration.dense_decoder import DenseDecoder
 from vllm_kvx.calibration.prompts import read_prompts, shorten, tokenize
-from vllm_kvx.calibration.resolve import tsp_layer_of
+from vllm_kvx.calibration.resolve import layer_of
 from vllm_kvx.calibration.tsp_layer import choose_max_layer, distances
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
@@ -185,7 +185,7 @@ def command(tiny: Path, tmp_path: Path) -> Callable[..., int]:
     prompts = write_prompts(tmp_path / "prompts.jsonl", prompt_of(40), prompt_of(50, seed=1))
 
     def run(model: Path | str = tiny, *flags: str, **options: Any) -> int:
-        given = {"prompts": prompts, "device": "cpu", **options}
+        given = {"criterion": "paper", "prompts": prompts, "device": "cpu", **options}
         argv = ["calibrate", str(model), *flags]
         for name, value in given.items():
             if value is not None:
@@ -211,6 +211,7 @@ def test_the_command_stores_what_a_server_finds(
     assert record["distances"]["std"] == pytest.approx(np.std(rows, axis=0), rel=1e-2)
     assert record["tsp_layer"] == np.mean(rows, axis=0).argmin()
     expected = {"method": "fastkv", "layers": LAYERS, "max_layer": 3, "tsp_rate": 0.3, "window": 4}
+    assert record["criterion"] == "paper"
     assert expected.items() <= record.items() and record["kernel"] == 5
     source = str(tmp_path / "prompts.jsonl")
     assert record["prompts"] == {"source": source, "count": 2, "tokens": [40, 50]}
@@ -220,8 +221,11 @@ def test_the_command_stores_what_a_server_finds(
     assert marked.split()[0] == str(record["tsp_layer"])
     assert "prompt 2/2, 50 tokens" in out.err
     config = AutoConfig.from_pretrained(tiny).to_dict()
-    found = tsp_layer_of(config, str(tiny), LAYERS)
-    assert found == (record["tsp_layer"], f"calibrated: {path}")
+    found = layer_of(POLICY, config, str(tiny), LAYERS)
+    assert found is not None and found[:2] == (
+        record["tsp_layer"],
+        f"calibrated by the paper's criterion: {path}",
+    )
 
 
 def test_the_curve_is_drawn_where_it_is_wanted(
@@ -453,7 +457,7 @@ def test_the_demo_checkpoint_from_end_to_end(cache: Path, tmp_path: Path) -> Non
     prompts = [make_prompt(seed, 512, tokenizer)[0] for seed in range(4)]
     (tmp_path / "prompts.txt").write_text("\n---\n".join(prompts))
     argv = ["calibrate", str(LOOKUP), "--prompts", str(tmp_path / "prompts.txt")]
-    assert main([*argv, "--device", "cpu", "--no-plot"]) == 0
+    assert main([*argv, "--criterion", "paper", "--device", "cpu", "--no-plot"]) == 0
     [path] = cache.glob("calibration/*.json")
     record = json.loads(path.read_text())
     assert record["prompts"]["tokens"] == [512] * 4 and record["max_layer"] == 3
@@ -461,4 +465,5 @@ def test_the_demo_checkpoint_from_end_to_end(cache: Path, tmp_path: Path) -> Non
     means = record["distances"]["mean"]
     assert means[3] < 0.05 < 0.2 < min(means[:3])
     config = AutoConfig.from_pretrained(LOOKUP).to_dict()
-    assert tsp_layer_of(config, str(LOOKUP), 8) == (3, f"calibrated: {path}")
+    found = layer_of(FastKV(), config, str(LOOKUP), 8)
+    assert found is not None and found[:2] == (3, f"calibrated by the paper's criterion: {path}")

@@ -16,11 +16,12 @@ from vllm_kvx.equations.pivot import (
     mean_metrics,
     online_pivot,
     pivot_of,
+    pivot_within,
     transition_is_behind,
     transition_scores,
 )
 from vllm_kvx.policy.axes import Weights
-from vllm_kvx.policy.methods.structkv import online_limits
+from vllm_kvx.policy.methods.structkv import online_limits, paper_limits
 
 WEIGHTS = (0.2, 0.3, 0.5)
 FLAT = [0.0] * 5
@@ -221,11 +222,25 @@ def test_online_is_its_definition_and_looks_at_nothing_later() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 8, 28, 32, 48, 64])
 def test_default_limits_are_layers(layers: int) -> None:
-    low, high = online_limits(layers)
-    assert 0 <= low <= high < layers
+    for limits in (online_limits, paper_limits):
+        low, high = limits(layers)
+        assert 0 <= low <= high <= max(layers - 2, 0)
     # Section 4.3 of the paper.
-    paper = {28: 12, 64: 28}.get(layers)
-    assert paper is None or low <= paper <= high
+    pivot = {28: 12, 64: 28}.get(layers)
+    low, high = paper_limits(layers)
+    assert pivot is None or low <= pivot <= high
+    low, high = online_limits(layers)
+    assert low >= layers // 2 or layers < 3
+
+
+def test_a_pivot_within_limits() -> None:
+    scores = torch.tensor([float("nan"), 9.0, 1.0, 3.0, 2.0, 3.0, 8.0, 9.0])
+    assert pivot_of(scores) == 2
+    assert pivot_within(scores, 3, 6) == 4  # Of equal ones the lowest.
+    assert pivot_within(scores, 0, 7) == 2 and pivot_within(scores, 5, 7) == 7
+    assert pivot_within(scores, 3, 3) == 3
+    # Pivots 0 and 1 have no transition below them.
+    assert pivot_within(scores[:2], 0, 0) == 0 and pivot_within(scores, 1, 1) == 1
 
 
 def test_vllm_is_not_imported() -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,32 @@ from world.prompts import VOCAB, prompt_of
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.calibration import pivot
 from vllm_kvx.calibration.prompts import BUILTIN, builtin_prompts
-from vllm_kvx.calibration.resolve import pivot_of_model
+from vllm_kvx.calibration.resolve import layer_of
 from vllm_kvx.cli import main
 from vllm_kvx.equations.pivot import Metrics
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.methods.structkv import online_limits
+from vllm_kvx.policy.methods.structkv import StructKV, online_limits, paper_limits
 
 WINDOW = 8
 WEIGHTS = (0.2, 0.3, 0.5)
+
+
+def pivot_of_model(
+    config: dict[str, Any], model: str, layers: int, window: int, weights: Sequence[float]
+) -> tuple[int, str] | None:
+    names = ("entropy_weight", "sparsity_weight", "variance_weight")
+    policy = StructKV(window=window, **dict(zip(names, weights, strict=True)))
+    found = layer_of(policy, config, model, layers)
+    return None if found is None else (found.layer, found.source)
+
+
+def bounded(metrics: dict[str, torch.Tensor]) -> int:
+    """The reference's pivot within the tool's default limits."""
+    scores = structkv.transition_scores(metrics, WEIGHTS).tolist()
+    low, high = paper_limits(len(scores))
+    return max(range(low, high + 1), key=lambda pivot: (scores[pivot - 1], -pivot))
+
+
 # Layers of a model, and the first of them whose attention is focused.
 FOCUS = {8: 3, 28: 12, 48: 22}
 
@@ -56,7 +74,7 @@ def model(layers: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_focused(tmp_path_factory.mktemp("small"), 4, 2)
+    return build_focused(tmp_path_factory.mktemp("small"), 5, 2)
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -75,7 +93,7 @@ def command(tmp_path: Path) -> Callable[..., int]:
     def run(name: str, model: Path | str, *flags: str, **options: Any) -> int:
         given: dict[str, Any] = {"prompts": prompts, "device": "cpu"}
         if name == "calibrate":
-            given["method"] = "structkv"
+            given |= {"method": "structkv", "criterion": "paper"}
         else:
             given["output"] = tmp_path / "out"
         argv = [name, str(model), *flags]
@@ -122,14 +140,14 @@ def test_the_pivot_follows_the_models_depth(
     assert "`vllm serve" in out.out and f"structkv:pivot={record['pivot']}\n" in out.out
     assert "prompt 2/2, 90 tokens" in out.err
     found = pivot_of_model(config_of(model), str(model), layers, WINDOW, WEIGHTS)
-    assert found == (record["pivot"], f"calibrated: {path}")
+    assert found == (record["pivot"], f"calibrated by the paper's criterion: {path}")
 
 
 def test_another_model_has_another_pivot(
     tmp_path: Path, command: Callable[..., int], cache: Path
 ) -> None:
     """Of the same shape: the weights decide."""
-    for focus in (2, 6):
+    for focus in (2, 5):
         model = build_focused(tmp_path / str(focus), 8, focus)
         assert command("calibrate", model, "--no-plot") == 0
         found = pivot_of_model(config_of(model), str(model), 8, WINDOW, WEIGHTS)
@@ -150,25 +168,28 @@ def test_a_stored_pivot_is_not_anothers(
     # vLLM, where something has imported it, keeps its log to itself.
     logging.getLogger("vllm.kvx.calibration").addHandler(caplog.handler)
     try:
-        assert pivot_of_model(config, str(small), 4, WINDOW, WEIGHTS) == (3, f"calibrated: {path}")
+        assert pivot_of_model(config, str(small), 5, WINDOW, WEIGHTS) == (
+            3,
+            f"calibrated by the paper's criterion: {path}",
+        )
         # As a list, or where 1 and 1.0 differ in spelling, they are the same weights.
-        assert pivot_of_model(config, str(small), 4, WINDOW, list(WEIGHTS)) is not None
+        assert pivot_of_model(config, str(small), 5, WINDOW, list(WEIGHTS)) is not None
         assert not caplog.text
-        other = build_focused(tmp_path / "other", 4, 1)
-        assert pivot_of_model(config_of(other), str(other), 4, WINDOW, WEIGHTS) is None
+        other = build_focused(tmp_path / "other", 5, 1)
+        assert pivot_of_model(config_of(other), str(other), 5, WINDOW, WEIGHTS) is None
         assert not caplog.text
         for arguments, reason in (
-            ((3, WINDOW, WEIGHTS), "its layers is 4, wanted is 3"),
-            ((4, 4, WEIGHTS), "its window is 8, wanted is 4"),
-            ((4, WINDOW, (0.2, 0.3, 0.4)), "its weights is [0.2, 0.3, 0.5], wanted is"),
+            ((3, WINDOW, WEIGHTS), "its layers is 5, wanted is 3"),
+            ((5, 4, WEIGHTS), "its window is 8, wanted is 4"),
+            ((5, WINDOW, (0.2, 0.3, 0.4)), "its weights is [0.2, 0.3, 0.5], wanted is"),
         ):
             caplog.clear()
             assert pivot_of_model(config, str(small), *arguments) is None
             assert reason in caplog.text and str(path) in caplog.text
         caplog.clear()
         path.write_text(json.dumps({k: v for k, v in record.items() if k != "weights"}))
-        assert pivot_of_model(config, str(small), 4, WINDOW, WEIGHTS) is None
-        assert "its weights is None" in caplog.text
+        assert pivot_of_model(config, str(small), 5, WINDOW, WEIGHTS) is None
+        assert "does not say with which weights" in caplog.text
     finally:
         logging.getLogger("vllm.kvx.calibration").removeHandler(caplog.handler)
 
@@ -183,8 +204,8 @@ def test_window_and_weights_are_those_given(
     expected = structkv.metrics(str(small), PROMPTS, 4)
     assert record["metrics"]["variance"] == pytest.approx(expected["variance"].tolist(), rel=1e-3)
     assert record["pivot"] == structkv.pivot_of(expected, weights)
-    found = pivot_of_model(config_of(small), str(small), 4, 4, (1, 0, 0.25))
-    assert found == (record["pivot"], f"calibrated: {path}")
+    found = pivot_of_model(config_of(small), str(small), 5, 4, (1, 0, 0.25))
+    assert found == (record["pivot"], f"calibrated by the paper's criterion: {path}")
     name = "structkv:window=4,entropy_weight=1,sparsity_weight=0,variance_weight=0.25"
     assert f"--kv-policy {name}`" in capsys.readouterr().out
 
@@ -204,7 +225,7 @@ def test_a_pivot_at_the_top_is_pointed_out(
     tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = build_focused(tmp_path / "model", 4, 3)
-    assert command("calibrate", model, "--no-plot") == 0
+    assert command("calibrate", model, "--no-plot", min_layer=3, max_layer=3) == 0
     assert "The pivot is the last layer" in capsys.readouterr().out
 
 
@@ -316,10 +337,10 @@ def test_diagnosis_of_the_demo_checkpoint(
     expected = structkv.metrics(str(LOOKUP), prompts, WINDOW)
     low, high = online_limits(8)
     assert record["pivot"] == 3
-    assert record["measured"]["pivot"] == structkv.pivot_of(expected, WEIGHTS)
+    assert record["measured"]["pivot"] == bounded(expected)
     assert record["online"]["pivot"] == structkv.online_pivot(expected, WEIGHTS, low, high)
     alone = [structkv.metrics(str(LOOKUP), [prompt], WINDOW) for prompt in prompts]
-    assert record["measured"]["prompts"] == [structkv.pivot_of(each, WEIGHTS) for each in alone]
+    assert record["measured"]["prompts"] == [bounded(each) for each in alone]
     assert record["online"]["prompts"] == [
         structkv.online_pivot(each, WEIGHTS, low, high) for each in alone
     ]
@@ -346,7 +367,7 @@ def test_diagnosis_of_the_demo_checkpoint(
 def test_diagnosis_after_a_given_layer(command: Callable[..., int], tmp_path: Path) -> None:
     """Of a model with every query head its own KV head, and where two heads share one."""
     for kv_heads in (2, 1):
-        model = build_focused(tmp_path / f"kv{kv_heads}", 5, 3, kv_heads=kv_heads)
+        model = build_focused(tmp_path / f"kv{kv_heads}", 6, 3, kv_heads=kv_heads)
         assert command("diagnose", model, pivot=1, struct_rate=0.3, kv_rate=0.3) == 0
         record = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
         assert record["pivot"] == 1 and record["measured"]["pivot"] == 4
@@ -363,7 +384,7 @@ def test_selecting_everything_recovers_everything(
     assert command("diagnose", small, pivot=0, struct_rate=1, kv_rate=1) == 0
     record = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     for method, values in record["recovery"].items():
-        assert values["mean"] == pytest.approx([1.0] * 4), method
+        assert values["mean"] == pytest.approx([1.0] * 5), method
 
 
 def test_diagnosis_lies_where_it_is_asked_for(
@@ -376,7 +397,7 @@ def test_diagnosis_lies_where_it_is_asked_for(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     # At the last layer there is nothing to compare above it.
-    assert command("diagnose", small, output=None, pivot=3) == 0
+    assert command("diagnose", small, output=None, pivot=4) == 0
     written = [path.name for path in (tmp_path / f"diagnose-{small.name}").iterdir()]
     assert written == ["diagnosis.json"]
     out = capsys.readouterr().out
@@ -400,7 +421,10 @@ def failure(code: int, name: str, capsys: pytest.CaptureFixture[str]) -> str:
     [
         ({"kernel": 7}, "--kernel has no meaning without --method fastkv"),
         ({"tsp_rate": 0.2}, "--tsp-rate has no meaning without --method fastkv"),
-        ({"max_layer": 2}, "--max-layer has no meaning without --method fastkv"),
+        ({"max_layer": 5}, "set --min-layer and --max-layer"),
+        ({"min_layer": 4, "max_layer": 3}, "in this order"),
+        ({"decay": 0.8}, "--decay has no meaning without --criterion answers"),
+        ({"count": 8}, "--count has no meaning without --criterion answers"),
         ({"window": 0}, "window must be an integer from 1 to 64"),
         ({"window": 36}, "prompt 1 has 70 tokens; twice the window, 72"),
         ({"weights": "0,0,0"}, "must be above 0"),
@@ -428,7 +452,7 @@ def test_bad_options_of_calibrate(
         ({"decay": 0}, "decay must be a number in (0, 1]"),
         ({"kernel": 4}, "kernel must be an odd integer"),
         ({"weights": "0,0,0"}, "must be above 0"),
-        ({"pivot": 4}, "use pivot=0 .. pivot=3"),
+        ({"pivot": 5}, "use pivot=0 .. pivot=4"),
         ({"pivot": -1}, "pivot must be an integer"),
         ({"prompts": "nothing.jsonl"}, "cannot read prompts"),
         ({"window": 36}, "prompt 1 has 70 tokens; twice the window, 72"),
@@ -480,6 +504,8 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
         ["diagnose"],
         ["calibrate", "m", "--method", "snapkv"],
         ["calibrate", "m", "--weights", "0.2,0.3"],
+        ["calibrate", "m", "--target", "1.5"],
+        ["calibrate", "m", "--criterion", "guess"],
         ["diagnose", "m", "--weights", "0.2,0.3,much"],
     ):
         with pytest.raises(SystemExit) as stopped:

@@ -16,10 +16,11 @@ from transformers import AutoConfig
 
 from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.calibration.records import RESULTS, cache_root, load, record_path, save
-from vllm_kvx.calibration.resolve import PAPER_TSP_LAYERS, tsp_layer_of
+from vllm_kvx.calibration.resolve import PAPER_TSP_LAYERS, layer_of
+from vllm_kvx.policy.methods.fastkv import FastKV
 
 LAYERS = 6
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "num_hidden_layers": 32,
@@ -31,9 +32,14 @@ LLAMA = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
 }
+ROPE = {**LLAMA["rope_scaling"], "rope_theta": 5e5}
 MINISTRAL = {
     **LLAMA,
+    "rope_scaling": None,
+    "rope_theta": 1e8,
+    "sliding_window": 32768,
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
     "num_hidden_layers": 36,
@@ -43,6 +49,8 @@ MINISTRAL = {
 }
 NEMO = {
     **MINISTRAL,
+    "rope_theta": 1e6,
+    "sliding_window": None,
     "num_hidden_layers": 40,
     "hidden_size": 5120,
     "intermediate_size": 14336,
@@ -74,19 +82,45 @@ def config_of(path: Path) -> dict[str, Any]:
     return AutoConfig.from_pretrained(path).to_dict()
 
 
+SETTINGS = {"criterion": "answers", "window": 8, "kernel": 7, "tsp_rate": 0.2}
+
+
 def record_for(path: Path, **changes: Any) -> dict[str, Any]:
     key = model_key(config_of(path), path)
-    return {"method": "fastkv", "key": key, "layers": LAYERS, "tsp_layer": 2, **changes}
+    facts = {"method": "fastkv", "key": key, "layers": LAYERS, "tsp_layer": 2}
+    return {**facts, **SETTINGS, **changes}
+
+
+def by_answers(path: Path) -> str:
+    return f"calibrated by answers: {path}"
+
+
+def tsp_layer_of(
+    config: dict[str, Any], model: str, layers: int, **kwargs: Any
+) -> tuple[int, str] | None:
+    found = layer_of(FastKV(), config, model, layers, **kwargs)
+    return None if found is None else (found.layer, found.source)
 
 
 @pytest.mark.parametrize(
     ("config", "layer"),
     [
         (LLAMA, 15),
-        (MINISTRAL, 17),
         (NEMO, 19),
         ({**LLAMA, "architectures": ["KvxLlamaForCausalLM"]}, 15),
-        ({**LLAMA, "intermediate_size": 1}, 15),
+        ({**LLAMA, "head_dim": 128, "rope_theta": None, "rope_scaling": ROPE}, 15),
+        ({**NEMO, "rope_theta": None, "rope_parameters": {"rope_theta": 1e6}}, 19),
+        # Its attention slides, which is not served.
+        (MINISTRAL, None),
+        # Llama 3, and others of the same depth and width.
+        ({**LLAMA, "rope_scaling": None}, None),
+        ({**LLAMA, "intermediate_size": 1}, None),
+        ({**LLAMA, "rope_theta": 1e6}, None),
+        ({**NEMO, "vocab_size": 32000}, None),
+        ({**NEMO, "intermediate_size": 13824}, None),
+        ({**NEMO, "head_dim": None}, None),
+        ({**NEMO, "rope_theta": 1e4}, None),
+        ({**NEMO, "architectures": ["LlamaForCausalLM"]}, None),
         ({**LLAMA, "vocab_size": 32000}, None),
         ({**LLAMA, "hidden_size": 5120}, None),
         ({**LLAMA, "num_key_value_heads": 32}, None),
@@ -97,7 +131,7 @@ def record_for(path: Path, **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_the_papers_models_are_told_by_shape(config: dict[str, Any], layer: int | None) -> None:
-    expected = None if layer is None else (layer, "paper")
+    expected = None if layer is None else (layer, "the paper's")
     layers = config.get("num_hidden_layers", 32)
     assert tsp_layer_of(config, "/nowhere/at-all", layers) == expected
     # A server may run fewer layers than the configuration has; nobody measured that.
@@ -109,15 +143,21 @@ def test_a_record_is_found_again(model: Path, root: Path) -> None:
     path = save(record_for(model))
     assert path.parent == root / "calibration" and path.name.startswith("fastkv-")
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    assert tsp_layer_of(config_of(model), str(model), LAYERS) == (2, f"calibrated: {path}")
+    assert tsp_layer_of(config_of(model), str(model), LAYERS) == (
+        2,
+        by_answers(path),
+    )
     save(record_for(model, tsp_layer=4))
-    assert tsp_layer_of(config_of(model), str(model), LAYERS) == (4, f"calibrated: {path}")
+    assert tsp_layer_of(config_of(model), str(model), LAYERS) == (
+        4,
+        by_answers(path),
+    )
 
 
 def test_a_record_wins_over_the_paper() -> None:
     key = model_key(LLAMA, None)
-    path = save({"method": "fastkv", "key": key, "layers": 32, "tsp_layer": 11})
-    assert tsp_layer_of(LLAMA, "/nowhere/at-all", 32) == (11, f"calibrated: {path}")
+    path = save({"method": "fastkv", "key": key, "layers": 32, "tsp_layer": 11, **SETTINGS})
+    assert tsp_layer_of(LLAMA, "/nowhere/at-all", 32) == (11, by_answers(path))
 
 
 def test_weights_and_shape_are_the_key(model: Path) -> None:
@@ -158,10 +198,11 @@ def test_the_key_is_the_same_however_a_model_is_written_down(model: Path) -> Non
     (model / "consolidated.safetensors").write_bytes(b"abc")
     assert key == model_key(config, model)
     assert key != model_key(config, None)
+    base = {**LLAMA, "rope_scaling": None}
     yarn = {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", "factor": 4}}
     new = {"rope_parameters": {"rope_type": "yarn", "type": "yarn", "factor": 4.0}}
     new["rope_parameters"]["rope_theta"] = 10000.0
-    assert model_key(LLAMA | yarn, None) == model_key(LLAMA | new | {"rope_theta": None}, None)
+    assert model_key(base | yarn, None) == model_key(base | new | {"rope_theta": None}, None)
 
 
 def test_the_key_of_sharded_and_other_weights(model: Path) -> None:
@@ -212,7 +253,10 @@ def test_a_hub_name_is_its_snapshot(
         lambda *args, **kwargs: real(*args, **kwargs, cache_dir=tmp_path / "hub"),
     )
     path = save(record_for(model))
-    assert tsp_layer_of(config_of(model), "me/mine", LAYERS) == (2, f"calibrated: {path}")
+    assert tsp_layer_of(config_of(model), "me/mine", LAYERS) == (
+        2,
+        by_answers(path),
+    )
     assert tsp_layer_of(config_of(model), "me/mine", LAYERS, revision="other") is None
     for name in ("me/other", "no name//at all", str(model / "config.json")):
         assert model_dir(name) is None
@@ -231,6 +275,14 @@ def test_a_hub_name_is_its_snapshot(
         ({"tsp_layer": -1}, "tsp_layer"),
         ({"tsp_layer": "2"}, "tsp_layer"),
         ({"tsp_layer": None}, "tsp_layer"),
+        (
+            {"criterion": None},
+            "its criterion is None, not one of answers, paper: it is",
+        ),
+        ({"criterion": "guess"}, "its criterion is 'guess'"),
+        ({"window": 16}, "its window is 16, wanted is 8"),
+        ({"kernel": None}, "its kernel is None, wanted is 7"),
+        ({"tsp_rate": 0.3, "criterion": "paper"}, "its tsp_rate is 0.3, wanted is 0.2"),
     ],
 )
 def test_records_of_no_use_are_ignored_with_a_warning(
@@ -242,7 +294,7 @@ def test_records_of_no_use_are_ignored_with_a_warning(
     # vLLM, where something has imported it, keeps its log to itself.
     logging.getLogger("vllm.kvx.calibration").addHandler(caplog.handler)
     try:
-        assert load("fastkv", good["key"], LAYERS) is None
+        assert load(FastKV(), good["key"], LAYERS) is None
     finally:
         logging.getLogger("vllm.kvx.calibration").removeHandler(caplog.handler)
     assert reason in caplog.text and str(path) in caplog.text and "delete it" in caplog.text
@@ -250,12 +302,12 @@ def test_records_of_no_use_are_ignored_with_a_warning(
 
 
 def test_nothing_stored_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert load("fastkv", "0" * 32, LAYERS) is None
+    assert load(FastKV(), "0" * 32, LAYERS) is None
     assert not caplog.text
 
 
 def test_only_what_loads_is_saved(model: Path, root: Path) -> None:
-    for wrong in ({"tsp_layer": LAYERS}, {"layers": None}, {"method": "speed"}):
+    for wrong in ({"tsp_layer": LAYERS}, {"layers": None}, {"method": "speed"}, {"criterion": ""}):
         with pytest.raises(ValueError):
             save(record_for(model, **wrong))
     with pytest.raises(TypeError):

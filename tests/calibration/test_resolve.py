@@ -1,4 +1,4 @@
-"""StructKV's pivot where the server's policy leaves it to measurement: found, or measured once."""
+"""Layers that the server's policy leaves to measurement: found, or measured once."""
 
 import json
 import shutil
@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from world.models import LOOKUP
 
+from vllm_kvx.calibration import by_answers, questions, resolve
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.calibration.records import record_path
 from vllm_kvx.calibration.resolve import find_measured
@@ -20,6 +21,8 @@ from vllm_kvx.policy.spec import PolicyError
 from vllm_kvx.settings import KVSettings
 
 TOOL = [sys.executable, "-m", "vllm_kvx.cli"]
+# As the tests have time for.
+FEW = ["--count", "3", "--length", "300"]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -46,9 +49,9 @@ class Tool:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Tool:
-    """The tool in a process of its own, as a server runs it."""
+    """The tool in a process of its own, as a server runs it, on fewer lookups."""
     real = subprocess.run
-    tool = Tool(real, real)
+    tool = Tool(lambda command, **kwargs: real([*command, *FEW], **kwargs), real)
     monkeypatch.setattr(subprocess, "run", tool)
     return tool
 
@@ -59,7 +62,12 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
         capsys.readouterr()
-        return subprocess.CompletedProcess(command, main(command[3:]), "", capsys.readouterr().err)
+        code = main([*command[3:], *FEW])
+        return subprocess.CompletedProcess(command, code, "", capsys.readouterr().err)
+
+    # The one kind that the demo checkpoint answers.
+    monkeypatch.setattr(questions, "FAMILIES", {"notes": ("notes",)})
+    monkeypatch.setattr(by_answers, "FAMILIES", {"notes": ("notes",)})
 
     tool = Tool(run, subprocess.run)
     monkeypatch.setattr(subprocess, "run", tool)
@@ -68,14 +76,14 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The checkpoint to change; built-in prompts are short for it."""
+    """The checkpoint to change."""
     return copy_of_lookup(tmp_path / "model")
 
 
 def copy_of_lookup(path: Path, **changes: Any) -> Path:
     shutil.copytree(LOOKUP, path)
     config = json.loads((path / "config.json").read_text())
-    config |= {"max_position_embeddings": 128, **changes}
+    config |= changes
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -114,9 +122,9 @@ def test_a_server_measures_before_its_first_start(
     assert arguments[:2] == ["calibrate", str(LOOKUP)]
     path, record = record_of(LOOKUP)
     assert [*cache.rglob("*.*")] == [path]
-    assert record["layers"] == 8 and record["window"] == 8
-    assert record["weights"] == [0.2, 0.3, 0.5]
-    assert record["prompts"] == {"source": "built-in", "count": 4, "tokens": [4096] * 4}
+    assert record["layers"] == 8 and record["window"] == 8 and record["decay"] == 0.9
+    assert record["criterion"] == "answers" and record["asked"] == "notes"
+    assert record["prompts"]["source"] == "built-in" and record["prompts"]["count"] == 3
     pivot = record["pivot"]
     # Other processes look there, and nowhere else.
     assert vllm_config.additional_config == {"kv_policy": "structkv", "kv_pivot": pivot}
@@ -127,8 +135,8 @@ def test_a_server_measures_before_its_first_start(
     # A second start.
     assert make_config("structkv", **settings).additional_config["kv_pivot"] == pivot
     again = make_config(**settings)
-    again.additional_config = {"kv_policy": "structkv:struct_rate=0.5"}
-    line = f"StructKV: pivot=calibrated is layer {pivot} (calibrated: {path})."
+    again.additional_config = {"kv_policy": "structkv:kv_rate=0.5"}
+    line = f"StructKV: pivot=calibrated is layer {pivot} (calibrated by answers: {path})."
     assert find_measured(again)[0] == line
     assert again.additional_config["kv_pivot"] == pivot
     assert find_measured(again) == []
@@ -173,21 +181,55 @@ def test_a_record_of_no_use_is_measured_again(
     assert all(again[name] == good[name] for name in ("key", "layers", "pivot", "prompts"))
 
 
-def test_window_and_weights_are_the_policys(
+def test_the_policys_parameters_are_measured(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:
     find(model)
-    for policy, window, weights in (
-        ("structkv:window=4", 4, [0.2, 0.3, 0.5]),
-        ("structkv:window=4,entropy_weight=0,variance_weight=1", 4, [0, 0.3, 1]),
+    for policy, changed in (
+        ("structkv:window=4", {"window": 4}),
+        ("structkv:window=4,struct_rate=0.5", {"window": 4, "struct_rate": 0.5}),
+        ("structkv:struct_rate=0.5,decay=0.8", {"struct_rate": 0.5, "decay": 0.8}),
     ):
         before = len(tool.ran)
         config, _ = find(model, policy)
         assert find(model, policy)[0] == config
         assert len(tool.ran) == before + 1
         record = record_of(model)[1]
-        assert (record["window"], record["weights"]) == (window, weights)
+        assert changed.items() <= record.items()
         assert config["kv_pivot"] == record["pivot"]
+    # Retention and the weights of Eq. 8 have no part in it.
+    find(model, "structkv:struct_rate=0.5,decay=0.8,kv_rate=0.4,entropy_weight=0.1")
+    assert len(tool.ran) == 4
+
+
+def test_fastkv_is_measured_too(tool: Tool, find: Callable[..., Any], model: Path) -> None:
+    config, [line] = find(model, "fastkv")
+    [ran] = tool.ran
+    assert ran[:5] == ["calibrate", str(model), "--no-plot", "--method", "fastkv"]
+    assert ran[5:] == ["--window", "8", "--kernel", "7", "--tsp-rate", "0.2"]
+    # Its layers 0 to 3 find the answer, and the third one shows where it stands.
+    assert config["kv_tsp_layer"] == 3 and line.startswith("FastKV: tsp_layer=auto is layer 3 (")
+    assert find(model, "full", kv_layout=["fastkv:kv_rate=0.3"])[0]["kv_tsp_layer"] == 3
+    assert len(tool.ran) == 1
+
+
+def test_the_papers_layer_is_said_to_be_the_papers(
+    find: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "paper_tsp_layer", lambda _: 5)
+    config, lines = find(model, "fastkv", load_format="dummy")
+    assert config["kv_tsp_layer"] == 5
+    assert lines[0] == "FastKV: tsp_layer=auto is layer 5 (the paper's)."
+    assert "not measured by answers on these weights" in lines[1]
+
+
+def test_one_server_measures_for_one_set_of_parameters(
+    tool: Tool, find: Callable[..., Any], model: Path
+) -> None:
+    with pytest.raises(PolicyError, match=r"another tsp_rate.*write tsp_layer=<int> in one"):
+        find(model, "fastkv", kv_layout=["fastkv:tsp_rate=0.4"])
+    config, _ = find(model, "fastkv", kv_layout=["fastkv:tsp_rate=0.4,tsp_layer=3", "fastkv"])
+    assert config["kv_tsp_layer"] == 3
 
 
 def test_policies_that_the_server_makes_room_for(
@@ -218,7 +260,7 @@ def test_what_needs_no_measurement(
 def test_where_nothing_can_be_measured(
     tool: Tool, find: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    way_out = r"write pivot=<int>, or measure it with `vllm-kvx calibrate MODEL --method structkv"
+    way_out = r"write pivot=<int>, or measure it on your own .*calibrate MODEL --method structkv"
     with pytest.raises(PolicyError, match=rf"\(its weights are dummies\): {way_out}"):
         find(model, load_format="dummy")
     assert not tool.ran

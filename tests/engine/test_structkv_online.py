@@ -69,7 +69,7 @@ def test_depths_of_qwen(tiny: Callable[..., Path], layers: int) -> None:
     """The default limits go with the depth, and so does the pivot."""
     model = tiny("qwen2", layers=layers)
     prompts = prompts_of((90, 200, 331))
-    policy = Online(layers // 4, layers // 2)
+    policy = Online(layers * 2 // 3, layers * 5 // 6)
     with running(model, "structkv:pivot=online", max_model_len=512) as engine:
         answers = engine.generate(prompts)
         stats = engine.stats()

@@ -31,7 +31,7 @@ QUEST = RetrievalLayout("page_bounds", group=16, unit=16, reduction="max", max_u
         (["structkv:pivot=10,kv_rate=0.3"], Layout((11,), retain=True, window=8, stash=True)),
         (["structkv:pivot=10,granularity=block"], Layout((11,), retain=True, window=8, stash=True)),
         (
-            ["structkv:pivot=online,max_layer=10"],
+            ["structkv:pivot=online,min_layer=8,max_layer=10"],
             Layout((), retain=True, window=8, stash=True, online_cuts=(9, 10, 11)),
         ),
         (["structkv:pivot=online,struct_rate=1"], Layout((), retain=True, window=8)),
@@ -94,13 +94,31 @@ def test_a_sidecar_is_of_its_widest_policy() -> None:
 
 
 def test_online_limits_are_layers_below_the_last() -> None:
-    for limits in ("min_layer=9,max_layer=8", "max_layer=31", "min_layer=20"):
+    for limits in ("min_layer=9,max_layer=8", "max_layer=31", "min_layer=31"):
         with pytest.raises(PolicyError, match="they must be in this order and below its last"):
             layout_of([parse_policy(f"structkv:pivot=online,{limits}")], 32)
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ("", (21, 26)),
+        (",min_layer=8", (8, 26)),
+        (",min_layer=28", (28, 28)),
+        (",max_layer=28", (21, 28)),
+        (",max_layer=10", (10, 10)),
+        (",min_layer=8,max_layer=10", (8, 10)),
+    ],
+)
+def test_a_given_limit_moves_the_other(limits: str, expected: tuple[int, int]) -> None:
+    policy = parse_policy(f"structkv:pivot=online{limits}")
+    assert policy.propagate is not None
+    rule = policy.propagate.online_rule(32)
+    assert rule is not None and (rule.lowest, rule.highest) == expected
+
+
 def test_online_pivots_need_room() -> None:
-    policy = parse_policy("structkv:pivot=online,max_layer=18")
+    policy = parse_policy("structkv:pivot=online,max_layer=28")
     with pytest.raises(PolicyError, match="needs online pivots at"):
         check_fits(policy, layout_of([parse_policy("structkv:pivot=online")], 32), 32)
 

@@ -244,7 +244,7 @@ def test_blocks_become_whole_groups(make_config, policy: str, size: int) -> None
     [
         ("snapkv", {"dtype": "bfloat16"}, "--dtype float32"),
         ("snapkv:window=40", {"max_num_batched_tokens": 32}, "window of 40 .* to at most 32"),
-        ("fastkv", {}, r"fastkv: the TSP layer .* tsp_layer=<int>.*`vllm-kvx calibrate"),
+        ("fastkv", {}, r"fastkv: tsp_layer .* \(its weights are dummies\): write tsp_layer=<int>"),
         ("fastkv:tsp_layer=8", {}, "8 layers; use tsp_layer=0 .. tsp_layer=7"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> No
     from vllm_kvx.calibration import resolve
     from vllm_kvx.settings import KVSettings
 
-    monkeypatch.setattr(resolve, "tsp_layer_of", lambda *_: (5, "measured"))
+    monkeypatch.setattr(resolve, "layer_of", lambda *_: resolve.Found(5, "measured"))
     config = make_config("fastkv", dtype="float32")
     assert config.additional_config == {"kv_policy": "fastkv", "kv_tsp_layer": 5}
     settings = KVSettings.from_vllm_config(config)

@@ -132,7 +132,7 @@ class Case:
 
 _FAST = "fastkv:tsp_layer=3,window=3,kernel=3"
 _BLOCK = "structkv:pivot=3,window=3,granularity=block"
-_ONLINE = "structkv:pivot=online,window=3"
+_ONLINE = "structkv:pivot=online,window=3,min_layer=2,max_layer=4"
 _PYRAMID = "pyramidkv:window=3,kernel=3"
 _GEM = "gemfilter:layer=3,window=3,kernel=3"
 _STRUCT = "structkv:pivot=3,window=3"

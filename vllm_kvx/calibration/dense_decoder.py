@@ -7,7 +7,7 @@ queries are ever materialised.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,32 @@ class Rows:
         return Rows(self.hidden[indices], self.cos[indices], self.sin[indices])
 
 
+@dataclass
+class Cache:
+    """Keys and values of the tokens so far, by layer; a layer may hold fewer tokens than another.
+
+    layers: (keys, values) of each layer, (G, n, D) each, rotated.
+    """
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append tokens to layer `index`, (G, m, D) each; returns all that it holds then."""
+        if index == len(self.layers):
+            self.layers.append((keys, values))
+        else:
+            old_keys, old_values = self.layers[index]
+            self.layers[index] = (
+                torch.cat([old_keys, keys], dim=1),
+                torch.cat([old_values, values], dim=1),
+            )
+        return self.layers[index]
+
+    def copy(self) -> "Cache":
+        """One that grows by itself."""
+        return Cache(list(self.layers))
+
+
 def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
     """The configuration of the model in a directory, or of that name on the Hugging Face hub.
 
@@ -90,6 +116,7 @@ class DenseDecoder:
         self.num_layers = len(self._model.model.layers)
         self.num_kv_heads: int = model.config.num_key_value_heads
         self.device = model.device
+        self.stop_tokens = _stop_tokens(model)
 
     @classmethod
     def load(
@@ -134,15 +161,17 @@ class DenseDecoder:
         return Rows(hidden, cos[0], sin[0])
 
     def layers(
-        self, rows: Rows, first: int = 0, window: int = 0
+        self, rows: Rows, first: int = 0, window: int = 0, cache: Cache | None = None
     ) -> Iterator[tuple[Rows, Tensor | None]]:
         """Run layers `first` to the last; after each one its output and its window attention.
 
         Rows see each other causally and nothing else. The attention is (H, w, n) float32, softmax
         rows of the last `window` rows, at most n; None if `window` is 0.
+
+        cache: takes each layer's keys and values; it holds those of the layers below `first`.
         """
         for index in range(first, self.num_layers):
-            rows, attention = self._layer(self._model.model.layers[index], rows, window)
+            rows, attention = self._layer(index, rows, window, cache)
             yield rows, attention
 
     @torch.no_grad()
@@ -157,9 +186,48 @@ class DenseDecoder:
         return self.last_state(rows)
 
     @torch.no_grad()
-    def _layer(self, layer: Any, rows: Rows, window: int) -> tuple[Rows, Tensor | None]:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(m, vocabulary) float32 of rows (m, hidden) of the last layer's output."""
+        return self._model.lm_head(self._model.model.norm(hidden)).float()
+
+    @torch.no_grad()
+    def extend(
+        self, token_ids: Sequence[int], position: int, cache: Cache
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run m generated tokens, which see each other causally and what `cache` holds.
+
+        position: the first one's, whatever the cache holds. The cache takes the tokens.
+
+        Returns their logits (m, vocabulary) and, by layer, their attention summed over them and
+        over the heads, (n,) float32 over the n tokens that the layer held before.
+        """
+        tokens = torch.tensor(token_ids, device=self.device)
+        hidden = self._model.model.embed_tokens(tokens)
+        positions = torch.arange(position, position + len(tokens), device=self.device)
+        cos, sin = self._model.model.rotary_emb(hidden[None], positions[None])
+        rows, mass = Rows(hidden, cos[0], sin[0]), []
+        later = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=self.device).triu(1)
+        for index, layer in enumerate(self._model.model.layers):
+            query, key, value = _project(layer, rows)
+            keys, values = cache.add(index, key, value)
+            grouped = query.unflatten(0, (len(keys), -1)).float()  # (G, H / G, m, D)
+            scores = grouped @ keys[:, None].float().transpose(2, 3) * layer.self_attn.scaling
+            scores[..., -len(tokens) :].masked_fill_(later, float("-inf"))
+            attention = scores.softmax(dim=-1)  # (G, H / G, m, n + m)
+            mass.append(attention.sum(dim=(0, 1, 2))[: -len(tokens)])
+            mixed = (attention @ values[:, None].float()).to(query.dtype).flatten(0, 1)
+            rows = replace(rows, hidden=_finish(layer, rows.hidden, mixed.transpose(0, 1)))
+        return self.logits(rows.hidden), mass
+
+    @torch.no_grad()
+    def _layer(
+        self, index: int, rows: Rows, window: int, cache: Cache | None
+    ) -> tuple[Rows, Tensor | None]:
+        layer = self._model.model.layers[index]
         attn = layer.self_attn
         query, key, value = _project(layer, rows)
+        if cache is not None:
+            cache.add(index, key, value)
         heads, count, head_dim = query.shape
         shared = heads // key.shape[0]
         groups = [slice(head, head + shared) for head in range(0, heads, shared)]
@@ -179,11 +247,7 @@ class DenseDecoder:
             mixed[:, group] = F.scaled_dot_product_attention(
                 query[None, group], keys, values, is_causal=True, scale=attn.scaling
             )[0].transpose(0, 1)
-        hidden = torch.empty_like(rows.hidden)
-        for part in _slices(count):
-            residual = rows.hidden[part] + attn.o_proj(mixed[part].flatten(1))
-            hidden[part] = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        return replace(rows, hidden=hidden), attention
+        return replace(rows, hidden=_finish(layer, rows.hidden, mixed)), attention
 
 
 def choose_device(name: str) -> torch.device:
@@ -199,6 +263,16 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ToolError(f"this machine has no {name} that torch can use: use --device cpu")
     return device
+
+
+def _stop_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end what the model says."""
+    found: set[int] = set()
+    for config in (model.config, model.generation_config):
+        tokens = getattr(config, "eos_token_id", None)
+        if tokens is not None:
+            found.update([tokens] if isinstance(tokens, int) else tokens)
+    return frozenset(found)
 
 
 def _project(layer: Any, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,6 +292,15 @@ def _project(layer: Any, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         q, k = apply_rotary_pos_emb(q, k, rows.cos[None, part], rows.sin[None, part])
         query[:, part], key[:, part], value[:, part] = q[0], k[0], v[0]
     return query, key, value
+
+
+def _finish(layer: Any, before: Tensor, mixed: Tensor) -> Tensor:
+    """A layer's output (n, hidden) from its input and what its heads read, (n, H, D)."""
+    hidden = torch.empty_like(before)
+    for part in _slices(len(before)):
+        residual = before[part] + layer.self_attn.o_proj(mixed[part].flatten(1))
+        hidden[part] = residual + layer.mlp(layer.post_attention_layernorm(residual))
+    return hidden
 
 
 def _slices(count: int) -> Iterator[slice]:

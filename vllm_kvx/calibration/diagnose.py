@@ -5,7 +5,7 @@ window, are looked at: A, (H, w, N) at each layer, rows that sum to 1.
 
 Figure 4 of the StructKV paper: entropy, sparsity and variance of each layer, the transition score
 and the pivot, means over the prompts (vllm_kvx/equations/pivot.py), and what the online rule would
-choose within its default limits.
+choose; both within their default limits.
 
 Figure 5: attention mass recovery, the share of a layer's full-depth window attention that falls on
 the keys which a method leaves it: the mean over heads and window rows of the sum of A over those
@@ -63,7 +63,7 @@ from vllm_kvx.equations.pivot import (
     by_layer,
     mean_metrics,
     online_pivot,
-    pivot_of,
+    pivot_within,
     transition_scores,
 )
 from vllm_kvx.equations.saliency import kept_indices, max_pool, per_kv_head, saliency
@@ -219,7 +219,10 @@ def pivots(metrics: Sequence[Metrics], weights: Weights, policy: StructKV) -> di
         "pivot": record["pivot"] if isinstance(policy.pivot, str) else policy.pivot,
         "measured": {
             "pivot": record["pivot"],
-            "prompts": [pivot_of(transition_scores(*each, weights)) for each in metrics],
+            "prompts": [
+                pivot_within(transition_scores(*each, weights), *record["limits"])
+                for each in metrics
+            ],
         },
         "online": {
             "pivot": online_pivot(*mean, weights, low, high),

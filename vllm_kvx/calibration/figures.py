@@ -50,6 +50,34 @@ def tsp_curve(pyplot: Any, record: Mapping[str, Any]) -> Any:
     return figure
 
 
+def answer_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
+    """What each layer would propagate of what answers need, and the paper's criterion beside it."""
+    known = record["asked"] != "own"
+    result = "tsp_layer" if record["method"] == "fastkv" else "pivot"
+    chosen, paper = record[result], record["paper"]
+    figure, axis = pyplot.subplots(figsize=(6.5, 4))
+    for (name, values), color in zip(record["scores"].items(), (_BLUE, _GREEN), strict=False):
+        axis.plot(values, color=color, marker="o", markersize=4, label=name)
+    if chosen is not None:
+        axis.axvline(chosen, color="black", linewidth=1, label=f"{result} {chosen}")
+    if paper:
+        axis.axvline(
+            paper["layer"], color=_RED, linestyle=":", label=f"the paper's: {paper['layer']}"
+        )
+        other = axis.twinx()
+        other.plot(_numbers(paper["values"]), color=_RED, linewidth=1, alpha=0.6)
+        other.set_ylabel("Eq. 3" if record["method"] == "fastkv" else "Eq. 8", color=_RED)
+    axis.set_title(f"{Path(record['model']).name}: what a layer propagates", loc="left")
+    axis.set_xlabel(f"layer, of {record['layers']}")
+    axis.set_ylabel("share of the evidence" if known else "share of the answers' attention")
+    axis.set_ylim(-0.02, 1.03)
+    axis.set_xlim(-0.5, record["layers"] - 0.5)
+    axis.legend(fontsize=8, loc="upper left")
+    axis.locator_params(axis="x", integer=True)
+    figure.tight_layout()
+    return figure
+
+
 def pivot_curves(pyplot: Any, record: Mapping[str, Any], online: int | None = None) -> Any:
     """StructKV's Figure 4: its metrics and the transition score by layer, and the pivot.
 

@@ -1,9 +1,12 @@
-"""`vllm-kvx calibrate --method structkv`: StructKV's pivot for a model, by its Eq. 4-9.
+"""`vllm-kvx calibrate --method structkv --criterion paper`: StructKV's pivot, by its Eq. 4-9.
 
 One full-depth pass per prompt gives each layer's entropy, sparsity and variance; they are averaged
 over the prompts, and the layer after the largest transition is the pivot (equations/pivot.py has
 the equations). The paper looks for it within the pass that it prunes; its argmax is over all
 layers, though, which are only known after the pass. So it is done once, before serving.
+
+Unlike in the paper, only pivots from a quarter to three quarters of the depth are looked at: on
+real checkpoints the largest transition was between the lowest layers or near the last one.
 """
 
 import argparse
@@ -35,11 +38,11 @@ from vllm_kvx.equations.pivot import (
     attention_metrics,
     by_layer,
     mean_metrics,
-    pivot_of,
+    pivot_within,
     transition_scores,
 )
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.policy.methods.structkv import StructKV, paper_limits
 
 METHOD = "structkv"
 
@@ -58,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
         variance_weight=variance,
     )
     config = load_config(args.model, args.revision)
+    limits = choose_limits(config.num_hidden_layers, args.min_layer, args.max_layer)
     prompts = load_prompts(
         args.prompts, args.model, config, policy.window, args.max_prompt_tokens, args.revision
     )
@@ -70,9 +74,10 @@ def run(args: argparse.Namespace) -> None:
     key = model_key(config.to_dict(), model_dir(args.model, args.revision))
     record = {
         "method": METHOD,
+        "criterion": "paper",
         "model": model_name(args.model),
         "key": key,
-        **record_of(metrics, policy.window, args.weights),
+        **record_of(metrics, policy.window, args.weights, limits),
         **facts(prompts, args.prompts),
     }
     print(table(record))
@@ -120,12 +125,35 @@ def check_finite(metrics: Metrics, head: str) -> None:
         raise ToolError(f"{head}: its attention is not finite: use --dtype bfloat16 or float32")
 
 
-def record_of(metrics: Metrics, window: int, weights: Weights) -> dict[str, Any]:
-    """The pivot that follows from `metrics`, and what it follows from; fit for JSON."""
+def choose_limits(num_layers: int, first: int | None, last: int | None) -> tuple[int, int]:
+    """The lowest and the highest pivot that may be chosen: those given, or `paper_limits`.
+
+    Raises:
+        ToolError: they are not layers in this order.
+    """
+    low, high = paper_limits(num_layers)
+    low, high = low if first is None else first, high if last is None else last
+    if not 0 <= low <= high < num_layers:
+        raise ToolError(
+            f"pivots from {low} to {high}: this model has layers 0 .. {num_layers - 1}; set "
+            "--min-layer and --max-layer to two of them, in this order"
+        )
+    return low, high
+
+
+def record_of(
+    metrics: Metrics, window: int, weights: Weights, limits: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """The pivot that follows from `metrics`, and what it follows from; fit for JSON.
+
+    limits: the lowest and the highest pivot that may be chosen; `paper_limits` by default.
+    """
     scores = transition_scores(*metrics, weights)
+    low, high = limits or paper_limits(len(scores))
     return {
         "layers": len(scores),
-        "pivot": pivot_of(scores),
+        "pivot": pivot_within(scores, low, high),
+        "limits": [low, high],
         "window": window,
         "weights": list(weights),
         "metrics": {name: metric.tolist() for name, metric in metrics._asdict().items()},

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_kvx.policy.axes import MEASURED_REDUCTIONS, Method
 from vllm_kvx.policy.methods.table import METHODS
 
 # A child of vLLM's logger: within a server it is formatted as the rest of the log.
@@ -22,6 +23,18 @@ RESULTS: dict[str, str] = {
     name: method.to_measure.parameter
     for name, method in METHODS.items()
     if method.to_measure is not None
+}
+
+# Method and criterion -> the parameters that its layer was measured with, and holds for.
+SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "fastkv": {
+        "answers": ("window", "kernel", "tsp_rate"),
+        "paper": ("window", "kernel", "tsp_rate"),
+    },
+    "structkv": {
+        "answers": ("window", "struct_rate", "decay"),
+        "paper": ("window", "weights"),
+    },
 }
 
 
@@ -48,7 +61,7 @@ def save(record: Mapping[str, Any]) -> Path:
         ValueError: the record would not be loaded again.
     """
     path = record_path(record["method"], record["key"])
-    if problem := _problem(record, record["method"], record["key"], record.get("layers")):
+    if problem := _problem(record, record["method"], record["key"], record.get("layers"), None):
         raise ValueError(f"{path.name}: {problem}")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Renamed when complete: a server that starts meanwhile reads the old record or the new one.
@@ -61,12 +74,13 @@ def save(record: Mapping[str, Any]) -> Path:
     return path
 
 
-def load(method: str, key: str, num_layers: int, **settings: Any) -> dict[str, Any] | None:
-    """The stored record, or None.
+def load(policy: Method, key: str, num_layers: int) -> dict[str, Any] | None:
+    """The stored record of what `policy` leaves to measurement, or None.
 
-    One that is not of this model, or not measured with these `settings`, is ignored with a warning.
+    One that is not of this model, or was measured with other parameters than the policy's, is
+    ignored with a warning.
     """
-    path = record_path(method, key)
+    path = record_path(policy.name, key)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -74,17 +88,19 @@ def load(method: str, key: str, num_layers: int, **settings: Any) -> dict[str, A
     except (OSError, ValueError) as error:
         logger.warning("Ignoring calibration %s: %s. Calibrate again or delete it.", path, error)
         return None
-    if problem := _problem(record, method, key, num_layers, **settings):
+    if problem := _problem(record, policy.name, key, num_layers, policy):
         logger.warning("Ignoring calibration %s: %s. Calibrate again or delete it.", path, problem)
         return None
     return record
 
 
-def _problem(record: Any, method: str, key: str, num_layers: int | None, **settings: Any) -> str:
-    """Why `record` cannot be used for that method, model and settings; empty if it can."""
+def _problem(
+    record: Any, method: str, key: str, num_layers: int | None, policy: Method | None
+) -> str:
+    """Why `record` cannot be used for that method, model and policy; empty if it can."""
     if not isinstance(record, Mapping):
         return "it is not a JSON object"
-    expected = {"method": method, "key": key, "layers": num_layers, **settings}
+    expected = {"method": method, "key": key, "layers": num_layers}
     for name, wanted in expected.items():
         if record.get(name) != wanted:
             return f"its {name} is {record.get(name)!r}, wanted is {wanted!r}"
@@ -96,4 +112,35 @@ def _problem(record: Any, method: str, key: str, num_layers: int | None, **setti
     layer = record.get(result)
     if type(layer) is not int or not 0 <= layer < num_layers:
         return f"its {result} is {layer!r}, not a layer of 0 .. {num_layers - 1}"
-    return ""
+    return _other_settings(record, method, policy)
+
+
+def _other_settings(record: Mapping[str, Any], method: str, policy: Method | None) -> str:
+    """Why the record does not hold for the policy's parameters; empty if it does."""
+    criterion = record.get("criterion")
+    names = SETTINGS[method].get(criterion) if isinstance(criterion, str) else None
+    if names is None:
+        return (
+            f"its criterion is {criterion!r}, not one of {', '.join(SETTINGS[method])}: it is of "
+            "an older vllm-kvx, or no calibration"
+        )
+    for name in names:
+        if name not in record:
+            return f"it does not say with which {name} it was measured"
+        wanted = getattr(policy, name) if policy is not None else record[name]
+        if isinstance(wanted, tuple):
+            wanted = list(wanted)
+        if record[name] != wanted:
+            return f"its {name} is {record[name]!r}, wanted is {wanted!r}"
+    return "" if policy is None else _other_reduction(record, policy)
+
+
+def _other_reduction(record: Mapping[str, Any], policy: Method) -> str:
+    """Why the record's reduction is not the policy's; empty if it is, or is left to the record."""
+    wanted, found = policy.to_measure, record.get("reduction", MEASURED_REDUCTIONS[0])
+    if found not in MEASURED_REDUCTIONS:
+        return f"its reduction is {found!r}, not one of {', '.join(MEASURED_REDUCTIONS)}"
+    if wanted is None or wanted.chooses_reduction(policy):
+        return ""
+    own = getattr(policy, wanted.reduction) if wanted.reduction else MEASURED_REDUCTIONS[0]
+    return "" if found == own else f"its reduction is {found!r}, wanted is {own!r}"

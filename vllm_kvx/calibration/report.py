@@ -37,6 +37,20 @@ def progress_of(head: str, num_layers: int) -> Progress:
     return show
 
 
+def counter_of(head: str, count: int) -> Progress:
+    """Shows the number of each step of `count` on a terminal, and one line elsewhere; on stderr."""
+
+    def show(index: int) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if index + 1 == count else ""
+            print(f"\r{head}: {index + 1}/{count}", end=end, file=sys.stderr)
+        elif index == 0:
+            print(head, file=sys.stderr)
+        sys.stderr.flush()
+
+    return show
+
+
 @contextmanager
 def measuring(number: int, prompts: Sequence[Sequence[int]]) -> Iterator[str]:
     """What prompt `number` of 1.. is called in messages; within, lack of memory is a ToolError."""

@@ -1,18 +1,17 @@
 """Layers that a policy leaves to measurement, as a server finds them before its engine starts.
 
-FastKV's TSP layer is found in a record or in the paper's table. StructKV's pivot is found in a
-record, or measured now, which is done once for a model.
+A layer is found in a record; for FastKV's models also in its paper's table. Otherwise it is
+measured now, by the answers to generated lookups, which is done once for a model.
 """
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx.calibration.model_key import architecture_of, model_dir, model_key
-from vllm_kvx.calibration.records import load, record_path
-from vllm_kvx.policy.axes import Method, Weights
-from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.calibration.records import SETTINGS, load, record_path
+from vllm_kvx.policy.axes import MEASURED_REDUCTIONS, Measurement, Method
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, policy_is_set
 
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """A layer, counted from 0, and where it came from, as the log says it."""
+    """A layer, counted from 0, where it came from, as the log says it, and the reduction there."""
 
     layer: int
     source: str
+    reduction: str = MEASURED_REDUCTIONS[0]
 
 
 class PaperModel(NamedTuple):
@@ -35,7 +35,9 @@ class PaperModel(NamedTuple):
     tsp_layer: int
 
 
-# Section 5.1 and Appendix C.1 of FastKV.
+PAPER = "the paper's"
+# Section 5.1 and Appendix C.1 of FastKV. Its third model, Ministral-8B, slides its attention's
+# window, which no policy serves.
 PAPER_TSP_LAYERS: tuple[PaperModel, ...] = (
     PaperModel(
         "Llama-3.1-8B",
@@ -43,20 +45,15 @@ PAPER_TSP_LAYERS: tuple[PaperModel, ...] = (
             "architecture": "LlamaForCausalLM",
             "num_hidden_layers": 32,
             "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
             "num_key_value_heads": 8,
+            "head_dim": 128,
             "vocab_size": 128256,
+            "rope_theta": 500000,
+            "rope_type": "llama3",  # Llama 3's is the default, with a context of 8K.
         },
         15,
-    ),
-    PaperModel(
-        "Ministral-8B-2410",
-        {
-            "architecture": "MistralForCausalLM",
-            "num_hidden_layers": 36,
-            "hidden_size": 4096,
-            "num_key_value_heads": 8,
-        },
-        17,
     ),
     PaperModel(
         "Mistral-Nemo-12B",
@@ -64,7 +61,13 @@ PAPER_TSP_LAYERS: tuple[PaperModel, ...] = (
             "architecture": "MistralForCausalLM",
             "num_hidden_layers": 40,
             "hidden_size": 5120,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
             "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 131072,
+            "rope_theta": 1000000,
+            "rope_type": "default",
         },
         19,
     ),
@@ -84,17 +87,30 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
         return []
     assert isinstance(config, dict)
     lines = []
+    # By key, the policy that the layer there was found for.
+    found_for: dict[str, Method] = {}
     for part in _parts(config):
         wanted = part.unmeasured
-        if wanted is None or wanted.key in config:
+        if wanted is None:
             continue
-        found = _RESOLVERS[part.name](vllm_config, part)
-        if found is None:
+        if wanted.key in config:
+            if wanted.key in found_for:
+                _check_alike(part, found_for[wanted.key], wanted)
             continue
-        layer, source = found
-        config[wanted.key] = layer
+        found = _layer(vllm_config, part, wanted)
+        layer = config[wanted.key] = found.layer
+        found_for[wanted.key] = part
+        by = ""
+        if found.reduction != MEASURED_REDUCTIONS[0]:
+            config[wanted.reduction_key] = found.reduction
+            by = f" with {wanted.reduction}={found.reduction}"
         name, word = type(part).__name__, f"{wanted.parameter}={wanted.word}"
-        lines.append(f"{name}: {word} is layer {layer} ({source}).")
+        lines.append(f"{name}: {word} is layer {layer}{by} ({found.source}).")
+        if found.source == PAPER:
+            lines.append(
+                f"{name}: this layer was not measured by answers on these weights; "
+                f"`vllm-kvx calibrate MODEL --method {part.name}` does."
+            )
         if layer == vllm_config.model_config.get_total_num_hidden_layers() - 1:
             lines.append(
                 f"{name}: that is the last layer, so every token runs at full depth; another "
@@ -104,12 +120,17 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
     return lines
 
 
-def tsp_layer_of(
-    config: Mapping[str, Any], model: str, num_layers: int, revision: str | None = None
+def layer_of(
+    policy: Method,
+    config: Mapping[str, Any],
+    model: str,
+    num_layers: int,
+    revision: str | None = None,
 ) -> Found | None:
-    """FastKV's TSP layer for a model; None if it is not known.
+    """The layer that `policy` leaves to measurement, for a model; None if it is not known.
 
-    A stored calibration wins over the paper's table.
+    A stored calibration wins over the paper's table. One that was measured for other parameters
+    than the policy's is ignored with a warning.
 
     config: config.json as transformers reads it (`PretrainedConfig.to_dict()`).
     model: a directory, or a name on the Hugging Face hub; `revision` is the hub's.
@@ -118,44 +139,36 @@ def tsp_layer_of(
     Raises:
         OSError: the model's weights are there and cannot be read.
     """
+    assert policy.to_measure is not None
     key = model_key(config, model_dir(model, revision))
-    record = load("fastkv", key, num_layers)
+    record = load(policy, key, num_layers)
     if record is not None:
-        return Found(record["tsp_layer"], f"calibrated: {record_path('fastkv', key)}")
-    layer = paper_tsp_layer(config)
-    if layer is not None and config.get("num_hidden_layers") == num_layers:
-        return Found(layer, "paper")
+        measured = "by answers" if record["criterion"] == "answers" else "by the paper's criterion"
+        path = record_path(policy.name, key)
+        return Found(
+            record[policy.to_measure.parameter],
+            f"calibrated {measured}: {path}",
+            record.get("reduction", MEASURED_REDUCTIONS[0]),
+        )
+    if policy.name == "fastkv" and config.get("num_hidden_layers") == num_layers:
+        layer = paper_tsp_layer(config)
+        return None if layer is None else Found(layer, PAPER)
     return None
 
 
-def pivot_of_model(
-    config: Mapping[str, Any],
-    model: str,
-    num_layers: int,
-    window: int,
-    weights: Sequence[float],
-    revision: str | None = None,
-) -> Found | None:
-    """StructKV's pivot for a model; None if it was not measured so.
-
-    window: tokens whose queries look at the others.
-    weights: w1, w2, w3 of Eq. 8. The other arguments are those of `tsp_layer_of`.
-
-    A pivot that was measured with another window or other weights is ignored with a warning.
-
-    Raises:
-        OSError: the model's weights are there and cannot be read.
-    """
-    key = model_key(config, model_dir(model, revision))
-    record = load("structkv", key, num_layers, window=window, weights=list(weights))
-    if record is None:
-        return None
-    return Found(record["pivot"], f"calibrated: {record_path('structkv', key)}")
-
-
 def paper_tsp_layer(config: Mapping[str, Any]) -> int | None:
-    """The TSP layer that the paper gives for a model of this shape; None if it gives none."""
-    fields = {**config, "architecture": architecture_of(config)}
+    """The TSP layer that the paper gives for this model, told by its shape; None if none."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    # transformers 5 has one field for what were two.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fields = {
+        **config,
+        "architecture": architecture_of(config),
+        # Old configurations leave out what follows from the rest.
+        "head_dim": config.get("head_dim") or (hidden // heads if hidden and heads else None),
+        "rope_theta": rope.get("rope_theta") or config.get("rope_theta"),
+        "rope_type": rope.get("rope_type") or rope.get("type") or "default",
+    }
     for paper in PAPER_TSP_LAYERS:
         if all(fields.get(name) == value for name, value in paper.shape.items()):
             return paper.tsp_layer
@@ -174,67 +187,63 @@ def _parts(config: dict[str, Any]) -> list[Method]:
     return parts
 
 
-def _model(model_config: "ModelConfig") -> tuple[dict[str, Any], str, int, str | None]:
-    """Configuration, name, layers and revision."""
-    return (
-        model_config.hf_text_config.to_dict(),
-        model_config.model,
-        model_config.get_total_num_hidden_layers(),
-        model_config.revision,
-    )
+def _check_alike(part: Method, other: Method, wanted: Measurement) -> None:
+    """Raise PolicyError if a layer that was found for `other` does not hold for `part`."""
+    reduction = (wanted.reduction,) if wanted.reduction else ()
+    for name in SETTINGS[part.name]["answers"] + reduction:
+        if getattr(part, name) != getattr(other, name):
+            raise PolicyError(
+                f"{part} and {other} leave {wanted.parameter} to measurement with another {name}, "
+                f"and a server measures it once: write {wanted.parameter}=<int> in one of them"
+            )
 
 
-def _tsp_layer(vllm_config: "VllmConfig", method: Method) -> Found | None:
-    return tsp_layer_of(*_model(vllm_config.model_config))
+def _layer(vllm_config: "VllmConfig", part: Method, wanted: Measurement) -> Found:
+    """The layer for `part`: known, or measured now."""
+    model_config: ModelConfig = vllm_config.model_config
+    config, model = model_config.hf_text_config.to_dict(), model_config.model
+    revision = model_config.revision
 
+    def known() -> Found | None:
+        num_layers = model_config.get_total_num_hidden_layers()
+        return layer_of(part, config, model, num_layers, revision)
 
-def _pivot(vllm_config: "VllmConfig", method: Method) -> Found:
-    # Safe: _RESOLVERS calls this for the method named structkv, and names are unique.
-    structkv = cast(StructKV, method)
-    config, model, num_layers, revision = _model(vllm_config.model_config)
-    window, weights = structkv.window, structkv.weights
-
-    def stored() -> Found | None:
-        return pivot_of_model(config, model, num_layers, window, weights, revision)
-
-    found = stored()
+    found = known()
     if found is not None:
         return found
     if vllm_config.load_config.load_format == "dummy":
         why = "its weights are dummies"
     else:
-        why = _measure(model, window, weights, revision)
-        found = stored()
+        why = _measure(part, model, revision)
+        found = known()
         if found is not None:
             return found
     raise PolicyError(
-        f"{method}: the pivot of this model was never measured, and cannot be now ({why}): write "
-        "pivot=<int>, or measure it with `vllm-kvx calibrate MODEL --method structkv --prompts "
-        "FILE`"
+        f"{part}: {wanted.parameter} of this model is not known, and measuring it found no layer "
+        f"({why}): write {wanted.parameter}=<int>, or measure it on your own prompts with "
+        f"`vllm-kvx calibrate MODEL --method {part.name} --prompts FILE`"
     )
 
 
-def _measure(model: str, window: int, weights: Weights, revision: str | None) -> str:
-    """Runs the tool on its built-in prompts, in a process of its own: it needs the device too.
+def _measure(part: Method, model: str, revision: str | None) -> str:
+    """Runs the tool on generated lookups, in a process of its own: it needs the device too.
 
     Returns the last thing that it said.
     """
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.kvx")
-    logger.info("Measuring StructKV's pivot for %s; this is done once for a model.", model)
+    name = type(part).__name__
+    logger.info("Measuring %s's layer for %s by answers; this is done once.", name, model)
     command = [sys.executable, "-m", "vllm_kvx.cli", "calibrate", model, "--no-plot"]
-    command += ["--method", "structkv", "--window", str(window)]
-    command += ["--weights", ",".join(map(str, weights))]
+    command += ["--method", part.name]
+    for parameter in SETTINGS[part.name]["answers"]:
+        command += [f"--{parameter.replace('_', '-')}", str(getattr(part, parameter))]
+    wanted = part.to_measure
+    if wanted is not None and wanted.reduction and not wanted.chooses_reduction(part):
+        command += ["--reduction", getattr(part, wanted.reduction)]
     if revision is not None:
         command += ["--revision", revision]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     said = done.stderr.strip().splitlines()
     return said[-1] if said and done.returncode else "the measurement left no result"
-
-
-# By method, what finds its layer; None leaves it unknown.
-_RESOLVERS: dict[str, Callable[["VllmConfig", Method], Found | None]] = {
-    "fastkv": _tsp_layer,
-    "structkv": _pivot,
-}

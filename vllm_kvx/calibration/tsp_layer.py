@@ -1,4 +1,4 @@
-"""`vllm-kvx calibrate`: FastKV's TSP layer for a model, by its Eq. 3.
+"""`vllm-kvx calibrate --criterion paper`: FastKV's TSP layer for a model, by its Eq. 3.
 
 For each calibration prompt i and each candidate layer L, H'_{L,i} is what the model makes of the
 prompt if tokens are selected after layer L, and H_i if none are:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     if policy.tsp_rate == 1:
         raise ToolError("tsp_rate 1 drops no token, so every layer is as good: use less than 1")
     if args.prompts is None:
-        raise ToolError("FastKV is calibrated on prompts like yours: give them with --prompts FILE")
+        raise ToolError("Eq. 3 is measured on prompts like yours: give them with --prompts FILE")
     config = load_config(args.model, args.revision)
     max_layer = choose_max_layer(config.num_hidden_layers, args.max_layer)
     prompts = load_prompts(
@@ -187,6 +187,7 @@ def record_of(
     """The answer, and what it was measured with."""
     return {
         "method": METHOD,
+        "criterion": "paper",
         "model": model_name(model),
         "key": key,
         "layers": num_layers,

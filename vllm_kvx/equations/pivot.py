@@ -86,6 +86,17 @@ def pivot_of(scores: Tensor) -> int:
     return min(_steepest(scores) + 1, len(scores) - 1)
 
 
+def pivot_within(scores: Tensor, first: int, last: int) -> int:
+    """The layer of first..last whose layer below has the highest transition score, of (L,).
+
+    As `pivot_of` otherwise. Over all layers the differences between the lowest ones dominate: the
+    pivot is then often one of these, from which hardly an answer survives.
+    """
+    # Layer 0 has no score, and no layer below.
+    below = scores[max(first, 2) - 1 : last].tolist()
+    return max(first, 2) + below.index(max(below)) if below else last
+
+
 def transition_is_behind(
     entropy: Tensor, sparsity: Tensor, variance: Tensor, weights: Weights
 ) -> bool:

@@ -135,17 +135,34 @@ class IndexSpec:
     unit: int
 
 
+# The default, which is the papers', comes first.
+MEASURED_REDUCTIONS = ("sum", "max")
+
+
 @dataclass(frozen=True)
 class Measurement:
     """A layer that has to be measured for a model before a method can run.
 
     parameter, word: the method's parameter, and its value that stands for the measured layer.
     key: where ``additional_config`` holds the layer once it is known.
+    reduction: the parameter that says how heads and window rows become one score, `sum` by default;
+        with the word for a layer and this default, the measured reduction takes its place. Empty
+        if there is no choice.
     """
 
     parameter: str
     word: str
     key: str
+    reduction: str = ""
+
+    @property
+    def reduction_key(self) -> str:
+        """Where ``additional_config`` holds the measured reduction, if it is not the default."""
+        return f"kv_{self.reduction}"
+
+    def chooses_reduction(self, part: "Method") -> bool:
+        """Whether `part` leaves its reduction to the measurement."""
+        return bool(self.reduction) and getattr(part, self.reduction) == MEASURED_REDUCTIONS[0]
 
 
 @dataclass(frozen=True)
@@ -381,8 +398,3 @@ def check_layer(method: Method, key: str, layer: int | str, num_layers: int) -> 
         raise PolicyError(
             f"{method}: this model has {num_layers} layers; use {key}=0 .. {key}={num_layers - 1}"
         )
-
-
-def share_of(prompt_len: int, share: float, at_least: int) -> int:
-    """`max(int(N * rate), w)`, and never more than the N tokens there are."""
-    return min(max(int(prompt_len * share), at_least), prompt_len)

@@ -103,3 +103,8 @@ def write_value(value: Value) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else repr(value)
     return str(value)
+
+
+def share_of(prompt_len: int, share: float, at_least: int) -> int:
+    """`max(int(N * rate), w)`, and never more than the N tokens there are."""
+    return min(max(int(prompt_len * share), at_least), prompt_len)

@@ -10,10 +10,9 @@ from vllm_kvx.policy.axes import (
     ScoreSpec,
     Selection,
     check_layer,
-    share_of,
 )
 from vllm_kvx.policy.methods.snapkv import SnapKV
-from vllm_kvx.policy.parameters import PolicyError, choice, integer, rate
+from vllm_kvx.policy.parameters import PolicyError, choice, integer, rate, share_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class FastKV(Propagate, SnapKV):
     tsp_rate = 1 only retains, kv_rate = 1 only propagates.
 
     tsp_layer: the last layer that processes every token, counted from 0 (default `auto`: the
-        paper's for models that it names, otherwise calibrated by its Eq. 3).
+        paper's for models that it names, otherwise measured before serving, by answers).
     tsp_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
     tsp_reduction: how the weights of heads and window queries become a token's one score: `sum`
         (default, the paper's), or `max`, the largest of them.
@@ -52,7 +51,7 @@ class FastKV(Propagate, SnapKV):
         if isinstance(self.tsp_layer, str):
             raise PolicyError(
                 f"{self}: the TSP layer of this model is not known: write tsp_layer=<int>, or "
-                "measure it once with `vllm-kvx calibrate MODEL --prompts FILE`"
+                "measure it once with `vllm-kvx calibrate MODEL`"
             )
         return self.tsp_layer
 

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import Propagate, ScoreSpec, Selection, share_of
+from vllm_kvx.policy.axes import (
+    Propagate,
+    ScoreSpec,
+    Selection,
+)
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR, MAX_KERNEL, MAX_WINDOW
-from vllm_kvx.policy.parameters import PolicyError, integer, rate
+from vllm_kvx.policy.parameters import PolicyError, integer, rate, share_of
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import Retain, ScoreSpec, share_of
-from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate
+from vllm_kvx.policy.axes import (
+    Retain,
+    ScoreSpec,
+)
+from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate, share_of
 
 DEFAULT_KV_RATE = 0.1
 # The least number of entries that a rate keeps, unless `kv_floor` says otherwise.

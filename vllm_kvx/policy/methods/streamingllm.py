@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import Positions, Retain, share_of
+from vllm_kvx.policy.axes import (
+    Positions,
+    Retain,
+)
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
-from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate
+from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate, share_of
 
 DEFAULT_RECENT = 1020
 

@@ -14,7 +14,6 @@ from vllm_kvx.policy.axes import (
     Selection,
     Weights,
     check_layer,
-    share_of,
 )
 from vllm_kvx.policy.methods.snapkv import (
     DEFAULT_KV_RATE,
@@ -23,7 +22,15 @@ from vllm_kvx.policy.methods.snapkv import (
     check_budget,
     set_share,
 )
-from vllm_kvx.policy.parameters import PolicyError, choice, integer, optional, rate, weight
+from vllm_kvx.policy.parameters import (
+    PolicyError,
+    choice,
+    integer,
+    optional,
+    rate,
+    share_of,
+    weight,
+)
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,14 @@ class StructKV(Propagate, Retain):
     retains, kv_rate = 1 only propagates.
 
     pivot: the last layer that processes every token: `calibrated` (default; measured before
-        serving by Eq. 4-9), `online` (found within the pass) or a layer counted from 0.
+        serving, by answers), `online` (found within the pass) or a layer counted from 0.
     struct_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1).
     kv_budget: the same in tokens, at least `window`, instead of a rate (default: not given).
     kv_floor: the least number of entries that a rate keeps of a prompt (default 0: no floor). With
         pivot=online neither floor nor budget keeps more tokens than go on.
     min_layer, max_layer: with pivot=online, where the rule first looks and where it ends (default
-        auto: a quarter and half of the depth).
+        auto: two thirds and five sixths of the depth).
     granularity: `token` (default), or `block` to keep whole blocks without copying.
     heads: `own` (default): each KV head keeps the entries that its own query heads attend to;
         `shared`: all heads of a layer keep the same ones, as in the paper (Eq. 13). Whole blocks
@@ -138,12 +145,18 @@ class StructKV(Propagate, Retain):
         return None if self.struct_rate == 1 and self.unit == "entry" else super().unmeasured
 
     def limits(self, num_layers: int) -> tuple[int, int]:
-        """The first and the last layer that pivot=online may choose."""
+        """The first and the last layer that pivot=online may choose.
+
+        One that is not given makes way for the one that is.
+        """
         low, high = online_limits(num_layers)
-        return (
-            low if isinstance(self.min_layer, str) else self.min_layer,
-            high if isinstance(self.max_layer, str) else self.max_layer,
-        )
+        given_low = None if isinstance(self.min_layer, str) else self.min_layer
+        given_high = None if isinstance(self.max_layer, str) else self.max_layer
+        if given_low is not None:
+            low, high = given_low, max(high, given_low)
+        if given_high is not None:
+            low, high = min(low, given_high) if given_low is None else low, given_high
+        return low, high
 
     @property
     def weights(self) -> Weights:
@@ -218,8 +231,19 @@ class StructKV(Propagate, Retain):
 
 
 def online_limits(num_layers: int) -> tuple[int, int]:
-    """Default `min_layer` and `max_layer`: a quarter and half of the depth.
+    """Default `min_layer` and `max_layer`: two thirds and five sixths of the depth.
 
-    The paper's pivots lie between, 12 of 28 layers and 28 of 64 (Section 4.3).
+    Below, few of the tokens that hold an answer are central on the checkpoints that were measured,
+    and the rule often ends at the first layer that it looks at.
     """
-    return num_layers // 4, num_layers // 2
+    high = max(min(num_layers * 5 // 6, num_layers - 2), 0)
+    return min(num_layers * 2 // 3, high), high
+
+
+def paper_limits(num_layers: int) -> tuple[int, int]:
+    """The pivots among which the paper's criterion looks: a quarter to three quarters of the depth.
+
+    The paper's own pivots lie between, 12 of 28 layers and 28 of 64 (Section 4.3).
+    """
+    high = max(min(num_layers * 3 // 4, num_layers - 2), 0)
+    return min(num_layers // 4, high), high
