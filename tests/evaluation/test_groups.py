@@ -9,11 +9,12 @@ from vllm_kvx.policy.spec import PolicyError, parse_policy
 
 def test_as_few_engines_as_make_sense() -> None:
     names = ["snapkv", "fastkv", "structkv", "fier-64", "quest-64", "pyramidkv", "fier-512"]
+    names.append("pyramidkv:kv_rate=0.2")
     groups = grouped(read_policies(names, 28), 28)
     assert groups == [
         ["full", "snapkv", "fastkv", "structkv", "fier-64", "fier-512"],
         ["quest-64"],
-        ["pyramidkv"],
+        ["pyramidkv", "pyramidkv:kv_rate=0.2"],
     ]
 
 
