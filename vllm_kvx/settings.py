@@ -9,6 +9,7 @@ kv_stash_tokens: how many prompt tokens the stash holds, which wait there until 
 kv_tsp_layer: the layer that FastKV's ``tsp_layer=auto`` stands for with this model.
 kv_pivot: the layer that StructKV's ``pivot=calibrated`` stands for. The server sets both itself
     where it knows them (``calibration/resolve.py``).
+kv_tsp_reduction, kv_struct_reduction: the reduction that goes with such a layer, if not ``sum``.
 kv_recall_every: of the steps that retrieve, every n-th measures recall (default 0, none).
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
 """
@@ -18,8 +19,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvx.policy.axes import MEASURED_REDUCTIONS, Measurement, Method
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.layout import Layout, layout_of
+from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
 
@@ -92,9 +94,9 @@ class Measured:
         keys = [m.reduction_key for m in MEASUREMENTS if m.reduction]
         reductions = [(key, config[key]) for key in keys if config.get(key) is not None]
         for key, value in reductions:
-            if value not in MEASURED_REDUCTIONS:
+            if value not in WINDOW_REDUCTIONS:
                 raise ValueError(
-                    f"{key} must be one of {', '.join(MEASURED_REDUCTIONS)}, got {value!r}"
+                    f"{key} must be one of {', '.join(WINDOW_REDUCTIONS)}, got {value!r}"
                 )
         return cls(tuple(found), tuple(reductions))
 

@@ -65,13 +65,14 @@ def brute_force(path: Path, prompt: list[int], policy: FastKV, max_layer: int) -
     count = max(int(total * policy.tsp_rate), window)
     result = []
     for candidate in range(max_layer + 1):
-        scores = np.zeros(total - window)
+        scores, unpooled = np.zeros(total - window), np.zeros(total - window)
         for head in full.attentions[candidate][0].double().numpy():
             mass = head[-window:].sum(axis=0)[: total - window]
+            unpooled += mass
             for key in range(total - window):
                 half = policy.kernel // 2
                 scores[key] += mass[max(key - half, 0) : key + half + 1].max()
-        best = sorted(range(total - window), key=lambda key: (-scores[key], key))
+        best = sorted(range(total - window), key=lambda key: (-scores[key], -unpooled[key], key))
         seen = torch.zeros(total, dtype=torch.bool)
         seen[best[: count - window]] = True
         seen[total - window :] = True

@@ -291,8 +291,10 @@ def recovery_by_hand(
         padded = np.pad(scores, kernel // 2)
         return np.array([of(padded[key : key + kernel]) for key in range(len(scores))])
 
-    def best(scores: np.ndarray, count: int) -> list[int]:
-        return sorted(range(before), key=lambda key: (-scores[key], key))[: count - WINDOW] + recent
+    def best(scores: np.ndarray, count: int, unpooled: np.ndarray | None = None) -> list[int]:
+        second = scores if unpooled is None else unpooled
+        order = sorted(range(before), key=lambda key: (-scores[key], -second[key], key))
+        return order[: count - WINDOW] + recent
 
     centrality = np.zeros(before)
     for attention in rows[: layer + 1]:
@@ -301,7 +303,8 @@ def recovery_by_hand(
     gemfilter = pooled(rows[layer][:, -1, :before].sum(axis=0), 5, np.mean)
     count, cap = max(int(total * rate), WINDOW), max(int(total * kv_rate), WINDOW)
     scores = {"structkv": centrality, "fastkv": fastkv, "gemfilter": gemfilter}
-    sets = {name: best(values, count) for name, values in scores.items()}
+    summed = {"fastkv": rows[layer].sum(axis=(0, 1))[:before]}
+    sets = {name: best(values, count, summed.get(name)) for name, values in scores.items()}
     result: dict[str, list[float]] = {
         name: [
             1.0 if index <= layer and name != "gemfilter" else attention[..., keys].sum(-1).mean()
@@ -314,7 +317,8 @@ def recovery_by_hand(
         mass = 0.0
         for group in np.split(attention, groups):
             local = sum(pooled(head.sum(axis=0)[:before], 7, np.max) for head in group)
-            mass += group[..., best(local, cap)].sum(-1).mean() / groups
+            kept = best(local, cap, group.sum(axis=(0, 1))[:before])
+            mass += group[..., kept].sum(-1).mean() / groups
         result["snapkv"].append(mass)
     return result
 

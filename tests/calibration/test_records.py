@@ -281,6 +281,7 @@ def test_a_hub_name_is_its_snapshot(
         ),
         ({"criterion": "guess"}, "its criterion is 'guess'"),
         ({"window": 16}, "its window is 16, wanted is 8"),
+        ({"reduction": "mean"}, "its reduction is 'mean', not one of sum, max"),
         ({"kernel": None}, "its kernel is None, wanted is 7"),
         ({"tsp_rate": 0.3, "criterion": "paper"}, "its tsp_rate is 0.3, wanted is 0.2"),
     ],
@@ -299,6 +300,19 @@ def test_records_of_no_use_are_ignored_with_a_warning(
         logging.getLogger("vllm.kvx.calibration").removeHandler(caplog.handler)
     assert reason in caplog.text and str(path) in caplog.text and "delete it" in caplog.text
     assert tsp_layer_of(config_of(model), str(model), LAYERS) is None
+
+
+def test_a_policys_own_reduction_is_kept(model: Path) -> None:
+    """The default takes the record's; another one wants a record of its own."""
+    config = config_of(model)
+    for stored, expected in (("sum", ("sum", None)), ("max", ("max", "max"))):
+        path = save(record_for(model, reduction=stored))
+        for policy, reduction in zip(
+            (FastKV(), FastKV(tsp_reduction="max")), expected, strict=True
+        ):
+            found = layer_of(policy, config, str(model), LAYERS)
+            wanted = None if reduction is None else (2, by_answers(path), reduction)
+            assert found == wanted
 
 
 def test_nothing_stored_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:

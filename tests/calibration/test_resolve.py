@@ -223,6 +223,24 @@ def test_the_papers_layer_is_said_to_be_the_papers(
     assert "not measured by answers on these weights" in lines[1]
 
 
+def test_the_measured_reduction_goes_with_the_layer(
+    tool: Tool, find: Callable[..., Any], model: Path
+) -> None:
+    find(model, "fastkv:tsp_reduction=max")
+    assert tool.ran[0][-2:] == ["--reduction", "max"]
+    config, [line] = find(model, "fastkv")
+    assert len(tool.ran) == 1 and line.startswith(
+        "FastKV: tsp_layer=auto is layer 3 with tsp_reduction=max (calibrated by answers"
+    )
+    assert config["kv_tsp_layer"] == 3 and config["kv_tsp_reduction"] == "max"
+    settings = KVSettings.of(config, 8)
+    assert str(settings.policy) == "fastkv:tsp_layer=3,tsp_reduction=max"
+    # A layer that is given stands for itself.
+    assert str(settings.parse("fastkv:tsp_layer=3")) == "fastkv:tsp_layer=3"
+    with pytest.raises(ValueError, match="kv_tsp_reduction must be one of sum, max"):
+        KVSettings.of({**config, "kv_tsp_reduction": "mean"}, 8)
+
+
 def test_one_server_measures_for_one_set_of_parameters(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:

@@ -165,7 +165,7 @@ def test_rows_where_pages_hold_a_sidecar(stock) -> None:
             {"compilation_config": {"pass_config": {"fuse_attn_quant": True}}},
             "its quantization cannot be fused .* --compilation-config",
         ),
-        ("fier-64:group=96", {}, "group must be one of 32, 64, 128, got 96"),
+        ("fier-64:group=96", {}, "group must be one of 32, 64, 128, 256, got 96"),
     ],
 )
 def test_what_retrieval_cannot_do(make_config, policy: str, settings: dict, names: str) -> None:

@@ -25,12 +25,9 @@ from vllm_kvx.calibration.report import Progress
 from vllm_kvx.equations.pivot import Metrics, attention_metrics, by_layer
 from vllm_kvx.equations.saliency import kept_indices, propagation_scores
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.axes import MEASURED_REDUCTIONS
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
-
-# The papers' comes first: it is preferred where both do equally well.
-REDUCTIONS = MEASURED_REDUCTIONS
 
 Policy = FastKV | StructKV
 
@@ -84,7 +81,11 @@ class Chooser:
             if self.spec.decay is not None and total is not None:
                 scores = self.spec.decay * total + scores
             self.totals[reduction] = scores
-            chosen[reduction] = kept_indices(scores, self.count, self.spec.window).cpu()
+            unpooled = None
+            if self.spec.kernel > 1:
+                unpooled = propagation_scores(attention, 1, reduction)
+            kept = kept_indices(scores, self.count, self.spec.window, unpooled)
+            chosen[reduction] = kept.cpu()
         return chosen
 
 
@@ -100,8 +101,8 @@ def look(
     metrics: whether StructKV's are wanted too.
     """
     prompt = question.token_ids
-    cache, chooser = Cache(), Chooser(policy, len(prompt), REDUCTIONS)
-    chosen: dict[str, list[Tensor]] = {reduction: [] for reduction in REDUCTIONS}
+    cache, chooser = Cache(), Chooser(policy, len(prompt), WINDOW_REDUCTIONS)
+    chosen: dict[str, list[Tensor]] = {reduction: [] for reduction in WINDOW_REDUCTIONS}
     measured = []
     rows = decoder.embed(prompt)
     steps = decoder.layers(rows, window=policy.window, cache=cache)

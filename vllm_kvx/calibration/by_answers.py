@@ -14,7 +14,6 @@ from typing import Any
 
 from vllm_kvx.calibration import figures
 from vllm_kvx.calibration.answers import (
-    REDUCTIONS,
     Outcome,
     Policy,
     Question,
@@ -50,6 +49,7 @@ from vllm_kvx.calibration.report import (
     store,
 )
 from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
         raise ToolError(refusal(record))
     path = store(record)
     layer: Any = {parameter_of(policy): record[parameter_of(policy)]}
-    if record["reduction"] != REDUCTIONS[0]:
+    if record["reduction"] != WINDOW_REDUCTIONS[0]:
         layer[policy.to_measure.reduction] = record["reduction"]
     chosen = replace(policy, **layer)
     print(
@@ -137,7 +137,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
 
 def reductions_of(policy: Policy, wanted: str | None) -> tuple[str, ...]:
     """The reductions that may be chosen: what the policy has, or `wanted` alone."""
-    served = REDUCTIONS if policy.to_measure.reduction else REDUCTIONS[:1]
+    served = WINDOW_REDUCTIONS if policy.to_measure.reduction else WINDOW_REDUCTIONS[:1]
     if wanted is None:
         return served
     if wanted not in served:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvx.policy.axes import MEASURED_REDUCTIONS, Method
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.methods.table import METHODS
 
 # A child of vLLM's logger: within a server it is formatted as the rest of the log.
@@ -137,10 +137,10 @@ def _other_settings(record: Mapping[str, Any], method: str, policy: Method | Non
 
 def _other_reduction(record: Mapping[str, Any], policy: Method) -> str:
     """Why the record's reduction is not the policy's; empty if it is, or is left to the record."""
-    wanted, found = policy.to_measure, record.get("reduction", MEASURED_REDUCTIONS[0])
-    if found not in MEASURED_REDUCTIONS:
-        return f"its reduction is {found!r}, not one of {', '.join(MEASURED_REDUCTIONS)}"
+    wanted, found = policy.to_measure, record.get("reduction", WINDOW_REDUCTIONS[0])
+    if found not in WINDOW_REDUCTIONS:
+        return f"its reduction is {found!r}, not one of {', '.join(WINDOW_REDUCTIONS)}"
     if wanted is None or wanted.chooses_reduction(policy):
         return ""
-    own = getattr(policy, wanted.reduction) if wanted.reduction else MEASURED_REDUCTIONS[0]
+    own = getattr(policy, wanted.reduction) if wanted.reduction else WINDOW_REDUCTIONS[0]
     return "" if found == own else f"its reduction is {found!r}, wanted is {own!r}"

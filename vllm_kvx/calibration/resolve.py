@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx.calibration.model_key import architecture_of, model_dir, model_key
 from vllm_kvx.calibration.records import SETTINGS, load, record_path
-from vllm_kvx.policy.axes import MEASURED_REDUCTIONS, Measurement, Method
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
+from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, policy_is_set
 
@@ -24,7 +25,7 @@ class Found(NamedTuple):
 
     layer: int
     source: str
-    reduction: str = MEASURED_REDUCTIONS[0]
+    reduction: str = WINDOW_REDUCTIONS[0]
 
 
 class PaperModel(NamedTuple):
@@ -101,7 +102,7 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
         layer = config[wanted.key] = found.layer
         found_for[wanted.key] = part
         by = ""
-        if found.reduction != MEASURED_REDUCTIONS[0]:
+        if found.reduction != WINDOW_REDUCTIONS[0]:
             config[wanted.reduction_key] = found.reduction
             by = f" with {wanted.reduction}={found.reduction}"
         name, word = type(part).__name__, f"{wanted.parameter}={wanted.word}"
@@ -148,7 +149,7 @@ def layer_of(
         return Found(
             record[policy.to_measure.parameter],
             f"calibrated {measured}: {path}",
-            record.get("reduction", MEASURED_REDUCTIONS[0]),
+            record.get("reduction", WINDOW_REDUCTIONS[0]),
         )
     if policy.name == "fastkv" and config.get("num_hidden_layers") == num_layers:
         layer = paper_tsp_layer(config)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.parameters import PolicyError, Value, write_value
 
 AXES = ("propagate", "retain", "retrieve")
@@ -18,8 +19,9 @@ DENSE_LAYERS = 2
 # How scores of query heads become one: see ``equations.retrieval.reduce_heads``.
 REDUCTIONS = ("max", "sum", "softmax")
 # How the weights of heads and window queries become one score for all heads, and the family of
-# scores that does so.
+# scores that does so. The papers' reduction, which is the default, comes first.
 WINDOW_FAMILIES = {"sum": "window_attention", "max": "window_maximum"}
+WINDOW_REDUCTIONS = tuple(WINDOW_FAMILIES)
 Weights = tuple[float, float, float]
 
 
@@ -133,36 +135,6 @@ class IndexSpec:
     name: str
     group: int
     unit: int
-
-
-# The default, which is the papers', comes first.
-MEASURED_REDUCTIONS = ("sum", "max")
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A layer that has to be measured for a model before a method can run.
-
-    parameter, word: the method's parameter, and its value that stands for the measured layer.
-    key: where ``additional_config`` holds the layer once it is known.
-    reduction: the parameter that says how heads and window rows become one score, `sum` by default;
-        with the word for a layer and this default, the measured reduction takes its place. Empty
-        if there is no choice.
-    """
-
-    parameter: str
-    word: str
-    key: str
-    reduction: str = ""
-
-    @property
-    def reduction_key(self) -> str:
-        """Where ``additional_config`` holds the measured reduction, if it is not the default."""
-        return f"kv_{self.reduction}"
-
-    def chooses_reduction(self, part: "Method") -> bool:
-        """Whether `part` leaves its reduction to the measurement."""
-        return bool(self.reduction) and getattr(part, self.reduction) == MEASURED_REDUCTIONS[0]
 
 
 @dataclass(frozen=True)

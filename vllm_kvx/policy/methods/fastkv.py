@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from vllm_kvx.policy.axes import (
     WINDOW_FAMILIES,
-    Measurement,
     Propagate,
     ScoreSpec,
     Selection,
     check_layer,
 )
+from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.snapkv import SnapKV
 from vllm_kvx.policy.parameters import PolicyError, choice, integer, rate, share_of
 
@@ -28,11 +28,14 @@ class FastKV(Propagate, SnapKV):
         paper's for models that it names, otherwise measured before serving, by answers).
     tsp_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
     tsp_reduction: how the weights of heads and window queries become a token's one score: `sum`
-        (default, the paper's), or `max`, the largest of them.
+        (default, the paper's), or `max`, the largest of them. With tsp_layer=auto the default
+        makes way for what was measured to keep answers at an earlier layer.
     """
 
     name: ClassVar[str] = "fastkv"
-    to_measure: ClassVar[Measurement] = Measurement("tsp_layer", "auto", "kv_tsp_layer")
+    to_measure: ClassVar[Measurement] = Measurement(
+        "tsp_layer", "auto", "kv_tsp_layer", "tsp_reduction"
+    )
 
     tsp_layer: int | str = integer("auto", at_least=0, words=("auto",))
     tsp_rate: float = rate(0.2)

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 from vllm_kvx.policy.axes import (
     WINDOW_FAMILIES,
-    Measurement,
     OnlineRule,
     Propagate,
     Retain,
@@ -15,6 +14,7 @@ from vllm_kvx.policy.axes import (
     Weights,
     check_layer,
 )
+from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.snapkv import (
     DEFAULT_KV_RATE,
     MAX_WINDOW,
@@ -61,13 +61,16 @@ class StructKV(Propagate, Retain):
     decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
     struct_reduction: how the weights of heads and window queries become the saliency that
         centrality adds up: `sum` (default, Eq. 2), or `max`, the largest of them. Retention of
-        entries sums.
+        entries sums. With pivot=calibrated the default makes way for what was measured to keep
+        answers at an earlier layer.
     entropy_weight, sparsity_weight, variance_weight: w1, w2, w3 of the transition score, Eq. 8
         (defaults 0.2, 0.3, 0.5).
     """
 
     name: ClassVar[str] = "structkv"
-    to_measure: ClassVar[Measurement] = Measurement("pivot", "calibrated", "kv_pivot")
+    to_measure: ClassVar[Measurement] = Measurement(
+        "pivot", "calibrated", "kv_pivot", "struct_reduction"
+    )
 
     pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))
     struct_rate: float = rate(0.2)
