@@ -60,12 +60,11 @@ class Row:
     late: bool = False
 
 
-ROWS = (
+# All of them cut the model at its middle: a server with few KV groups is quicker on CPU.
+_ONE_BIT = (
     Row("full", caught=frozenset(), why="it chooses nothing"),
     Row("snapkv:kv_rate=0.05"),
-    Row("pyramidkv:kv_rate=0.05,groups=4"),
-    Row("fastkv:tsp_layer=4,kv_rate=0.05"),
-    Row("fastkv:tsp_layer=3,kv_rate=0.1"),
+    Row("fastkv:tsp_layer=3,kv_rate=0.05"),
     Row(
         "knorm:kv_rate=0.9",
         least=0.3,
@@ -81,20 +80,20 @@ ROWS = (
         late=True,
     ),
     Row(
-        "structkv:pivot=4,kv_rate=0.2",
+        "structkv:pivot=3,kv_rate=0.2",
         least=0.4,
         caught=frozenset({"no window"}),
         why="its scores are not pooled: the word that the question reads stays, and the words "
         "after it are lost, as snapkv:kernel=1 loses them. The lowest scores lose no more",
     ),
     Row(
-        "structkv:pivot=online,min_layer=4,max_layer=5,kv_rate=0.2",
+        "structkv:pivot=online,min_layer=3,max_layer=4,kv_rate=0.2",
         least=0.4,
         caught=frozenset({"no window"}),
-        why="as with pivot=4; lower pivots choose before the checkpoint has looked anything up",
+        why="as with pivot=3; lower pivots choose before the checkpoint has looked anything up",
     ),
     Row(
-        "structkv:pivot=4,granularity=block,kv_rate=0.5",
+        "structkv:pivot=3,granularity=block,kv_rate=0.5",
         caught=ONE_CHOICE,
         why="all heads have the same blocks",
     ),
@@ -105,18 +104,20 @@ ROWS = (
         why="its tokens go on by position; with a cutoff of 3 no word is right",
     ),
     Row("fier-64:dense_below=0"),
-    Row("structkv:pivot=4,kv_rate=1+snapkv:kv_rate=0.05"),
+    Row("structkv:pivot=3,kv_rate=1+snapkv:kv_rate=0.05"),
     Row("gemfilter:layer=3,rate=0.2,window=8,kernel=7+snapkv:kv_rate=0.05"),
     Row("snapkv:kv_rate=0.2+fier-64:dense_below=0"),
     Row("speed-4+fier-64:dense_below=0"),
-    Row("quest-128:dense_below=0"),
-    Row("speed-4+quest-128:dense_below=0"),
+)
+_PAGE_BOUNDS = (
+    Row("quest-128:page=32,dense_below=0"),
+    Row("speed-4+quest-128:page=32,dense_below=0"),
+    # It alone cuts the model in four.
+    Row("pyramidkv:kv_rate=0.05,groups=4"),
 )
 # A server has one index.
-ENGINES = {
-    "one bit": tuple(row for row in ROWS if "quest" not in row.policy),
-    "page bounds": tuple(row for row in ROWS if "quest" in row.policy),
-}
+ENGINES = {"one bit": _ONE_BIT, "page bounds": _PAGE_BOUNDS}
+ROWS = (*_ONE_BIT, *_PAGE_BOUNDS)
 
 
 @lru_cache(maxsize=1)
@@ -157,7 +158,7 @@ def failures(found: Mapping[Row, float]) -> list[str]:
         f"{row.policy}: {share:.3f} of the words are right, not {row.least} to {row.most}"
         + (f" ({row.why})" if row.why else "")
         for row, share in found.items()
-        if not row.least <= share <= row.most + 1e-6
+        if not row.least - 1e-6 <= share <= row.most + 1e-6
     ]
 
 
