@@ -17,6 +17,7 @@ from vllm_kvx.policy.axes import (
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.snapkv import (
     DEFAULT_KV_RATE,
+    MAX_KERNEL,
     MAX_WINDOW,
     cap_of,
     check_budget,
@@ -56,6 +57,8 @@ class StructKV(Propagate, Retain):
     heads: `own` (default): each KV head keeps the entries that its own query heads attend to;
         `shared`: all heads of a layer keep the same ones, as in the paper (Eq. 13). Whole blocks
         are shared by nature.
+    kernel: width in tokens of the max-pooling over the scores that single entries are retained
+        by, odd (default 1, no pooling, as in the paper; at most 127). Whole blocks are not pooled.
     window: last prompt tokens, whose queries score the keys and which always stay (default
         8, at most 64).
     decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
@@ -79,6 +82,7 @@ class StructKV(Propagate, Retain):
     kv_floor: int | None = optional(integer(at_least=0))
     granularity: str = choice("token", ("token", "block"))
     heads: str | None = optional(choice("own", ("own", "shared")))
+    kernel: int = integer(1, odd=True, at_most=MAX_KERNEL)
     window: int = integer(8, at_most=MAX_WINDOW)
     decay: float = rate(0.9)
     struct_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
@@ -100,6 +104,11 @@ class StructKV(Propagate, Retain):
         # Blocks leave no choice, so that there is one name for them.
         heads = None if self.unit == "block" else self.heads or "own"
         object.__setattr__(self, "heads", heads)
+        if self.unit == "block" and self.kernel != 1:
+            raise PolicyError(
+                "structkv: kernel pools the scores of single entries, and granularity=block keeps "
+                "whole blocks; leave out kernel or use granularity=token"
+            )
         if self.pivot == "online" and self.granularity == "block":
             raise PolicyError(
                 "structkv: pivot=online cannot be had with granularity=block, whose KV groups are "
@@ -206,7 +215,8 @@ class StructKV(Propagate, Retain):
     def keeps_by(self) -> ScoreSpec:
         if self.unit == "block":
             return self.score
-        return ScoreSpec("window_attention", self.window, over_heads=self.heads == "shared")
+        shared = self.heads == "shared"
+        return ScoreSpec("window_attention", self.window, self.kernel, over_heads=shared)
 
     @property
     def unit(self) -> Literal["entry", "block"]:
