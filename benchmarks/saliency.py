@@ -90,17 +90,30 @@ def case(num_keys: int, repeats: int) -> dict[str, dict[str, float]]:
     scores = score()
 
     def pool() -> torch.Tensor:
-        return pool_per_kv_head(scores, KV_HEADS, lengths, windows, offsets, kernels, num_keys)
+        return pool_per_kv_head(
+            scores, KV_HEADS, lengths, windows, offsets, kernels, num_keys, unpooled
+        )
 
+    unpooled = torch.empty(KV_HEADS, num_keys, device="cuda")
     pooled = pool()
     selection = (pooled, lengths, windows, caps, offsets, out_offsets, cap)
-    moves = select_moves(*selection)
+    moves = select_moves(*selection, unpooled=unpooled)
     # Repeating the moves changes nothing: what they read is never written.
     operators: dict[str, tuple[Callable[[], Any], float]] = {
         "window_saliency": (score, num_keys * KV_HEADS * HEAD_DIM * 2),
-        "pool_per_kv_head": (pool, num_keys * (HEADS + KV_HEADS) * 4),
-        "select_kept": (lambda: select_kept(*selection), num_keys * KV_HEADS * 4),
-        "select_moves": (lambda: select_moves(*selection), num_keys * KV_HEADS * 4),
+        "pool_per_kv_head": (pool, num_keys * (HEADS + 2 * KV_HEADS) * 4),
+        "select_kept": (
+            lambda: select_kept(*selection, unpooled=unpooled),
+            num_keys * KV_HEADS * 4,
+        ),
+        "select_moves": (
+            lambda: select_moves(*selection, unpooled=unpooled),
+            num_keys * KV_HEADS * 4,
+        ),
+        "select_moves, ties by index": (
+            lambda: select_moves(*selection),
+            num_keys * KV_HEADS * 4,
+        ),
         "move_entries": (
             lambda: move_entries(paged, table, *moves, out_offsets, cap),
             int(moves[2].sum()) * 2 * HEAD_DIM * 2 * 2,

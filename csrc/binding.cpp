@@ -8,7 +8,7 @@
 #include "params.h"
 
 // What vllm_kvx/ops/retrieval/cuda.py checks; to be raised in both with every change of a signature.
-constexpr int INTERFACE = 1;
+constexpr int INTERFACE = 2;
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -150,7 +150,8 @@ void kvx_score(const Tensor& q, const Tensor& codes, const Tensor& scales,
                const Tensor& block_table, const Tensor& tokens, const Tensor& requests,
                const Tensor& lens, const Tensor& offsets, const Tensor& scores,
                const Tensor& histogram, int64_t group, int64_t reduction, int64_t splits) {
-  STD_TORCH_CHECK(group == 32 || group == 64 || group == 128, "group must be 32, 64 or 128");
+  STD_TORCH_CHECK(group == 32 || group == 64 || group == 128 || group == 256,
+                  "group must be 32, 64, 128 or 256");
   check(codes, "codes", 4, ScalarType::Int, false);
   check_aligned(codes, "codes", 2);
   kvx::ScoreParams p = score_params(q, scales, block_table, tokens, requests, lens, offsets,

@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
   }
   const int first = share_begin(steps, cta_warp + warp, warps);
   const int last = share_begin(steps, cta_warp + warp + 1, warps);
-  const int group_bits = SUBS == 2 ? 5 : p.group == 64 ? 6 : 7;
+  const int group_bits = SUBS == 2 ? 5 : 31 - __clz(p.group);
   const int full = (len - 1) >> group_bits << group_bits;  // tokens of full groups
 
   // Under way while addresses are looked up.

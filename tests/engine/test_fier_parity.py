@@ -24,6 +24,9 @@ LENGTHS = (2, 33, 62, 63, 64, 65, 66, 95, 97, 98, 99, 101, 126, 127, 128, 129, 1
         ("mistral", {"kv_heads": 4}, Retrieve(64, reduction="sum")),
         ("qwen2", {"kv_heads": 1}, Retrieve(64, reduction="softmax")),
         ("qwen3", {"head_dim": 64}, Retrieve(64, group=64)),
+        ("llama", {}, Retrieve(32)),
+        ("llama", {}, Retrieve(256, group=256)),
+        ("qwen2", {}, Retrieve(32, group=32, pages=True)),
         ("llama", {"kv_heads": 1, "heads": 8}, Retrieve(64, group=16, pages=True)),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -33,12 +36,12 @@ def test_budgets_in_one_batch(
 ) -> None:
     """In chunks, with `full` beside them; budgets of whole pages and not, and short contexts."""
     model = tiny(arch, **options)
-    widest = replace(retrieve, budget=128)
+    widest = replace(retrieve, budget=2 * retrieve.budget)
     size = max(retrieve.group, 32)
     policies = [
         retrieve,
         None,
-        replace(retrieve, budget=100),
+        replace(retrieve, budget=retrieve.budget + 36),
         widest,
         replace(retrieve, dense_below=150),
     ]

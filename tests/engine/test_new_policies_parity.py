@@ -12,6 +12,7 @@ from reference.fastkv import Keep
 from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
+from reference.structkv import Struct
 from reference.structsnap import StructSnap
 from world import inside
 from world.engine import Engine, keep_in_process, running
@@ -25,10 +26,21 @@ METHODS: dict[str, list[Policy]] = {
         Pyramid(kv_budget=40, window=4, kernel=3, beta=5, groups=2),
     ],
     "knorm": [Norm(kv_rate=0.3), Norm(kv_budget=33)],
+    "kv_floor": [
+        Keep(kv_rate=0.1, kv_floor=60),
+        Pyramid(kv_rate=0.1, kv_floor=50, groups=4),
+        Keep(sinks=4, kv_rate=0.2, kv_floor=30),
+    ],
     "gemfilter": [
         Filter(3, rate=0.4),
         Filter(3, rate=0.3, window=8, kernel=7),
         Filter(1, rate=0.6, window=4, kernel=1),
+        Filter(3, rate=0.1, kv_floor=40),
+    ],
+    "max": [
+        Keep(tsp_layer=3, tsp_rate=0.3, tsp_reduction="max", kv_rate=0.2),
+        Struct(3, struct_rate=0.4, struct_reduction="max", kv_rate=0.3),
+        Struct(5, struct_rate=0.3, struct_reduction="max", kv_rate=0.2, heads="shared"),
     ],
     "structkv+snapkv": [
         StructSnap(3, struct_rate=0.5, kv_rate=0.2),
@@ -97,7 +109,7 @@ class TestOneServer:
         """Every window is spread over as many chunks as it has tokens."""
         monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", 1)
         mixed = [*policies, FULL]
-        answers = ask(engine, distinct_prompts((40, 21, 33, 9)[: len(mixed)]), mixed)
+        answers = ask(engine, distinct_prompts((40, 21, 33, 9, 27)[: len(mixed)]), mixed)
         engine.assert_idle()
         assert_parity(tiny(), answers, mixed)
 
@@ -106,7 +118,7 @@ class TestOneServer:
         self, engine: Engine, tiny: Callable[..., Path], policies: list[Policy]
     ) -> None:
         """By hand, after k steps; what comes then is what came without."""
-        prompts = distinct_prompts((150, 97, 201)[: len(policies)], seed=1)
+        prompts = distinct_prompts((150, 97, 201, 120)[: len(policies)], seed=1)
         names = [named(policy) for policy in policies]
         undisturbed = ask(engine, prompts, policies, max_tokens=6)
         for steps in (1, 3, 5, 7):

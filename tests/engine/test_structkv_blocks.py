@@ -30,6 +30,8 @@ def test_pivots_and_rates(tiny: Callable[..., Path]) -> None:
         blocks(*each) for each in ((p, *r) for p, r in product((0, 3, 7), rates))
     ]
     policies += [Struct(3), FAST, FULL, blocks(), FULL, blocks(0)]
+    policies += [replace(blocks(), kv_floor=70), replace(blocks(), kv_budget=70)]
+    policies += [replace(blocks(), struct_reduction="max")]
     prompts = prompts_of([60 + 37 * i % 230 for i in range(len(policies))])
     model = tiny()
     with running(model, named(blocks()), config=room_for(policies), max_num_seqs=16) as engine:

@@ -18,6 +18,7 @@ from vllm_kvx.policy.spec import parse_policy
 
 LOW, HIGH = 2, 6  # min_layer, max_layer
 ONLINE = Online(LOW, HIGH)
+SHARED = Online(LOW, HIGH, Struct(0, heads="shared", kv_floor=30))
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
 
 
@@ -34,31 +35,31 @@ def counted(stats: dict[str, Any], policy: Online) -> dict[int, int]:
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize("budget", [64, 4096])
-def test_parity(tiny: Callable[..., Path], budget: int) -> None:
+@pytest.mark.parametrize(("online", "budget"), [(ONLINE, 64), (ONLINE, 4096), (SHARED, 96)])
+def test_parity(tiny: Callable[..., Path], online: Online, budget: int) -> None:
     """Each prompt with its own pivot, in chunks and in one, mixed with other policies."""
     model = tiny()
     lengths = sorted({*EDGES, 41, 60, 63, 64, 65, 72, 100, 127, 128, 129, 136, 200, 333})
     prompts = prompts_of(lengths)
     policies: list[Policy] = [
-        (ONLINE, ONLINE, FULL, FAST, Struct(3))[i % 5] for i in range(len(prompts))
+        (online, online, FULL, FAST, Struct(3))[i % 5] for i in range(len(prompts))
     ]
     config = room_for(policies)
     with running(
-        model, named(ONLINE), config=config, max_num_seqs=8, max_num_batched_tokens=budget
+        model, named(online), config=config, max_num_seqs=8, max_num_batched_tokens=budget
     ) as engine:
         answers = ask(engine, prompts, policies, max_tokens=8)
         stats = engine.stats()
         engine.assert_idle()
-    pivots = pivots_of(model, prompts, ONLINE)
+    pivots = pivots_of(model, prompts, online)
     # A prompt that propagates every token needs no pivot.
     ours = [
         pivot
         for prompt, policy, pivot in zip(prompts, policies, pivots, strict=True)
-        if policy is ONLINE and ONLINE.struct.most(len(prompt)) < len(prompt)
+        if policy is online and online.struct.most(len(prompt)) < len(prompt)
     ]
     assert len(set(ours)) > 1
-    assert counted(stats, ONLINE) == Counter(ours)
+    assert counted(stats, online) == Counter(ours)
     assert_parity(model, answers, policies)
 
 

@@ -15,6 +15,7 @@ from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import EDGES, prompts_of
 
 STRUCT = Struct(pivot=3)  # The defaults of `structkv:pivot=3`.
+SHARED = replace(STRUCT, heads="shared")  # The paper's form of retention (Eq. 13).
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
 SNAP = Keep(kv_rate=0.1)
 STREAM = Keep(sinks=4, recent=20)
@@ -26,8 +27,8 @@ def test_pivots_and_rates(tiny: Callable[..., Path]) -> None:
     model = tiny()
     rates = [(0.2, 0.1), (0.05, 1.0), (1.0, 0.05), (0.1, 0.5), (0.5, 0.5), (0.3, 0.31), (0.9, 0.95)]
     policies = [
-        Struct(pivot, struct_rate, kv_rate)
-        for pivot, (struct_rate, kv_rate) in product((0, 3, 6, 7), rates)
+        Struct(pivot, struct_rate, kv_rate, heads="shared" if (pivot + i) % 2 else "own")
+        for pivot, (i, (struct_rate, kv_rate)) in product((0, 3, 6, 7), enumerate(rates))
     ]
     prompts = prompts_of([60 + 37 * i % 190 for i in range(len(policies))])
     with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
@@ -87,8 +88,12 @@ def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
             policies.append(struct)
             lengths.append(length)
         for length in (window + 17, 150):
-            policies.append(replace(struct, struct_rate=1, kv_rate=0.15))
+            policies.append(replace(struct, struct_rate=1, kv_rate=0.15, heads="shared"))
             lengths.append(length)
+        policies.append(replace(struct, kv_budget=window + 20))
+        lengths.append(140)
+        policies.append(replace(struct, kv_rate=0.1, kv_floor=window + 30, heads="shared"))
+        lengths.append(145)
         policies.append(replace(struct, pivot=6, struct_rate=0.01, kv_rate=0.01))
         lengths.append(90 + window)
     with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
@@ -98,7 +103,9 @@ def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize("struct", [STRUCT, Struct(5, struct_rate=0.4, kv_rate=0.6)], ids=named)
+@pytest.mark.parametrize(
+    "struct", [STRUCT, SHARED, Struct(5, struct_rate=0.4, kv_rate=0.6)], ids=named
+)
 def test_lengths_around_every_edge(tiny: Callable[..., Path], struct: Struct) -> None:
     """In a batch and alone: around the window, the block of 32 and the chunk of 96 tokens."""
     model = tiny()
@@ -122,7 +129,7 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
         STRUCT,
         FAST,
         replace(STRUCT, pivot=6, struct_rate=0.6, kv_rate=1),
-        replace(STRUCT, pivot=7, window=6, kv_rate=0.4),
+        replace(SHARED, pivot=7, window=6, kv_rate=0.4),
         FULL,
     ]
     prompts = prompts_of((30, 41, 55, 23, 64, 17, 50, 38, 47, 29, 33))
@@ -148,7 +155,7 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
 def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
     """Every chunk is one token and every window is spread over as many chunks as it has tokens."""
     model = tiny()
-    policies = [STRUCT, replace(STRUCT, struct_rate=0.6, kv_rate=0.4), FAST, STRUCT]
+    policies = [STRUCT, replace(STRUCT, struct_rate=0.6, kv_rate=0.4), FAST, SHARED]
     with running(
         model,
         "structkv:pivot=3",
@@ -165,7 +172,7 @@ def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
 def test_one_shot(tiny: Callable[..., Path]) -> None:
     """Whole prompts in one step, many at once; chunked prefill gives the same."""
     model = tiny()
-    mixed: list[Policy] = [STRUCT, FAST, replace(STRUCT, struct_rate=0.7, kv_rate=0.9), FULL, SNAP]
+    mixed: list[Policy] = [SHARED, FAST, replace(STRUCT, struct_rate=0.7, kv_rate=0.9), FULL, SNAP]
     prompts = prompts_of((600, 333, 450, 200, 301, *range(9, 39, 3)))
     policies = [mixed[i % len(mixed)] for i in range(len(prompts))]
     config = room_for(policies)
@@ -199,9 +206,14 @@ def test_one_shot(tiny: Callable[..., Path]) -> None:
 )
 def test_architectures(tiny: Callable[..., Path], arch: str, heads: int, kv_heads: int) -> None:
     model = tiny(arch, heads=heads, kv_heads=kv_heads)
-    mixed = [STRUCT, Struct(3, struct_rate=0.5, kv_rate=0.7), Struct(7, kv_rate=0.3, decay=0.5)]
-    prompts = prompts_of((150, 97, 200, 64, 131, 180))
-    policies = [mixed[i % 3] for i in range(len(prompts))]
+    mixed = [
+        STRUCT,
+        Struct(3, struct_rate=0.5, kv_rate=0.7),
+        Struct(7, kv_rate=0.3, decay=0.5),
+        SHARED,
+    ]
+    prompts = prompts_of((150, 97, 200, 64, 131, 180, 119, 143))
+    policies = [mixed[i % 4] for i in range(len(prompts))]
     with running(model, "structkv:pivot=3", config=room_for(policies)) as engine:
         answers = ask(engine, prompts, policies)
         engine.assert_idle()
@@ -227,8 +239,10 @@ def test_mixed_batch(tiny: Callable[..., Path]) -> None:
         Keep(cutoff=6),
         Struct(7, kv_rate=0.25, window=24),
         Struct(5, struct_rate=0.3, kv_rate=1),
+        SHARED,
+        Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, heads="shared"),
     ]
-    prompts = prompts_of((150, 130, 160, 75, 90, 140, 110, 120, 100, 150, 125))
+    prompts = prompts_of((150, 130, 160, 75, 90, 140, 110, 120, 100, 150, 125, 135, 145))
     with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
         chunked = ask(engine, prompts, policies, max_tokens=6)
         alone = [
@@ -263,11 +277,14 @@ def test_selected_tokens_take_several_passes(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.usefixtures("dense_ops")
-def test_one_kv_head_is_snapkv_without_pooling(tiny: Callable[..., Path]) -> None:
-    """There a layer's choice is its only head's; above a SPEED cutoff that one's choice stays."""
-    model = tiny(heads=4, kv_heads=1)
+@pytest.mark.parametrize(("kv_heads", "heads"), [(1, "shared"), (2, "own")])
+def test_retention_is_snapkv_without_pooling(
+    tiny: Callable[..., Path], kv_heads: int, heads: str
+) -> None:
+    """Of each head's own set, and of the only head's; above a SPEED cutoff that one's stays."""
+    model = tiny(heads=4, kv_heads=kv_heads)
     prompts = prompts_of((230, 97, 230, 97))
-    retains = "structkv:pivot=3,struct_rate=1,kv_rate=0.2"
+    retains = f"structkv:pivot=3,struct_rate=1,kv_rate=0.2,heads={heads}"
     names = [retains, retains, f"speed-4+{retains}", f"speed-4+{retains}"]
     with running(model, "speed-4", config={"kv_layout": names}) as engine:
         answers = engine.generate(prompts, policies=names)

@@ -76,24 +76,32 @@ def test_long_batch(layout: str, cache_dtype: torch.dtype | None, key_scale: flo
     kernels = torch.tensor([7, 13, 5], dtype=torch.int32, device="cuda")
     sizes = (batch.num_keys, batch.windows, batch.offsets)
     with poisoned_outputs():
-        pooled = pool_per_kv_head(scores, 8, *sizes, kernels, batch.max_num_keys)
+        unpooled = torch.empty_like(scores[:8])
+        pooled = pool_per_kv_head(scores, 8, *sizes, kernels, batch.max_num_keys, unpooled)
     expected = pool_per_kv_head_reference(scores, 8, *sizes, kernels)
     assert torch.equal(pooled, expected)
+    expected = pool_per_kv_head_reference(scores, 8, *sizes, torch.ones_like(kernels))
+    assert torch.equal(unpooled, expected)
 
     caps = torch.tensor([13_107, 500, 8], dtype=torch.int32, device="cuda")
-    check_selection(batch, pooled, caps)
+    check_selection(batch, pooled, caps, unpooled)
 
 
-def check_selection(batch: Batch, scores: Tensor, caps: Tensor) -> None:
+def check_selection(
+    batch: Batch, scores: Tensor, caps: Tensor, unpooled: Tensor | None = None
+) -> None:
     """Kept keys, moves and the moved cache, all exactly as in the references."""
     sizes = (batch.num_keys, batch.windows, caps, batch.offsets)
     out_offsets = offsets_of(torch.minimum(batch.num_keys, caps))
     total = int(out_offsets[-1])
     with poisoned_outputs():
-        kept = select_kept(scores, *sizes, out_offsets, total)
-        sources, targets, num_moves = select_moves(scores, *sizes, out_offsets, total)
-    assert torch.equal(kept.long(), torch.cat(select_kept_reference(scores, *sizes), dim=1))
-    moves = select_moves_reference(scores, *sizes)
+        kept = select_kept(scores, *sizes, out_offsets, total, unpooled=unpooled)
+        sources, targets, num_moves = select_moves(
+            scores, *sizes, out_offsets, total, unpooled=unpooled
+        )
+    expected_kept = select_kept_reference(scores, *sizes, unpooled)
+    assert torch.equal(kept.long(), torch.cat(expected_kept, dim=1))
+    moves = select_moves_reference(scores, *sizes, unpooled)
     for f, rows in enumerate(moves):
         first = int(out_offsets[f])
         for r, (source, target) in enumerate(rows):
@@ -187,8 +195,13 @@ def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], N
             batch.queries, batch.paged, tables, *sizes, batch.offsets,
             max_num_keys, sum(lengths), 0.1,
         )  # fmt: skip
-        scores = pool_per_kv_head(scores, 8, *sizes, batch.offsets, widths, max_num_keys)
-        moves = select_moves(scores, *sizes, caps, batch.offsets, out_offsets, total)
+        unpooled = torch.empty_like(scores[:8])
+        scores = pool_per_kv_head(
+            scores, 8, *sizes, batch.offsets, widths, max_num_keys, unpooled
+        )
+        moves = select_moves(
+            scores, *sizes, caps, batch.offsets, out_offsets, total, unpooled=unpooled
+        )
         move_entries(batch.paged, tables, *moves, out_offsets, max_moves)
         no_waiting(False)
         torch.cuda.synchronize()

@@ -191,6 +191,7 @@ SHAPES: list[dict[str, Any]] = [
     dict(share=5, nhd=True),
     dict(share=8, group=64, block_size=64),
     dict(share=7, group=128, block_size=256, dtype=FP16),
+    dict(share=6, group=256, block_size=256),
     dict(share=16, kv_heads=1),
     dict(share=12, group=64, block_size=192, q_scale=300.0),
     dict(share=4, q_scale=1e-3, cache_dtype=E4M3),

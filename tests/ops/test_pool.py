@@ -17,11 +17,17 @@ def pooled_of(scores: Tensor, kv_heads: int, sizes: tuple[Tensor, ...]) -> Tenso
     total = int(offsets[-1])
     padded = torch.full((scores.shape[0], total + UNUSED), float("nan"), device=scores.device)
     padded[:, :total] = scores
+    unpooled = torch.full((kv_heads, total + UNUSED), float("nan"), device=scores.device)
     with poisoned_outputs():
-        pooled = pool_per_kv_head(
-            padded, kv_heads, num_keys, windows, offsets, kernels, int(num_keys.max())
-        )
-    assert pooled[:, total:].isnan().all(), "wrote past the batch"
+        arguments = padded, kv_heads, num_keys, windows, offsets, kernels, int(num_keys.max())
+        pooled = pool_per_kv_head(*arguments, unpooled)
+        alone = pool_per_kv_head(*arguments)
+    assert torch.equal(alone[:, :total], pooled[:, :total])
+    ones = torch.ones_like(kernels)
+    single = pool_per_kv_head_reference(scores, kv_heads, num_keys, windows, offsets, ones)
+    assert torch.equal(unpooled[:, :total], single)
+    for each in (pooled, unpooled, alone):
+        assert each[:, total:].isnan().all(), "wrote past the batch"
     return pooled[:, :total]
 
 
@@ -46,6 +52,20 @@ def test_pooling_matches_reference(
         scores[:, end - windows[f] : end] = float("inf")
     pooled = pooled_of(scores, kv_heads, (num_keys, window, offsets, kernel))
     assert torch.equal(pooled, expected)
+
+
+def test_the_largest_of_the_heads(device: str) -> None:
+    """In the place of their sum, pooled and not."""
+    num_keys = torch.tensor([60, 13], dtype=torch.int32, device=device)
+    sizes = (num_keys, num_keys * 0 + 4, offsets_of(num_keys))
+    kernels = torch.tensor([7, 1], dtype=torch.int32, device=device)
+    scores = torch.rand(6, 73, generator=torch.Generator().manual_seed(1)).to(device)
+    for kv_heads in (1, 2):
+        unpooled = torch.empty(kv_heads, 73, device=device)
+        pooled = pool_per_kv_head(scores, kv_heads, *sizes, kernels, 60, unpooled, "max")
+        for ours, width in ((pooled, kernels), (unpooled, torch.ones_like(kernels))):
+            expected = pool_per_kv_head_reference(scores, kv_heads, *sizes, width, "max")
+            assert torch.equal(ours, expected)
 
 
 def test_pooled_heads_are_summed_in_order(device: str) -> None:

@@ -198,6 +198,7 @@ SHAPES = [
     Shape((90, 17), heads=5, kv_heads=1, head_dim=128, group=8, block_size=64, has_codes=False),
     Shape((200, 65), heads=8, kv_heads=1, head_dim=64, group=64, block_size=64, has_codes=False,
           dtype=torch.bfloat16, layout="nhd"),
+    Shape((513, 256), heads=4, kv_heads=1, head_dim=64, group=256, block_size=256, layout="nhd"),
 ]  # fmt: skip
 FP8 = replace(SHAPES[4], cache_dtype=torch.float8_e4m3fn)
 

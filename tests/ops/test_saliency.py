@@ -15,7 +15,7 @@ UNUSED = 5
 SCALE = 0.3
 
 
-def scores_of(batch: Batch, key_scale: float = 1.0) -> Tensor:
+def scores_of(batch: Batch, key_scale: float = 1.0, reduction: str = "sum") -> Tensor:
     """The kernel's scores; checks that it writes its own columns and no others."""
     with poisoned_outputs():
         scores = window_saliency(
@@ -29,12 +29,13 @@ def scores_of(batch: Batch, key_scale: float = 1.0) -> Tensor:
             batch.total_keys + UNUSED,
             SCALE,
             key_scale,
+            reduction,
         )
     assert scores[:, batch.total_keys :].isnan().all(), "wrote past the batch"
     return scores[:, : batch.total_keys]
 
 
-def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
+def assert_right(batch: Batch, key_scale: float = 1.0, reduction: str = "sum") -> None:
     expected = window_saliency_reference(
         batch.queries,
         batch.paged,
@@ -44,8 +45,10 @@ def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
         batch.offsets,
         SCALE,
         key_scale,
+        reduction,
     )
-    torch.testing.assert_close(scores_of(batch, key_scale), expected, rtol=1e-5, atol=1e-7)
+    ours = scores_of(batch, key_scale, reduction)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture
@@ -139,6 +142,17 @@ def test_large_scores_keep_their_row_sums(device: str) -> None:
         SCALE,
     )
     torch.testing.assert_close(scores_of(batch), expected, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [64, 8])
+def test_largest_weights(
+    small_tiles: None, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of sums; of a window in one turn and in several."""
+    inside.tile_window_rows(monkeypatch, rows=rows)
+    shape: dict[str, Any] = dict(heads=4, kv_heads=2, head_dim=32)
+    batch = make_batch(6, [300, 21, 64], [20, 21, 5], device=device, **shape)
+    assert_right(batch, reduction="max")
 
 
 def test_batched_is_alone_bit_for_bit(small_tiles: None, device: str) -> None:

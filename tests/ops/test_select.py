@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from world.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs
 
+from vllm_kvx.equations import saliency as dense
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.move import move_entries, move_entries_reference
 from vllm_kvx.ops.prompt.select import (
@@ -30,15 +31,24 @@ class Selection:
         caps: list[int],
         *,
         block: int = 128,
+        unpooled: list[Tensor] | None = None,
         device: str = "cpu",
     ) -> None:
-        """Scores of each request, (R, keys outside its window)."""
-        padded = [
-            torch.nn.functional.pad(s, (0, w), value=float("nan"))
-            for s, w in zip(scores, windows, strict=True)
-        ]
-        lengths = [s.shape[1] for s in padded]
-        self.scores = torch.cat(padded, dim=1).to(device)
+        """Scores of each request, (R, keys outside its window), and those before pooling."""
+
+        def padded(each: list[Tensor]) -> list[Tensor]:
+            return [
+                torch.nn.functional.pad(s, (0, w), value=float("nan"))
+                for s, w in zip(each, windows, strict=True)
+            ]
+
+        lengths = [s.shape[1] for s in padded(scores)]
+        self.scores = torch.cat(padded(scores), dim=1).to(device)
+        self.unpooled = None
+        if unpooled is not None:
+            # Another stride than the scores'.
+            self.unpooled = torch.cat([*padded(unpooled), torch.zeros(len(scores[0]), 5)], dim=1)
+            self.unpooled = self.unpooled.to(device)
         self.num_keys, self.windows, self.caps = (
             torch.tensor(sizes, dtype=torch.int32, device=device)
             for sizes in (lengths, windows, caps)
@@ -49,16 +59,18 @@ class Selection:
         self.sizes = (self.num_keys, self.windows, self.caps, self.offsets)
         arguments = (self.scores, *self.sizes, self.out_offsets, self.total, block)
         with poisoned_outputs():
-            self.kept = select_kept(*arguments)
-            self.sources, self.targets, self.num_moves = select_moves(*arguments)
+            self.kept = select_kept(*arguments, unpooled=self.unpooled)
+            self.sources, self.targets, self.num_moves = select_moves(
+                *arguments, unpooled=self.unpooled
+            )
 
     def check(self) -> None:
-        kept = select_kept_reference(self.scores, *self.sizes)
+        kept = select_kept_reference(self.scores, *self.sizes, self.unpooled)
         assert torch.equal(self.kept[:, : -UNUSED or None].long(), torch.cat(kept, dim=1))
         assert (self.kept[:, -UNUSED:] == POISON).all(), "wrote past the batch"
         expected = torch.full_like(self.sources, POISON), torch.full_like(self.targets, POISON)
         counts = torch.full_like(self.num_moves, POISON)
-        moves = select_moves_reference(self.scores, *self.sizes)
+        moves = select_moves_reference(self.scores, *self.sizes, self.unpooled)
         for f, rows in enumerate(moves):
             for r, (sources, targets) in enumerate(rows):
                 columns = slice(int(self.out_offsets[f]), int(self.out_offsets[f]) + len(sources))
@@ -132,12 +144,55 @@ def test_every_count_of_a_plateau(device: str) -> None:
     assert selection.kept[0, first:last].tolist() == [0, 2, 3, 4, 9]
 
 
-def test_nan_is_no_reason_to_lose_count(device: str) -> None:
+@pytest.mark.parametrize("peaks", KINDS)
+@pytest.mark.parametrize("kind", ["plateaus", "equal", "distinct"])
+def test_unpooled_scores_cut_a_plateau(kind: str, peaks: str, device: str) -> None:
+    """Plateaus within a block, over several, and over all keys; every kind of score in them."""
+    rng = torch.Generator().manual_seed(KINDS.index(peaks))
+    windows, outside = [8, 1, 5, 3, 2], [400, 77, 130, 0, 300]
+    caps = [40, 50, 100, 3, 302]
+    scores, unpooled = ([scored(k, 2, n, rng) for n in outside] for k in (kind, peaks))
+    Selection(scores, windows, caps, unpooled=unpooled, device=device).check()
+
+
+def test_every_count_of_a_plateau_with_a_peak(device: str) -> None:
+    """The peak stays first, then what is next to it in height, of equal ones the lower index."""
+    row = torch.tensor([[2.0, 1, 3, 2, 2, 1, 2, 0, 2]])
+    heights = torch.tensor([[1.0, 9, 0, 2, 1, 9, 3, 9, 0]])
+    caps = list(range(1, 12))
+    selection = Selection(
+        [row] * len(caps), [1] * len(caps), caps, block=16, unpooled=[heights] * 11, device=device
+    )
+    selection.check()
+    for cap, stay in ((3, [2, 6]), (4, [2, 3, 6]), (5, [0, 2, 3, 6]), (6, [0, 2, 3, 4, 6])):
+        first, last = selection.out_offsets[cap - 1 : cap + 1].tolist()
+        assert selection.kept[0, first:last].tolist() == [*stay, 9], cap
+
+
+def test_pooled_scores_are_cut_at_their_peaks(device: str) -> None:
+    """Scores as they come: pooled heads summed, and the same heads summed without pooling."""
+    rng = torch.Generator().manual_seed(3)
+    heads = torch.rand(4, 500, generator=rng) ** 20
+    pooled, unpooled = (
+        dense.per_kv_head(dense.max_pool(heads, kernel), 2) for kernel in (7, 1)
+    )
+    caps = [10, 15, 22, 41]
+    selection = Selection(
+        [pooled] * 4, [8] * 4, caps, block=512, unpooled=[unpooled] * 4, device=device
+    )
+    selection.check()
+    by_position = Selection([pooled] * 4, [8] * 4, caps, block=512, device=device)
+    assert not torch.equal(selection.kept, by_position.kept)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_nan_is_no_reason_to_lose_count(pooled: bool, device: str) -> None:
     """What is kept of broken scores is of no use, but every index is written and valid."""
     scores = torch.full((1, 200), float("nan"))
     scores[0, ::3] = -float("nan")
     scores[0, 1::3] = -1.0
-    selection = Selection([scores], [2], [50], device=device)
+    unpooled = [scores.flip(1)] if pooled else None
+    selection = Selection([scores], [2], [50], unpooled=unpooled, device=device)
     kept = selection.kept[0, :50]
     assert (kept.diff() > 0).all() and kept[0] >= 0 and kept[-2:].tolist() == [200, 201]
     moves = int(selection.num_moves[0, 0])

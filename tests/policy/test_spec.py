@@ -13,8 +13,9 @@ from vllm_kvx.policy import spec
 from vllm_kvx.policy.axes import Method, ScoreSpec
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.methods.gemfilter import GemFilter
 from vllm_kvx.policy.methods.quest import Quest
-from vllm_kvx.policy.methods.snapkv import SnapKV
+from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR, SnapKV
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.methods.streamingllm import StreamingLLM
 from vllm_kvx.policy.methods.structkv import StructKV
@@ -44,8 +45,17 @@ VALID = {
     "fastkv:kv_rate=1.0": ("fastkv:kv_rate=1", KVPolicy(propagate=FastKV(kv_rate=1))),
     "fastkv:tsp_rate=1": ("fastkv:tsp_rate=1", KVPolicy(retain=FastKV(tsp_rate=1))),
     "fastkv:tsp_rate=1,kv_rate=1": ("full", KVPolicy()),
+    "fastkv:tsp_reduction=max": (
+        "fastkv:tsp_reduction=max",
+        KVPolicy.of([FastKV(tsp_reduction="max")]),
+    ),
     "fastkv:kv_budget=512": ("fastkv:kv_budget=512", KVPolicy.of([FastKV(kv_budget=512)])),
     "snapkv": ("snapkv", KVPolicy(retain=SnapKV())),
+    "snapkv:kv_floor=400": ("snapkv:kv_floor=400", KVPolicy(retain=SnapKV(kv_floor=400))),
+    "gemfilter:layer=3,kv_floor=40": (
+        "gemfilter:layer=3,kv_floor=40",
+        KVPolicy.of([GemFilter(3, kv_floor=40)]),
+    ),
     "snapkv:kv_rate=1": ("full", KVPolicy()),
     "snapkv:kv_rate=1e-05": ("snapkv:kv_rate=1e-05", KVPolicy(retain=SnapKV(kv_rate=1e-5))),
     "snapkv:window=16,kernel=5": (
@@ -55,6 +65,20 @@ VALID = {
     "structkv": ("structkv", KVPolicy(propagate=StructKV(), retain=StructKV())),
     "structkv:pivot=online": ("structkv:pivot=online", KVPolicy.of([StructKV("online")])),
     "structkv:pivot=0,granularity=block": (
+        "structkv:pivot=0,granularity=block",
+        KVPolicy.of([StructKV(0, granularity="block")]),
+    ),
+    "structkv:kv_budget=512": ("structkv:kv_budget=512", KVPolicy.of([StructKV(kv_budget=512)])),
+    "structkv:pivot=online,kv_budget=512,struct_rate=0.05": (
+        "structkv:pivot=online,struct_rate=0.05,kv_budget=512",
+        KVPolicy.of([StructKV("online", 0.05, kv_budget=512)]),
+    ),
+    "structkv:heads=own": ("structkv", KVPolicy.of([StructKV()])),
+    "structkv:pivot=online,heads=shared": (
+        "structkv:pivot=online,heads=shared",
+        KVPolicy.of([StructKV("online", heads="shared")]),
+    ),
+    "structkv:pivot=0,granularity=block,heads=shared": (
         "structkv:pivot=0,granularity=block",
         KVPolicy.of([StructKV(0, granularity="block")]),
     ),
@@ -68,11 +92,19 @@ VALID = {
         "streamingllm:recent=252",
         KVPolicy(retain=StreamingLLM(recent=252)),
     ),
+    "streamingllm:kv_rate=0.1": (
+        "streamingllm:kv_rate=0.1",
+        KVPolicy(retain=StreamingLLM(kv_rate=0.1)),
+    ),
+    "streamingllm:kv_rate=1": ("full", KVPolicy()),
     "fier-1024": ("fier-1024", KVPolicy(retrieve=FIER(1024))),
     "fier-64:group=64,reduction=sum": (
         "fier-64:group=64,reduction=sum",
         KVPolicy(retrieve=FIER(64, 64, "sum")),
     ),
+    "fier-32": ("fier-32", KVPolicy(retrieve=FIER(32))),
+    "quest-32:page=32": ("quest-32:page=32", KVPolicy(retrieve=Quest(32, 32))),
+    "fier-256:group=256": ("fier-256:group=256", KVPolicy(retrieve=FIER(256, 256))),
     "fier-64:dense_below=auto": ("fier-64", KVPolicy(retrieve=FIER(64))),
     "quest-1024": ("quest-1024", KVPolicy(retrieve=Quest(1024))),
     "quest-64:page=8,dense_below=0": (
@@ -166,6 +198,7 @@ INVALID = {
     "fastkv:kv_rate=nan": ["kv_rate must be a number in (0, 1], got 'nan'"],
     "fastkv:kv_rate=inf": ["kv_rate must be a number in (0, 1], got 'inf'"],
     "fastkv:kv_rate=1e-999": ["kv_rate must be a number in (0, 1], got 0.0"],
+    "fastkv:tsp_reduction=softmax": ["tsp_reduction must be one of sum, max, got 'softmax'"],
     "fastkv:tsp_layer=-1": ["tsp_layer must be an integer of at least 0 or auto, got '-1'"],
     "fastkv:tsp_layer=1.5": ["tsp_layer"],
     "fastkv:window=0": ["window must be an integer from 1 to 64, got 0"],
@@ -174,6 +207,10 @@ INVALID = {
     "fastkv:kv_rate=0.1,kv_budget=512": ["kv_rate and kv_budget both", "keep one"],
     "snapkv:kv_budget=7": ["kv_budget must be at least the window of 8 tokens, got 7"],
     "snapkv:kv_budget=0": ["kv_budget must be an integer of at least 1, got 0"],
+    "snapkv:kv_budget=512,kv_floor=64": ["kv_floor is the least that a rate keeps", "keep one"],
+    "snapkv:kv_floor=-1": ["kv_floor must be an integer of at least 0, got '-1'"],
+    "structkv:kv_budget=7": ["kv_budget must be at least the window of 8 tokens, got 7"],
+    "structkv:kv_budget=64,kv_rate=0.1": ["kv_rate and kv_budget both"],
     "structkv:struct_rate=0": ["struct_rate must be a number in (0, 1]"],
     "structkv:decay=1.5": ["decay must be a number in (0, 1], got 1.5"],
     "structkv:pivot=offline": ["an integer of at least 0 or calibrated or online, got 'offline'"],
@@ -181,22 +218,30 @@ INVALID = {
     "structkv:pivot=online,kv_rate=0.3": ["pivot=online needs kv_rate <= struct_rate"],
     "structkv:min_layer=3": ["have effect with pivot=online and"],
     "structkv:granularity=block,pivot=online": ["pivot=online cannot be had", "pivot=<int>"],
+    "structkv:heads=each": ["heads must be one of own, shared, got 'each'"],
+    "structkv:granularity=block,heads=own": ["leave out heads=own or use granularity=token"],
     "structkv:entropy_weight=2": ["entropy_weight must be a number in [0, 1], got 2"],
     "structkv:entropy_weight=0,sparsity_weight=0,variance_weight=0": ["must be above 0"],
     "streamingllm:sinks=0": ["sinks must be an integer of at least 1, got 0"],
     "streamingllm:recent=0": ["recent must be an integer of at least 1, got 0"],
-    "fier-63": ["BUDGET must be an integer from 64 to 8192, got 63; for example fier-1024"],
-    "fier-9000": ["BUDGET must be an integer from 64 to 8192, got 9000"],
-    "fier-64:group=33": ["group must be one of 32, 64, 128, got 33"],
-    "fier-1024:group=16": ["group must be one of 32, 64, 128, got 16"],
-    "fier-1024:group=32.0": ["group must be one of 32, 64, 128, got 32.0"],
-    "fier-1024:group=96": ["group must be one of 32, 64, 128, got 96"],
+    "streamingllm:recent=20,kv_rate=0.1": ["recent and kv_rate both say how many", "keep one"],
+    "streamingllm:kv_floor=100": ["give kv_rate too"],
+    "streamingllm:kv_rate=0": ["kv_rate must be a number in (0, 1], got 0"],
+    "fier-31": ["BUDGET must be an integer from 32 to 8192, got 31; for example fier-1024"],
+    "fier-9000": ["BUDGET must be an integer from 32 to 8192, got 9000"],
+    "fier-64:group=33": ["group must be one of 32, 64, 128, 256, got 33"],
+    "fier-1024:group=16": ["group must be one of 32, 64, 128, 256, got 16"],
+    "fier-1024:group=32.0": ["group must be one of 32, 64, 128, 256, got 32.0"],
+    "fier-1024:group=96": ["group must be one of 32, 64, 128, 256, got 96"],
     "fier-64:group=128": ["group must be no larger than the budget of 64 tokens, got 128"],
+    "fier-32:group=64": ["group must be no larger than the budget of 32 tokens, got 64"],
+    "fier-255:group=256": ["group must be no larger than the budget of 255 tokens, got 256"],
+    "quest-32:page=64": ["page must be no larger than the budget of 32 tokens, got 64"],
     "fier-64:dense_below=-1": ["dense_below must be an integer of at least 0 or auto, got '-1'"],
     "fier-64:reduction=mean": ["reduction must be one of max, sum, softmax, got 'mean'"],
     "fier-64:reduction=1": ["reduction must be one of"],
-    "quest-8": ["BUDGET must be an integer from 64 to 8192, got 8; for example quest-1024"],
-    "quest-9000": ["BUDGET must be an integer from 64 to 8192, got 9000"],
+    "quest-8": ["BUDGET must be an integer from 32 to 8192, got 8; for example quest-1024"],
+    "quest-9000": ["BUDGET must be an integer from 32 to 8192, got 9000"],
     "quest-64:page=0": ["page must be one of 8, 16, 32, 64, got 0"],
     "quest-64:page=12": ["page must be one of 8, 16, 32, 64, got 12"],
     "quest-64:reduction=mean": ["reduction must be one of max, sum, softmax, got 'mean'"],
@@ -335,10 +380,12 @@ def test_parameters_are_complete() -> None:
     assert parse_policy("fastkv").parameters()["retain"] == {
         "method": "fastkv",
         "kv_rate": 0.1,
+        "kv_floor": DEFAULT_KV_FLOOR,
         "window": 8,
         "kernel": 7,
         "tsp_layer": "auto",
         "tsp_rate": 0.2,
+        "tsp_reduction": "sum",
     }
 
 
@@ -398,10 +445,12 @@ COMPOSED = {
         "chosen by data: compose it with speed-K, or retain with snapkv",
     ],
     "structkv:pivot=3,kv_rate=1+streamingllm": ["goes by position", "compose it with speed-K"],
-    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1": [
-        "fastkv:kv_rate=1 and structkv:pivot=3,struct_rate=1 score keys differently",
+    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1,heads=shared": [
+        "fastkv:kv_rate=1 and structkv:pivot=3,struct_rate=1,heads=shared score keys differently",
         "use structkv's own struct_rate and kv_rate, or retain with snapkv",
     ],
+    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1": ["by different windows or kernels"],
+    "fastkv:tsp_layer=3,kv_rate=1,kernel=1+structkv:pivot=3,struct_rate=1": [],
     "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1,granularity=block": ["keys differently"],
     "fastkv:tsp_layer=3,kv_rate=1+snapkv:window=4": [
         "fastkv:kv_rate=1,tsp_layer=3 and snapkv:window=4 score keys by different windows",

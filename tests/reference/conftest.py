@@ -118,9 +118,15 @@ def expected(
     return speed.Result(list(generated), logprobs)
 
 
-def best(scores: Mapping[int, float], count: int) -> list[int]:
-    """The `count` positions of the highest scores, lower positions first among equals."""
-    return sorted(sorted(scores, key=lambda j: (-scores[j], j))[:count])
+def best(
+    scores: Mapping[int, float], count: int, unpooled: Mapping[int, float] | None = None
+) -> list[int]:
+    """The `count` positions of the highest scores.
+
+    Among equals those of the highest unpooled scores first, then lower positions.
+    """
+    peaks = unpooled or dict.fromkeys(scores, 0.0)
+    return sorted(sorted(scores, key=lambda j: (-scores[j], -peaks[j], j))[:count])
 
 
 def pooled(
@@ -148,5 +154,6 @@ def snapkv(
     kept = []
     for heads in torch.arange(len(probs)).view(kv_heads, -1).tolist():
         scores = pooled(probs, heads, exist, window, kernel)
-        kept.append(best(scores, cap - window) + exist[-window:])
+        unpooled = pooled(probs, heads, exist, window, 1)
+        kept.append(best(scores, cap - window, unpooled) + exist[-window:])
     return kept

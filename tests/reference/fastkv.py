@@ -26,11 +26,13 @@ class Keep:
 
     tsp_layer: int | None = None
     tsp_rate: float = 1.0
+    tsp_reduction: str = "sum"  # over heads and window rows; or "max"
     kv_rate: float | None = 1.0
     kv_budget: int | None = None  # tokens; if given, the rate is ignored
     window: int = 8
     kernel: int = 7
-    sinks: int | None = None  # with `recent`: StreamingLLM, which has no use for rate and budget
+    kv_floor: int = 0  # the least that the rate keeps
+    sinks: int | None = None  # StreamingLLM: by position, as many as `recent` or the rate says
     recent: int | None = None
     cutoff: int | None = None
     anchors: int = 1
@@ -41,8 +43,10 @@ class Keep:
             raise ValueError(f"window={self.window} must be >= 1 and kernel={self.kernel} be odd")
         if self.kv_rate is None and self.kv_budget is None:
             raise ValueError("kv_rate or kv_budget must be given; kv_rate=1 keeps everything")
-        if (self.sinks is None) != (self.recent is None):
-            raise ValueError(f"sinks={self.sinks} and recent={self.recent} come together")
+        if self.sinks is None and self.recent is not None:
+            raise ValueError(f"recent={self.recent} comes with sinks")
+        if self.sinks is not None and self.recent is None and self.kv_budget is not None:
+            raise ValueError(f"sinks={self.sinks} come with recent or a rate")
         if self.cutoff is not None and self.tsp_layer is not None:
             raise ValueError("cutoff and tsp_layer both say what propagates")
         if self.anchors < 0 or self.tail < 1:
@@ -53,7 +57,14 @@ class Keep:
         if self.kv_budget is not None:
             return max(self.kv_budget, self.window)
         assert self.kv_rate is not None
-        return max(int(prompt_len * self.kv_rate), self.window)
+        return max(int(prompt_len * self.kv_rate), self.window, self.kv_floor)
+
+    def last(self, prompt_len: int) -> int:
+        """StreamingLLM's last rows."""
+        assert self.sinks is not None and self.kv_rate is not None
+        if self.recent is not None:
+            return self.recent
+        return max(int(prompt_len * self.kv_rate), self.sinks + 1, self.kv_floor) - self.sinks
 
 
 @dataclass(frozen=True)
@@ -137,8 +148,11 @@ def prefill(model: PreTrainedModel, prompt: list[int], keep: Keep) -> tuple[Cont
 
         most = max(int(total * keep.tsp_rate), keep.window)
         if index == keep.tsp_layer and index < len(layers) - 1 and total > most:
-            scores = saliency(probs, 1, keep.window, keep.kernel)
-            chosen, slack = top(scores[0], most - keep.window, keep.window)
+            (scores,), (unpooled,) = (
+                saliency(probs, 1, keep.window, width, keep.tsp_reduction)
+                for width in (keep.kernel, 1)
+            )
+            chosen, slack = top(scores, most - keep.window, keep.window, unpooled)
             context.slack = min(context.slack, slack)
             hidden, positions = hidden[chosen], positions[chosen]
             context.propagated = positions.tolist()
@@ -203,24 +217,34 @@ def retain(
     rows = torch.arange(len(positions))
     if keep.cutoff is not None and len(rows) < prompt_len:
         return rows.expand(kv_heads, -1), float("inf")  # SPEED's own choice stays as it is.
-    if keep.sinks is not None and keep.recent is not None:
-        rows = rows[(positions < keep.sinks) | (positions >= prompt_len - keep.recent)]
+    if keep.sinks is not None:
+        rows = rows[(positions < keep.sinks) | (positions >= prompt_len - keep.last(prompt_len))]
         return rows.expand(kv_heads, -1), float("inf")
     cap = keep.cap(prompt_len)
     if len(rows) <= cap:
         return rows.expand(kv_heads, -1), float("inf")
-    scores = saliency(probs, kv_heads, keep.window, keep.kernel)
+    scores, unpooled = (
+        saliency(probs, kv_heads, keep.window, width) for width in (keep.kernel, 1)
+    )
+    heads = zip(scores, unpooled, strict=True)
     chosen, slacks = zip(
-        *(top(head, cap - keep.window, keep.window) for head in scores), strict=True
+        *(top(head, cap - keep.window, keep.window, peaks) for head, peaks in heads), strict=True
     )
     return torch.stack(chosen), min(slacks)
 
 
-def saliency(probs: Tensor, kv_heads: int, window: int, kernel: int) -> Tensor:
+def saliency(
+    probs: Tensor, kv_heads: int, window: int, kernel: int, reduction: str = "sum"
+) -> Tensor:
     """(G, n - window) float64 scores of the rows before the window, from probs (H, n, n).
 
-    One KV head gives the scores for propagation: the sum over all query heads.
+    One KV head gives the scores for propagation: the sum over all query heads. reduction: `max`
+    takes the largest weight of any window row and head instead of the sums.
     """
+    if reduction == "max":
+        largest = probs[:, -window:].double().amax(dim=1)[:, :-window]
+        largest = torch.stack([group.amax(dim=0) for group in largest.chunk(kv_heads)])
+        return max_pool1d(largest[None], kernel, stride=1, padding=kernel // 2)[0]
     mass = probs[:, -window:].double().sum(dim=1)[:, :-window]
     pooled = max_pool1d(mass[None], kernel, stride=1, padding=kernel // 2)[0]
     # Equal neighbours must stay equal, and different ones different: torch's sum adds in another
@@ -228,13 +252,26 @@ def saliency(probs: Tensor, kv_heads: int, window: int, kernel: int) -> Tensor:
     return torch.stack([reduce(torch.add, group) for group in pooled.chunk(kv_heads)])
 
 
-def top(scores: Tensor, count: int, window: int) -> tuple[Tensor, float]:
-    """The `count` best of scores (n,), lower first among equals, and the `window` rows after them.
+def top(
+    scores: Tensor, count: int, window: int, unpooled: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """The `count` best of scores (n,), and the `window` rows after them.
+
+    Among equals the highest `unpooled` (n,) first, if it is given, then the lowest row.
 
     Returns rows (count + window,) int64 ascending, and the relative gap at the edge. Where the edge
-    lies among equals, the gap is that to the nearest other score: crossing it moves the edge.
+    lies among equals, the gap is that to the nearest other score: crossing it moves the edge; or
+    the smaller gap of their unpooled scores.
     """
     order = scores.argsort(descending=True, stable=True)
+    among = float("inf")
+    if unpooled is not None and 0 < count < len(scores):
+        equal = scores == scores[order[count - 1]]
+        sure = int((scores > scores[order[count - 1]]).sum())
+        ties = equal.nonzero()[:, 0]
+        _, among = top(unpooled[ties], count - sure, 0)
+        ranked = ties[unpooled[ties].argsort(descending=True, stable=True)]
+        order = torch.cat([order[:sure], ranked, order[sure + len(ties) :]])
     kept, dropped = scores[order[:count]], scores[order[count:]]
     slack = float("inf")
     if len(kept) and len(dropped):
@@ -244,6 +281,7 @@ def top(scores: Tensor, count: int, window: int) -> tuple[Tensor, float]:
             pairs = [(a, last) for a in kept[kept > last][-1:]]
             pairs += [(last, b) for b in dropped[dropped < last][:1]]
         slack = min((float((a - b) / a) for a, b in pairs), default=slack)
+    slack = min(slack, among)
     tail = torch.arange(len(scores), len(scores) + window)
     return torch.cat([order[:count].sort().values, tail]), slack
 

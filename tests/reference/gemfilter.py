@@ -26,6 +26,7 @@ class Filter:
     rate: float = 0.1
     window: int = 1
     kernel: int = 5
+    kv_floor: int = 0  # the least that the rate chooses
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
@@ -33,7 +34,7 @@ class Filter:
 
     def most(self, prompt_len: int) -> int:
         """The most tokens that run again, the window included."""
-        return max(int(prompt_len * self.rate), self.window)
+        return max(int(prompt_len * self.rate), self.window, self.kv_floor)
 
 
 def score(
@@ -75,5 +76,5 @@ def select(model: PreTrainedModel, hidden: Tensor, gem: Filter) -> tuple[Tensor,
         return positions, float("inf")
     for layer in layers[: gem.layer + 1]:
         hidden, _, _, probs = block(model, layer, hidden, positions, None)
-    scores = saliency(probs, 1, gem.window, gem.kernel)
-    return top(scores[0], most - gem.window, gem.window)
+    (scores,), (unpooled,) = (saliency(probs, 1, gem.window, width) for width in (gem.kernel, 1))
+    return top(scores, most - gem.window, gem.window, unpooled)

@@ -22,6 +22,7 @@ class Norm:
 
     kv_rate: float = 0.1
     kv_budget: int | None = None  # tokens; if given, the rate is ignored
+    kv_floor: int = 0  # the least that the rate keeps
 
     def __post_init__(self) -> None:
         if self.kv_budget is not None and self.kv_budget < 1:
@@ -29,7 +30,9 @@ class Norm:
 
     def cap(self, prompt_len: int) -> int:
         """The most rows that a KV head retains."""
-        budget = int(prompt_len * self.kv_rate) if self.kv_budget is None else self.kv_budget
+        budget = max(int(prompt_len * self.kv_rate), self.kv_floor)
+        if self.kv_budget is not None:
+            budget = self.kv_budget
         return min(max(budget, 1), prompt_len)
 
 

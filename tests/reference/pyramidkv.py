@@ -24,6 +24,7 @@ class Pyramid:
 
     kv_rate: float = 0.1  # the mean over the layers
     kv_budget: int | None = None  # the mean in tokens; if given, the rate is ignored
+    kv_floor: int = 0  # the least mean that the rate gives
     window: int = 8
     kernel: int = 7
     beta: int = 20  # the mean budget outside the window is `beta` times the top layer's
@@ -37,7 +38,9 @@ class Pyramid:
 
     def mean(self, prompt_len: int) -> int:
         """The rows that a KV head retains on average over the layers, the window included."""
-        budget = int(prompt_len * self.kv_rate) if self.kv_budget is None else self.kv_budget
+        budget = max(int(prompt_len * self.kv_rate), self.kv_floor)
+        if self.kv_budget is not None:
+            budget = self.kv_budget
         return min(max(budget, self.window), prompt_len)
 
     def ideals(self, layers: int, prompt_len: int) -> list[Fraction]:

@@ -2,7 +2,8 @@
 
 Layers up to the pivot run the whole prompt and add up how much its last queries attend to each key.
 The most central tokens run through the layers above, at the positions they had. Every layer then
-retains tokens by its own saliency, or every side of the pivot retains whole blocks by centrality.
+retains tokens by its own saliency, each KV head for itself or one set for all heads, or every side
+of the pivot retains whole blocks by centrality.
 Equation numbers are the paper's.
 """
 
@@ -33,10 +34,17 @@ class Struct:
     window: int = 8
     decay: float = 0.9
     block_size: int | None = None  # tokens of a block where whole blocks are retained
+    kv_budget: int | None = None  # tokens; if given, the rate is ignored
+    kv_floor: int = 0  # the least that the rate keeps
+    struct_reduction: str = "sum"  # of what centrality adds up; or "max"
+    most_kept: float = 1.0  # retained rows are no more than this share of the prompt's
+    heads: str = "own"  # or "shared": one set for all heads of a layer (Eq. 13), as blocks are
 
     def __post_init__(self) -> None:
         if self.window < 1 or (self.block_size is not None and self.block_size < 1):
             raise ValueError(f"window={self.window}, block_size={self.block_size} must be >= 1")
+        if self.heads not in ("own", "shared"):
+            raise ValueError(f"heads={self.heads} must be own or shared")
         for rate in (self.struct_rate, self.kv_rate, self.decay):
             if not 0 < rate <= 1:
                 raise ValueError(f"{self}: rates and decay must be in (0, 1]")
@@ -47,7 +55,10 @@ class Struct:
 
     def cap(self, prompt_len: int) -> int:
         """The most rows that a layer retains by saliency, the window included."""
-        return max(int(prompt_len * self.kv_rate), self.window)
+        cap = max(int(prompt_len * self.kv_rate), self.window, self.kv_floor)
+        if self.kv_budget is not None:
+            cap = self.kv_budget
+        return min(cap, max(int(prompt_len * self.most_kept), self.window))
 
 
 def generate(
@@ -90,13 +101,17 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
     hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
-    saliencies = []  # by layer, of the rows before the window
+    # By layer, of the rows before the window: of all heads together, of each KV head, and what
+    # centrality adds up.
+    saliencies, by_head, central = [], [], []
     for index, layer in enumerate(layers):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
         context.stored.append((key, value))
         saliencies.append(local_saliency(probs, window))
+        central.append(local_saliency(probs, window, struct.struct_reduction))
+        by_head.append([local_saliency(group, window) for group in probs.chunk(key.shape[0])])
         if index == struct.pivot:
-            lower = upper = reduce(lambda c, s: struct.decay * c + s, saliencies)  # Eq. 3
+            lower = upper = reduce(lambda c, s: struct.decay * c + s, central)  # Eq. 3
             if index < len(layers) - 1 and total > most:
                 chosen, slack = top(lower, most - window, window)
                 context.slack = min(context.slack, slack)
@@ -108,18 +123,30 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
         above = index > struct.pivot
         computed = torch.tensor(context.propagated) if above else torch.arange(total)
         if struct.block_size is not None:
-            rows, slack = retain_blocks(upper if above else lower, len(computed), total, struct)
+            each = [retain_blocks(upper if above else lower, len(computed), total, struct)]
+        elif struct.heads == "shared":
+            each = [retain_rows(saliencies[index], len(computed), total, struct)]
         else:
-            rows, slack = retain_rows(saliencies[index], len(computed), total, struct)
-        context.slack = min(context.slack, slack)
-        context.retained.append([computed[rows].tolist()] * key.shape[0])
-        context.stored[index] = key[:, rows], value[:, rows]
+            each = [retain_rows(head, len(computed), total, struct) for head in by_head[index]]
+        if len(each) == 1:
+            each *= key.shape[0]
+        context.slack = min(context.slack, *(slack for _, slack in each))
+        context.retained.append([computed[rows].tolist() for rows, _ in each])
+        context.stored[index] = tuple(
+            torch.stack([head[rows] for head, (rows, _) in zip(cache, each, strict=True)])
+            for cache in (key, value)
+        )
     return context, log_softmax(model, hidden[-1:])
 
 
-def local_saliency(probs: Tensor, window: int) -> Tensor:
-    """Eq. 2 times w: (n - window,) float64 of the rows before the window, from probs (H, n, n)."""
+def local_saliency(probs: Tensor, window: int, reduction: str = "sum") -> Tensor:
+    """Eq. 2 times w: (n - window,) float64 of the rows before the window, from probs (H, n, n).
+
+    With `max` it is the largest weight of any head and window row instead.
+    """
     votes = probs[:, -window:, :-window].double().flatten(0, 1)
+    if reduction == "max":
+        return votes.amax(dim=0)
     # One by one: torch's own sum adds some columns in another order, and equal ones must stay so.
     return reduce(torch.add, votes)
 
@@ -127,7 +154,10 @@ def local_saliency(probs: Tensor, window: int) -> Tensor:
 def retain_rows(
     saliency: Tensor, count: int, prompt_len: int, struct: Struct
 ) -> tuple[Tensor, float]:
-    """Which of `count` rows a layer retains (Eq. 13), int64 ascending, and the choice's slack."""
+    """Which of `count` rows are retained by a saliency, int64 ascending, and the choice's slack.
+
+    saliency: of the rows before the window, of a layer (Eq. 13) or of one KV head.
+    """
     cap = struct.cap(prompt_len)
     if count <= cap:
         return torch.arange(count), float("inf")
@@ -144,7 +174,8 @@ def retain_blocks(
     assert struct.block_size is not None
     size = struct.block_size
     blocks, before = math.ceil(count / size), len(centrality) // size  # `before` the window's
-    kept = max(math.ceil(prompt_len * struct.kv_rate / size), blocks - before)
+    share = max(prompt_len * struct.kv_rate, struct.kv_floor)
+    kept = max(math.ceil((struct.kv_budget or share) / size), blocks - before)
     if blocks <= kept:
         return torch.arange(count), float("inf")
     # One by one, as in `local_saliency`: (before, size) -> (before,).

@@ -107,10 +107,10 @@ def brute(
         hook.remove()
         return y, caught[0]
 
-    def pooled(weights: torch.Tensor) -> list[list[float]]:
-        """[query head][scored row]"""
+    def pooled(weights: torch.Tensor, half: int) -> list[list[float]]:
+        """[query head][scored row]; half: neighbours on either side."""
         table, scored = weights.tolist(), exist[: -keep.window]
-        window, half = exist[-keep.window :], keep.kernel // 2
+        window = exist[-keep.window :]
         result = []
         for head in range(heads):
             mass = [sum(table[head][i][j] for i in window) for j in scored]
@@ -120,9 +120,20 @@ def brute(
             )
         return result
 
-    def best(scores: list[float], count: int) -> list[int]:
+    def best(weights: torch.Tensor, mine: range, count: int) -> list[int]:
+        """By the sum over the heads `mine`; a plateau is cut by height."""
         nonlocal ties
-        order = sorted(range(len(scores)), key=lambda k: (-scores[k], k))
+        largest = len(mine) == heads and keep.tsp_reduction == "max"
+        over_heads = max if largest else sum
+        if largest:  # Of the window's rows, too: one row that holds their maxima.
+            weights = weights.clone()
+            weights[:, exist[-1]] = weights[:, exist[-keep.window :]].amax(dim=1)
+            weights[:, exist[-keep.window : -1]] = 0
+        scores, peaks = (
+            [over_heads(column) for column in zip(*(rows[head] for head in mine), strict=True)]
+            for rows in (pooled(weights, keep.kernel // 2), pooled(weights, 0))
+        )
+        order = sorted(range(len(scores)), key=lambda k: (-scores[k], -peaks[k], k))
         if 0 < count < len(order) and scores[order[count - 1]] == scores[order[count]]:
             ties += 1
         return sorted(exist[k] for k in order[:count]) + exist[-keep.window :]
@@ -141,11 +152,9 @@ def brute(
             elif len(exist) <= cap:
                 sets = [exist] * kv_heads
             else:
-                scores, share, sets = pooled(weights), heads // kv_heads, []
-                for group in range(kv_heads):
-                    mine = range(group * share, (group + 1) * share)
-                    summed = [sum(scores[head][k] for head in mine) for k in range(len(scores[0]))]
-                    sets.append(best(summed, cap - keep.window))
+                share = heads // kv_heads
+                groups = [range(first, first + share) for first in range(0, heads, share)]
+                sets = [best(weights, mine, cap - keep.window) for mine in groups]
             retained.append(sets)
 
             def sees(head: int, i: int, j: int, exist=exist, sets=sets) -> bool:
@@ -155,9 +164,7 @@ def brute(
 
             hidden, _ = run(layer, hidden, sees)
             if index == keep.tsp_layer and index + 1 < len(layers) and n > most:
-                scores = pooled(weights)
-                summed = [sum(row[k] for row in scores) for k in range(len(scores[0]))]
-                exist = best(summed, most - keep.window)
+                exist = best(weights, range(heads), most - keep.window)
         rows = model.lm_head(model.model.norm(hidden))[0, n - 1 :].log_softmax(dim=-1)
     propagated = exist if keep.cutoff is None else list(range(n))
     return fastkv.KeptResult(list(generated), rows, retained, propagated, float("nan")), ties
@@ -169,6 +176,7 @@ def brute(
         FASTKV,
         replace(FASTKV, kv_rate=0.7),  # more than is propagated
         replace(FASTKV, tsp_layer=0, kv_rate=1.0),
+        replace(FASTKV, tsp_reduction="max", kv_rate=1.0),
         replace(FASTKV, tsp_layer=None, kv_rate=1.0, kv_budget=9),
         replace(FASTKV, tsp_layer=2, kernel=1, window=1),
         Keep(sinks=2, recent=5),
@@ -186,7 +194,7 @@ def test_brute_force(model: PreTrainedModel, keep: Keep) -> None:
     assert change(result, expected).max() < ATOL
 
 
-def test_plateaus_occur_and_lower_positions_win(llama: PreTrainedModel) -> None:
+def test_plateaus_occur_and_are_cut_by_height(llama: PreTrainedModel) -> None:
     """Pooling makes ties at the edge of a selection; the brute force breaks them by hand."""
     prompt, total = prompt_of(30, seed=1), 0
     for budget in range(8, 16):
@@ -218,6 +226,21 @@ def test_top_by_hand() -> None:
     assert fastkv.top(torch.tensor([16.0, 5, 4, 4, 1]), 3, window=1)[1] == pytest.approx(1 / 5)
     assert fastkv.top(torch.tensor([16.0, 8, 4, 4, 3, 1]), 3, window=1)[1] == pytest.approx(1 / 4)
     assert fastkv.top(torch.zeros(1000), 300, window=1)[0].tolist() == [*range(300), 1000]
+
+
+def test_top_of_plateaus_by_hand() -> None:
+    scores = torch.tensor([1.0, 4.0, 4.0, 4.0, 2.0, 8.0, 4.0])
+    unpooled = torch.tensor([1.0, 2.0, 4.0, 1.0, 2.0, 8.0, 2.0])
+    for count, kept, slack in (
+        (1, [5], 4 / 8),
+        (2, [2, 5], 2 / 4),  # the peak of the fours; the next below it has 2
+        (3, [1, 2, 5], 1 / 2),  # of two twos the lower row; the next others are 4 and 1
+        (4, [1, 2, 5, 6], 1 / 2),
+        (5, [1, 2, 3, 5, 6], 2 / 4),  # all of the fours
+        (7, [0, 1, 2, 3, 4, 5, 6], float("inf")),
+    ):
+        rows, gap = fastkv.top(scores, count, 1, unpooled)
+        assert (rows.tolist(), gap) == ([*kept, 7], slack), count
 
 
 def test_saliency_by_hand() -> None:
@@ -271,6 +294,12 @@ class Case:
         Case(Keep(kv_budget=33, cutoff=2, anchors=3, tail=4), 101, [33, 33, 7, 7], 101),
         Case(Keep(kv_budget=33, cutoff=2, anchors=30, tail=30), 50, [33] * 4, 50),
         Case(Keep(sinks=4, recent=20), 101, [24] * 4, 101),
+        Case(Keep(sinks=4, kv_rate=0.1), 101, [10] * 4, 101),
+        Case(Keep(sinks=12, kv_rate=0.1), 101, [13] * 4, 101),
+        Case(Keep(sinks=4, kv_rate=0.1, kv_floor=30), 101, [30] * 4, 101),
+        Case(Keep(kv_rate=0.1, kv_floor=30), 101, [30] * 4, 101),
+        Case(Keep(kv_rate=0.1, kv_floor=200), 101, [101] * 4, 101),
+        Case(Keep(kv_rate=0.1, kv_floor=30, tsp_layer=1, tsp_rate=0.2), 101, [30, 30, 20, 20], 20),
         Case(Keep(sinks=4, recent=20), 24, [24] * 4, 24),
         Case(Keep(sinks=4, recent=20), 3, [3] * 4, 3),
         Case(Keep(sinks=4, recent=20, cutoff=1, anchors=9, tail=2), 101, [24, 11, 11, 11], 101),
@@ -354,6 +383,7 @@ def test_every_part_of_the_policy_shows(model: PreTrainedModel, length: int) -> 
         {"tsp_layer": 0},
         {"tsp_layer": 2},
         {"tsp_rate": 0.5},
+        {"tsp_reduction": "max"},
         {"kv_rate": 1.0},
         {"kv_rate": 0.3},
         {"window": 7},
@@ -394,7 +424,8 @@ def test_eos_ends_the_output(llama: PreTrainedModel, monkeypatch: pytest.MonkeyP
         ({"window": 0}, "window"),
         ({"kernel": 4}, "odd"),
         ({"kv_rate": None}, "kv_budget"),
-        ({"sinks": 4}, "together"),
+        ({"recent": 4}, "with sinks"),
+        ({"sinks": 4, "kv_budget": 9}, "recent or a rate"),
         ({"cutoff": 2, "tsp_layer": 1}, "propagates"),
         ({"tail": 0}, "tail"),
     ],

@@ -57,7 +57,8 @@ def test_brute_force(model: PreTrainedModel, gem: Filter) -> None:
     result = gemfilter.score(model, prompt, GENERATED, gem)
     probs = masked(model, prompt).probs[gem.layer]
     scores = pooled(probs, range(heads), exist, gem.window, gem.kernel)
-    chosen = best(scores, int(30 * gem.rate) - gem.window) + exist[-gem.window :]
+    unpooled = pooled(probs, range(heads), exist, gem.window, 1)
+    chosen = best(scores, int(30 * gem.rate) - gem.window, unpooled) + exist[-gem.window :]
     assert len(chosen) == int(30 * gem.rate)
     assert result.slack > SAFE and result.propagated == chosen
     retained = [[chosen] * model.config.num_key_value_heads] * LAYERS
@@ -101,6 +102,8 @@ def test_counts(llama: PreTrainedModel) -> None:
         (Filter(1, rate=0.29), 100, 28),  # int(28.999999999999996)
         (Filter(1, window=12), 101, 12),  # the window alone
         (Filter(1, window=12), 12, 12),
+        (Filter(1, kv_floor=30), 101, 30),
+        (Filter(1, kv_floor=30), 12, 12),
         (Filter(1, window=12), 5, 5),
     ):
         result = gemfilter.score(llama, prompt_of(length), GENERATED, gem)

@@ -116,6 +116,7 @@ def test_keys_by_hand() -> None:
     # The prompt, not the rows that are here, says how many rows stay.
     assert knorm.retain(key, 20, Norm(kv_rate=0.1))[0].tolist() == [[0, 3], [1, 2]]
     assert knorm.retain(key, 50, Norm(kv_rate=0.1))[0].tolist() == [list(range(5))] * 2
+    assert knorm.retain(key, 20, Norm(kv_rate=0.01, kv_floor=2))[0].tolist() == [[0, 3], [1, 2]]
     same = torch.rand(2, 1, 77, generator=torch.Generator().manual_seed(0)).expand(-1, 90, -1)
     assert knorm.retain(same, 90, Norm(kv_budget=11))[0].tolist() == [list(range(11))] * 2
 

@@ -46,6 +46,7 @@ class Case:
         Case(Pyramid(kv_budget=14, beta=2, groups=2), 4, 100, [8, 8, 4, 4]),
         Case(Pyramid(kv_budget=14, beta=2, groups=3), 4, 100, [8, 8, 4, 4]),  # stages of two
         Case(Pyramid(kv_budget=14, beta=2, groups=1), 4, 100, [6] * 4),
+        Case(Pyramid(kv_rate=0.01, kv_floor=14, beta=2), 4, 100, [9, 7, 5, 3]),
         Case(Pyramid(kv_budget=14, beta=1), 4, 100, [6] * 4),
         # 9 7.5 6 4.5 3 in stages of two, two and one: 16.5 and 11 leave 0.5 and 1 to carry.
         Case(Pyramid(kv_budget=14, beta=2, groups=3), 5, 100, [8, 8, 5, 5, 4]),

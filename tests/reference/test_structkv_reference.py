@@ -3,13 +3,14 @@
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from . import fastkv, speed, structkv
+from . import fastkv, speed, structkv, structsnap
 from .fastkv import Keep
 from .models import ARCHS, build_model
 from .structkv import METRICS, WEIGHTS, Struct
@@ -21,8 +22,10 @@ ATOL = 1e-5
 SAFE = 1e-4
 # The least change of a logprob that counts as a change: a hundred times what engine tests allow.
 CLEAR = 1e-2
-FULL = Struct(pivot=0, struct_rate=1, kv_rate=1)
-TOKENS = Struct(pivot=1, struct_rate=0.5, kv_rate=0.3, window=4)
+# The paper's form, one set of rows for all heads of a layer; `test_own_sets` is about the other.
+shared = partial(Struct, heads="shared")
+FULL = shared(pivot=0, struct_rate=1, kv_rate=1)
+TOKENS = shared(pivot=1, struct_rate=0.5, kv_rate=0.3, window=4)
 BLOCKS = replace(TOKENS, block_size=4)
 
 
@@ -121,8 +124,10 @@ def brute(
             scored = [j for j in exist if j not in window]
             heads = range(config.num_attention_heads)
             local.append({j: sum(table[h][i][j] for h in heads for i in window) for j in scored})
+            reduce = max if struct.struct_reduction == "max" else sum
+            now = {j: reduce([table[h][i][j] for h in heads for i in window]) for j in scored}
             if index <= struct.pivot:
-                centrality = {j: struct.decay * centrality[j] + local[-1][j] for j in scored}
+                centrality = {j: struct.decay * centrality[j] + now[j] for j in scored}
             most = max(int(n * struct.struct_rate), struct.window)
             if index == struct.pivot < len(layers) - 1 and n > most:
                 exist = best(centrality, most - len(window)) + window
@@ -159,6 +164,8 @@ def brute(
         replace(TOKENS, pivot=2, decay=0.5, window=1),
         replace(TOKENS, struct_rate=1.0),
         replace(TOKENS, pivot=3),
+        replace(TOKENS, pivot=2, struct_reduction="max"),
+        replace(BLOCKS, struct_reduction="max"),
         BLOCKS,
         replace(BLOCKS, pivot=2, block_size=5, window=7, kv_rate=0.5, decay=0.3),
         replace(BLOCKS, struct_rate=1.0, block_size=3),
@@ -238,7 +245,7 @@ class BlockCase:
 def test_blocks_by_hand(case: BlockCase) -> None:
     centrality = torch.tensor(case.centrality, dtype=torch.float64)
     count = len(centrality) + case.window
-    struct = Struct(0, kv_rate=0.25, window=case.window, block_size=case.size)
+    struct = shared(0, kv_rate=0.25, window=case.window, block_size=case.size)
     # The prompt, not the rows that are here, says how many blocks stay.
     for prompt_len in (4 * case.size * case.kept, 4 * case.size * (case.kept - 1) + 1):
         rows, slack = structkv.retain_blocks(centrality, count, prompt_len, struct)
@@ -257,29 +264,35 @@ class Case:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(Struct(1), 7, [7] * 4, 7),  # shorter than the window
-        Case(Struct(1), 8, [8] * 4, 8),
-        Case(Struct(1), 9, [8] * 4, 8),  # the window alone
-        Case(Struct(1), 101, [10] * 4, 20),
-        Case(Struct(0, kv_rate=0.29), 100, [28, 20, 20, 20], 20),  # int(28.999999999999996)
-        Case(Struct(1, struct_rate=0.5, kv_rate=0.2), 101, [20] * 4, 50),
-        Case(Struct(1, kv_rate=0.5), 101, [50, 50, 20, 20], 20),
-        Case(Struct(2, kv_rate=1.0), 101, [101, 101, 101, 20], 20),
-        Case(Struct(3), 101, [10] * 4, 101),
-        Case(Struct(1, struct_rate=1.0), 101, [10] * 4, 101),
+        Case(shared(1), 7, [7] * 4, 7),  # shorter than the window
+        Case(shared(1), 8, [8] * 4, 8),
+        Case(shared(1), 9, [8] * 4, 8),  # the window alone
+        Case(shared(1), 101, [10] * 4, 20),
+        Case(shared(0, kv_rate=0.29), 100, [28, 20, 20, 20], 20),  # int(28.999999999999996)
+        Case(shared(1, struct_rate=0.5, kv_rate=0.2), 101, [20] * 4, 50),
+        Case(shared(1, kv_rate=0.5), 101, [50, 50, 20, 20], 20),
+        Case(shared(2, kv_rate=1.0), 101, [101, 101, 101, 20], 20),
+        Case(shared(3), 101, [10] * 4, 101),
+        Case(shared(1, struct_rate=1.0), 101, [10] * 4, 101),
         # Blocks of 8 or 32: 100 tokens end 4 into block 12, or into block 3.
-        Case(Struct(1, kv_rate=1.0, block_size=8), 100, [100, 100, 20, 20], 20),
-        Case(Struct(1, block_size=8), 100, [12, 12, 12, 12], 20),  # the window's two
-        Case(Struct(1, kv_rate=0.2, block_size=8), 100, [20, 20, 20, 20], 20),
-        Case(Struct(1, kv_rate=0.3, block_size=8), 100, [28, 28, 20, 20], 20),
-        Case(Struct(1, struct_rate=1.0, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
-        Case(Struct(3, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
-        Case(Struct(1, struct_rate=0.5, block_size=32), 100, [36, 36, 18, 18], 50),
-        Case(Struct(1, struct_rate=0.8, block_size=32), 100, [36, 36, 16, 16], 80),
-        Case(Struct(1, window=4, block_size=32), 100, [4, 4, 20, 20], 20),
-        Case(Struct(1, window=5, block_size=32), 100, [36, 36, 20, 20], 20),
-        Case(Struct(1, block_size=8), 9, [9, 9, 8, 8], 8),
-        Case(Struct(1, block_size=8), 1, [1] * 4, 1),
+        Case(shared(1, kv_budget=33), 101, [33, 33, 20, 20], 20),
+        Case(shared(1, kv_floor=15), 101, [15] * 4, 20),
+        Case(shared(1, kv_floor=15, most_kept=0.12), 101, [12] * 4, 20),
+        Case(shared(1, kv_floor=17, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(shared(1, kv_budget=24, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(shared(1, kv_budget=25, block_size=8), 100, [28, 28, 20, 20], 20),
+        Case(shared(1, kv_rate=1.0, block_size=8), 100, [100, 100, 20, 20], 20),
+        Case(shared(1, block_size=8), 100, [12, 12, 12, 12], 20),  # the window's two
+        Case(shared(1, kv_rate=0.2, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(shared(1, kv_rate=0.3, block_size=8), 100, [28, 28, 20, 20], 20),
+        Case(shared(1, struct_rate=1.0, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
+        Case(shared(3, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
+        Case(shared(1, struct_rate=0.5, block_size=32), 100, [36, 36, 18, 18], 50),
+        Case(shared(1, struct_rate=0.8, block_size=32), 100, [36, 36, 16, 16], 80),
+        Case(shared(1, window=4, block_size=32), 100, [4, 4, 20, 20], 20),
+        Case(shared(1, window=5, block_size=32), 100, [36, 36, 20, 20], 20),
+        Case(shared(1, block_size=8), 9, [9, 9, 8, 8], 8),
+        Case(shared(1, block_size=8), 1, [1] * 4, 1),
     ],
 )
 def test_counts(llama: PreTrainedModel, case: Case) -> None:
@@ -306,10 +319,10 @@ def test_counts(llama: PreTrainedModel, case: Case) -> None:
 
 def test_limits_are_each_other(llama: PreTrainedModel) -> None:
     prompt, generated = prompt_of(60), prompt_of(STEPS, seed=1)
-    retains = structkv.score(llama, prompt, generated, Struct(0, struct_rate=1, kv_rate=0.2))
+    retains = structkv.score(llama, prompt, generated, shared(0, struct_rate=1, kv_rate=0.2))
     for same in (
-        Struct(2, struct_rate=1, kv_rate=0.2, decay=0.5),
-        Struct(LAYERS - 1, struct_rate=0.2, kv_rate=0.2),
+        shared(2, struct_rate=1, kv_rate=0.2, decay=0.5),
+        shared(LAYERS - 1, struct_rate=0.2, kv_rate=0.2),
     ):
         other = structkv.score(llama, prompt, generated, same)
         assert change(other, retains).max() == 0 and other.retained == retains.retained
@@ -319,20 +332,49 @@ def test_limits_are_each_other(llama: PreTrainedModel) -> None:
     assert change(retains, full)[0] < ATOL and change(retains, full)[1:].min() > CLEAR
     # FastKV selects by one layer too, if nothing is pooled.
     for pivot, same in ((0, True), (1, False)):
-        mine = structkv.score(llama, prompt, generated, Struct(pivot, kv_rate=1))
+        mine = structkv.score(llama, prompt, generated, shared(pivot, kv_rate=1))
         keep = Keep(tsp_layer=pivot, tsp_rate=0.2, kernel=1)
         theirs = fastkv.score(llama, prompt, generated, keep)
         assert (mine.propagated == theirs.propagated) == same
         assert (change(mine, theirs).max() < ATOL) == same
     # A budget of the window alone keeps the last tokens, whatever was attended to.
-    window = structkv.score(llama, prompt, generated, Struct(1, struct_rate=0.01, kv_rate=0.01))
+    window = structkv.score(llama, prompt, generated, shared(1, struct_rate=0.01, kv_rate=0.01))
     assert window.propagated == list(range(52, 60))
     assert rows_of(window) == [list(range(52, 60))] * LAYERS
     assert window.slack == float("inf")
     # One block holds all.
-    propagates = structkv.score(llama, prompt, generated, Struct(1, kv_rate=1))
-    blocks = structkv.score(llama, prompt, generated, Struct(1, block_size=64))
+    propagates = structkv.score(llama, prompt, generated, shared(1, kv_rate=1))
+    blocks = structkv.score(llama, prompt, generated, shared(1, block_size=64))
     assert blocks.retained == propagates.retained and change(blocks, propagates).max() == 0
+
+
+@pytest.mark.parametrize(
+    "struct",
+    [
+        Struct(1, struct_rate=0.5, kv_rate=0.3, window=4),
+        Struct(2, struct_rate=0.3, kv_rate=0.5, decay=0.5),
+        Struct(LAYERS - 1, kv_rate=0.2),
+        Struct(0, struct_rate=1, kv_rate=0.2, window=1),
+    ],
+)
+def test_own_sets(llama: PreTrainedModel, struct: Struct) -> None:
+    """Each KV head for itself is SnapKV's retention without pooling, which has its own proof."""
+    prompt, generated = prompt_of(60), prompt_of(STEPS, seed=1)
+    mine = structkv.score(llama, prompt, generated, struct)
+    snap = structsnap.StructSnap(
+        struct.pivot,
+        struct.struct_rate,
+        struct.decay,
+        struct.window,
+        kv_rate=struct.kv_rate,
+        kernel=1,
+    )
+    theirs = structsnap.score(llama, prompt, generated, snap)
+    assert mine.slack > SAFE
+    assert mine.retained == theirs.retained and mine.propagated == theirs.propagated
+    assert change(mine, theirs).max() == 0
+    together = structkv.score(llama, prompt, generated, replace(struct, heads="shared"))
+    assert together.propagated == mine.propagated and together.retained != mine.retained
 
 
 def test_a_decay_of_1_is_a_sum_and_a_tiny_one_the_last_layer(llama: PreTrainedModel) -> None:
@@ -348,7 +390,7 @@ def test_a_decay_of_1_is_a_sum_and_a_tiny_one_the_last_layer(llama: PreTrainedMo
         (0.5, layers[0] / 4 + layers[1] / 2 + layers[2]),
         (1e-9, layers[2]),
     ):
-        result = structkv.generate(llama, prompt, Struct(pivot, decay=decay), max_tokens=1)
+        result = structkv.generate(llama, prompt, shared(pivot, decay=decay), max_tokens=1)
         assert result.slack > SAFE
         expected = centrality.argsort(descending=True)[:8].sort().values.tolist()
         assert result.propagated == [*expected, *range(72, 80)]
@@ -373,7 +415,7 @@ def test_every_part_of_the_policy_shows(
 ) -> None:
     """A wrong pivot, rate, window, decay or granularity must not pass unnoticed."""
     prompt = prompt_of(length, seed=length)
-    struct = Struct(1, struct_rate=0.4, kv_rate=0.25, block_size=size)
+    struct = shared(1, struct_rate=0.4, kv_rate=0.25, block_size=size)
     run = structkv.generate(model, prompt, struct, max_tokens=12)
     for wrong in (
         {"pivot": 0},
@@ -384,8 +426,10 @@ def test_every_part_of_the_policy_shows(
         {"kv_rate": 0.4},
         {"window": 5},
         {"decay": 0.1},
+        {"struct_reduction": "max"},
         {"block_size": 5 if size else 1},
         {"block_size": None if size else 8},
+        *([] if size else [{"heads": "own"}]),
     ):
         other = structkv.score(model, prompt, run.tokens, replace(struct, **wrong))
         assert change(other, run).median() > CLEAR, wrong
@@ -427,13 +471,13 @@ def test_eos_ends_the_output(llama: PreTrainedModel, monkeypatch: pytest.MonkeyP
 )
 def test_bad_policies(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Struct(1, **wrong)
+        shared(1, **wrong)
 
 
 def test_a_pivot_that_the_model_has_not(llama: PreTrainedModel) -> None:
     for pivot in (-1, LAYERS):
         with pytest.raises(ValueError, match="4 layers"):
-            structkv.generate(llama, prompt_of(40), Struct(pivot), max_tokens=1)
+            structkv.generate(llama, prompt_of(40), shared(pivot), max_tokens=1)
 
 
 @pytest.mark.parametrize("window", [1, 8])

@@ -74,7 +74,7 @@ def test_without_the_flag_nothing_is_set(parser, llama: str) -> None:
     "name",
     [
         *("sped-4", "speed-0", "speed-4.5", "speed", ""),
-        *("fier-32", "fier-64:group=128", "quest-64:page=12", "fier-64:reduction=mean"),
+        *("fier-31", "fier-64:group=128", "quest-64:page=12", "fier-64:reduction=mean"),
         "fastkv:kv_rate=1+streamingllm",
     ],
 )
@@ -139,7 +139,7 @@ def test_a_misspelled_key_is_an_error(config: dict, names: str) -> None:
         ({"kv_policy": "speed-8"}, "^kv_policy: .*8 layers"),
         ({"kv_policy": "fastkv:kv_rate=1+streamingllm"}, "^kv_policy: .*chosen by data"),
         ({"kv_policy": "fier-64:group=96"}, "^kv_policy: .*group must be one of 32, 64, 128"),
-        ({"kv_policy": "quest-9000"}, "^kv_policy: .*from 64 to 8192, got 9000"),
+        ({"kv_policy": "quest-9000"}, "^kv_policy: .*from 32 to 8192, got 9000"),
         (
             {"kv_policy": "fier-64", "kv_layout": ["speed-2+quest-64"]},
             "but fier-64 needs .* 1-bit keys.* and speed-2.quest-64 one of bounds of pages.*server",

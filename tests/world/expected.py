@@ -47,7 +47,8 @@ class Online:
         """The policy with the pivot of this prompt."""
         metrics = structkv.metrics(model, [prompt])
         pivot = structkv.online_pivot(metrics, WEIGHTS, self.low, self.high)
-        return replace(self.struct, pivot=pivot)
+        # Every layer keeps equally much, whatever the pivot.
+        return replace(self.struct, pivot=pivot, most_kept=self.struct.struct_rate)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ load = speed.load
 def _budget(policy: Any) -> str:
     if policy.kv_budget is not None:
         return f"kv_budget={policy.kv_budget}"
-    return f"kv_rate={policy.kv_rate}"
+    return f"kv_rate={policy.kv_rate},kv_floor={policy.kv_floor}"
 
 
 def _speed_name(policy: Speed) -> str:
@@ -155,9 +156,12 @@ def _keep_name(keep: Keep) -> str:
         parts.append(f"speed-{keep.cutoff}:anchors={keep.anchors},tail={keep.tail}")
     scored = f"{_budget(keep)},window={keep.window},kernel={keep.kernel}"
     if keep.sinks is not None:
-        parts.append(f"streamingllm:sinks={keep.sinks},recent={keep.recent}")
+        last = _budget(keep) if keep.recent is None else f"recent={keep.recent}"
+        parts.append(f"streamingllm:sinks={keep.sinks},{last}")
     elif keep.tsp_layer is not None:
-        parts.append(f"fastkv:tsp_layer={keep.tsp_layer},tsp_rate={keep.tsp_rate},{scored}")
+        propagates = f"tsp_layer={keep.tsp_layer},tsp_rate={keep.tsp_rate}"
+        propagates += f",tsp_reduction={keep.tsp_reduction}"
+        parts.append(f"fastkv:{propagates},{scored}")
     elif keep.kv_budget is not None or keep.kv_rate != 1:
         parts.append(f"snapkv:{scored}")
     return "+".join(parts) or "full"
@@ -166,9 +170,9 @@ def _keep_name(keep: Keep) -> str:
 def _struct_name(policy: Struct, pivot: str | None = None) -> str:
     return (
         f"structkv:pivot={policy.pivot if pivot is None else pivot},"
-        f"struct_rate={policy.struct_rate},kv_rate={policy.kv_rate},"
-        f"window={policy.window},decay={policy.decay}"
-        + (",granularity=block" if policy.block_size else "")
+        f"struct_rate={policy.struct_rate},{_budget(policy)},"
+        f"window={policy.window},decay={policy.decay},struct_reduction={policy.struct_reduction}"
+        + (",granularity=block" if policy.block_size else f",heads={policy.heads}")
     )
 
 
@@ -198,7 +202,7 @@ def _pyramid_name(policy: Pyramid) -> str:
 def _filter_name(policy: Filter) -> str:
     return (
         f"gemfilter:layer={policy.layer},rate={policy.rate},window={policy.window},"
-        f"kernel={policy.kernel}"
+        f"kernel={policy.kernel},kv_floor={policy.kv_floor}"
     )
 
 

@@ -301,19 +301,27 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_kvx.scores import window_attention
     from vllm_kvx.worker.prefill import centrality, score_and_move
 
-    def window_saliency(*args: Any, key_scale: float = 1.0) -> Tensor:
+    def window_saliency(*args: Any, key_scale: float = 1.0, reduction: str = "sum") -> Tensor:
         sizes, scale = args[:-3], args[-1]
-        return saliency.window_saliency_reference(*sizes, scale, key_scale)  # type: ignore[call-arg]
+        return saliency.window_saliency_reference(*sizes, scale, key_scale, reduction)  # type: ignore[call-arg]
 
     def pool_per_kv_head(*args: Any) -> Tensor:
-        return pool.pool_per_kv_head_reference(*args[:-1])
+        *sizes, kernels, _, unpooled, reduction = args
+        if unpooled is not None:
+            ones = torch.ones_like(kernels)
+            reduced = pool.pool_per_kv_head_reference(*sizes, ones, reduction)
+            unpooled[:, : reduced.shape[1]] = reduced
+        return pool.pool_per_kv_head_reference(*sizes, kernels, reduction)
 
-    def select_kept(scores: Tensor, *args: Any) -> Tensor:
-        return torch.cat(select.select_kept_reference(scores, *args[:4]), dim=1).int()
+    def select_kept(scores: Tensor, *args: Any, unpooled: Tensor | None = None) -> Tensor:
+        kept = select.select_kept_reference(scores, *args[:4], unpooled)
+        return torch.cat(kept, dim=1).int()
 
-    def select_moves(scores: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def select_moves(
+        scores: Tensor, *args: Any, unpooled: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         *sizes, offsets, total = args
-        moves = select.select_moves_reference(scores, *sizes)
+        moves = select.select_moves_reference(scores, *sizes, unpooled)
         sources = torch.zeros(scores.shape[0], total, dtype=torch.int32)
         targets, counts = torch.zeros_like(sources), sources.new_zeros(len(scores), len(moves))
         for f, rows in enumerate(moves):

@@ -181,7 +181,9 @@ def look(
         metrics.append(attention_metrics(attention))
         by_head = saliency(attention)  # (H, N - w)
         pooled = per_kv_head(max_pool(by_head, snapkv.kernel), decoder.num_kv_heads)
-        retained.append(mass_of_heads(attention, kept_indices(pooled, cap, snapkv.window)))
+        unpooled = per_kv_head(by_head, decoder.num_kv_heads)
+        kept = kept_indices(pooled, cap, snapkv.window, unpooled)
+        retained.append(mass_of_heads(attention, kept))
         scores["received"].append(attention.mean(dim=(0, 1), dtype=torch.float64).cpu())
         scores["local"].append(per_kv_head(by_head, 1)[0].cpu())
         scores["pooled"].append(per_kv_head(pooled, 1)[0].cpu())
@@ -236,10 +238,11 @@ def recovery(votes: Votes, policy: StructKV, pivot: int) -> dict[str, list[float
     for local in votes.local[: pivot + 1]:
         centrality = policy.decay * centrality + local
     scores = {"structkv": centrality, "fastkv": votes.pooled[pivot], "gemfilter": votes.last[pivot]}
-    masses = {
-        method: votes.received[:, kept_indices(score, count, window)].sum(dim=1).tolist()
-        for method, score in scores.items()
-    }
+    unpooled = {"fastkv": votes.local[pivot]}
+    masses = {}
+    for method, score in scores.items():
+        chosen = kept_indices(score, count, window, unpooled.get(method))
+        masses[method] = votes.received[:, chosen].sum(dim=1).tolist()
     for method in ("structkv", "fastkv"):
         masses[method] = [1.0] * (pivot + 1) + masses[method][pivot + 1 :]
     assert all(len(mass) == num_layers for mass in masses.values())

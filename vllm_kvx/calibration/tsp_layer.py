@@ -35,7 +35,7 @@ from vllm_kvx.calibration.report import (
     prompts_line,
     store,
 )
-from vllm_kvx.equations.saliency import kept_indices, max_pool, per_kv_head, saliency
+from vllm_kvx.equations.saliency import kept_indices, propagation_scores
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
 
@@ -174,8 +174,8 @@ def propagated(attention: Tensor, count: int, kernel: int) -> Tensor:
 
     Summed over the heads, where Eq. 2 averages: the order is the same.
     """
-    scores = per_kv_head(max_pool(saliency(attention), kernel), 1)[0]
-    return kept_indices(scores, count, attention.shape[1])
+    pooled, unpooled = (propagation_scores(attention, width, "sum") for width in (kernel, 1))
+    return kept_indices(pooled, count, attention.shape[1], unpooled)
 
 
 # What comes out.

@@ -17,6 +17,9 @@ AXES = ("propagate", "retain", "retrieve")
 DENSE_LAYERS = 2
 # How scores of query heads become one: see ``equations.retrieval.reduce_heads``.
 REDUCTIONS = ("max", "sum", "softmax")
+# How the weights of heads and window queries become one score for all heads, and the family of
+# scores that does so.
+WINDOW_FAMILIES = {"sum": "window_attention", "max": "window_maximum"}
 Weights = tuple[float, float, float]
 
 

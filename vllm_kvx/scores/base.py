@@ -5,9 +5,11 @@ F prompts, H query heads, G KV heads, D channels, W the longest window of the se
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from vllm_kvx.equations.saliency import per_kv_head
 from vllm_kvx.ops.paged import PagedKV
 
 
@@ -38,7 +40,7 @@ class ScoredPrompts:
         block_tables: (F, max_blocks) int32 of the layer's KV group.
         num_keys, windows, kernels: (F,) int32, parameters of each prompt.
         offsets: (F + 1,) int64, where each prompt's keys begin in the scores.
-        max_num_keys, total_keys, max_window: on the host.
+        max_num_keys, total_keys, max_window: on the host. pools: whether any kernel is above 1.
         window_rows: (F * W,) int64 rows of the pass that hold the window's queries.
         early: prompts, (n,) int64, whose window's queries are all in `early_queries`, and their
             slots there, (n,) int64; None if there are none.
@@ -52,6 +54,7 @@ class ScoredPrompts:
     max_num_keys: int
     total_keys: int
     max_window: int
+    pools: bool
     window_rows: Tensor
     early: tuple[Tensor, Tensor] | None
 
@@ -65,15 +68,32 @@ class ScoredPrompts:
         return queries
 
 
+class KeyScores(NamedTuple):
+    """Scores of every key.
+
+    Attributes:
+        scores: (G, total_keys) float32, at least 0; larger stays.
+        unpooled: (G, total_keys) float32, what decides among equal scores: the scores before
+            pooling. None where nothing is pooled; the order of the keys then decides.
+    """
+
+    scores: Tensor
+    unpooled: Tensor | None = None
+
+
 class Score(ABC):
     """A family of scores; ``ScoreSpec.family`` names it. It has no state."""
 
     @abstractmethod
-    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> Tensor:
-        """Scores of every key, (G, total_keys) float32 and at least 0; larger stays.
+    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
+        """Scores of every key by each KV head.
 
         What a prompt gets does not depend on the others. Columns of window keys are not read.
         """
+
+    def over_heads(self, scores: Tensor) -> Tensor:
+        """One score for all KV heads: (G, n) -> (1, n), the heads of all ranks in their order."""
+        return per_kv_head(scores, 1)
 
     def carry(self, before: Tensor | None, now: Tensor, decay: float) -> Tensor:
         """The sum over layers, (n,): `decay` times what it was plus `now` (StructKV Eq. 3).

@@ -1,9 +1,7 @@
 """Keys of small norm score high: Knorm."""
 
-from torch import Tensor
-
 from vllm_kvx.ops.prompt.key_norms import key_scores
-from vllm_kvx.scores.base import LayerView, Score, ScoredPrompts
+from vllm_kvx.scores.base import KeyScores, LayerView, Score, ScoredPrompts
 
 
 class KeyNorm(Score):
@@ -12,12 +10,14 @@ class KeyNorm(Score):
     No query is asked. Rotary embedding leaves a key's norm as it is.
     """
 
-    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> Tensor:
-        return key_scores(
-            layer.paged,
-            prompts.block_tables,
-            prompts.num_keys,
-            prompts.offsets,
-            prompts.max_num_keys,
-            prompts.total_keys,
+    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
+        return KeyScores(
+            key_scores(
+                layer.paged,
+                prompts.block_tables,
+                prompts.num_keys,
+                prompts.offsets,
+                prompts.max_num_keys,
+                prompts.total_keys,
+            )
         )

@@ -7,4 +7,5 @@ from vllm_kvx.scores.window_attention import WindowAttention
 SCORES: dict[str, Score] = {
     "key_norm": KeyNorm(),
     "window_attention": WindowAttention(),
+    "window_maximum": WindowAttention("max"),
 }

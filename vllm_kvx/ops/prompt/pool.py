@@ -1,7 +1,8 @@
 """Scores max-pooled over neighbouring keys, then summed over the query heads of each KV head.
 
-FastKV and SnapKV pool, so that the neighbours of a key that the window attends to stay with it. The
-batch is ragged as in `saliency`.
+FastKV and SnapKV pool, so that the neighbours of a key that the window attends to stay with it.
+Pooling makes them equal; which of them stay, if not all do, the unpooled sums decide. The batch is
+ragged as in `saliency`.
 """
 
 import torch
@@ -22,6 +23,8 @@ def pool_per_kv_head(
     offsets: Tensor,
     kernels: Tensor,
     max_num_keys: int,
+    unpooled: Tensor | None = None,
+    reduction: str = "sum",
 ) -> Tensor:
     """Max-pools each query head's scores and sums the query heads of each KV head, in order.
 
@@ -34,6 +37,9 @@ def pool_per_kv_head(
         num_keys, windows, offsets: as in `window_saliency`.
         kernels: (F,) int32, odd; 1 does not pool.
         max_num_keys: at least the largest of `num_keys`.
+        unpooled: (G, total_keys) float32, contiguous, where the same sums without pooling are
+            written; None if nobody needs them.
+        reduction: over the query heads, `sum` or `max`.
 
     Returns:
         (G, total_keys) float32. Columns of window keys hold 0; those from offsets[F] on are
@@ -53,7 +59,10 @@ def pool_per_kv_head(
         offsets,
         kernels,
         pooled,
+        unpooled,
         total_keys,
+        POOLED_ONLY=unpooled is None,
+        MAXIMUM=reduction == "max",
         GROUP=num_heads // num_kv_heads,
         BLOCK=block,
     )
@@ -78,7 +87,10 @@ def _pool_kernel(
     offsets,
     kernels,
     pooled,
+    unpooled,
     pooled_stride,
+    POOLED_ONLY: tl.constexpr,
+    MAXIMUM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -93,6 +105,7 @@ def _pool_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     key = first + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    peaks = tl.zeros((BLOCK,), dtype=tl.float32)
     for head in range(GROUP):
         row = scores + (kv_head * GROUP + head) * scores_stride + offset
         best = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -100,9 +113,15 @@ def _pool_kernel(
             near = key + shift
             mask = (near >= 0) & (near < outside)
             best = tl.maximum(best, tl.load(row + near, mask=mask, other=0.0))
-        total += best
+        total = tl.maximum(total, best) if MAXIMUM else total + best
+        if not POOLED_ONLY:
+            peak = tl.load(row + key, mask=key < outside, other=0.0)
+            peaks = tl.maximum(peaks, peak) if MAXIMUM else peaks + peak
     result = tl.where(key < outside, total, 0.0)
-    tl.store(pooled + kv_head * pooled_stride + offset + key, result, mask=key < length)
+    at = kv_head * pooled_stride + offset + key
+    tl.store(pooled + at, result, mask=key < length)
+    if not POOLED_ONLY:
+        tl.store(unpooled + at, peaks, mask=key < length)
 
 
 def pool_per_kv_head_reference(
@@ -112,6 +131,7 @@ def pool_per_kv_head_reference(
     windows: Tensor,
     offsets: Tensor,
     kernels: Tensor,
+    reduction: str = "sum",
 ) -> Tensor:
     """`pool_per_kv_head` in plain torch, one request after the other; (G, offsets[F])."""
     pooled = scores.new_zeros(num_kv_heads, int(offsets[-1]))
@@ -121,5 +141,5 @@ def pool_per_kv_head_reference(
             continue
         columns = slice(int(offsets[f]), int(offsets[f]) + length - window)
         best = dense.max_pool(scores[:, columns], kernel)
-        pooled[:, columns] = dense.per_kv_head(best, num_kv_heads)
+        pooled[:, columns] = dense.per_kv_head(best, num_kv_heads, reduction)
     return pooled

@@ -1,4 +1,4 @@
-"""Attention of each prompt's last queries to its paged keys, summed over them.
+"""Attention of each prompt's last queries to its paged keys, their sum or the largest of them.
 
 FastKV and SnapKV score the keys of a prompt this way, once per layer, when the prompt is in; `pool`
 is their next step. The batch is ragged: F requests, request f with its own number of keys and
@@ -33,6 +33,7 @@ def window_saliency(
     total_keys: int,
     scale: float,
     key_scale: float = 1.0,
+    reduction: str = "sum",
 ) -> Tensor:
     """Attention that each key outside the window gets from the window's queries, per query head.
 
@@ -51,6 +52,7 @@ def window_saliency(
         total_keys: columns of the result, at least offsets[F].
         scale: factor of query times key before the softmax.
         key_scale: what a stored key is multiplied with to get the key, for an fp8 cache.
+        reduction: over the window's queries, `sum` or `max`.
 
     Returns:
         (H, total_keys) float32. Columns of window keys hold 0; those from offsets[F] on are
@@ -60,7 +62,7 @@ def window_saliency(
     scores = torch.empty(num_heads, total_keys, dtype=torch.float32, device=queries.device)
     if not (num_requests and total_keys):
         return scores
-    # A wider window comes in turns, each of which adds to the scores of those before.
+    # A wider window comes in turns, each of which goes on with the scores of those before.
     for turn in turns(max_window, paged.num_heads, num_heads // paged.num_heads):
         launch = launch_row_sums(
             turn,
@@ -73,7 +75,12 @@ def window_saliency(
             scale * key_scale,
         )
         _window_sums_kernel[launch.grid](
-            *launch.arguments, scores, offsets, total_keys, **launch.constants
+            *launch.arguments,
+            scores,
+            offsets,
+            total_keys,
+            MAXIMUM=reduction == "max",
+            **launch.constants,
         )
     return scores
 
@@ -108,6 +115,7 @@ def _window_sums_kernel(
     saliency,
     offsets,
     total_keys,
+    MAXIMUM: tl.constexpr,
     FIRST_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -119,7 +127,7 @@ def _window_sums_kernel(
     MAX_SPLITS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Scores again, now with each query's maximum and sum known; probabilities summed per head."""
+    """Scores again, now with each query's maximum and sum known; probabilities reduced per head."""
     request = tl.program_id(2)
     length = tl.load(num_keys + request)
     begin, end, splits = split_keys(length, BLOCK_KEYS, MAX_SPLITS)
@@ -187,10 +195,12 @@ def _window_sums_kernel(
         probabilities = tl.exp2(scores - maximum[None, :]) * weight[None, :]
         by_head = tl.reshape(probabilities, (BLOCK_KEYS, HEAD_TILE, PADDED_ROWS))
         key = first + tl.arange(0, BLOCK_KEYS)[:, None]
-        result = tl.where(key < length - window, tl.sum(by_head, axis=2), 0.0)
+        result = tl.max(by_head, axis=2) if MAXIMUM else tl.sum(by_head, axis=2)
+        result = tl.where(key < length - window, result, 0.0)
         mask = (key < end) & (head_in_group < GROUP)[None, :]
         if FIRST_ROW > 0:
-            result += tl.load(saliency + key, mask=mask, other=0.0)
+            before = tl.load(saliency + key, mask=mask, other=0.0)
+            result = tl.maximum(result, before) if MAXIMUM else result + before
         tl.store(saliency + key, result, mask=mask)
 
 
@@ -203,6 +213,7 @@ def window_saliency_reference(
     offsets: Tensor,
     scale: float,
     key_scale: float = 1.0,
+    reduction: str = "sum",
 ) -> Tensor:
     """`window_saliency` in plain torch, one request after the other; (H, offsets[F])."""
     scores = torch.zeros(queries.shape[2], int(offsets[-1]), device=queries.device)
@@ -211,5 +222,5 @@ def window_saliency_reference(
         rows = queries[f, :window].transpose(0, 1)
         attention = dense.window_attention(rows, keys, scale * key_scale)
         first = int(offsets[f])
-        scores[:, first : first + length - window] = dense.saliency(attention)
+        scores[:, first : first + length - window] = dense.saliency(attention, reduction)
     return scores

@@ -1,9 +1,10 @@
 """Which keys stay, exactly, and the moves that bring them to the first slots.
 
 A row of scores is one KV head, or one for all heads. Per row, request f keeps the best-scored
-keys outside its window and the window itself, `caps[f]` in all. Of equal scores the lower index
-stays, which max-pooling makes the common case rather than a corner. Counts are known on the
-host; the device only decides which keys they are.
+keys outside its window and the window itself, `caps[f]` in all. Max-pooling makes equal scores
+the common case rather than a corner: of these the keys with the highest unpooled scores stay,
+then those of the lowest index. Counts are known on the host; the device only decides which keys
+they are.
 """
 
 import torch
@@ -25,6 +26,7 @@ def select_kept(
     out_offsets: Tensor,
     total_kept: int,
     block: int = _BLOCK,
+    unpooled: Tensor | None = None,
 ) -> Tensor:
     """Indices of the kept keys, ascending, counted from the request's first key.
 
@@ -38,6 +40,8 @@ def select_kept(
         out_offsets: (F + 1,) int64, exclusive cumulative sum of min(caps, num_keys).
         total_kept: columns of the result, at least out_offsets[F].
         block: scores read at a time, a power of two, at most 16384.
+        unpooled: (R, total_keys) float32, what decides among equal scores; unit stride along a row.
+            It is read only where some of them stay and others do not. None: their index decides.
 
     Returns:
         (R, total_kept) int32, request f in columns out_offsets[f]:out_offsets[f + 1]; those from
@@ -45,7 +49,7 @@ def select_kept(
     """
     kept = torch.empty(scores.shape[0], total_kept, dtype=torch.int32, device=scores.device)
     sizes = (num_keys, windows, caps, offsets, out_offsets)
-    _select(scores, *sizes, kept, None, None, block)
+    _select(scores, unpooled, *sizes, kept, None, None, block)
     return kept
 
 
@@ -58,6 +62,7 @@ def select_moves(
     out_offsets: Tensor,
     total_kept: int,
     block: int = _BLOCK,
+    unpooled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moves after which the first caps[f] slots hold exactly the kept keys.
 
@@ -77,12 +82,13 @@ def select_moves(
     targets = torch.empty_like(sources)
     num_moves = sources.new_empty(rows, num_keys.shape[0])
     sizes = (num_keys, windows, caps, offsets, out_offsets)
-    _select(scores, *sizes, sources, targets, num_moves, block)
+    _select(scores, unpooled, *sizes, sources, targets, num_moves, block)
     return sources, targets, num_moves
 
 
 def _select(
     scores: Tensor,
+    unpooled: Tensor | None,
     num_keys: Tensor,
     windows: Tensor,
     caps: Tensor,
@@ -98,6 +104,8 @@ def _select(
     _select_kernel[(scores.shape[0], num_keys.shape[0])](
         scores,
         scores.stride(0),
+        unpooled,
+        0 if unpooled is None else unpooled.stride(0),
         num_keys,
         windows,
         caps,
@@ -108,6 +116,7 @@ def _select(
         first_out.stride(0),
         num_moves,
         MOVES=targets is not None,
+        POOLED=unpooled is not None,
         BLOCK=block,
         num_warps=16 if block >= 4096 else 4,
     )
@@ -117,12 +126,30 @@ def _select(
 def threshold(scores, count, wanted, BLOCK: tl.constexpr):
     """Score that separates the wanted best of `count`, by bisection on its bits.
 
-    float32 bits order as int32 where the sign is not set. Each pass finds two of them, until the
-    scores from the bound on are exactly as many as wanted, or no bits are left.
-
     Returns:
         low: bits of the bound, int32. All scores above it are wanted.
         ties: how many of those equal to it are, or more than there are.
+    """
+    low, ties, _ = _bisect(scores, scores, 0, 0, count, count, wanted, False, BLOCK)
+    return low, ties
+
+
+@triton.jit
+def _bisect(
+    scores, others, other, first, end, count, wanted, AMONG: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The bound of the wanted best of scores[first:end], by bisection on its bits.
+
+    float32 bits order as int32 where the sign is not set. Each pass finds two of them, until the
+    scores from the bound on are exactly as many as wanted, or no bits are left.
+
+    With AMONG it is the bound of those scores alone beside which `others` holds the bits `other`.
+    count: how many scores there are.
+
+    Returns:
+        low, ties: as `threshold` has them.
+        equal: how many are equal to `low`, if that is more than are wanted of them; at most as many
+            otherwise.
     """
     low = tl.full((), -2147483648, dtype=tl.int32)
     at_least_low = count
@@ -138,10 +165,14 @@ def threshold(scores, count, wanted, BLOCK: tl.constexpr):
         count_1 = tl.zeros((BLOCK,), dtype=tl.int32)
         count_2 = tl.zeros((BLOCK,), dtype=tl.int32)
         count_3 = tl.zeros((BLOCK,), dtype=tl.int32)
-        for begin in range(0, count, BLOCK):
+        for begin in range(first, end, BLOCK):
             key = begin + tl.arange(0, BLOCK)
-            score = tl.load(scores + key, mask=key < count, other=0.0).to(tl.int32, bitcast=True)
-            score = tl.where(key < count, score, -2147483648)
+            counted = key < end
+            if AMONG:
+                beside = tl.load(others + key, mask=counted, other=0.0).to(tl.int32, bitcast=True)
+                counted &= beside == other
+            score = tl.load(scores + key, mask=counted, other=0.0).to(tl.int32, bitcast=True)
+            score = tl.where(counted, score, -2147483648)
             count_1 += (score >= bound_1).to(tl.int32)
             count_2 += (score >= bound_2).to(tl.int32)
             count_3 += (score >= bound_3).to(tl.int32)
@@ -160,12 +191,13 @@ def threshold(scores, count, wanted, BLOCK: tl.constexpr):
         else:
             above = from_1
         shift -= 2
-    return low, wanted - above
+    return low, wanted - above, tl.where(at_least_low == wanted, 0, at_least_low - above)
 
 
 @triton.jit(
     do_not_specialize=[
         "scores_stride",
+        "unpooled_stride",
         "num_keys",
         "windows",
         "caps",
@@ -178,6 +210,8 @@ def threshold(scores, count, wanted, BLOCK: tl.constexpr):
 def _select_kernel(
     scores,
     scores_stride,
+    unpooled,
+    unpooled_stride,
     num_keys,
     windows,
     caps,
@@ -188,6 +222,7 @@ def _select_kernel(
     out_stride,
     num_moves,
     MOVES: tl.constexpr,
+    POOLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -198,7 +233,25 @@ def _select_kernel(
     wanted = tl.minimum(cap - (length - outside), outside)
     scores += row * scores_stride + tl.load(offsets + request)
     out = row * out_stride + tl.load(out_offsets + request)
-    low, ties_wanted = threshold(scores, outside, wanted, BLOCK)
+    low, ties_wanted, equal = _bisect(scores, scores, 0, 0, outside, outside, wanted, False, BLOCK)
+    # Of the equal ones those above `low_peak` stay for sure, if some of them do not.
+    cuts = equal > 0
+    low_peak = tl.full((), -2147483648, dtype=tl.int32)
+    if POOLED:
+        unpooled += row * unpooled_stride + tl.load(offsets + request)
+        if cuts:
+            # A plateau is narrow: only the keys from its first to its last are read again.
+            first = outside
+            last = tl.zeros_like(outside)
+            for begin in range(0, outside, BLOCK):
+                key = begin + tl.arange(0, BLOCK)
+                score = tl.load(scores + key, mask=key < outside, other=0.0)
+                tied = (key < outside) & (score.to(tl.int32, bitcast=True) == low)
+                first = tl.minimum(first, tl.min(tl.where(tied, key, outside)))
+                last = tl.maximum(last, tl.max(tl.where(tied, key, 0)))
+            low_peak, ties_wanted, _ = _bisect(
+                unpooled, scores, low, first, last + 1, equal, ties_wanted, True, BLOCK
+            )
 
     sure = tl.zeros_like(length)
     ties = tl.zeros_like(length)
@@ -209,6 +262,11 @@ def _select_kernel(
         score = tl.load(scores + key, mask=scored, other=0.0).to(tl.int32, bitcast=True)
         is_sure = (scored & (score > low)) | ((key >= outside) & (key < length))
         is_tie = scored & (score == low)
+        if POOLED:
+            cut = is_tie & cuts
+            peak = tl.load(unpooled + key, mask=cut, other=0.0).to(tl.int32, bitcast=True)
+            is_sure |= cut & (peak > low_peak)
+            is_tie &= ~(cut & (peak != low_peak))
         # One scan counts both: neither reaches 2 ** 15 within a block.
         packed = is_sure.to(tl.int32) + (is_tie.to(tl.int32) << 16)
         before = tl.cumsum(packed, axis=0) - packed
@@ -238,13 +296,16 @@ def select_kept_reference(
     windows: Tensor,
     caps: Tensor,
     offsets: Tensor,
+    unpooled: Tensor | None = None,
 ) -> list[Tensor]:
     """`select_kept` in plain torch: per request (R, min(caps[f], num_keys[f])) int64."""
     sizes = (num_keys.tolist(), windows.tolist(), caps.tolist(), offsets.tolist())
-    return [
-        dense.kept_indices(scores[:, first : first + length - window], cap, window)
-        for length, window, cap, first in zip(*sizes, strict=False)
-    ]
+    kept = []
+    for length, window, cap, first in zip(*sizes, strict=False):
+        columns = slice(first, first + length - window)
+        peaks = None if unpooled is None else unpooled[:, columns]
+        kept.append(dense.kept_indices(scores[:, columns], cap, window, peaks))
+    return kept
 
 
 def select_moves_reference(
@@ -253,10 +314,11 @@ def select_moves_reference(
     windows: Tensor,
     caps: Tensor,
     offsets: Tensor,
+    unpooled: Tensor | None = None,
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """`select_moves` in plain torch: per request and row, sources and targets, int64."""
     moves = []
-    kept = select_kept_reference(scores, num_keys, windows, caps, offsets)
+    kept = select_kept_reference(scores, num_keys, windows, caps, offsets, unpooled)
     for cap, rows in zip(caps.tolist(), kept, strict=True):
         slots = torch.arange(min(cap, rows.shape[1]), device=scores.device)
         moves.append([(row[row >= cap], slots[~torch.isin(slots, row)]) for row in rows])

@@ -30,7 +30,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 MAX_SHARE = 16
 # That of csrc/binding.cpp.
-_INTERFACE = 1
+_INTERFACE = 2
 
 
 def available() -> bool:
@@ -119,7 +119,7 @@ def score(
             float16: the sidecar, any strides of blocks and heads.
         scores: (G, capacity) float32, written at [g, offsets[r] + entry].
         histogram: (R, G, 2048) int32, zero; gets how many scores there are by the top 11 bits.
-        group: tokens that share scales: 32, 64 or 128, a divisor of the block size.
+        group: tokens that share scales: 32, 64, 128 or 256, a divisor of the block size.
         reduction: over query heads that share a KV head: 0 maximum, 1 sum.
         splits: CTAs per row and KV head.
     """

@@ -10,6 +10,8 @@ from vllm_kvx.ops.retrieval.sidecar import Sidecar
 
 # Programs of one warp each: a program waits for its loads, so an SM needs many of them.
 SCORE_PROGRAMS = 4096
+# Tokens of a group that a program scores at a time, at most.
+MAX_STEP: tl.constexpr = tl.constexpr(128)
 
 
 def score_units(
@@ -127,16 +129,20 @@ def _score_kernel(
     if length == 0:
         return
     num_groups = (length - 1) // GROUP
-    per_split = tl.cdiv(num_groups, splits)
+    # Tokens that are scored at a time: more of them would not fit into registers.
+    STEP: tl.constexpr = GROUP if GROUP < MAX_STEP or not HAS_CODES else MAX_STEP
+    steps = num_groups * (GROUP // STEP)
+    per_split = tl.cdiv(steps, splits)
     begin = split * per_split
-    end = tl.minimum(begin + per_split, num_groups)
-    UNITS: tl.constexpr = GROUP if HAS_CODES else 1
+    end = tl.minimum(begin + per_split, steps)
+    UNITS: tl.constexpr = STEP if HAS_CODES else 1
     unit = tl.arange(0, UNITS)
     out = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
     if REDUCTION != "stats" and split == 0:
-        newest = num_groups * UNITS + unit
         last = length if HAS_CODES else num_groups + 1
-        tl.store(out + newest, float("inf"), mask=newest < last)
+        for later in range(GROUP // STEP):
+            newest = (steps + later) * UNITS + unit
+            tl.store(out + newest, float("inf"), mask=newest < last)
 
     channel = tl.arange(0, D)
     column = tl.arange(0, COLUMNS)
@@ -158,9 +164,9 @@ def _score_kernel(
         peak = tl.load(stat, mask=one < SHARE, other=0.0)
         mass = tl.load(stat + 1, mask=one < SHARE, other=1.0)
 
-    for group in range(begin, end):
-        block = tl.load(table + group * GROUP // BLOCK_SIZE).to(tl.int64)
-        slot = group * GROUP % BLOCK_SIZE
+    for index in range(begin, end):
+        block = tl.load(table + index * STEP // BLOCK_SIZE).to(tl.int64)
+        slot = index * STEP % BLOCK_SIZE
         pair = scales + block * scale_block_stride + head * scale_head_stride
         pair += slot // GROUP * (2 * D)
         step = tl.load(pair + channel).to(tl.float32)
@@ -206,7 +212,7 @@ def _score_kernel(
                 score = tl.sum(product, axis=1)
             # NaN ranks last, as in the CUDA ops.
             score = tl.where(score == score, score, float("-inf"))
-            tl.store(out + group * UNITS + unit, score)
+            tl.store(out + index * UNITS + unit, score)
     if REDUCTION == "stats":
         tl.store(stat + split * 2, peak, mask=one < SHARE)
         tl.store(stat + split * 2 + 1, mass, mask=one < SHARE)

@@ -273,7 +273,7 @@ def _write_groups_kernel(
     keys += block * key_block_stride + head * key_head_stride
     token = tl.arange(0, GROUP)
     WORDS: tl.constexpr = D // 32 if HAS_CODES else 1
-    # Word by word, its even and its odd channels apart: a group of 128 tokens with 256 channels
+    # Word by word, its even and its odd channels apart: a group of 256 tokens with 256 channels
     # would not fit into registers.
     CHANNELS: tl.constexpr = D // WORDS
     pair = tl.arange(0, CHANNELS // 2)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import (
+    WINDOW_FAMILIES,
     Measurement,
     Propagate,
     ScoreSpec,
@@ -12,7 +13,7 @@ from vllm_kvx.policy.axes import (
     share_of,
 )
 from vllm_kvx.policy.methods.snapkv import SnapKV
-from vllm_kvx.policy.parameters import PolicyError, integer, rate
+from vllm_kvx.policy.parameters import PolicyError, choice, integer, rate
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,15 @@ class FastKV(Propagate, SnapKV):
     """FastKV: token-selective propagation (TSP) and KV retention (Jo et al.).
 
     Layers 0..tsp_layer process all N prompt tokens, later layers the `max(int(N * tsp_rate),
-    window)` most salient ones. Retention is SnapKV's, with its parameters kv_rate (default 0.1) or
-    kv_budget, window (8) and kernel (7). The two rates are independent: tsp_rate = 1 only retains,
-    kv_rate = 1 only propagates.
+    window)` most salient ones. Retention is SnapKV's, with its parameters kv_rate (default 0.1)
+    and kv_floor, or kv_budget; window (8) and kernel (7). The two rates are independent:
+    tsp_rate = 1 only retains, kv_rate = 1 only propagates.
 
     tsp_layer: the last layer that processes every token, counted from 0 (default `auto`: the
         paper's for models that it names, otherwise calibrated by its Eq. 3).
     tsp_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
+    tsp_reduction: how the weights of heads and window queries become a token's one score: `sum`
+        (default, the paper's), or `max`, the largest of them.
     """
 
     name: ClassVar[str] = "fastkv"
@@ -34,6 +37,7 @@ class FastKV(Propagate, SnapKV):
 
     tsp_layer: int | str = integer("auto", at_least=0, words=("auto",))
     tsp_rate: float = rate(0.2)
+    tsp_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -58,7 +62,8 @@ class FastKV(Propagate, SnapKV):
 
     @property
     def score(self) -> ScoreSpec:
-        return ScoreSpec("window_attention", self.window, self.kernel, over_heads=True)
+        family = WINDOW_FAMILIES[self.tsp_reduction]
+        return ScoreSpec(family, self.window, self.kernel, over_heads=True)
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
         return () if self.tsp_rate == 1 else (self.last_full_layer + 1,)

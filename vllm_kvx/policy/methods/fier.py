@@ -6,7 +6,8 @@ from typing import ClassVar
 from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec, Retrieve
 from vllm_kvx.policy.parameters import PolicyError, choice, integer
 
-GROUPS = (32, 64, 128)
+GROUPS = (32, 64, 128, 256)
+MIN_BUDGET = 32
 MAX_BUDGET = 8192
 
 
@@ -18,9 +19,9 @@ class FIER(Retrieve):
     tokens of the newest quantisation group and the best-scoring others. A context no longer than
     the budget is read whole.
 
-    budget: tokens that a decode step reads for each KV head, 64 to 8192. Required.
-    group: tokens that share a scale and a zero for each channel: 32 (default), 64 or 128, and no
-        more than the budget.
+    budget: tokens that a decode step reads for each KV head, 32 to 8192. Required.
+    group: tokens that share a scale and a zero for each channel: 32 (default), 64, 128 or 256, and
+        no more than the budget. KV blocks are whole groups.
     reduction: how scores of the query heads that share a KV head become one: `max` (default),
         `sum` or `softmax` (sum of softmax mass).
     dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
@@ -34,7 +35,7 @@ class FIER(Retrieve):
     index_name: ClassVar[str] = "one_bit"
     index_words: ClassVar[str] = "1-bit keys in groups"
 
-    budget: int = integer(at_least=64, at_most=MAX_BUDGET)
+    budget: int = integer(at_least=MIN_BUDGET, at_most=MAX_BUDGET)
     group: int = choice(32, GROUPS)
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))

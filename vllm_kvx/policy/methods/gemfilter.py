@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import Propagate, ScoreSpec, Selection, share_of
-from vllm_kvx.policy.methods.snapkv import MAX_KERNEL, MAX_WINDOW
+from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR, MAX_KERNEL, MAX_WINDOW
 from vllm_kvx.policy.parameters import PolicyError, integer, rate
 
 
@@ -12,13 +12,14 @@ from vllm_kvx.policy.parameters import PolicyError, integer, rate
 class GemFilter(Propagate):
     """GemFilter (Shi et al., arXiv 2409.17422): an early layer filters the prompt for all.
 
-    Layers 0..layer process all N prompt tokens. The `max(int(N * rate), window)` tokens with the
-    highest saliency to the window in that layer then run again, from layer 0 to the last, and they
-    alone are stored. Unlike in the paper they keep their positions, and scores are attention
-    weights, where its code takes inner products.
+    Layers 0..layer process all N prompt tokens. The `max(int(N * rate), kv_floor, window)` tokens
+    with the highest saliency to the window in that layer then run again, from layer 0 to the last,
+    and they alone are stored. Unlike in the paper they keep their positions, and scores are
+    attention weights, where its code takes inner products.
 
     layer: the layer that chooses, counted from 0; not the last one. Required.
     rate: share of the prompt's tokens that run again, in (0, 1] (default 0.1).
+    kv_floor: the least number of tokens that run again (default 0: no floor).
     window: last prompt tokens, whose queries score the keys and which always run again (default
         1, at most 64).
     kernel: width in tokens of the max-pooling over scores, odd (default 5, at most 127).
@@ -30,6 +31,7 @@ class GemFilter(Propagate):
 
     layer: int = integer(at_least=0)
     rate: float = rate(0.1)
+    kv_floor: int = integer(DEFAULT_KV_FLOOR, at_least=0)
     window: int = integer(1, at_most=MAX_WINDOW)
     kernel: int = integer(5, odd=True, at_most=MAX_KERNEL)
 
@@ -52,7 +54,7 @@ class GemFilter(Propagate):
         return (self.layer + 1,)
 
     def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
-        count = share_of(prompt_len, self.rate, self.window)
+        count = share_of(prompt_len, self.rate, max(self.window, self.kv_floor))
         if count == prompt_len:
             return None
         return Selection(self.score, count, self.layer, resumes_at=0)

@@ -12,22 +12,24 @@ from vllm_kvx.policy.parameters import integer, optional, rate
 class Knorm(Retain):
     """Knorm (Devoto et al., arXiv 2406.11430): attention falls mostly on keys of small L2 norm.
 
-    Each layer and KV head keeps the `max(int(N * kv_rate), 1)` prompt entries of N whose keys are
-    shortest. No query is asked, so what stays does not depend on the question, and the prompt's
-    end has no privilege.
+    Each layer and KV head keeps the `max(int(N * kv_rate), kv_floor, 1)` prompt entries of N whose
+    keys are shortest. No query is asked, so what stays does not depend on the question, and the
+    prompt's end has no privilege.
 
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1; 1 keeps all).
     kv_budget: the same in tokens, instead of a rate (default: not given).
+    kv_floor: the least number of entries that a rate keeps of a prompt (default 0: no floor).
     """
 
     name: ClassVar[str] = "knorm"
 
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
     kv_budget: int | None = optional(integer())
+    kv_floor: int | None = optional(integer(at_least=0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_share(self, self.kv_rate, self.kv_budget)
+        set_share(self, self.kv_rate, self.kv_budget, self.kv_floor)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -38,4 +40,5 @@ class Knorm(Retain):
         return ScoreSpec("key_norm")
 
     def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
-        return min(cap_of(prompt_len, self.kv_rate, self.kv_budget, at_least=1), rows)
+        cap = cap_of(prompt_len, self.kv_rate, self.kv_budget, self.kv_floor, at_least=1)
+        return min(cap, rows)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec, Retrieve
-from vllm_kvx.policy.methods.fier import MAX_BUDGET
-from vllm_kvx.policy.parameters import choice, integer
+from vllm_kvx.policy.methods.fier import MAX_BUDGET, MIN_BUDGET
+from vllm_kvx.policy.parameters import PolicyError, choice, integer
 
 PAGES = (8, 16, 32, 64)
 
@@ -18,9 +18,9 @@ class Quest(Retrieve):
     score is the sum over channels of the larger of query x minimum and query x maximum; from the
     third layer on a decode step reads the newest page and the best others.
 
-    budget: tokens that a decode step reads for each KV head, 64 to 8192; `budget // page` whole
+    budget: tokens that a decode step reads for each KV head, 32 to 8192; `budget // page` whole
         pages. Required.
-    page: tokens in a page: 8, 16 (default), 32 or 64.
+    page: tokens in a page: 8, 16 (default), 32 or 64, and no more than the budget.
     reduction: how scores of the query heads that share a KV head become one; see FIER.
     dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
         length from which on retrieval was measured to be faster than reading everything.
@@ -33,10 +33,18 @@ class Quest(Retrieve):
     index_name: ClassVar[str] = "page_bounds"
     index_words: ClassVar[str] = "bounds of pages"
 
-    budget: int = integer(at_least=64, at_most=MAX_BUDGET)
+    budget: int = integer(at_least=MIN_BUDGET, at_most=MAX_BUDGET)
     page: int = choice(16, PAGES)
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.page > self.budget:
+            raise PolicyError(
+                f"quest: the newest page is always read, so page must be no larger than the budget "
+                f"of {self.budget} tokens, got {self.page}"
+            )
 
     @property
     def index(self) -> IndexSpec:

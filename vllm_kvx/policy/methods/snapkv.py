@@ -7,6 +7,8 @@ from vllm_kvx.policy.axes import Retain, ScoreSpec, share_of
 from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate
 
 DEFAULT_KV_RATE = 0.1
+# The least number of entries that a rate keeps, unless `kv_floor` says otherwise.
+DEFAULT_KV_FLOOR = 0
 # Query rows that the saliency kernel takes in one pass over the keys.
 MAX_WINDOW = 64
 MAX_KERNEL = 127
@@ -17,10 +19,11 @@ class SnapKV(Retain):
     """SnapKV (arXiv 2404.14469) with FastKV's estimator: FastKV without propagation.
 
     Each layer and KV head keeps the window and the prompt entries with the highest saliency to it:
-    `cap = max(int(N * kv_rate), window)` entries of N in all.
+    `cap = max(int(N * kv_rate), kv_floor, window)` entries of N in all.
 
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1; 1 keeps all).
     kv_budget: the same in tokens, at least `window`, instead of a rate (default: not given).
+    kv_floor: the least number of entries that a rate keeps of a prompt (default 0: no floor).
     window: last prompt tokens, whose queries score the keys and which always stay (default 8, at
         most 64).
     kernel: width in tokens of the max-pooling over scores, odd (default 7, at most 127).
@@ -30,17 +33,14 @@ class SnapKV(Retain):
 
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
     kv_budget: int | None = optional(integer())
+    kv_floor: int | None = optional(integer(at_least=0))
     window: int = integer(8, at_most=MAX_WINDOW)
     kernel: int = integer(7, odd=True, at_most=MAX_KERNEL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_share(self, self.kv_rate, self.kv_budget)
-        if self.kv_budget is not None and self.kv_budget < self.window:
-            raise PolicyError(
-                f"{self.name}: kv_budget must be at least the window of {self.window} tokens, "
-                f"got {self.kv_budget}"
-            )
+        set_share(self, self.kv_rate, self.kv_budget, self.kv_floor)
+        check_budget(self, self.kv_budget, self.window)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -52,28 +52,51 @@ class SnapKV(Retain):
 
     def cap(self, prompt_len: int) -> int:
         """Entries of a prompt that a layer keeps at most, the window included."""
-        return cap_of(prompt_len, self.kv_rate, self.kv_budget, self.window)
+        return cap_of(prompt_len, self.kv_rate, self.kv_budget, self.kv_floor, self.window)
 
     def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
         return min(self.cap(prompt_len), rows)
 
 
-def set_share(method: Retain, kv_rate: float | None, kv_budget: int | None) -> None:
-    """Gives a `method` with neither rate nor budget the default rate.
+def set_share(
+    method: Retain, kv_rate: float | None, kv_budget: int | None, kv_floor: int | None
+) -> None:
+    """Gives a `method` with neither rate nor budget the default rate, and a rate a floor.
 
-    Raises PolicyError if it has both.
+    Raises PolicyError if it has both a budget and one of the others.
     """
-    if kv_rate is None and kv_budget is None:
-        object.__setattr__(method, "kv_rate", DEFAULT_KV_RATE)
-    elif kv_rate is not None and kv_budget is not None:
+    if kv_budget is None:
+        object.__setattr__(method, "kv_rate", DEFAULT_KV_RATE if kv_rate is None else kv_rate)
+        object.__setattr__(method, "kv_floor", DEFAULT_KV_FLOOR if kv_floor is None else kv_floor)
+    elif kv_rate is not None:
         raise PolicyError(
             f"{method.name}: kv_rate and kv_budget both say how many entries stay; keep one"
         )
+    elif kv_floor is not None:
+        raise PolicyError(
+            f"{method.name}: kv_floor is the least that a rate keeps, and kv_budget is no rate; "
+            "keep one"
+        )
 
 
-def cap_of(prompt_len: int, kv_rate: float | None, kv_budget: int | None, at_least: int) -> int:
-    """Entries that a rate or a budget keeps of a prompt, and never more than it has."""
+def check_budget(method: Retain, kv_budget: int | None, window: int) -> None:
+    """Raises PolicyError if a budget has no room for the window."""
+    if kv_budget is not None and kv_budget < window:
+        raise PolicyError(
+            f"{method.name}: kv_budget must be at least the window of {window} tokens, "
+            f"got {kv_budget}"
+        )
+
+
+def cap_of(
+    prompt_len: int,
+    kv_rate: float | None,
+    kv_budget: int | None,
+    kv_floor: int | None,
+    at_least: int,
+) -> int:
+    """Entries that a rate with its floor or a budget keeps of a prompt, never more than it has."""
     if kv_budget is not None:
         return min(kv_budget, prompt_len)
     assert kv_rate is not None
-    return share_of(prompt_len, kv_rate, at_least)
+    return share_of(prompt_len, kv_rate, max(at_least, kv_floor or 0))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from vllm_kvx.policy.axes import (
+    WINDOW_FAMILIES,
     Measurement,
     OnlineRule,
     Propagate,
@@ -15,8 +16,14 @@ from vllm_kvx.policy.axes import (
     check_layer,
     share_of,
 )
-from vllm_kvx.policy.methods.snapkv import MAX_WINDOW
-from vllm_kvx.policy.parameters import PolicyError, choice, integer, rate, weight
+from vllm_kvx.policy.methods.snapkv import (
+    DEFAULT_KV_RATE,
+    MAX_WINDOW,
+    cap_of,
+    check_budget,
+    set_share,
+)
+from vllm_kvx.policy.parameters import PolicyError, choice, integer, optional, rate, weight
 
 
 @dataclass(frozen=True)
@@ -25,19 +32,29 @@ class StructKV(Propagate, Retain):
 
     Layers 0..pivot process all N prompt tokens and add up centrality, `C = decay * C + S` (Eq. 3);
     later layers process the `max(int(N * struct_rate), window)` most central tokens. Each layer
-    retains `max(int(N * kv_rate), window)` entries by its own saliency S (Eq. 2, 13). The rates are
-    independent: struct_rate = 1 only retains, kv_rate = 1 only propagates.
+    retains `max(int(N * kv_rate), kv_floor, window)` entries by its own saliency S (Eq. 2), each KV
+    head its own or all heads the same (Eq. 13). The rates are independent: struct_rate = 1 only
+    retains, kv_rate = 1 only propagates.
 
     pivot: the last layer that processes every token: `calibrated` (default; measured before
         serving by Eq. 4-9), `online` (found within the pass) or a layer counted from 0.
     struct_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1).
+    kv_budget: the same in tokens, at least `window`, instead of a rate (default: not given).
+    kv_floor: the least number of entries that a rate keeps of a prompt (default 0: no floor). With
+        pivot=online neither floor nor budget keeps more tokens than go on.
     min_layer, max_layer: with pivot=online, where the rule first looks and where it ends (default
         auto: a quarter and half of the depth).
     granularity: `token` (default), or `block` to keep whole blocks without copying.
+    heads: `own` (default): each KV head keeps the entries that its own query heads attend to;
+        `shared`: all heads of a layer keep the same ones, as in the paper (Eq. 13). Whole blocks
+        are shared by nature.
     window: last prompt tokens, whose queries score the keys and which always stay (default
         8, at most 64).
     decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
+    struct_reduction: how the weights of heads and window queries become the saliency that
+        centrality adds up: `sum` (default, Eq. 2), or `max`, the largest of them. Retention of
+        entries sums.
     entropy_weight, sparsity_weight, variance_weight: w1, w2, w3 of the transition score, Eq. 8
         (defaults 0.2, 0.3, 0.5).
     """
@@ -47,10 +64,14 @@ class StructKV(Propagate, Retain):
 
     pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))
     struct_rate: float = rate(0.2)
-    kv_rate: float = rate(0.1)
+    kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
+    kv_budget: int | None = optional(integer())
+    kv_floor: int | None = optional(integer(at_least=0))
     granularity: str = choice("token", ("token", "block"))
+    heads: str | None = optional(choice("own", ("own", "shared")))
     window: int = integer(8, at_most=MAX_WINDOW)
     decay: float = rate(0.9)
+    struct_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
     entropy_weight: float = weight(0.2)
     sparsity_weight: float = weight(0.3)
     variance_weight: float = weight(0.5)
@@ -59,12 +80,22 @@ class StructKV(Propagate, Retain):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        set_share(self, self.kv_rate, self.kv_budget, self.kv_floor)
+        check_budget(self, self.kv_budget, self.window)
+        if self.unit == "block" and self.heads == "own":
+            raise PolicyError(
+                "structkv: granularity=block keeps whole blocks, which hold the entries of all "
+                "heads; leave out heads=own or use granularity=token"
+            )
+        # Blocks leave no choice, so that there is one name for them.
+        heads = None if self.unit == "block" else self.heads or "own"
+        object.__setattr__(self, "heads", heads)
         if self.pivot == "online" and self.granularity == "block":
             raise PolicyError(
                 "structkv: pivot=online cannot be had with granularity=block, whose KV groups are "
                 "fixed at start; use pivot=calibrated, pivot=<int> or granularity=token"
             )
-        if self.pivot == "online" and self.kv_rate > self.struct_rate:
+        if self.pivot == "online" and (self.kv_rate or 0) > self.struct_rate:
             raise PolicyError(
                 "structkv: pivot=online needs kv_rate <= struct_rate, so that every layer keeps "
                 "equally much whatever its pivot; lower kv_rate to struct_rate or less, or use "
@@ -134,7 +165,8 @@ class StructKV(Propagate, Retain):
 
     @property
     def score(self) -> ScoreSpec:
-        return ScoreSpec("window_attention", self.window, over_heads=True, decay=self.decay)
+        family = WINDOW_FAMILIES[self.struct_reduction]
+        return ScoreSpec(family, self.window, over_heads=True, decay=self.decay)
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
         return () if self.is_online or self.struct_rate == 1 else (self.last_full_layer + 1,)
@@ -156,8 +188,9 @@ class StructKV(Propagate, Retain):
 
     @property
     def keeps_by(self) -> ScoreSpec:
-        decay = self.decay if self.unit == "block" else None
-        return ScoreSpec("window_attention", self.window, over_heads=True, decay=decay)
+        if self.unit == "block":
+            return self.score
+        return ScoreSpec("window_attention", self.window, over_heads=self.heads == "shared")
 
     @property
     def unit(self) -> Literal["entry", "block"]:
@@ -171,10 +204,15 @@ class StructKV(Propagate, Retain):
 
     def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
         if self.unit == "entry":
-            return min(share_of(prompt_len, self.kv_rate, self.window), rows)
+            cap = cap_of(prompt_len, self.kv_rate, self.kv_budget, self.kv_floor, self.window)
+            if self.is_online:
+                # Every layer keeps equally much, whatever its pivot: what goes on is a limit.
+                cap = min(cap, self.num_propagated(prompt_len))
+            return min(cap, rows)
+        share = self.kv_budget or max(prompt_len * (self.kv_rate or 0), self.kv_floor or 0)
         blocks = -(-rows // block_size)
         touched = blocks - (rows - min(self.window, rows)) // block_size
-        wanted = max(math.ceil(prompt_len * self.kv_rate / block_size), touched)
+        wanted = max(math.ceil(share / block_size), touched)
         # The last block stays, and it alone may be partly filled.
         return rows - max(blocks - wanted, 0) * block_size
 

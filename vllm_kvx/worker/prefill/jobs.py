@@ -158,6 +158,7 @@ class JobBatch:
         self.total_caps = sum(job.kept for job in jobs)
         self.carries = any(job.carried is not None for job in jobs)
         self.needs_total = self.carries or any(job.over_heads or job.selects for job in jobs)
+        self.needs_unpooled_total = any(job.over_heads or job.selects for job in jobs)
         self.caps = self.ints([job.kept for job in jobs])
         self.cap_offsets = self.sums([job.kept for job in jobs])
         self.indices = self.longs([job.prompt.batch_index for job in jobs])
@@ -180,6 +181,7 @@ class JobBatch:
             total_keys=sum(counts),
             # The server's longest: in a shorter one sums would be formed in another order.
             max_window=max_window,
+            pools=any(job.spec.kernel > 1 for job in jobs),
             window_rows=async_tensor_h2d(rows.ravel(), device=device),
             early=(
                 (self.longs([f for f, _ in early]), self.longs([s or 0 for _, s in early]))

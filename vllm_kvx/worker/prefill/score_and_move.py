@@ -17,13 +17,12 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvx.equations.saliency import per_kv_head
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
 from vllm_kvx.ops.prompt.move import move_entries
 from vllm_kvx.ops.prompt.select import select_kept, select_moves
 from vllm_kvx.policy.axes import Positions
-from vllm_kvx.scores.base import LayerView, ScoredPrompts
+from vllm_kvx.scores.base import KeyScores, LayerView, Score, ScoredPrompts
 from vllm_kvx.scores.table import SCORES
 from vllm_kvx.worker.prefill.centrality import Centrality
 from vllm_kvx.worker.prefill.jobs import Job, JobBatch, PassPrompt, PositionMoves, WindowRows
@@ -181,25 +180,28 @@ class PassWork:
     def _decide(self, batch: JobBatch, prompts: ScoredPrompts, view: LayerView) -> _Moves | None:
         """Scores a layer's keys and does all that is decided by them but the moves."""
         memory, jobs = self.memory, batch.jobs
-        scores = total = SCORES[jobs[0].spec.family].rate(prompts, view)
+        family = SCORES[jobs[0].spec.family]
+        rated = total = family.rate(prompts, view)
         if any(job.measures for job in jobs):
             self._measure(batch, prompts, view)
         if batch.needs_total:
-            # Every rank has some of the heads, and all must choose the tokens that one would: so
-            # the heads are gathered, and added up in their order.
-            total = per_kv_head(tensor_model_parallel_all_gather(scores, dim=0), 1)
+            total = _over_heads(family, rated, batch.needs_unpooled_total)
         sums: dict[int, Tensor] = {}
         if batch.carries:
             with memory.detector_timer:
                 for f, job in enumerate(jobs):
                     if job.carried is not None:
-                        now = total[0, batch.columns[f]]
+                        now = total.scores[0, batch.columns[f]]
                         sums[f] = memory.centrality.add(job.prompt.req_id, job.carried, now)
         if batch.choice is not None:
-            by = total.clone() if sums else total
+            by, peaks = total
+            if sums:
+                by, peaks = by.clone(), None if peaks is None else peaks.clone()
             for f, values in sums.items():
                 by[0, batch.columns[f]] = values
-            kept = select_kept(by, *batch.choice)[0]
+                if peaks is not None:  # Nothing of a sum over layers is pooled.
+                    peaks[0, batch.columns[f]] = values
+            kept = select_kept(by, *batch.choice, unpooled=peaks)[0]
             end = 0
             for f in batch.selecting:
                 begin, end = end, end + jobs[f].selects
@@ -218,22 +220,24 @@ class PassWork:
                 memory.centrality.end(job.prompt.req_id)
         if not batch.max_moves:
             return None
-        return self._moves_by(scores, total, batch, prompts, view.paged.num_heads)
+        return self._moves_by(rated, total, batch, prompts, view.paged.num_heads)
 
     def _moves_by(
         self,
-        scores: Tensor,
-        total: Tensor,
+        rated: KeyScores,
+        total: KeyScores,
         batch: JobBatch,
         prompts: ScoredPrompts,
         num_heads: int,
     ) -> _Moves:
         if all(job.over_heads for job in batch.jobs):
-            scores = total
+            rated = total
         elif any(job.over_heads for job in batch.jobs):
-            for columns, job in zip(batch.columns, batch.jobs, strict=True):
-                if job.over_heads:
-                    scores[:, columns] = total[:, columns]
+            for mine, of_all in zip(rated, total, strict=True):
+                for columns, job in zip(batch.columns, batch.jobs, strict=True):
+                    if job.over_heads and mine is not None and of_all is not None:
+                        mine[:, columns] = of_all[:, columns]
+        scores, unpooled = rated
         sources, targets, num_moves = select_moves(
             scores,
             prompts.num_keys,
@@ -242,6 +246,7 @@ class PassWork:
             prompts.offsets,
             batch.cap_offsets,
             batch.total_caps,
+            unpooled=unpooled,
         )
         if scores.shape[0] < num_heads:  # One choice for all heads.
             sources, targets, num_moves = (
@@ -276,3 +281,19 @@ class PassWork:
         for f, values in zip(measured, means, strict=True):
             req_id = batch.jobs[f].prompt.req_id
             self.memory.centrality.metrics.setdefault(req_id, []).append(values)
+
+
+def _over_heads(family: Score, rated: KeyScores, with_unpooled: bool) -> KeyScores:
+    """One score of each key for all heads, (1, n).
+
+    Every rank has some of the heads, and all must choose the tokens that one would: so the heads of
+    all ranks are gathered, and reduced in their order.
+    """
+    parts = [rated.scores]
+    if with_unpooled and rated.unpooled is not None:
+        parts.append(rated.unpooled)
+    # One collective for both.
+    gathered = tensor_model_parallel_all_gather(
+        torch.cat(parts, dim=1) if len(parts) > 1 else rated.scores, dim=0
+    )
+    return KeyScores(*map(family.over_heads, gathered.chunk(len(parts), dim=1)))
