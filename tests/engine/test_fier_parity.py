@@ -41,7 +41,7 @@ def test_budgets_in_one_batch(
     policies = [
         retrieve,
         None,
-        replace(retrieve, budget=retrieve.budget + 36),
+        replace(retrieve, budget=retrieve.budget * 3 // 2 + 4),
         widest,
         replace(retrieve, dense_below=150),
     ]
