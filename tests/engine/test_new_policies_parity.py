@@ -1,4 +1,4 @@
-"""PyramidKV, Knorm, GemFilter and StructKV with SnapKV's retention, against their references.
+"""PyramidKV, Knorm, CriticalKV, GemFilter, StructKV with SnapKV's retention, against references.
 
 A method that this version does not have is skipped, and left out of batches.
 """
@@ -8,6 +8,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
+from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.gemfilter import Filter
 from reference.knorm import Norm
@@ -26,6 +27,15 @@ METHODS: dict[str, list[Policy]] = {
         Pyramid(kv_budget=40, window=4, kernel=3, beta=5, groups=2),
     ],
     "knorm": [Norm(kv_rate=0.3), Norm(kv_budget=33)],
+    "criticalkv": [
+        Critical(kv_rate=0.3),
+        Critical(kv_budget=33, window=4, kernel=3),
+        Critical(kv_rate=0.1, kv_floor=50, kernel=1),
+    ],
+    "fastkv+criticalkv": [
+        Critical(kv_rate=0.2, tsp_layer=3, tsp_rate=0.4),
+        Critical(kv_budget=40, tsp_layer=3, tsp_rate=0.3),
+    ],
     "kv_floor": [
         Keep(kv_rate=0.1, kv_floor=60),
         Pyramid(kv_rate=0.1, kv_floor=50, groups=4),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.gemfilter import Filter
@@ -57,6 +58,7 @@ def test_tp2_selects_retains_and_reads_what_one_rank_does(
 MORE: list[Policy] = [
     Pyramid(kv_rate=0.3, groups=4),
     Norm(kv_rate=0.3),
+    Critical(kv_rate=0.3),
     Filter(3, rate=0.4, window=4),
     StructSnap(3, struct_rate=0.5, kv_rate=0.2),
 ]

@@ -1,4 +1,4 @@
-"""PyramidKV, Knorm, GemFilter and StructKV over SnapKV, compiled and under CUDA graphs."""
+"""PyramidKV, Knorm, CriticalKV, GemFilter, StructKV over SnapKV, compiled and in CUDA graphs."""
 
 import json
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.criticalkv import Critical
 from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
@@ -19,7 +20,7 @@ from world.prompts import VOCAB, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-POLICIES: list[Policy] = [Pyramid(), Filter(3), StructSnap(3), Norm(), FULL]
+POLICIES: list[Policy] = [Pyramid(), Filter(3), StructSnap(3), Norm(), Critical(), FULL]
 
 
 def test_parity_compiled(tiny: Callable[..., Path]) -> None:

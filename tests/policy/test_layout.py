@@ -22,6 +22,8 @@ QUEST = RetrievalLayout("page_bounds", group=16, unit=16, reduction="max", max_u
         (["speed-24", "speed-16", "speed-24:anchors=0", "full"], Layout((16, 24))),
         (["streamingllm"], Layout((), retain=True)),
         (["snapkv", "streamingllm"], Layout((), retain=True, window=8)),
+        (["snapkv", "criticalkv"], Layout((), retain=True, window=8, value_norms=True)),
+        (["criticalkv:kv_rate=1"], Layout(())),
         (["snapkv", "snapkv:window=16"], Layout((), retain=True, window=16)),
         (["fastkv:tsp_layer=15"], Layout((16,), retain=True, window=8, stash=True)),
         (["fastkv:tsp_layer=15,kv_rate=1"], Layout((16,), window=8, stash=True)),
@@ -284,6 +286,15 @@ def test_kv_groups_and_compiled_segments_are_two_things(
     layout = layout_of([parse_policy(name)], 32)
     assert (layout.splits, layout.row_cuts) == (splits, row_cuts)
     assert not layout.stash
+
+
+def test_value_norms_need_room() -> None:
+    snapkv, criticalkv = parse_policy("snapkv"), parse_policy("criticalkv")
+    with pytest.raises(PolicyError, match=r"criticalkv needs value norms: start the server with"):
+        check_fits(criticalkv, layout_of([snapkv], 32), 32)
+    layout = layout_of([criticalkv], 32)
+    check_fits(snapkv, layout, 32)
+    assert str(layout).endswith("value norms")
 
 
 def test_rows_leave_only_where_a_segment_begins() -> None:

@@ -423,7 +423,8 @@ def test_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "AVAILABLE", AVAILABLE - {"fier", "quest"})
     message = (
         "fier is not served by this version of vllm-kvx; "
-        "served: full, speed-K, fastkv, structkv, snapkv, pyramidkv, knorm, streamingllm, gemfilter"
+        "served: full, speed-K, fastkv, structkv, snapkv, pyramidkv, criticalkv, knorm, "
+        "streamingllm, gemfilter"
     )
     for name in ("fier-1024", "speed-24+fier-2048"):
         with pytest.raises(PolicyError, match=f"^{message}$"):

@@ -194,6 +194,7 @@ class Restarts(Propagate):
         ("fastkv:tsp_layer=3,kv_floor=33", 3, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("fastkv:tsp_layer=3,kv_floor=33", 4, Storage(100, Gap(0, 100), 20, Gap(20, 80))),
         ("pyramidkv:groups=1,kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
+        ("criticalkv:kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("knorm:kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("streamingllm:kv_rate=0.2", 0, Storage(100, NO_GAP, 100, Gap(20, 80))),
         ("streamingllm:kv_rate=0.2,kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),

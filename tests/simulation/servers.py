@@ -204,7 +204,7 @@ SERVERS: dict[str, Server] = {
     ),
     "pyramid": Server(
         f"{_PYRAMID},kv_rate=0.4",
-        ("knorm", "snapkv:window=3"),
+        ("knorm", "snapkv:window=3", "criticalkv:window=3"),
         (
             f"{_PYRAMID},kv_rate=0.4",
             f"{_PYRAMID},kv_rate=0.3,groups=4",
@@ -213,6 +213,7 @@ SERVERS: dict[str, Server] = {
             "snapkv:window=3",
             "snapkv:window=3,kv_rate=0.5",
             "knorm:kv_rate=0.3",
+            "criticalkv:window=3,kv_rate=0.4",
             "full",
         ),
     ),

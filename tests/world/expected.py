@@ -10,7 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from reference import fastkv, fier, gemfilter, knorm, pyramidkv, speed, structkv, structsnap
+from reference import (
+    criticalkv,
+    fastkv,
+    fier,
+    gemfilter,
+    knorm,
+    pyramidkv,
+    speed,
+    structkv,
+    structsnap,
+)
+from reference.criticalkv import Critical
 from reference.fastkv import Keep, KeptResult
 from reference.fier import ReadResult, Retrieve
 from reference.gemfilter import Filter
@@ -67,7 +78,9 @@ class Read:
     keep: Keep | Struct | Online = field(default_factory=Keep)
 
 
-Policy = Speed | Keep | Struct | Online | Below | Read | Pyramid | Norm | Filter | StructSnap
+Policy = (
+    Speed | Keep | Struct | Online | Below | Read | Pyramid | Norm | Filter | StructSnap | Critical
+)
 FULL = Keep()
 
 
@@ -199,6 +212,15 @@ def _pyramid_name(policy: Pyramid) -> str:
     )
 
 
+def _critical_name(policy: Critical) -> str:
+    scored = f"window={policy.window},kernel={policy.kernel}"
+    retains = f"criticalkv:{_budget(policy)},{scored}"
+    if policy.tsp_layer is None:
+        return retains
+    propagates = f"tsp_layer={policy.tsp_layer},tsp_rate={policy.tsp_rate},kv_rate=1"
+    return f"fastkv:{propagates},{scored}+{retains}"
+
+
 def _filter_name(policy: Filter) -> str:
     return (
         f"gemfilter:layer={policy.layer},rate={policy.rate},window={policy.window},"
@@ -253,6 +275,7 @@ _REFERENCES: dict[type, Reference] = {
     ),
     Read: Reference(_score_read, _read_name),
     Pyramid: Reference(pyramidkv.score, _pyramid_name, SALIENCY_TIE),
+    Critical: Reference(criticalkv.score, _critical_name, SALIENCY_TIE),
     Norm: Reference(knorm.score, lambda policy: f"knorm:{_budget(policy)}", NORM_TIE),
     Filter: Reference(gemfilter.score, _filter_name, SALIENCY_TIE),
     StructSnap: Reference(structsnap.score, _structsnap_name, CENTRALITY_TIE),

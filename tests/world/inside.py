@@ -297,8 +297,8 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     without this run them.
     """
     from vllm_kvx.ops.prompt import attention_metrics as metrics
-    from vllm_kvx.ops.prompt import move, pool, saliency, select
-    from vllm_kvx.scores import window_attention
+    from vllm_kvx.ops.prompt import move, pool, saliency, select, two_stages, value_norms
+    from vllm_kvx.scores import value_weighted_attention, window_attention
     from vllm_kvx.worker.prefill import centrality, score_and_move
 
     def window_saliency(*args: Any, key_scale: float = 1.0, reduction: str = "sum") -> Tensor:
@@ -363,7 +363,17 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
             queries, paged, tables, num_keys, windows, scale, key_scale
         )
 
+    def norms_of_values(*args: Any) -> Tensor:
+        return value_norms.value_norms_reference(*args[:5])
+
+    norms_of_values.__name__ = "value_norms"
+
+    def two_stage_scores(*args: Any, group: int) -> Tensor:
+        return two_stages.two_stage_scores_reference(*args, group)
+
     kernels = (
+        norms_of_values,
+        two_stage_scores,
         window_saliency,
         window_metrics,
         pool_per_kv_head,
@@ -372,7 +382,12 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         move_entries,
     )
     for replacement in kernels:
-        for module in (window_attention, score_and_move, centrality):
+        for module in (
+            window_attention,
+            value_weighted_attention,
+            score_and_move,
+            centrality,
+        ):
             if hasattr(module, replacement.__name__):
                 monkeypatch.setattr(module, replacement.__name__, replacement)
 
@@ -520,6 +535,14 @@ def tile_norms(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     from vllm_kvx.ops.prompt import key_norms
 
     monkeypatch.setattr(key_norms, "_BLOCK_KEYS", {"cpu": keys, "cuda": keys})
+
+
+def tile_value_norms(monkeypatch: pytest.MonkeyPatch, keys: int, out_bytes: int) -> None:
+    """The kernel that measures values takes so many keys and bytes of a factor's rows."""
+    from vllm_kvx.ops.prompt import value_norms
+
+    monkeypatch.setattr(value_norms, "_BLOCK_KEYS", {"cpu": keys, "cuda": keys})
+    monkeypatch.setattr(value_norms, "_BLOCK_OUT_BYTES", out_bytes)
 
 
 def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[int]:

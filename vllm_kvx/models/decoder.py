@@ -72,6 +72,10 @@ class SegmentedModel(nn.Module):
         """The attention layer of every decoder layer, in order."""
         return [_attention_of(layer) for layer in self.model.layers]
 
+    def output_projections(self) -> list[nn.Module]:
+        """What projects the output of each layer's attention, in order."""
+        return [layer.self_attn.o_proj for layer in self.model.layers]
+
     def begin_step(self, plan: StepPlan) -> None:
         """Says what the next forward pass runs.
 

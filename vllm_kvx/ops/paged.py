@@ -72,6 +72,13 @@ class PagedKV:
 
     def dense_keys(self, block_table: Tensor, num_keys: int) -> Tensor:
         """One request's first `num_keys` keys in order, copied out: (G, num_keys, D)."""
-        index = torch.arange(num_keys, device=self.keys.device)
+        return self._dense(self.keys, block_table, num_keys)
+
+    def dense_values(self, block_table: Tensor, num_keys: int) -> Tensor:
+        """The same of the values."""
+        return self._dense(self.values, block_table, num_keys)
+
+    def _dense(self, cache: Tensor, block_table: Tensor, num_keys: int) -> Tensor:
+        index = torch.arange(num_keys, device=cache.device)
         blocks = block_table[index // self.block_size].long()
-        return self.keys[blocks, :, index % self.block_size].transpose(0, 1)
+        return cache[blocks, :, index % self.block_size].transpose(0, 1)

@@ -60,6 +60,8 @@ class ScoreSpec:
         head has its own.
     decay: the factor of the sum over the layers below, to which this layer's scores are added
         (StructKV Eq. 3); None takes each layer by itself.
+    needs_value_norms: whether the family asks for norms of projected values, for which the server
+        holds factors of the output projections.
     """
 
     family: str
@@ -67,6 +69,7 @@ class ScoreSpec:
     kernel: int = 1
     over_heads: bool = False
     decay: float | None = None
+    needs_value_norms: bool = False
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ class Layout:
         between them. Each is one of `splits`.
     online_cuts: sorted layers where a pass may begin or end that finds its pivot online; these cut
         no KV group.
+    value_norms: True if keys can be scored by the norms of their projected values: the worker holds
+        factors of the output projections.
     """
 
     splits: tuple[int, ...]
@@ -96,6 +98,7 @@ class Layout:
     stash: bool = False
     row_cuts: tuple[int, ...] = ()
     online_cuts: tuple[int, ...] = ()
+    value_norms: bool = False
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -119,7 +122,8 @@ class Layout:
         online = [cut - 1 for cut in self.online_cuts]
         cuts = f", online pivots at {_layers(online)}" if online else ""
         sidecar = f"a sidecar of {self.sidecar}" if self.sidecar else "no sidecar"
-        return f"{groups}, {sidecar}{retain}{window}{stash}{cuts}"
+        norms = ", value norms" if self.value_norms else ""
+        return f"{groups}, {sidecar}{retain}{window}{stash}{cuts}{norms}"
 
 
 def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
@@ -134,7 +138,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     online_cuts: set[int] = set()
     sidecar: RetrievalLayout | None = None
     owner: KVPolicy | None = None  # of the sidecar
-    retain, stash, window = False, False, 0
+    retain, stash, window, value_norms = False, False, 0, False
     for policy in policies:
         policy.check_model(num_layers)
         if policy.propagate is not None:
@@ -150,7 +154,9 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
         if policy.retain is not None:
             retain = True
             splits |= {layer for layer in policy.retain.stages(num_layers) if layer < num_layers}
-            window = max(window, _window(policy.retain.keeps_by))
+            by = policy.retain.keeps_by
+            window = max(window, _window(by))
+            value_norms |= isinstance(by, ScoreSpec) and by.needs_value_norms
         if policy.retrieve is not None:
             needed = RetrievalLayout.of(policy.retrieve)
             if sidecar is not None and not needed.is_like(sidecar):
@@ -169,6 +175,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
         stash,
         tuple(sorted(row_cuts)),
         tuple(sorted(online_cuts)),
+        value_norms,
     )
 
 
@@ -194,6 +201,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
         needs.append(f"a window of {needed.window} tokens")
     if missing := [cut - 1 for cut in needed.online_cuts if cut not in layout.online_cuts]:
         needs.append(f"online pivots at {_layers(missing)}")
+    if needed.value_norms and not layout.value_norms:
+        needs.append("value norms")
     if needed.stash and not layout.stash:
         needs.append("a stash")
     if needs:

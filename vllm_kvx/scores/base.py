@@ -23,6 +23,7 @@ class LayerView:
         paged: keys and values.
         scale: factor of query times key before the softmax. key_scale: what a stored key is
             multiplied with to get the key, for an fp8 cache.
+        value_factors: (H, D, D) as `value_norms` takes them; None where the layout has no room.
     """
 
     query: Tensor
@@ -30,6 +31,7 @@ class LayerView:
     paged: PagedKV
     scale: float
     key_scale: float
+    value_factors: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class ScoredPrompts:
 
     Attributes:
         block_tables: (F, max_blocks) int32 of the layer's KV group.
-        num_keys, windows, kernels: (F,) int32, parameters of each prompt.
+        num_keys, windows, kernels, caps: (F,) int32, parameters of each prompt; caps are the
+            entries that stay by these scores, the window included.
         offsets: (F + 1,) int64, where each prompt's keys begin in the scores.
         max_num_keys, total_keys, max_window: on the host. pools: whether any kernel is above 1.
         window_rows: (F * W,) int64 rows of the pass that hold the window's queries.
@@ -50,6 +53,7 @@ class ScoredPrompts:
     num_keys: Tensor
     windows: Tensor
     kernels: Tensor
+    caps: Tensor
     offsets: Tensor
     max_num_keys: int
     total_keys: int

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_kvx.models.decoder import SegmentedModel
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, PagedKV
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass
+from vllm_kvx.worker.prefill.projections import value_factors
 from vllm_kvx.worker.prefill.score_and_move import PassWork
 
 
@@ -21,12 +22,13 @@ class LayerHook:
     """Wraps one layer's attention implementation; it does nothing unless the pass has work.
 
     layer: vLLM's attention layer. index: its number. stage: the KV stage it is in. group: its KV
-    group, set once groups are formed.
+    group, set once groups are formed. value_factors: as ``LayerView`` has them.
     """
 
     def __init__(self, hooks: "LayerHooks", layer: Any, index: int, stage: int) -> None:
         self.hooks, self.layer, self.index, self.stage = hooks, layer, index, stage
         self.group = 0
+        self.value_factors: Tensor | None = None
         stock: Callable[..., Any] = layer.impl.forward
 
         def forward(
@@ -87,9 +89,10 @@ class LayerHooks:
     """
 
     def __init__(
-        self, attention: Sequence[Attention], stages: Sequence[int], dtype: torch.dtype
+        self, model: SegmentedModel, stages: Sequence[int], dtype: torch.dtype, layout: Layout
     ) -> None:
-        """attention: the model's attention layers, in order. stages: the KV stage of each."""
+        """stages: the KV stage of each layer."""
+        attention = model.attention_layers()
         self.dtype = dtype
         self.work: PassWork | None = None
         self.retrieval: Retrieval | None = None
@@ -98,6 +101,12 @@ class LayerHooks:
             LayerHook(self, layer, index, stage)
             for index, (layer, stage) in enumerate(zip(attention, stages, strict=True))
         ]
+        if layout.value_norms:
+            for hook, projection in zip(self.layers, model.output_projections(), strict=True):
+                impl = hook.layer.impl
+                hook.value_factors = value_factors(
+                    projection, impl.num_heads, impl.head_size, dtype
+                )
 
     def bind(self, config: KVCacheConfig, layout: Layout) -> None:
         """vLLM has formed its KV groups.

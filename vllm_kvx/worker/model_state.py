@@ -74,7 +74,7 @@ class PolicyModelState(DefaultModelState):
         attention = self.segmented.attention_layers()
         policy_kv_cache_specs(attention, settings)
         stages = [layout.stage_of(layer) for layer in range(len(attention))]
-        self.hooks = LayerHooks(attention, stages, dtype)
+        self.hooks = LayerHooks(self.segmented, stages, dtype, layout)
         num_windows = num_split_windows(settings, vllm_config.scheduler_config)
         self.memory = PromptMemory(attention, num_windows, layout.window, dtype, device)
         self.stash: Stash | None = None

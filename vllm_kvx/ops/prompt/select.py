@@ -194,6 +194,38 @@ def _bisect(
     return low, wanted - above, tl.where(at_least_low == wanted, 0, at_least_low - above)
 
 
+@triton.jit
+def cut(scores, unpooled, outside, wanted, POOLED: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the wanted best of the first `outside` scores end.
+
+    unpooled: what decides among equal scores; not read unless POOLED.
+
+    Returns:
+        low: bits of the bound; all scores above it are wanted.
+        low_peak, cuts: if not all scores equal to `low` are wanted, `cuts` is true, and those whose
+            unpooled bits are above `low_peak` are.
+        ties_wanted: how many are wanted of those that are equal in both.
+    """
+    low, ties_wanted, equal = _bisect(scores, scores, 0, 0, outside, outside, wanted, False, BLOCK)
+    cuts = equal > 0
+    low_peak = tl.full((), -2147483648, dtype=tl.int32)
+    if POOLED:  # noqa: SIM102 (one is known when the kernel is compiled)
+        if cuts:
+            # A plateau is narrow: only the keys from its first to its last are read again.
+            first = outside
+            last = tl.zeros_like(outside)
+            for begin in range(0, outside, BLOCK):
+                key = begin + tl.arange(0, BLOCK)
+                score = tl.load(scores + key, mask=key < outside, other=0.0)
+                tied = (key < outside) & (score.to(tl.int32, bitcast=True) == low)
+                first = tl.minimum(first, tl.min(tl.where(tied, key, outside)))
+                last = tl.maximum(last, tl.max(tl.where(tied, key, 0)))
+            low_peak, ties_wanted, _ = _bisect(
+                unpooled, scores, low, first, last + 1, equal, ties_wanted, True, BLOCK
+            )
+    return low, low_peak, cuts, ties_wanted
+
+
 @triton.jit(
     do_not_specialize=[
         "scores_stride",
@@ -233,26 +265,9 @@ def _select_kernel(
     wanted = tl.minimum(cap - (length - outside), outside)
     scores += row * scores_stride + tl.load(offsets + request)
     out = row * out_stride + tl.load(out_offsets + request)
-    low, ties_wanted, equal = _bisect(scores, scores, 0, 0, outside, outside, wanted, False, BLOCK)
-    # Of the equal ones those above `low_peak` stay for sure, if some of them do not.
-    cuts = equal > 0
-    low_peak = tl.full((), -2147483648, dtype=tl.int32)
     if POOLED:
         unpooled += row * unpooled_stride + tl.load(offsets + request)
-        if cuts:
-            # A plateau is narrow: only the keys from its first to its last are read again.
-            first = outside
-            last = tl.zeros_like(outside)
-            for begin in range(0, outside, BLOCK):
-                key = begin + tl.arange(0, BLOCK)
-                score = tl.load(scores + key, mask=key < outside, other=0.0)
-                tied = (key < outside) & (score.to(tl.int32, bitcast=True) == low)
-                first = tl.minimum(first, tl.min(tl.where(tied, key, outside)))
-                last = tl.maximum(last, tl.max(tl.where(tied, key, 0)))
-            low_peak, ties_wanted, _ = _bisect(
-                unpooled, scores, low, first, last + 1, equal, ties_wanted, True, BLOCK
-            )
-
+    low, low_peak, cuts, ties_wanted = cut(scores, unpooled, outside, wanted, POOLED, BLOCK)
     sure = tl.zeros_like(length)
     ties = tl.zeros_like(length)
     kept_below_cap = tl.zeros_like(length)
@@ -263,10 +278,10 @@ def _select_kernel(
         is_sure = (scored & (score > low)) | ((key >= outside) & (key < length))
         is_tie = scored & (score == low)
         if POOLED:
-            cut = is_tie & cuts
-            peak = tl.load(unpooled + key, mask=cut, other=0.0).to(tl.int32, bitcast=True)
-            is_sure |= cut & (peak > low_peak)
-            is_tie &= ~(cut & (peak != low_peak))
+            among = is_tie & cuts
+            peak = tl.load(unpooled + key, mask=among, other=0.0).to(tl.int32, bitcast=True)
+            is_sure |= among & (peak > low_peak)
+            is_tie &= ~(among & (peak != low_peak))
         # One scan counts both: neither reaches 2 ** 15 within a block.
         packed = is_sure.to(tl.int32) + (is_tie.to(tl.int32) << 16)
         before = tl.cumsum(packed, axis=0) - packed

@@ -1,6 +1,7 @@
 """Every method. A new one is its file and a row here."""
 
 from vllm_kvx.policy.axes import Method
+from vllm_kvx.policy.methods.criticalkv import CriticalKV
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.fier import FIER
 from vllm_kvx.policy.methods.gemfilter import GemFilter
@@ -19,6 +20,7 @@ _TABLE: tuple[tuple[type[Method], bool], ...] = (
     (StructKV, True),
     (SnapKV, True),
     (PyramidKV, True),
+    (CriticalKV, True),
     (Knorm, True),
     (StreamingLLM, True),
     (GemFilter, True),

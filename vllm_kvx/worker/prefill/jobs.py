@@ -176,6 +176,7 @@ class JobBatch:
             num_keys=num_keys,
             windows=self.ints([job.window for job in jobs]),
             kernels=self.ints([job.spec.kernel for job in jobs]),
+            caps=self.caps,
             offsets=self.sums(counts),
             max_num_keys=max(counts),
             total_keys=sum(counts),

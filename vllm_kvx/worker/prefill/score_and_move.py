@@ -66,6 +66,7 @@ class ScoredLayer(Protocol):
     index: int
     stage: int
     group: int
+    value_factors: Tensor | None
 
     @property
     def scale(self) -> float: ...
@@ -127,7 +128,12 @@ class PassWork:
                 memory.queries[self.windows.slots, hook.index, self.windows.places] = rows
             table = self.block_tables[hook.group]
             view = LayerView(
-                query, memory.queries[:, hook.index], paged, hook.scale, hook.key_scale(paged)
+                query,
+                memory.queries[:, hook.index],
+                paged,
+                hook.scale,
+                hook.key_scale(paged),
+                hook.value_factors,
             )
             # All scores before the first move: a prompt may be scored by two families.
             moves = [

@@ -1,0 +1,45 @@
+"""Factors of output projections, read through the layer's own kernel."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_kvx.worker.prefill.projections import value_factors
+
+HEADS, HEAD_DIM, HIDDEN = 3, 32, 80
+
+
+def projection(weight: Tensor) -> Any:
+    """What is read of vLLM's linear layer: one that packs its weights, with a bias."""
+    linear: Any = torch.nn.Linear(1, 1)
+    linear.packed = weight.t().contiguous()
+    linear.quant_method = SimpleNamespace(apply=lambda layer, rows: rows @ layer.packed)
+    return linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_keep_their_own_columns(dtype: torch.dtype) -> None:
+    weight = torch.randn(HIDDEN, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    weight = weight.to(dtype)
+    factors = value_factors(projection(weight), HEADS, HEAD_DIM, dtype)
+    assert factors.shape == (HEADS, HEAD_DIM, HEAD_DIM) and factors.dtype == dtype
+    assert factors.is_contiguous()
+    value = torch.randn(HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    for head, part in enumerate(weight.float().split(HEAD_DIM, dim=1)):
+        expected = (part @ value).norm()
+        assert (factors[head].float() @ value).norm() == pytest.approx(float(expected), rel=1e-2)
+
+
+def test_ranks_have_the_factors_of_one() -> None:
+    """A rank's shard holds the columns of its heads, and all rows of these."""
+    weight = torch.randn(HIDDEN, 4 * HEAD_DIM, generator=torch.Generator().manual_seed(2))
+    whole = value_factors(projection(weight), 4, HEAD_DIM, torch.float32)
+    shards = [
+        value_factors(projection(shard), 2, HEAD_DIM, torch.float32)
+        for shard in weight.chunk(2, dim=1)
+    ]
+    gram = torch.cat(shards).mT @ torch.cat(shards)
+    torch.testing.assert_close(gram, whole.mT @ whole, rtol=1e-4, atol=1e-4)
