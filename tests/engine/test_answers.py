@@ -63,6 +63,7 @@ class Row:
 # All of them cut the model at its middle: a server with few KV groups is quicker on CPU.
 _ONE_BIT = (
     Row("full", caught=frozenset(), why="it chooses nothing"),
+    Row("criticalkv:kv_rate=0.05"),
     Row("snapkv:kv_rate=0.05"),
     Row("fastkv:tsp_layer=3,kv_rate=0.05"),
     Row(

@@ -20,8 +20,8 @@ LONGEST_ANSWER = 64
 # Of a user's prompt, whose right answer nobody knows.
 OWN_ANSWER = 16
 # The tasks, in turns. A model that answers none of the first family, such as a base model, is asked
-# those of the second, which need no instruction. Long values, such as a UUID, tell layers apart that
-# short ones do not: their later tokens are found by decode steps alone.
+# those of the second, which need no instruction. Long values, such as a UUID, tell layers apart
+# that short ones do not: their later tokens are found by decode steps alone.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "instructions": ("niah_multikey_1", "niah_single_3", "several_words", "niah_multivalue"),
     "notes": ("notes", "notes_3"),
