@@ -80,6 +80,10 @@ class Measured:
         """By parameter, None where not known."""
         return {m.parameter: dict(self.layers).get(m.key) for m in MEASUREMENTS}
 
+    def as_config(self) -> dict[str, int | str]:
+        """The keys of ``additional_config`` that `of` makes this from."""
+        return {**dict(self.layers), **dict(self.reductions)}
+
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Measured":
         """The layers in ``additional_config``.

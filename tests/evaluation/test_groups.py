@@ -18,6 +18,12 @@ def test_as_few_engines_as_make_sense() -> None:
     ]
 
 
+def test_one_engine_measures_one_layer() -> None:
+    names = ["fastkv", "fastkv:kv_rate=0.4", "fastkv:tsp_rate=0.4", "fastkv:tsp_layer=9,window=16"]
+    first, second = grouped(read_policies(names, 28), 28)
+    assert second == ["fastkv:tsp_rate=0.4"] and first == ["full", *names[:2], names[3]]
+
+
 def test_full_is_always_asked() -> None:
     assert list(read_policies(["snapkv", "full"], 8)) == ["full", "snapkv"]
 

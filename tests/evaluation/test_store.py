@@ -35,6 +35,34 @@ def test_a_line_cut_short_is_asked_again(tmp_path: Path) -> None:
     assert list(Store(tmp_path, FACTS)) == [answer(0), answer(1)]
 
 
+def test_answers_hold_any_character(tmp_path: Path) -> None:
+    odd = Answer(Question("full", "notes", 512, 0), 1.0, 5, 1.0, 1.0, "a\u2028b\u0085c\r\n\x1e")
+    Store(tmp_path, FACTS).add([odd])
+    assert list(Store(tmp_path, FACTS)) == [odd]
+
+
+def test_a_hubs_weights_may_come_with_the_first_run(tmp_path: Path) -> None:
+    Store(tmp_path, {**FACTS, "model_key": "config", "config_key": "config"}).add([answer(0)])
+    store = Store(tmp_path, {**FACTS, "config_key": "config"})
+    assert answer(0).question in store and store.facts["model_key"] == "k"
+    with pytest.raises(ToolError, match="model_key"):
+        Store(tmp_path, {**FACTS, "model_key": "config", "config_key": "config"})
+
+
+def test_a_full_disk_keeps_what_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(tmp_path, FACTS).add([answer(0)])
+
+    def no_space(self: Path, *args: object, **kwargs: object) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", no_space)
+    with pytest.raises(ToolError, match="What is done is kept"):
+        Store(tmp_path, FACTS)
+    monkeypatch.undo()
+    assert list(Store(tmp_path, FACTS)) == [answer(0)]
+
+
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     Store(tmp_path, FACTS).add([answer(0)])
     with (tmp_path / ANSWERS_FILE).open("a") as file:
@@ -43,7 +71,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         Store(tmp_path, FACTS)
 
 
-@pytest.mark.parametrize("name", ["model_key", "seed", "dtype"])
+@pytest.mark.parametrize("name", ["model_key", "seed", "dtype", "text", "kv_cache_dtype"])
 def test_another_runs_folder_is_refused(tmp_path: Path, name: str) -> None:
     Store(tmp_path, FACTS)
     with pytest.raises(ToolError, match=rf"{name}.*choose another --output"):

@@ -22,6 +22,19 @@ def test_wilsons_interval() -> None:
     assert of_mean([0.0])[1] == 0.0
 
 
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_an_interval_holds_its_value(score: float) -> None:
+    """Rounding once left the ends beside it, and a plot takes no negative error."""
+    for count in range(1, 200):
+        found = of_mean([score] * count)
+        assert found.low <= found.value <= found.high
+
+
+def test_nothing_kept_of_a_few_prompts_is_no_proof() -> None:
+    found = of_ratio([(0.0, 1.0)] * 6)
+    assert found == pytest.approx((0.0, 0.0, 0.3903), abs=1e-4)
+
+
 def test_ratios_are_paired() -> None:
     rng = random.Random(1)
     full = [float(rng.random() < 0.6) for _ in range(200)]

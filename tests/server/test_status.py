@@ -83,10 +83,12 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
         answer = (await client.get("/v1/kv_policy")).json()
         (said,) = answer.pop("answers_kept").values()
         assert not said["measured"] and "vllm-kvx evaluate nowhere/m" in said["says"]
+        assert len(answer.pop("model_key")) == 32
         assert answer == {
             "policy": "speed-4",
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
             "measured": {"tsp_layer": None, "pivot": None},
+            "measured_config": {},
             "num_layers": 8,
             "layout": {"splits": [4], "sidecar": None, "window": 0, **engine.stats["layout"]},
             "stash": {"tokens": 0, "tokens_used": 0},

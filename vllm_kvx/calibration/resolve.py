@@ -96,7 +96,7 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
             continue
         if wanted.key in config:
             if wanted.key in found_for:
-                _check_alike(part, found_for[wanted.key], wanted)
+                check_alike(part, found_for[wanted.key], wanted)
             continue
         found = _layer(vllm_config, part, wanted)
         layer = config[wanted.key] = found.layer
@@ -188,7 +188,7 @@ def _parts(config: dict[str, Any]) -> list[Method]:
     return parts
 
 
-def _check_alike(part: Method, other: Method, wanted: Measurement) -> None:
+def check_alike(part: Method, other: Method, wanted: Measurement) -> None:
     """Raise PolicyError if a layer that was found for `other` does not hold for `part`."""
     reduction = (wanted.reduction,) if wanted.reduction else ()
     for name in SETTINGS[part.name]["answers"] + reduction:

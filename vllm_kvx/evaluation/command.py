@@ -28,8 +28,9 @@ from vllm_kvx.evaluation.store import Answer, Question, Store
 from vllm_kvx.evaluation.summary import Summary
 from vllm_kvx.evaluation.tasks.table import GROUPS, TASKS
 
-# Answers that are asked for, and stored, at a time: enough to fill a GPU with short prompts.
+# Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
 _AT_A_TIME = 128
+_TOKENS_AT_A_TIME, _TOKENS_ON_CPU = 1 << 20, 1 << 14
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> None:
     suite.check(config.max_position_embeddings)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
+    speed = figures.read_speed(args.speed) if args.speed else None
     store = Store(output, facts_of(args, suite, config))
 
     load = functools.partial(load_tokenizer, args.model, args.revision)
@@ -74,13 +76,19 @@ def run(args: argparse.Namespace) -> None:
                     for answered in _ask(engine, name, missing[name], posed, store):
                         done += answered
                         bar(done, count)
-    finish(args, store, list(policies), config)
+    asked = {Question(name, *key) for name in policies for key in posed}
+    summary = Summary((a for a in store if a.question in asked), list(policies))
+    finish(args, store, summary, config, speed)
 
 
-def finish(args: argparse.Namespace, store: Store, policies: Sequence[str], config: Any) -> None:
+def finish(
+    args: argparse.Namespace,
+    store: Store,
+    summary: Summary,
+    config: Any,
+    speed: Mapping[str, Mapping[str, float]] | None,
+) -> None:
     """Shows and writes what the answers say."""
-    asked = set(policies)
-    summary = Summary((a for a in store if a.question.policy in asked), policies)
     facts = store.facts
     print(report.table(summary))
     written = {
@@ -93,11 +101,11 @@ def finish(args: argparse.Namespace, store: Store, policies: Sequence[str], conf
         except OSError as error:
             raise ToolError(f"cannot write {store.directory / name}: {error.strerror}") from error
     print(f"\nResults: {store.directory / 'report.json'}, answers: {store.directory}/answers.jsonl")
-    if not args.no_plot:
-        print(figures.draw_all(store.directory, summary, model_name(args.model), args.speed))
     if args.save:
         key = model_key(config.to_dict(), model_dir(args.model, args.revision))
         print(f"Saved for servers of this model: {records.save(key, summary, facts)}")
+    if not args.no_plot:
+        print(figures.draw_all(store.directory, summary, model_name(args.model), speed))
 
 
 def facts_of(args: argparse.Namespace, suite: Suite, config: Any) -> dict[str, Any]:
@@ -111,6 +119,10 @@ def facts_of(args: argparse.Namespace, suite: Suite, config: Any) -> dict[str, A
     return {
         "model": Path(args.model).name if Path(args.model).is_dir() else args.model,
         "model_key": key,
+        "config_key": model_key(config.to_dict(), None),
+        "text": args.text and str(Path(args.text).resolve()),
+        "kv_cache_dtype": args.engine_args.get("kv_cache_dtype"),
+        "quantization": args.engine_args.get("quantization"),
         "seed": args.seed,
         "dtype": dtype,
         "tasks": suite.names,
@@ -140,7 +152,8 @@ def _engines(
     """Engines that are up, with the policies to ask them for, one after the other."""
     wanted = {name: policy for name, policy in policies.items() if missing[name]}
     if args.base_url:
-        with running_server(args.base_url, wanted, args.concurrency) as server:
+        key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+        with running_server(args.base_url, wanted, args.concurrency, key) as server:
             yield server, list(wanted)
         return
     longest = min(max(args.lengths) + suite.longest_answer, config.max_position_embeddings)
@@ -160,8 +173,13 @@ def _ask(
 ) -> Iterator[int]:
     """Has the engine answer, shortest prompts first; how many answers are stored, as they are."""
     ordered = sorted(keys, key=lambda key: key[1])
-    for begin in range(0, len(ordered), _AT_A_TIME):
-        some = ordered[begin : begin + _AT_A_TIME]
+    most = _TOKENS_ON_CPU if on_cpu() else _TOKENS_AT_A_TIME
+    while ordered:
+        tokens, count = 0, 0
+        while count < min(len(ordered), _AT_A_TIME) and (tokens < most or not count):
+            tokens += len(posed[ordered[count]].asked.token_ids)
+            count += 1
+        some, ordered = ordered[:count], ordered[count:]
         answers = engine.answers(policy, [posed[key].asked for key in some])
         found = []
         for key, answer in zip(some, answers, strict=True):

@@ -70,7 +70,7 @@ class OwnEngine:
             defaults |= {"enforce_eager": True, "dtype": "float32", "block_size": _CPU_BLOCK}
         try:
             self.llm: Any = LLM(model, additional_config=config, **(defaults | given))
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError, OSError) as error:
             names = ", ".join(policies)
             raise ToolError(f"the engine for {names} does not start: {last_line(error)}") from error
         vllm_config = self.llm.llm_engine.vllm_config
@@ -81,7 +81,11 @@ class OwnEngine:
         self.block_size = vllm_config.cache_config.block_size
 
     def answers(self, policy: str, asked: Sequence[Asked]) -> list[Answered]:
-        """Greedy answers under one of the engine's policies, all prompts given at once."""
+        """Greedy answers under one of the engine's policies, all prompts given at once.
+
+        Raises:
+            ToolError: the engine fails.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -99,7 +103,13 @@ class OwnEngine:
         ]
         prompts = [TokensPrompt(prompt_token_ids=list(each.token_ids)) for each in asked]
         found = []
-        for output in self.llm.generate(prompts, params, use_tqdm=False):
+        try:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        except (ValueError, RuntimeError) as error:
+            raise ToolError(
+                f"the engine failed under {policy}: {last_line(error)}. Finished answers are kept"
+            ) from error
+        for output in outputs:
             choice = output.outputs[0]
             nats = [
                 -entry[token].logprob

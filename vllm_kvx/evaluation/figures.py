@@ -10,14 +10,16 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.summary import FULL, Summary
 
 
-def draw_all(directory: Path, summary: Summary, model: str, speed: str | None) -> str:
+def draw_all(
+    directory: Path, summary: Summary, model: str, speed: Mapping[str, Mapping[str, float]] | None
+) -> str:
     """Draws what there are answers for; a line on each plot."""
     if not summary.scored:
         return "No plot: no task is answered right or wrong."
     title = Path(model).name
     said = [draw(directory / "kept.png", kept_curves, summary, title)]
     if speed is not None:
-        said.append(draw(directory / "speed.png", speed_points, summary, title, read_speed(speed)))
+        said.append(draw(directory / "speed.png", speed_points, summary, title, speed))
     return "\n".join(said)
 
 
@@ -107,6 +109,8 @@ def read_speed(path: str) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
         for policy, engine in engines.items():
             for case, result in engine["cases"].items():
+                if "@" in case:
+                    continue  # Of another policy on this engine.
                 ratio = result.get("ratio_to_stock")
                 what = {"ttft": "ttft", "decode": "tokens"}.get(case.split(":")[0].split("_")[0])
                 if ratio and what:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from vllm_kvx.calibration.resolve import check_alike
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
@@ -42,18 +43,35 @@ def grouped(policies: Mapping[str, KVPolicy], num_layers: int) -> list[list[str]
     """The names, in groups that one engine serves; as few as make sense, in the order given."""
     groups: list[tuple[list[str], list[KVPolicy]]] = []
     for name, policy in policies.items():
-        known = _with_layers(policy, num_layers)
         for names, members in groups:
-            if _fit_together([*members, known], num_layers):
+            if _fit_together([*members, policy], num_layers):
                 names.append(name)
-                members.append(known)
+                members.append(policy)
                 break
         else:
-            groups.append(([name], [known]))
+            groups.append(([name], [policy]))
     return [names for names, _ in groups]
 
 
+def _measured_alike(policy: KVPolicy, other: KVPolicy) -> bool:
+    """Whether one layer can stand for what both leave to measurement."""
+    for part in policy.parts:
+        for second in other.parts:
+            wanted = part.unmeasured
+            if wanted is None or type(second) is not type(part) or second.unmeasured is None:
+                continue
+            try:
+                check_alike(part, second, wanted)
+            except PolicyError:
+                return False
+    return True
+
+
 def _fit_together(policies: Sequence[KVPolicy], num_layers: int) -> bool:
+    *before, last = policies
+    if not all(_measured_alike(last, policy) for policy in before):
+        return False
+    policies = [_with_layers(policy, num_layers) for policy in policies]
     try:
         layout = layout_of(policies, num_layers)
     except PolicyError:

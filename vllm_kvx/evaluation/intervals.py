@@ -1,7 +1,6 @@
 """Confidence intervals of 95%: of a mean of scores, and of the ratio of two."""
 
 import math
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,7 +27,9 @@ def of_mean(scores: Sequence[float]) -> Interval:
     square = _Z * _Z / count
     middle = (mean + square / 2) / (1 + square)
     reach = _Z / (1 + square) * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
-    return Interval(mean, max(middle - reach, 0.0), min(middle + reach, 1.0))
+    # Where all scores are alike an end is the mean itself, but for rounding.
+    low, high = max(middle - reach, 0.0), min(middle + reach, 1.0)
+    return Interval(mean, min(low, mean), max(high, mean))
 
 
 def of_values(values: Sequence[float]) -> Interval:
@@ -51,19 +52,16 @@ def of_ratio(pairs: Sequence[tuple[float, float]]) -> Interval | None:
     if below == 0:
         return None
     ratio = math.fsum(first for first, _ in pairs) / below
-    rng = random.Random(0)
-    count = len(pairs)
-    ratios = []
-    for _ in range(_RESAMPLES):
-        drawn = rng.choices(pairs, k=count)
-        under = sum(second for _, second in drawn)
-        if under:
-            ratios.append(sum(first for first, _ in drawn) / under)
-    ratios.sort()
-    edge = int(len(ratios) * 0.025)
-    low, high = ratios[edge], ratios[-1 - edge]
+    import numpy as np
+
+    values, count = np.array(pairs), len(pairs)
+    # How often each pair is drawn, resample by resample.
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), _RESAMPLES)
+    sums = draws @ values
+    sums = sums[sums[:, 1] > 0]
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975]).tolist()
     if low == high:
         # Prompts that all agree resample to no width; a few of them prove little.
-        kept = [min(first / second, 1.0) for first, second in pairs if second]
-        low = min(low, of_mean(kept).low)
-    return Interval(ratio, low, high)
+        kept = of_mean([min(first / second, 1.0) for first, second in pairs if second])
+        low, high = min(low, kept.low), max(high, kept.high) if ratio < 1 else high
+    return Interval(ratio, min(low, ratio), max(high, ratio))

@@ -26,7 +26,7 @@ class Passage:
 
 
 def passages(source: str | None, tokenizer: Any, length: int, count: int) -> list[Passage]:
-    """`count` passages, spread evenly over a text; each has `length` tokens with what follows.
+    """`count` passages, spread over a text; each has `length` tokens with what follows.
 
     source: a text file; None for the built-in text, which is public domain prose and known to
     most models: compare its figures with `full`, and with nothing else.
@@ -44,10 +44,10 @@ def passages(source: str | None, tokenizer: Any, length: int, count: int) -> lis
             f"tokens, and more than {CONTINUATION_TOKENS} are needed: give a longer text with "
             "--text FILE, or another length"
         )
-    step = (len(tokens) - wanted) / max(count - 1, 1)
     found = []
     for index in range(count):
-        begin = int(index * step)
+        # Spread by the golden ratio, so that more passages leave the first where they were.
+        begin = int((index * 0.6180339887 % 1) * (len(tokens) - wanted + 1))
         piece = (*first, *tokens[begin : begin + wanted])
         found.append(Passage(piece[:-CONTINUATION_TOKENS], piece[-CONTINUATION_TOKENS:]))
     return found

@@ -66,6 +66,8 @@ class Suite:
         Raises:
             ToolError: a name is neither, or the folder has no LongBench.
         """
+        if not names:
+            raise ToolError("no task is named: leave --tasks out, or see --tasks list")
         named = [name for name in names if name != PERPLEXITY]
         tasks = tasks_named(named, Path(longbench) if longbench else None)
         return cls(
@@ -105,6 +107,11 @@ class Suite:
                         f"{task.name} that is more than the model's context of {context}: use "
                         f"--lengths up to {context - task.max_tokens}"
                     )
+        if self.perplexity and max(self.lengths) > context:
+            raise ToolError(
+                f"length {max(self.lengths)} is more than the model's context of {context}: use "
+                f"--lengths up to {context}"
+            )
 
     def pose(
         self, tokenizer_of: Callable[[], Any], progress: Callable[[int, int], None]
@@ -134,7 +141,7 @@ class Suite:
             for index, sample in enumerate(samples):
                 prompt = shortened(sample, max(self.lengths), tokenizer, task.chat)
                 asked = Asked(prompt.token_ids, task.max_tokens)
-                posed[task.name, 0, index] = Posed(asked, task, sample)
+                posed[task.name, max(self.lengths), index] = Posed(asked, task, sample)
                 progress(len(posed), total)
         for length in self.lengths if self.perplexity else ():
             for index, passage in enumerate(passages(self.text, tokenizer, length, self._count)):

@@ -65,8 +65,12 @@ def load(key: str, policy: KVPolicy) -> dict[str, Any] | None:
     record = _read(record_path(key))
     if record is None:
         return None
-    found = record.get("policies", {}).get(canonical(policy))
-    return found if isinstance(found, dict) else None
+    policies = record.get("policies")
+    found = policies.get(canonical(policy)) if isinstance(policies, dict) else None
+    if found is not None and not _is_whole(found):
+        logger.warning("Ignoring %s: its entry of %s is damaged.", record_path(key), policy)
+        return None
+    return found
 
 
 def canonical(policy: KVPolicy) -> str:
@@ -84,11 +88,25 @@ def line(policy: KVPolicy, model: str, found: Mapping[str, Any] | None) -> str:
             f"evaluate {model} --policies {policy} --save`"
         )
     value, low, high = (100 * share for share in found["of_full"])
-    lengths = ", ".join(found["lengths"]) or "their own"
+    lengths = ", ".join(found["lengths"])
     return (
         f"{policy}: kept {value:.1f}% [{low:.1f}-{high:.1f}] of this model's right answers "
         f"({found['n']} prompts of {lengths} tokens, full {100 * found['full']:.1f}% right, "
-        f"{str(found['date'])[:10]})."
+        f"{str(found.get('date'))[:10]})."
+    )
+
+
+def _is_whole(found: Any) -> bool:
+    """Whether an entry has what is said of it."""
+    if not isinstance(found, dict):
+        return False
+    of_full, lengths = found.get("of_full"), found.get("lengths")
+    numbers = [found.get("full"), *(of_full if isinstance(of_full, list) else [])]
+    return (
+        len(numbers) == 4
+        and all(isinstance(number, int | float) for number in numbers)
+        and isinstance(lengths, dict)
+        and isinstance(found.get("n"), int)
     )
 
 

@@ -8,7 +8,7 @@ from vllm_kvx.evaluation.summary import FULL, PERPLEXITY, Cell, Summary
 
 
 def table(summary: Summary) -> str:
-    """Policies by lengths: the mean of all tasks in percent, its interval and n."""
+    """Policies by lengths: right answers of all prompts in percent, the interval and n."""
     lengths: list[int | None] = [*summary.lengths]
     if len(lengths) != 1:
         lengths.append(None)

@@ -19,15 +19,17 @@ _TIMEOUT_S = 1800.0
 class RunningServer:
     """``vllm serve`` with a policy, reached over HTTP; its layout has room for all of ours."""
 
-    def __init__(self, url: str, policies: Mapping[str, KVPolicy], concurrency: int) -> None:
-        """url: of the server, with or without ``/v1``.
+    def __init__(
+        self, url: str, policies: Mapping[str, KVPolicy], concurrency: int, model_key: str
+    ) -> None:
+        """url: of the server, with or without ``/v1``. model_key: of the model it has to serve.
 
         Raises:
             ToolError: no such server answers, or it refuses one of the policies.
         """
         import httpx
 
-        self._errors = httpx.HTTPError
+        self._errors = (httpx.HTTPError, httpx.InvalidURL)
         self._client = httpx.Client(
             base_url=url.rstrip("/").removesuffix("/v1"),
             timeout=_TIMEOUT_S,
@@ -40,9 +42,12 @@ class RunningServer:
         self.num_layers = int(status["num_layers"])
         groups = status["layout"].get("groups", ())
         self.block_size = int(groups[0]["block_size"]) if groups else 16
-        keys = {"tsp_layer": "kv_tsp_layer", "pivot": "kv_pivot"}
-        known = {keys[k]: v for k, v in status["measured"].items() if v is not None and k in keys}
-        self._measured = Measured.of(known)
+        self._measured = Measured.of(status.get("measured_config", {}))
+        if status.get("model_key") != model_key:
+            raise ToolError(
+                f"the server at {self._client.base_url} runs other weights ({self._model}) than "
+                "MODEL has: name the model that it serves"
+            )
         for name in policies:
             # Before hours of work.
             self._answer(name, Asked([0], 1))
@@ -81,6 +86,9 @@ class RunningServer:
             "prompt": list(asked.token_ids),
             "max_tokens": asked.max_tokens,
             "temperature": 0,
+            # A model's generation_config must not change what greedy means.
+            **{"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1},
+            **{"presence_penalty": 0, "frequency_penalty": 0},
             "vllm_xargs": {POLICY_KEY: self._requested[policy]},
         }
         choice = self._said(policy, "/v1/completions", body)["choices"][0]
@@ -103,20 +111,20 @@ class RunningServer:
         try:
             response = self._client.get(path)
             response.raise_for_status()
-        except self._errors as error:
+            return response.json()
+        except (*self._errors, ValueError) as error:
             raise ToolError(
                 f"no server with a KV policy answers at {self._client.base_url} ({error}): start "
                 "one by `vllm serve MODEL --kv-policy ...`, or leave --base-url out"
             ) from error
-        return response.json()
 
 
 @contextmanager
 def running_server(
-    url: str, policies: Mapping[str, KVPolicy], concurrency: int
+    url: str, policies: Mapping[str, KVPolicy], concurrency: int, model_key: str
 ) -> Iterator[RunningServer]:
     """The server while the block runs."""
-    server = RunningServer(url, policies, concurrency)
+    server = RunningServer(url, policies, concurrency, model_key)
     try:
         yield server
     finally:

@@ -11,15 +11,15 @@ from vllm_kvx.errors import ToolError
 RUN_FILE, ANSWERS_FILE = "run.json", "answers.jsonl"
 RESOLVED = "resolved"
 # Answers under other values of these are not of the same run.
-SAME = ("model", "model_key", "seed", "dtype")
+SAME = ("model", "model_key", "seed", "dtype", "text", "kv_cache_dtype", "quantization")
 
 
 @dataclass(frozen=True)
 class Question:
     """One prompt under one policy: what an answer is stored under.
 
-    policy: as the user names it. length: tokens that the prompt was fitted to, 0 for a task whose
-    texts have lengths of their own. index: which sample, from 0.
+    policy: as the user names it. length: tokens that the prompt was fitted or cut to. index: which
+    sample, from 0.
     """
 
     policy: str
@@ -61,7 +61,12 @@ class Store:
             directory.mkdir(parents=True, exist_ok=True)
         before = self._read_run(path)
         for name in SAME if before else ():
-            if before.get(name) != facts.get(name):
+            alike = [facts.get(name)]
+            if name == "model_key":
+                # A hub's weights may have come only with the first run: until then the key is that
+                # of the configuration alone.
+                alike.append(facts.get("config_key"))
+            if before.get(name) not in alike:
                 raise ToolError(
                     f"{directory} holds answers with {name} {before.get(name)!r}, this run has "
                     f"{facts.get(name)!r}: choose another --output"
@@ -88,9 +93,16 @@ class Store:
         self._write_facts()
 
     def _write_facts(self) -> None:
+        text = json.dumps(self.facts, indent=1) + "\n"
+        path = self.directory / RUN_FILE
+        partial = path.with_suffix(".partial")
         with self._writing():
-            text = json.dumps(self.facts, indent=1) + "\n"
-            (self.directory / RUN_FILE).write_text(text, encoding="utf-8")
+            # Renamed when complete: a full disk must not cost what was there.
+            try:
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def __contains__(self, question: Question) -> bool:
         return question in self._answers
@@ -123,7 +135,8 @@ class Store:
             # A run was killed while it wrote: that answer is asked for again.
             with self._writing(), path.open("r+b") as file:
                 file.truncate(whole)
-        for number, line in enumerate(data[:whole].decode(errors="replace").splitlines(), start=1):
+        # Only \n ends a line: an answer may hold other marks of a line's end.
+        for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
             try:
                 fields = json.loads(line)
                 yield Answer(**{**fields, "question": Question(**fields["question"])})

@@ -42,6 +42,7 @@ class Summary:
         self.policies = [p for p in policies if p in found] or list(found)
         self.tasks = list(dict.fromkeys(q.task for q in questions))
         self.lengths = sorted({q.length for q in questions if q.length})
+        self._cells: dict[tuple[str, str | None, int | None], Cell | None] = {}
         self._full = {
             self._key(a.question): a.score for a in self._answers if a.question.policy == FULL
         }
@@ -53,7 +54,12 @@ class Summary:
 
     def cell(self, policy: str, task: str | None = None, length: int | None = None) -> Cell | None:
         """The cell of a policy; over all scored tasks, or all lengths, where None is given."""
+        key = policy, task, length
+        if key not in self._cells:
+            self._cells[key] = self._found(policy, task, length)
+        return self._cells[key]
 
+    def _found(self, policy: str, task: str | None, length: int | None) -> Cell | None:
         def wanted(q: Question) -> bool:
             right = q.task != PERPLEXITY if task is None else q.task == task
             return q.policy == policy and right and (length is None or q.length == length)

@@ -86,6 +86,8 @@ class PolicyStatus:
             "policy": str(settings.policy),
             "parameters": settings.policy.parameters(),
             "measured": settings.measured.as_dict(),
+            "measured_config": settings.measured.as_config(),
+            "model_key": self.trust.model_key,
             "answers_kept": {str(p): self.trust.as_json(p) for p in settings.policies},
             "num_layers": settings.num_layers,
             "layout": {

@@ -12,25 +12,26 @@ if TYPE_CHECKING:
 
 
 class Trust:
-    """What evaluations found of policies on one model."""
+    """What evaluations found of policies on one model, whose key is `model_key`."""
 
     def __init__(self, model_config: "ModelConfig") -> None:
         self._model = model_config.model
         config = model_config.hf_text_config.to_dict()
         try:
-            self._key = model_key(config, model_dir(self._model, model_config.revision))
+            self.model_key = model_key(config, model_dir(self._model, model_config.revision))
         except OSError:
             # vLLM says later, and better, that weights cannot be read.
-            self._key = model_key(config, None)
+            self.model_key = model_key(config, None)
 
     def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
         """A line for the log on each policy but `full`, and whether it was measured."""
-        found = [(p, records.load(self._key, p)) for p in dict.fromkeys(policies) if not p.is_full]
+        lossy = [policy for policy in dict.fromkeys(policies) if not policy.is_full]
+        found = [(policy, records.load(self.model_key, policy)) for policy in lossy]
         return [(records.line(p, self._model, record), record is not None) for p, record in found]
 
     def as_json(self, policy: KVPolicy) -> dict[str, Any]:
         """For ``GET /v1/kv_policy``: the record, and the sentence that the log has."""
-        found = records.load(self._key, policy)
+        found = records.load(self.model_key, policy)
         return {
             "measured": found is not None,
             "says": records.line(policy, self._model, found),
