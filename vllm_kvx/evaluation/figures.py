@@ -9,6 +9,9 @@ from vllm_kvx.calibration.figures import draw
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.summary import FULL, Summary
 
+# More than these are told apart by nobody.
+_MOST_CURVES = 12
+
 
 def draw_all(
     directory: Path, summary: Summary, model: str, speed: Mapping[str, Mapping[str, float]] | None
@@ -33,7 +36,10 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
     for policy in summary.policies:
         if policy != FULL:
             families.setdefault(family_of(policy), []).append(policy)
-    colors = pyplot.get_cmap("tab20")
+    if len(families) > _MOST_CURVES:
+        # Points without a curve make a thicket; the table has them.
+        families = {name: members for name, members in families.items() if len(members) > 1}
+    colors, lines = pyplot.get_cmap("tab10"), {}
     for column, length in enumerate(lengths):
         full = summary.cell(FULL, length=length)
         for row, what in enumerate(("kept", "read")):
@@ -48,12 +54,12 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
                     [100 * (s.value - s.low) for s in scores],
                     [100 * (s.high - s.value) for s in scores],
                 ]
-                axis.errorbar(
+                lines[family] = axis.errorbar(
                     xs,
                     [100 * s.value for s in scores],
                     yerr=errors,
-                    color=colors(number % 20),
-                    marker="o",
+                    color=colors(number % 10),
+                    marker="osD^v"[number // 10 % 5],
                     markersize=4,
                     linewidth=1,
                     elinewidth=0.5,
@@ -62,12 +68,16 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
             if full is not None:
                 axis.axhline(100 * full.score.value, color="black", linewidth=0.8, linestyle=":")
             axis.set_xscale("log")
+            axis.xaxis.set_minor_formatter("")
+            axis.set_xticks([5, 10, 20, 40, 100], ["5", "10", "20", "40", "100"])
             axis.set_xlabel(f"share of KV entries {what} (%)")
             if row == 0 and length is not None:
                 axis.set_title(f"{length:,} tokens", loc="left", fontsize=10)
             if column == 0:
                 axis.set_ylabel("right answers (%)")
-    axes[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    axes[0][-1].legend(
+        lines.values(), lines, fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0)
+    )
     figure.suptitle(f"{title}; dotted: full; bars: 95% confidence", x=0.02, ha="left", fontsize=11)
     figure.tight_layout()
     return figure
