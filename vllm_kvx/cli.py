@@ -155,7 +155,7 @@ def _add_lookups(command: argparse.ArgumentParser) -> None:
         "--least",
         type=_share,
         metavar="SHARE",
-        help=f"of evidence and answers, below which no layer is chosen (default: {_LEAST})",
+        help=f"of answers that stay, below which no layer is chosen (default: {_LEAST})",
     )
     command.add_argument(
         "--reduction",
