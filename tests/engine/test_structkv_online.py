@@ -36,7 +36,9 @@ def counted(stats: dict[str, Any], policy: Online) -> dict[int, int]:
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize(("online", "budget"), [(ONLINE, 64), (ONLINE, 4096), (OWN, 64), (PAPER, 96)])
+@pytest.mark.parametrize(
+    ("online", "budget"), [(ONLINE, 64), (ONLINE, 4096), (OWN, 64), (PAPER, 96)]
+)
 def test_parity(tiny: Callable[..., Path], online: Online, budget: int) -> None:
     """Each prompt with its own pivot, in chunks and in one, mixed with other policies."""
     model = tiny()

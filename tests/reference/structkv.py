@@ -157,9 +157,9 @@ def retained_by(probs: Tensor, kv_heads: int, struct: Struct) -> list[tuple[Tens
     For all heads at once (Eq. 13) or for each KV head: pooled by query head, then summed over them.
     """
     sets = kv_heads if struct.heads == "own" else 1
-    pooled, unpooled = (
-        saliency(probs, sets, struct.window, width) for width in (struct.kernel, 1)
-    )
+    if probs.shape[1] <= struct.window:
+        return [(torch.empty(0), torch.empty(0))] * sets
+    pooled, unpooled = (saliency(probs, sets, struct.window, width) for width in (struct.kernel, 1))
     return list(zip(pooled, unpooled, strict=True))
 
 

@@ -33,7 +33,6 @@ from vllm_kvx.policy.parameters import (
     weight,
 )
 
-
 # How single entries are retained, unless `heads` and `kernel` say otherwise.
 DEFAULT_HEADS = "shared"
 DEFAULT_KERNEL = 7
