@@ -169,7 +169,7 @@ def brute(
         replace(TOKENS, struct_rate=1.0),
         replace(TOKENS, pivot=3),
         replace(TOKENS, pivot=2, struct_reduction="max"),
-        replace(TOKENS, kernel=3),
+        replace(TOKENS, kernel=5),
         replace(TOKENS, kernel=7, pivot=2, kv_rate=0.4),
         replace(TOKENS, kernel=31, kv_rate=0.2, struct_reduction="max"),  # wider than all rows
         replace(BLOCKS, struct_reduction="max"),
