@@ -50,7 +50,8 @@ METHODS: dict[str, list[Policy]] = {
     "max": [
         Keep(tsp_layer=3, tsp_rate=0.3, tsp_reduction="max", kv_rate=0.2),
         Struct(3, struct_rate=0.4, struct_reduction="max", kv_rate=0.3),
-        Struct(5, struct_rate=0.3, struct_reduction="max", kv_rate=0.2, heads="shared"),
+        Struct(5, struct_rate=0.3, struct_reduction="max", kv_rate=0.2, heads="own"),
+        Struct(5, struct_rate=0.3, struct_reduction="max", kv_rate=0.2, kernel=1),
     ],
     "structkv+snapkv": [
         StructSnap(3, struct_rate=0.5, kv_rate=0.2),

@@ -18,7 +18,8 @@ from vllm_kvx.policy.spec import parse_policy
 
 LOW, HIGH = 2, 6  # min_layer, max_layer
 ONLINE = Online(LOW, HIGH)
-SHARED = Online(LOW, HIGH, Struct(0, heads="shared", kv_floor=30))
+OWN = Online(LOW, HIGH, Struct(0, heads="own"))
+PAPER = Online(LOW, HIGH, Struct(0, kernel=1, kv_floor=30))
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
 
 
@@ -35,7 +36,9 @@ def counted(stats: dict[str, Any], policy: Online) -> dict[int, int]:
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize(("online", "budget"), [(ONLINE, 64), (ONLINE, 4096), (SHARED, 96)])
+@pytest.mark.parametrize(
+    ("online", "budget"), [(ONLINE, 64), (ONLINE, 4096), (OWN, 64), (PAPER, 96)]
+)
 def test_parity(tiny: Callable[..., Path], online: Online, budget: int) -> None:
     """Each prompt with its own pivot, in chunks and in one, mixed with other policies."""
     model = tiny()

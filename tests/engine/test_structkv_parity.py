@@ -15,7 +15,9 @@ from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import EDGES, prompts_of
 
 STRUCT = Struct(pivot=3)  # The defaults of `structkv:pivot=3`.
-SHARED = replace(STRUCT, heads="shared")  # The paper's form of retention (Eq. 13).
+PAPER = replace(STRUCT, kernel=1)  # The paper's form of retention (Eq. 13).
+OWN = replace(STRUCT, heads="own")
+FORMS = (STRUCT, OWN, PAPER, replace(OWN, kernel=1))
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
 SNAP = Keep(kv_rate=0.1)
 STREAM = Keep(sinks=4, recent=20)
@@ -27,7 +29,7 @@ def test_pivots_and_rates(tiny: Callable[..., Path]) -> None:
     model = tiny()
     rates = [(0.2, 0.1), (0.05, 1.0), (1.0, 0.05), (0.1, 0.5), (0.5, 0.5), (0.3, 0.31), (0.9, 0.95)]
     policies = [
-        Struct(pivot, struct_rate, kv_rate, heads="shared" if (pivot + i) % 2 else "own")
+        replace(FORMS[(pivot + i) % 4], pivot=pivot, struct_rate=struct_rate, kv_rate=kv_rate)
         for pivot, (i, (struct_rate, kv_rate)) in product((0, 3, 6, 7), enumerate(rates))
     ]
     prompts = prompts_of([60 + 37 * i % 190 for i in range(len(policies))])
@@ -77,18 +79,18 @@ def test_rates_of_one(tiny: Callable[..., Path]) -> None:
 
 @pytest.mark.usefixtures("dense_ops")
 def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
-    """Windows from one token to longer than the prompt, lengths around w, cap and M."""
+    """Windows from one token to longer than the prompt, lengths around w, cap and M; kernels."""
     model = tiny()
     policies: list[Policy] = []
     lengths = []
     for window, decay in ((1, 0.9), (4, 1.0), (8, 0.3), (24, 0.01), (64, 0.5)):
-        struct = Struct(3, 0.5, 0.25, window=window, decay=decay)
+        struct = Struct(3, 0.5, 0.25, window=window, decay=decay, heads="own")
         around = {1, window - 1, window, window + 1, window + 2, 2 * window + 1, 4 * window + 5}
         for length in sorted(around - {0}):
             policies.append(struct)
             lengths.append(length)
         for length in (window + 17, 150):
-            policies.append(replace(struct, struct_rate=1, kv_rate=0.15, heads="shared"))
+            policies.append(replace(struct, struct_rate=1, kv_rate=0.15, heads="shared", kernel=1))
             lengths.append(length)
         policies.append(replace(struct, kv_budget=window + 20))
         lengths.append(140)
@@ -96,6 +98,11 @@ def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
         lengths.append(145)
         policies.append(replace(struct, pivot=6, struct_rate=0.01, kv_rate=0.01))
         lengths.append(90 + window)
+        # Wider than what is kept, and the widest.
+        policies.append(replace(struct, heads="shared", kernel=31))
+        lengths.append(window + 70)
+        policies.append(replace(struct, kernel=127))
+        lengths.append(window + 110)
     with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
         answers = ask(engine, prompts_of(lengths), policies, max_tokens=3)
         engine.assert_idle()
@@ -104,7 +111,7 @@ def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
 
 @pytest.mark.usefixtures("dense_ops")
 @pytest.mark.parametrize(
-    "struct", [STRUCT, SHARED, Struct(5, struct_rate=0.4, kv_rate=0.6)], ids=named
+    "struct", [STRUCT, PAPER, replace(OWN, pivot=5, struct_rate=0.4, kv_rate=0.6)], ids=named
 )
 def test_lengths_around_every_edge(tiny: Callable[..., Path], struct: Struct) -> None:
     """In a batch and alone: around the window, the block of 32 and the chunk of 96 tokens."""
@@ -129,7 +136,8 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
         STRUCT,
         FAST,
         replace(STRUCT, pivot=6, struct_rate=0.6, kv_rate=1),
-        replace(SHARED, pivot=7, window=6, kv_rate=0.4),
+        replace(OWN, pivot=7, window=6, kv_rate=0.4),
+        replace(PAPER, kv_rate=0.4),
         FULL,
     ]
     prompts = prompts_of((30, 41, 55, 23, 64, 17, 50, 38, 47, 29, 33))
@@ -155,7 +163,7 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
 def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
     """Every chunk is one token and every window is spread over as many chunks as it has tokens."""
     model = tiny()
-    policies = [STRUCT, replace(STRUCT, struct_rate=0.6, kv_rate=0.4), FAST, SHARED]
+    policies = [STRUCT, replace(OWN, struct_rate=0.6, kv_rate=0.4), FAST, PAPER]
     with running(
         model,
         "structkv:pivot=3",
@@ -172,7 +180,8 @@ def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
 def test_one_shot(tiny: Callable[..., Path]) -> None:
     """Whole prompts in one step, many at once; chunked prefill gives the same."""
     model = tiny()
-    mixed: list[Policy] = [SHARED, FAST, replace(STRUCT, struct_rate=0.7, kv_rate=0.9), FULL, SNAP]
+    mixed: list[Policy] = [STRUCT, FAST, replace(OWN, struct_rate=0.7, kv_rate=0.5), FULL, PAPER]
+    mixed.append(SNAP)
     prompts = prompts_of((600, 333, 450, 200, 301, *range(9, 39, 3)))
     policies = [mixed[i % len(mixed)] for i in range(len(prompts))]
     config = room_for(policies)
@@ -209,8 +218,8 @@ def test_architectures(tiny: Callable[..., Path], arch: str, heads: int, kv_head
     mixed = [
         STRUCT,
         Struct(3, struct_rate=0.5, kv_rate=0.7),
-        Struct(7, kv_rate=0.3, decay=0.5),
-        SHARED,
+        replace(OWN, pivot=7, kv_rate=0.3, decay=0.5),
+        PAPER,
     ]
     prompts = prompts_of((150, 97, 200, 64, 131, 180, 119, 143))
     policies = [mixed[i % 4] for i in range(len(prompts))]
@@ -239,10 +248,11 @@ def test_mixed_batch(tiny: Callable[..., Path]) -> None:
         Keep(cutoff=6),
         Struct(7, kv_rate=0.25, window=24),
         Struct(5, struct_rate=0.3, kv_rate=1),
-        SHARED,
-        Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, heads="shared"),
+        PAPER,
+        OWN,
+        Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, heads="own", kernel=3),
     ]
-    prompts = prompts_of((150, 130, 160, 75, 90, 140, 110, 120, 100, 150, 125, 135, 145))
+    prompts = prompts_of((150, 130, 160, 75, 90, 140, 110, 120, 100, 150, 125, 135, 155, 145))
     with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
         chunked = ask(engine, prompts, policies, max_tokens=6)
         alone = [
@@ -278,19 +288,18 @@ def test_selected_tokens_take_several_passes(tiny: Callable[..., Path]) -> None:
 
 @pytest.mark.usefixtures("dense_ops")
 @pytest.mark.parametrize(("kv_heads", "heads"), [(1, "shared"), (2, "own")])
-def test_retention_is_snapkv_without_pooling(
-    tiny: Callable[..., Path], kv_heads: int, heads: str
-) -> None:
+def test_retention_is_snapkv(tiny: Callable[..., Path], kv_heads: int, heads: str) -> None:
     """Of each head's own set, and of the only head's; above a SPEED cutoff that one's stays."""
     model = tiny(heads=4, kv_heads=kv_heads)
     prompts = prompts_of((230, 97, 230, 97))
     retains = f"structkv:pivot=3,struct_rate=1,kv_rate=0.2,heads={heads}"
-    names = [retains, retains, f"speed-4+{retains}", f"speed-4+{retains}"]
+    unpooled = f"{retains},kernel=1"
+    names = [retains, unpooled, f"speed-4+{retains}", f"speed-4+{unpooled}"]
     with running(model, "speed-4", config={"kv_layout": names}) as engine:
         answers = engine.generate(prompts, policies=names)
         engine.assert_idle()
-    snapkv = Keep(kv_rate=0.2, kernel=1)
-    assert_parity(model, answers, [snapkv] * 2 + [replace(snapkv, cutoff=4)] * 2)
+    snapkv = [Keep(kv_rate=0.2), Keep(kv_rate=0.2, kernel=1)]
+    assert_parity(model, answers, [*snapkv, *(replace(keep, cutoff=4) for keep in snapkv)])
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -302,9 +311,9 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
         FULL,
         Struct(3, struct_rate=0.3, kv_rate=1),
         replace(FAST, tsp_rate=0.5, kv_rate=0.7),
-        Struct(3, struct_rate=0.8, kv_rate=0.8),
+        replace(OWN, struct_rate=0.8, kv_rate=0.8),
         Keep(kv_rate=0.5),
-        Struct(3, struct_rate=0.4, kv_rate=0.9),
+        replace(PAPER, struct_rate=0.4, kv_rate=0.9),
     ]
     prompts = prompts_of((180, 150, 200, 170, 190, 129, 140))
     with running(

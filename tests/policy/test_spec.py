@@ -73,10 +73,11 @@ VALID = {
         "structkv:pivot=online,struct_rate=0.05,kv_budget=512",
         KVPolicy.of([StructKV("online", 0.05, kv_budget=512)]),
     ),
-    "structkv:heads=own": ("structkv", KVPolicy.of([StructKV()])),
-    "structkv:pivot=online,heads=shared": (
-        "structkv:pivot=online,heads=shared",
-        KVPolicy.of([StructKV("online", heads="shared")]),
+    "structkv:heads=shared,kernel=7": ("structkv", KVPolicy.of([StructKV()])),
+    "structkv:kernel=1": ("structkv:kernel=1", KVPolicy.of([StructKV(kernel=1)])),
+    "structkv:pivot=online,kernel=9,heads=own": (
+        "structkv:pivot=online,heads=own,kernel=9",
+        KVPolicy.of([StructKV("online", heads="own", kernel=9)]),
     ),
     "structkv:pivot=0,granularity=block,heads=shared": (
         "structkv:pivot=0,granularity=block",
@@ -220,6 +221,10 @@ INVALID = {
     "structkv:granularity=block,pivot=online": ["pivot=online cannot be had", "pivot=<int>"],
     "structkv:heads=each": ["heads must be one of own, shared, got 'each'"],
     "structkv:granularity=block,heads=own": ["leave out heads=own or use granularity=token"],
+    "structkv:granularity=block,kernel=1": ["leave out kernel or use granularity=token"],
+    "structkv:kernel=7,granularity=block": ["kernel pools the scores of single entries"],
+    "structkv:kernel=6": ["kernel must be an odd integer from 1 to 127, got 6"],
+    "structkv:kernel=129": ["kernel must be an odd integer from 1 to 127, got 129"],
     "structkv:entropy_weight=2": ["entropy_weight must be a number in [0, 1], got 2"],
     "structkv:entropy_weight=0,sparsity_weight=0,variance_weight=0": ["must be above 0"],
     "streamingllm:sinks=0": ["sinks must be an integer of at least 1, got 0"],
@@ -349,6 +354,8 @@ def test_a_layer_can_be_filled_in_later() -> None:
     for fastkv in (FastKV(), FastKV(kv_budget=64), FastKV(kv_rate=0.3)):
         assert dataclasses.replace(fastkv, tsp_layer=15).kv_budget == fastkv.kv_budget
     assert dataclasses.replace(StructKV(), pivot=3).pivot == 3
+    blocks = StructKV(granularity="block")
+    assert str(dataclasses.replace(blocks, pivot=3)) == "structkv:pivot=3,granularity=block"
 
 
 @pytest.mark.parametrize(
@@ -446,12 +453,13 @@ COMPOSED = {
         "chosen by data: compose it with speed-K, or retain with snapkv",
     ],
     "structkv:pivot=3,kv_rate=1+streamingllm": ["goes by position", "compose it with speed-K"],
-    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1,heads=shared": [
-        "fastkv:kv_rate=1 and structkv:pivot=3,struct_rate=1,heads=shared score keys differently",
+    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1": [
+        "fastkv:kv_rate=1 and structkv:pivot=3,struct_rate=1 score keys differently",
         "use structkv's own struct_rate and kv_rate, or retain with snapkv",
     ],
-    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1": ["by different windows or kernels"],
-    "fastkv:tsp_layer=3,kv_rate=1,kernel=1+structkv:pivot=3,struct_rate=1": [],
+    "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1,heads=own,kernel=1": ["windows or kernels"],
+    "fastkv:tsp_layer=3,kv_rate=1+structkv:pivot=3,struct_rate=1,heads=own": [],
+    "fastkv:tsp_layer=3,kv_rate=1,kernel=1+structkv:pivot=3,struct_rate=1,heads=own,kernel=1": [],
     "fastkv:kv_rate=1+structkv:pivot=3,struct_rate=1,granularity=block": ["keys differently"],
     "fastkv:tsp_layer=3,kv_rate=1+snapkv:window=4": [
         "fastkv:kv_rate=1,tsp_layer=3 and snapkv:window=4 score keys by different windows",

@@ -2,8 +2,9 @@
 
 Layers up to the pivot run the whole prompt and add up how much its last queries attend to each key.
 The most central tokens run through the layers above, at the positions they had. Every layer then
-retains tokens by its own saliency, each KV head for itself or one set for all heads, or every side
-of the pivot retains whole blocks by centrality.
+retains tokens by its own saliency, pooled over neighbouring rows, one set for all heads or each KV
+head for itself, or every side of the pivot retains whole blocks by centrality. Nothing of
+centrality is pooled.
 Equation numbers are the paper's.
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .fastkv import Context, KeptResult, block, decode, load, log_softmax, top
+from .fastkv import Context, KeptResult, block, decode, load, log_softmax, saliency, top
 
 WEIGHTS = (0.2, 0.3, 0.5)  # of entropy, sparsity and variance in Eq. 8
 METRICS = ("entropy", "sparsity", "variance")
@@ -38,13 +39,16 @@ class Struct:
     kv_floor: int = 0  # the least that the rate keeps
     struct_reduction: str = "sum"  # of what centrality adds up; or "max"
     most_kept: float = 1.0  # retained rows are no more than this share of the prompt's
-    heads: str = "own"  # or "shared": one set for all heads of a layer (Eq. 13), as blocks are
+    heads: str = "shared"  # one set for all heads of a layer (Eq. 13), as blocks are; or "own"
+    kernel: int = 7  # of what tokens are retained by; 1 does not pool (Eq. 13)
 
     def __post_init__(self) -> None:
         if self.window < 1 or (self.block_size is not None and self.block_size < 1):
             raise ValueError(f"window={self.window}, block_size={self.block_size} must be >= 1")
         if self.heads not in ("own", "shared"):
             raise ValueError(f"heads={self.heads} must be own or shared")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel} must be odd")
         for rate in (self.struct_rate, self.kv_rate, self.decay):
             if not 0 < rate <= 1:
                 raise ValueError(f"{self}: rates and decay must be in (0, 1]")
@@ -101,15 +105,13 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
     hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
-    # By layer, of the rows before the window: of all heads together, of each KV head, and what
-    # centrality adds up.
-    saliencies, by_head, central = [], [], []
+    # By layer: what centrality adds up, and what tokens are retained by.
+    central, saliencies = [], []
     for index, layer in enumerate(layers):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
         context.stored.append((key, value))
-        saliencies.append(local_saliency(probs, window))
         central.append(local_saliency(probs, window, struct.struct_reduction))
-        by_head.append([local_saliency(group, window) for group in probs.chunk(key.shape[0])])
+        saliencies.append(retained_by(probs, key.shape[0], struct))
         if index == struct.pivot:
             lower = upper = reduce(lambda c, s: struct.decay * c + s, central)  # Eq. 3
             if index < len(layers) - 1 and total > most:
@@ -124,10 +126,8 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
         computed = torch.tensor(context.propagated) if above else torch.arange(total)
         if struct.block_size is not None:
             each = [retain_blocks(upper if above else lower, len(computed), total, struct)]
-        elif struct.heads == "shared":
-            each = [retain_rows(saliencies[index], len(computed), total, struct)]
         else:
-            each = [retain_rows(head, len(computed), total, struct) for head in by_head[index]]
+            each = [retain_rows(*by, len(computed), total, struct) for by in saliencies[index]]
         if len(each) == 1:
             each *= key.shape[0]
         context.slack = min(context.slack, *(slack for _, slack in each))
@@ -151,17 +151,30 @@ def local_saliency(probs: Tensor, window: int, reduction: str = "sum") -> Tensor
     return reduce(torch.add, votes)
 
 
+def retained_by(probs: Tensor, kv_heads: int, struct: Struct) -> list[tuple[Tensor, Tensor]]:
+    """Pooled and unpooled saliency of the rows before the window, from probs (H, n, n).
+
+    For all heads at once (Eq. 13) or for each KV head: pooled by query head, then summed over them.
+    """
+    sets = kv_heads if struct.heads == "own" else 1
+    if probs.shape[1] <= struct.window:
+        return [(torch.empty(0), torch.empty(0))] * sets
+    pooled, unpooled = (saliency(probs, sets, struct.window, width) for width in (struct.kernel, 1))
+    return list(zip(pooled, unpooled, strict=True))
+
+
 def retain_rows(
-    saliency: Tensor, count: int, prompt_len: int, struct: Struct
+    pooled: Tensor, unpooled: Tensor, count: int, prompt_len: int, struct: Struct
 ) -> tuple[Tensor, float]:
     """Which of `count` rows are retained by a saliency, int64 ascending, and the choice's slack.
 
-    saliency: of the rows before the window, of a layer (Eq. 13) or of one KV head.
+    pooled, unpooled: of the rows before the window, of a layer (Eq. 13) or of one KV head. Among
+        rows whose pooled saliency is equal the higher unpooled one decides, then the lower row.
     """
     cap = struct.cap(prompt_len)
     if count <= cap:
         return torch.arange(count), float("inf")
-    return top(saliency, cap - struct.window, struct.window)
+    return top(pooled, cap - struct.window, struct.window, unpooled)
 
 
 def retain_blocks(

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import fastkv, speed, structkv, structsnap
+from .conftest import pooled
 from .fastkv import Keep
 from .models import ARCHS, build_model
 from .structkv import METRICS, WEIGHTS, Struct
@@ -22,10 +23,10 @@ ATOL = 1e-5
 SAFE = 1e-4
 # The least change of a logprob that counts as a change: a hundred times what engine tests allow.
 CLEAR = 1e-2
-# The paper's form, one set of rows for all heads of a layer; `test_own_sets` is about the other.
-shared = partial(Struct, heads="shared")
-FULL = shared(pivot=0, struct_rate=1, kv_rate=1)
-TOKENS = shared(pivot=1, struct_rate=0.5, kv_rate=0.3, window=4)
+# The paper's form of retention, unpooled; tests that are about pooling name the kernel.
+paper = partial(Struct, kernel=1)
+FULL = paper(pivot=0, struct_rate=1, kv_rate=1)
+TOKENS = paper(pivot=1, struct_rate=0.5, kv_rate=0.3, window=4)
 BLOCKS = replace(TOKENS, block_size=4)
 
 
@@ -99,8 +100,10 @@ def brute(
         hook.remove()
         return y, caught[0].tolist()
 
-    def best(scores: dict[int, float], count: int) -> list[int]:
-        return sorted(sorted(scores, key=lambda k: (-scores[k], k))[:count])
+    def best(scores: dict[int, float], count: int, *peaks: dict[int, float]) -> list[int]:
+        """By `peaks` among equals."""
+        keys = [scores, *peaks]
+        return sorted(sorted(scores, key=lambda k: (*(-by[k] for by in keys), k))[:count])
 
     def whole_blocks(exist: list[int], centrality: dict[int, float]) -> list[int]:
         parts = [exist[k : k + size] for k in range(0, len(exist), size)]
@@ -115,7 +118,7 @@ def brute(
 
     with torch.no_grad():
         exist, exists = list(range(n)), []  # prompt positions that the layer computes
-        local: list[dict[int, float]] = []
+        local: list[list[dict[int, float]]] = []
         centrality = dict.fromkeys(range(n - len(window)), 0.0)
         hidden = model.model.embed_tokens(torch.tensor([prompt]))
         for index, layer in enumerate(layers):
@@ -123,7 +126,8 @@ def brute(
             exists.append(exist)
             scored = [j for j in exist if j not in window]
             heads = range(config.num_attention_heads)
-            local.append({j: sum(table[h][i][j] for h in heads for i in window) for j in scored})
+            attends, widths = torch.tensor(table), (struct.kernel, 1)
+            local.append([pooled(attends, heads, exist, struct.window, width) for width in widths])
             reduce = max if struct.struct_reduction == "max" else sum
             now = {j: reduce([table[h][i][j] for h in heads for i in window]) for j in scored}
             if index <= struct.pivot:
@@ -134,13 +138,13 @@ def brute(
 
         cap = max(int(n * struct.kv_rate), struct.window)
         kept = []
-        for mine, scores in zip(exists, local, strict=True):
+        for mine, (scores, peaks) in zip(exists, local, strict=True):
             if size:
                 kept.append(whole_blocks(mine, centrality))
             elif len(mine) <= cap:
                 kept.append(mine)
             else:
-                kept.append(best(scores, cap - len(window)) + window)
+                kept.append(best(scores, cap - len(window), peaks) + window)
 
         hidden = model.model.embed_tokens(torch.tensor([prompt + generated[:-1]]))
         assert hidden.shape[1] == total
@@ -165,6 +169,9 @@ def brute(
         replace(TOKENS, struct_rate=1.0),
         replace(TOKENS, pivot=3),
         replace(TOKENS, pivot=2, struct_reduction="max"),
+        replace(TOKENS, kernel=5),
+        replace(TOKENS, kernel=7, pivot=2, kv_rate=0.4),
+        replace(TOKENS, kernel=31, kv_rate=0.2, struct_reduction="max"),  # wider than all rows
         replace(BLOCKS, struct_reduction="max"),
         BLOCKS,
         replace(BLOCKS, pivot=2, block_size=5, window=7, kv_rate=0.5, decay=0.3),
@@ -196,6 +203,31 @@ def test_saliency_by_hand() -> None:
     torch.testing.assert_close(structkv.local_saliency(probs, window=2), expected)
     for window in (6, 7):
         assert structkv.local_saliency(probs, window).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kernel", "count", "kept"),
+    [
+        ("shared", 1, 2, [[1, 4]]),
+        ("shared", 3, 2, [[1, 2]]),  # 8 8 8 6 5 5 0: among the 8s the highest unpooled
+        ("shared", 3, 3, [[0, 1, 2]]),
+        ("shared", 3, 4, [[0, 1, 2, 3]]),  # pooled after the sum over heads it were 4
+        ("shared", 3, 5, [[0, 1, 2, 3, 4]]),
+        ("own", 1, 2, [[1, 2], [0, 4]]),  # 4, and the lowest of zeros
+        ("own", 3, 2, [[1, 2], [3, 4]]),  # 5 5 5: the peak, and the lower of its neighbours
+        ("own", 13, 2, [[1, 2], [0, 4]]),  # all equal
+    ],
+)
+def test_retention_by_hand(heads: str, kernel: int, count: int, kept: list[list[int]]) -> None:
+    """Each query head is pooled over the rows before the window, then heads are added up."""
+    probs = torch.zeros(2, 8, 8)
+    probs[0, 7] = torch.tensor([0.0, 8, 1, 0, 0, 0, 0, 99])
+    probs[1, 7] = torch.tensor([0.0, 0, 0, 0, 5, 0, 0, 99])
+    probs[:, :7] = 9  # queries before the window have no say
+    struct = Struct(0, heads=heads, kernel=kernel, window=1, kv_budget=count + 1)
+    sets = structkv.retained_by(probs, 2, struct)
+    rows = [structkv.retain_rows(*by, 8, 8, struct)[0].tolist() for by in sets]
+    assert rows == [[*mine, 7] for mine in kept]
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16])
@@ -245,7 +277,7 @@ class BlockCase:
 def test_blocks_by_hand(case: BlockCase) -> None:
     centrality = torch.tensor(case.centrality, dtype=torch.float64)
     count = len(centrality) + case.window
-    struct = shared(0, kv_rate=0.25, window=case.window, block_size=case.size)
+    struct = paper(0, kv_rate=0.25, window=case.window, block_size=case.size)
     # The prompt, not the rows that are here, says how many blocks stay.
     for prompt_len in (4 * case.size * case.kept, 4 * case.size * (case.kept - 1) + 1):
         rows, slack = structkv.retain_blocks(centrality, count, prompt_len, struct)
@@ -264,35 +296,35 @@ class Case:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(shared(1), 7, [7] * 4, 7),  # shorter than the window
-        Case(shared(1), 8, [8] * 4, 8),
-        Case(shared(1), 9, [8] * 4, 8),  # the window alone
-        Case(shared(1), 101, [10] * 4, 20),
-        Case(shared(0, kv_rate=0.29), 100, [28, 20, 20, 20], 20),  # int(28.999999999999996)
-        Case(shared(1, struct_rate=0.5, kv_rate=0.2), 101, [20] * 4, 50),
-        Case(shared(1, kv_rate=0.5), 101, [50, 50, 20, 20], 20),
-        Case(shared(2, kv_rate=1.0), 101, [101, 101, 101, 20], 20),
-        Case(shared(3), 101, [10] * 4, 101),
-        Case(shared(1, struct_rate=1.0), 101, [10] * 4, 101),
+        Case(paper(1), 7, [7] * 4, 7),  # shorter than the window
+        Case(paper(1), 8, [8] * 4, 8),
+        Case(paper(1), 9, [8] * 4, 8),  # the window alone
+        Case(paper(1), 101, [10] * 4, 20),
+        Case(paper(0, kv_rate=0.29), 100, [28, 20, 20, 20], 20),  # int(28.999999999999996)
+        Case(paper(1, struct_rate=0.5, kv_rate=0.2), 101, [20] * 4, 50),
+        Case(paper(1, kv_rate=0.5), 101, [50, 50, 20, 20], 20),
+        Case(paper(2, kv_rate=1.0), 101, [101, 101, 101, 20], 20),
+        Case(paper(3), 101, [10] * 4, 101),
+        Case(paper(1, struct_rate=1.0), 101, [10] * 4, 101),
         # Blocks of 8 or 32: 100 tokens end 4 into block 12, or into block 3.
-        Case(shared(1, kv_budget=33), 101, [33, 33, 20, 20], 20),
-        Case(shared(1, kv_floor=15), 101, [15] * 4, 20),
-        Case(shared(1, kv_floor=15, most_kept=0.12), 101, [12] * 4, 20),
-        Case(shared(1, kv_floor=17, block_size=8), 100, [20, 20, 20, 20], 20),
-        Case(shared(1, kv_budget=24, block_size=8), 100, [20, 20, 20, 20], 20),
-        Case(shared(1, kv_budget=25, block_size=8), 100, [28, 28, 20, 20], 20),
-        Case(shared(1, kv_rate=1.0, block_size=8), 100, [100, 100, 20, 20], 20),
-        Case(shared(1, block_size=8), 100, [12, 12, 12, 12], 20),  # the window's two
-        Case(shared(1, kv_rate=0.2, block_size=8), 100, [20, 20, 20, 20], 20),
-        Case(shared(1, kv_rate=0.3, block_size=8), 100, [28, 28, 20, 20], 20),
-        Case(shared(1, struct_rate=1.0, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
-        Case(shared(3, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
-        Case(shared(1, struct_rate=0.5, block_size=32), 100, [36, 36, 18, 18], 50),
-        Case(shared(1, struct_rate=0.8, block_size=32), 100, [36, 36, 16, 16], 80),
-        Case(shared(1, window=4, block_size=32), 100, [4, 4, 20, 20], 20),
-        Case(shared(1, window=5, block_size=32), 100, [36, 36, 20, 20], 20),
-        Case(shared(1, block_size=8), 9, [9, 9, 8, 8], 8),
-        Case(shared(1, block_size=8), 1, [1] * 4, 1),
+        Case(paper(1, kv_budget=33), 101, [33, 33, 20, 20], 20),
+        Case(paper(1, kv_floor=15), 101, [15] * 4, 20),
+        Case(paper(1, kv_floor=15, most_kept=0.12), 101, [12] * 4, 20),
+        Case(paper(1, kv_floor=17, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(paper(1, kv_budget=24, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(paper(1, kv_budget=25, block_size=8), 100, [28, 28, 20, 20], 20),
+        Case(paper(1, kv_rate=1.0, block_size=8), 100, [100, 100, 20, 20], 20),
+        Case(paper(1, block_size=8), 100, [12, 12, 12, 12], 20),  # the window's two
+        Case(paper(1, kv_rate=0.2, block_size=8), 100, [20, 20, 20, 20], 20),
+        Case(paper(1, kv_rate=0.3, block_size=8), 100, [28, 28, 20, 20], 20),
+        Case(paper(1, struct_rate=1.0, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
+        Case(paper(3, kv_rate=0.3, block_size=8), 100, [28] * 4, 100),
+        Case(paper(1, struct_rate=0.5, block_size=32), 100, [36, 36, 18, 18], 50),
+        Case(paper(1, struct_rate=0.8, block_size=32), 100, [36, 36, 16, 16], 80),
+        Case(paper(1, window=4, block_size=32), 100, [4, 4, 20, 20], 20),
+        Case(paper(1, window=5, block_size=32), 100, [36, 36, 20, 20], 20),
+        Case(paper(1, block_size=8), 9, [9, 9, 8, 8], 8),
+        Case(paper(1, block_size=8), 1, [1] * 4, 1),
     ],
 )
 def test_counts(llama: PreTrainedModel, case: Case) -> None:
@@ -319,10 +351,10 @@ def test_counts(llama: PreTrainedModel, case: Case) -> None:
 
 def test_limits_are_each_other(llama: PreTrainedModel) -> None:
     prompt, generated = prompt_of(60), prompt_of(STEPS, seed=1)
-    retains = structkv.score(llama, prompt, generated, shared(0, struct_rate=1, kv_rate=0.2))
+    retains = structkv.score(llama, prompt, generated, paper(0, struct_rate=1, kv_rate=0.2))
     for same in (
-        shared(2, struct_rate=1, kv_rate=0.2, decay=0.5),
-        shared(LAYERS - 1, struct_rate=0.2, kv_rate=0.2),
+        paper(2, struct_rate=1, kv_rate=0.2, decay=0.5),
+        paper(LAYERS - 1, struct_rate=0.2, kv_rate=0.2),
     ):
         other = structkv.score(llama, prompt, generated, same)
         assert change(other, retains).max() == 0 and other.retained == retains.retained
@@ -332,48 +364,48 @@ def test_limits_are_each_other(llama: PreTrainedModel) -> None:
     assert change(retains, full)[0] < ATOL and change(retains, full)[1:].min() > CLEAR
     # FastKV selects by one layer too, if nothing is pooled.
     for pivot, same in ((0, True), (1, False)):
-        mine = structkv.score(llama, prompt, generated, shared(pivot, kv_rate=1))
+        mine = structkv.score(llama, prompt, generated, paper(pivot, kv_rate=1))
         keep = Keep(tsp_layer=pivot, tsp_rate=0.2, kernel=1)
         theirs = fastkv.score(llama, prompt, generated, keep)
         assert (mine.propagated == theirs.propagated) == same
         assert (change(mine, theirs).max() < ATOL) == same
     # A budget of the window alone keeps the last tokens, whatever was attended to.
-    window = structkv.score(llama, prompt, generated, shared(1, struct_rate=0.01, kv_rate=0.01))
+    window = structkv.score(llama, prompt, generated, paper(1, struct_rate=0.01, kv_rate=0.01))
     assert window.propagated == list(range(52, 60))
     assert rows_of(window) == [list(range(52, 60))] * LAYERS
     assert window.slack == float("inf")
     # One block holds all.
-    propagates = structkv.score(llama, prompt, generated, shared(1, kv_rate=1))
-    blocks = structkv.score(llama, prompt, generated, shared(1, block_size=64))
+    propagates = structkv.score(llama, prompt, generated, paper(1, kv_rate=1))
+    blocks = structkv.score(llama, prompt, generated, paper(1, block_size=64))
     assert blocks.retained == propagates.retained and change(blocks, propagates).max() == 0
 
 
 @pytest.mark.parametrize(
     "struct",
     [
-        Struct(1, struct_rate=0.5, kv_rate=0.3, window=4),
+        Struct(1, struct_rate=0.5, kv_rate=0.3, window=4, kernel=1),
         Struct(2, struct_rate=0.3, kv_rate=0.5, decay=0.5),
-        Struct(LAYERS - 1, kv_rate=0.2),
-        Struct(0, struct_rate=1, kv_rate=0.2, window=1),
+        Struct(LAYERS - 1, kv_rate=0.2, kernel=3),
+        Struct(0, struct_rate=1, kv_rate=0.2, window=1, kernel=1),
     ],
 )
 def test_own_sets(llama: PreTrainedModel, struct: Struct) -> None:
-    """Each KV head for itself is SnapKV's retention without pooling, which has its own proof."""
+    """Each KV head for itself is SnapKV's retention, which has its own proof."""
     prompt, generated = prompt_of(60), prompt_of(STEPS, seed=1)
-    mine = structkv.score(llama, prompt, generated, struct)
+    mine = structkv.score(llama, prompt, generated, replace(struct, heads="own"))
     snap = structsnap.StructSnap(
         struct.pivot,
         struct.struct_rate,
         struct.decay,
         struct.window,
         kv_rate=struct.kv_rate,
-        kernel=1,
+        kernel=struct.kernel,
     )
     theirs = structsnap.score(llama, prompt, generated, snap)
     assert mine.slack > SAFE
     assert mine.retained == theirs.retained and mine.propagated == theirs.propagated
     assert change(mine, theirs).max() == 0
-    together = structkv.score(llama, prompt, generated, replace(struct, heads="shared"))
+    together = structkv.score(llama, prompt, generated, struct)
     assert together.propagated == mine.propagated and together.retained != mine.retained
 
 
@@ -390,7 +422,7 @@ def test_a_decay_of_1_is_a_sum_and_a_tiny_one_the_last_layer(llama: PreTrainedMo
         (0.5, layers[0] / 4 + layers[1] / 2 + layers[2]),
         (1e-9, layers[2]),
     ):
-        result = structkv.generate(llama, prompt, shared(pivot, decay=decay), max_tokens=1)
+        result = structkv.generate(llama, prompt, paper(pivot, decay=decay), max_tokens=1)
         assert result.slack > SAFE
         expected = centrality.argsort(descending=True)[:8].sort().values.tolist()
         assert result.propagated == [*expected, *range(72, 80)]
@@ -415,7 +447,7 @@ def test_every_part_of_the_policy_shows(
 ) -> None:
     """A wrong pivot, rate, window, decay or granularity must not pass unnoticed."""
     prompt = prompt_of(length, seed=length)
-    struct = shared(1, struct_rate=0.4, kv_rate=0.25, block_size=size)
+    struct = paper(1, struct_rate=0.4, kv_rate=0.25, block_size=size)
     run = structkv.generate(model, prompt, struct, max_tokens=12)
     for wrong in (
         {"pivot": 0},
@@ -429,7 +461,7 @@ def test_every_part_of_the_policy_shows(
         {"struct_reduction": "max"},
         {"block_size": 5 if size else 1},
         {"block_size": None if size else 8},
-        *([] if size else [{"heads": "own"}]),
+        *([] if size else [{"heads": "own"}, {"kernel": 7}]),
     ):
         other = structkv.score(model, prompt, run.tokens, replace(struct, **wrong))
         assert change(other, run).median() > CLEAR, wrong
@@ -467,17 +499,19 @@ def test_eos_ends_the_output(llama: PreTrainedModel, monkeypatch: pytest.MonkeyP
         ({"struct_rate": 0}, "rates"),
         ({"kv_rate": 1.5}, "rates"),
         ({"decay": 0}, "decay"),
+        ({"heads": "each"}, "heads"),
+        ({"kernel": 4}, "kernel"),
     ],
 )
 def test_bad_policies(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shared(1, **wrong)
+        paper(1, **wrong)
 
 
 def test_a_pivot_that_the_model_has_not(llama: PreTrainedModel) -> None:
     for pivot in (-1, LAYERS):
         with pytest.raises(ValueError, match="4 layers"):
-            structkv.generate(llama, prompt_of(40), shared(pivot), max_tokens=1)
+            structkv.generate(llama, prompt_of(40), paper(pivot), max_tokens=1)
 
 
 @pytest.mark.parametrize("window", [1, 8])

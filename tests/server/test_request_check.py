@@ -81,7 +81,7 @@ def test_methods_of_later_versions_are_refused(monkeypatch: pytest.MonkeyPatch) 
     [
         ("structkv:pivot=3,kv_rate=1+streamingllm", "chosen by data: compose it with speed-K"),
         (
-            "fastkv:tsp_layer=3,kv_rate=1+structkv:pivot=3,struct_rate=1,heads=shared",
+            "fastkv:tsp_layer=3,kv_rate=1+structkv:pivot=3,struct_rate=1",
             "score keys differently",
         ),
         ("fastkv:tsp_layer=3,kv_rate=1+snapkv:window=4", "give both the same window and kernel"),

@@ -178,7 +178,7 @@ SERVERS: dict[str, Server] = {
             "snapkv:window=2,kv_rate=0.3",
             "streamingllm:sinks=2,recent=6",
             "structkv:pivot=5,window=3",
-            f"{_STRUCT},kv_rate=0.5",
+            f"{_STRUCT},kv_rate=0.5,heads=own,kernel=3",
             "speed-6+streamingllm:sinks=2,recent=3",
         ),
         stash=200,

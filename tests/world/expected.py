@@ -185,7 +185,11 @@ def _struct_name(policy: Struct, pivot: str | None = None) -> str:
         f"structkv:pivot={policy.pivot if pivot is None else pivot},"
         f"struct_rate={policy.struct_rate},{_budget(policy)},"
         f"window={policy.window},decay={policy.decay},struct_reduction={policy.struct_reduction}"
-        + (",granularity=block" if policy.block_size else f",heads={policy.heads}")
+        + (
+            ",granularity=block"
+            if policy.block_size
+            else f",heads={policy.heads},kernel={policy.kernel}"
+        )
     )
 
 

@@ -33,6 +33,10 @@ from vllm_kvx.policy.parameters import (
     weight,
 )
 
+# How single entries are retained, unless `heads` and `kernel` say otherwise.
+DEFAULT_HEADS = "shared"
+DEFAULT_KERNEL = 7
+
 
 @dataclass(frozen=True)
 class StructKV(Propagate, Retain):
@@ -40,9 +44,9 @@ class StructKV(Propagate, Retain):
 
     Layers 0..pivot process all N prompt tokens and add up centrality, `C = decay * C + S` (Eq. 3);
     later layers process the `max(int(N * struct_rate), window)` most central tokens. Each layer
-    retains `max(int(N * kv_rate), kv_floor, window)` entries by its own saliency S (Eq. 2), each KV
-    head its own or all heads the same (Eq. 13). The rates are independent: struct_rate = 1 only
-    retains, kv_rate = 1 only propagates.
+    retains `max(int(N * kv_rate), kv_floor, window)` entries by its own saliency S (Eq. 2), max-
+    pooled over neighbours: all heads the same ones (Eq. 13, which does not pool), or each KV head
+    its own. The rates are independent: struct_rate = 1 only retains, kv_rate = 1 only propagates.
 
     pivot: the last layer that processes every token: `calibrated` (default; measured before
         serving, by answers), `online` (found within the pass) or a layer counted from 0.
@@ -54,11 +58,12 @@ class StructKV(Propagate, Retain):
     min_layer, max_layer: with pivot=online, where the rule first looks and where it ends (default
         auto: two thirds and five sixths of the depth).
     granularity: `token` (default), or `block` to keep whole blocks without copying.
-    heads: `own` (default): each KV head keeps the entries that its own query heads attend to;
-        `shared`: all heads of a layer keep the same ones, as in the paper (Eq. 13). Whole blocks
-        are shared by nature.
+    heads: `shared` (default): all heads of a layer keep the same entries, as in the paper (Eq.
+        13); `own`: each KV head keeps those that its own query heads attend to. Whole blocks are
+        shared by nature.
     kernel: width in tokens of the max-pooling over the scores that single entries are retained
-        by, odd (default 1, no pooling, as in the paper; at most 127). Whole blocks are not pooled.
+        by, odd (default 7, at most 127); 1 does not pool and is the paper's form. Centrality and
+        whole blocks are not pooled.
     window: last prompt tokens, whose queries score the keys and which always stay (default
         8, at most 64).
     decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
@@ -81,8 +86,8 @@ class StructKV(Propagate, Retain):
     kv_budget: int | None = optional(integer())
     kv_floor: int | None = optional(integer(at_least=0))
     granularity: str = choice("token", ("token", "block"))
-    heads: str | None = optional(choice("own", ("own", "shared")))
-    kernel: int = integer(1, odd=True, at_most=MAX_KERNEL)
+    heads: str | None = optional(choice(DEFAULT_HEADS, ("own", "shared")))
+    kernel: int | None = optional(integer(odd=True, at_most=MAX_KERNEL))
     window: int = integer(8, at_most=MAX_WINDOW)
     decay: float = rate(0.9)
     struct_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
@@ -101,14 +106,15 @@ class StructKV(Propagate, Retain):
                 "structkv: granularity=block keeps whole blocks, which hold the entries of all "
                 "heads; leave out heads=own or use granularity=token"
             )
-        # Blocks leave no choice, so that there is one name for them.
-        heads = None if self.unit == "block" else self.heads or "own"
-        object.__setattr__(self, "heads", heads)
-        if self.unit == "block" and self.kernel != 1:
+        if self.unit == "block" and self.kernel is not None:
             raise PolicyError(
                 "structkv: kernel pools the scores of single entries, and granularity=block keeps "
                 "whole blocks; leave out kernel or use granularity=token"
             )
+        # Blocks leave no choice, so that there is one name for them.
+        entries = self.unit == "entry"
+        object.__setattr__(self, "heads", (self.heads or DEFAULT_HEADS) if entries else None)
+        object.__setattr__(self, "kernel", (self.kernel or DEFAULT_KERNEL) if entries else None)
         if self.pivot == "online" and self.granularity == "block":
             raise PolicyError(
                 "structkv: pivot=online cannot be had with granularity=block, whose KV groups are "
@@ -215,6 +221,7 @@ class StructKV(Propagate, Retain):
     def keeps_by(self) -> ScoreSpec:
         if self.unit == "block":
             return self.score
+        assert self.kernel is not None
         shared = self.heads == "shared"
         return ScoreSpec("window_attention", self.window, self.kernel, over_heads=shared)
 
