@@ -1,0 +1,85 @@
+"""`vllm-kvx evaluate` from its command line to its report, on a real engine."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+from world.engine import keep_in_process
+from world.models import LOOKUP
+
+from vllm_kvx.calibration.model_key import model_key
+from vllm_kvx.cli import main
+from vllm_kvx.evaluation import command, perplexity, records
+from vllm_kvx.policy.spec import parse_policy
+
+SMALL = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 512}
+
+
+def evaluate(output: Path, *more: str) -> int:
+    fixed = ["evaluate", str(LOOKUP), "--tasks", "notes_3,perplexity", "--lengths", "320"]
+    fixed += ["--samples", "2", "--output", str(output), "--no-plot"]
+    fixed += ["--engine-args", json.dumps(SMALL)]
+    return main([*fixed, *more])
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keep_in_process(monkeypatch)
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
+
+
+def test_policies_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    # An interpreted token takes a tenth of a second.
+    monkeypatch.setattr(perplexity, "CONTINUATION_TOKENS", 8)
+    output = tmp_path / "out"
+    policies = ("--policies", "snapkv:kv_rate=0.1", "streamingllm:sinks=1,recent=9")
+    assert evaluate(output, *policies, "--save") == 0
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    shown = capsys.readouterr().out
+    written = json.loads((output / "report.json").read_text())
+    cells = {(c["policy"], c["task"]): c for c in written["cells"] if c["length"] == 320}
+    assert cells["full", "notes_3"]["score"][0] == 1.0 and cells["full", "notes_3"]["n"] == 2
+    assert cells["snapkv:kv_rate=0.1", "notes_3"]["score"][0] == 1.0
+    # The first word comes with the prompt, and the others are gone.
+    lost = cells[policies[2], "notes_3"]
+    assert lost["score"][0] < 0.5 and lost["kept"] < 0.04 and lost["of_full"][0] < 0.5
+    # Forced text is the same under every policy, and less likely the less of the prompt is kept.
+    nats = [cells[name, "perplexity"]["score"][0] for name in ("full", *policies[1:])]
+    assert nats[0] > 0 and nats[1] != nats[0] != nats[2]
+    assert "Held-out text" in shown and "of full" in shown
+
+    # What is answered is not asked again, and another policy's record is not there.
+    monkeypatch.setattr(command, "own_engine", None)
+    assert evaluate(output, *policies) == 0
+    again = capsys.readouterr().out
+    assert again[: again.index("Results:")] in shown
+    config = json.loads((LOOKUP / "config.json").read_text())
+    key = written["model_key"]
+    assert key != model_key(config, None)
+    found = records.load(key, parse_policy("snapkv:kv_rate=0.1"))
+    assert found is not None and found["of_full"][0] == 1.0 and found["n"] == 2
+    assert records.load(key, parse_policy("snapkv:kv_rate=0.3")) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--policies", "snapkvv"), "unknown policy 'snapkvv'"),
+        (("--policies", "speed-8"), "8 layers"),
+        (("--tasks", "niah"), "unknown task 'niah'"),
+        (("--lengths", "9000"), "more than the model's context"),
+        (("--speed", "nowhere.json"), "no result of benchmarks.compare"),
+    ],
+)
+def test_bad_input_is_one_message(
+    more: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(tmp_path / "out", *more) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("vllm-kvx evaluate: error: ") and message in error
