@@ -15,12 +15,10 @@ from typing import Any
 
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.evaluation import figures, report
-from vllm_kvx.evaluation.store import RESOLVED, Answer, Store
+from vllm_kvx.evaluation.store import RESOLVED, SAME, Answer, Store
 from vllm_kvx.evaluation.summary import FULL, Cell, Summary
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# A directory's facts that have to be those of the others.
-ALIKE = ("model", "model_key", "seed", "dtype")
 
 
 def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
@@ -30,9 +28,11 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
     for directory in directories:
         before = json.loads((directory / "run.json").read_text(encoding="utf-8"))
         store = Store(directory, before)
-        for name in ALIKE:
-            if facts and facts[name] != before[name]:
-                raise SystemExit(f"{directory}: {name} is {before[name]!r}, not {facts[name]!r}")
+        for name in SAME:
+            if facts and facts.get(name) != before.get(name):
+                raise SystemExit(
+                    f"{directory}: {name} is {before.get(name)!r}, not {facts.get(name)!r}"
+                )
         for answer in store:
             answers.setdefault(answer.question, answer)
         commands = [*facts.get("commands", []), before.pop("command")]

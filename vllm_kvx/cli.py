@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx.errors import ToolError, vllm_needed
-from vllm_kvx.evaluation.options import add_evaluate
+from vllm_kvx.evaluation.options import add_evaluate, positive
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.parameters import PolicyError
@@ -136,11 +136,11 @@ def _add_calibrate(commands: "_Commands") -> None:
 
 def _add_lookups(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--count", type=_positive, metavar="N", help=f"generated lookups (default: {_COUNT})"
+        "--count", type=positive, metavar="N", help=f"generated lookups (default: {_COUNT})"
     )
     command.add_argument(
         "--length",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=f"tokens of each; at most what the model takes (default: {_LENGTH})",
     )
@@ -295,7 +295,7 @@ def _add_prompts(command: argparse.ArgumentParser, default: str) -> None:
     )
     command.add_argument(
         "--max-prompt-tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="longer prompts lose their middle (default: no limit)",
     )
@@ -335,13 +335,6 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="auto is the checkpoint's on a GPU, float32 on CPU (default: %(default)s)",
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def _share(text: str) -> float:

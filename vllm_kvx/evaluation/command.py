@@ -90,10 +90,11 @@ def finish(
 ) -> None:
     """Shows and writes what the answers say."""
     facts = store.facts
-    print(report.table(summary))
+    table = report.table(summary)
+    print(table)
     written = {
         "report.json": json.dumps(report.as_json(summary, facts), indent=1) + "\n",
-        "report.txt": report.table(summary) + "\n\n" + report.task_table(summary) + "\n",
+        "report.txt": table + "\n\n" + report.task_table(summary) + "\n",
     }
     for name, text in written.items():
         try:
@@ -173,7 +174,9 @@ def _ask(
 ) -> Iterator[int]:
     """Has the engine answer, shortest prompts first; how many answers are stored, as they are."""
     ordered = sorted(keys, key=lambda key: key[1])
-    most = _TOKENS_ON_CPU if on_cpu() else _TOKENS_AT_A_TIME
+    # A server may have a GPU where this machine has none.
+    slow = isinstance(engine, OwnEngine) and on_cpu()
+    most = _TOKENS_ON_CPU if slow else _TOKENS_AT_A_TIME
     while ordered:
         tokens, count = 0, 0
         while count < min(len(ordered), _AT_A_TIME) and (tokens < most or not count):

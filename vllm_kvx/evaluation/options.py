@@ -46,7 +46,7 @@ def add_evaluate(commands: "_Commands") -> None:
     )
     command.add_argument(
         "--samples",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="prompts of each task and length (default: 8, and all of a data set)",
     )
@@ -73,7 +73,7 @@ def add_evaluate(commands: "_Commands") -> None:
     )
     where.add_argument(
         "--concurrency",
-        type=_positive,
+        type=positive,
         default=16,
         metavar="N",
         help="with --base-url: requests at a time (default: %(default)s)",
@@ -124,7 +124,8 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The argparse type of counts."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
