@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
 from vllm_kvx.policy.spec import PolicyError, parse_policy
-from vllm_kvx.policy.storage import gap_of, storage_of
+from vllm_kvx.policy.storage import skipped_of, storage_of
 
 # Entries of a KV block where whole blocks stay: vLLM's default.
 BLOCK_SIZE = 16
@@ -125,12 +125,14 @@ class Work:
     pairs: query-key pairs among them under causal attention.
     stored: prompt entries that the layer's KV cache holds after prefill.
     read: prompt entries that one decode step reads, in units of a full K and V entry.
+    projected: prompt entries that the layer projects without running their rows; () is none.
     """
 
     rows: tuple[int, ...]
     pairs: tuple[int, ...]
     stored: tuple[int, ...]
     read: tuple[float, ...]
+    projected: tuple[int, ...] = ()
 
 
 def full_work(layers: int, length: int) -> Work:
@@ -157,7 +159,7 @@ def work_of(policy: str | None, layers: int, length: int) -> Work | None:
         return None
     rows, pairs = [], []
     for layer in range(layers):
-        passes = [length - gap_of(parsed, length, layer).size]
+        passes = [length - skipped_of(parsed, length, layer).size]
         if selection is not None:
             passes = [length] if layer <= selection.after else []
             passes += [selection.count] if layer >= selection.resumes_at else []
@@ -165,7 +167,11 @@ def work_of(policy: str | None, layers: int, length: int) -> Work | None:
         pairs.append(sum(map(_pairs, passes)))
     stored = tuple(storage.kept for storage in by_layer)
     read = tuple(_read(parsed.retrieve, layer, entries) for layer, entries in enumerate(stored))
-    return Work(tuple(rows), tuple(pairs), stored, read)
+    first, projected = parsed.projects_from, ()
+    if first is not None:
+        projected = tuple(length if layer >= first else 0 for layer in range(layers))
+        pairs[first:] = [length] * (layers - first)
+    return Work(tuple(rows), tuple(pairs), stored, read, projected)
 
 
 def _pairs(rows: int) -> int:
@@ -187,11 +193,14 @@ def prefill_flops(shape: Shape, work: Work) -> float:
     """FLOPs from prompt to first token.
 
     sum over layers of 2 W rows + 4 H d pairs, plus 2 h V once; W elements of a layer's matrices,
-    H query heads of size d (q k^T and p v, 2 FLOPs each), h hidden size, V vocabulary.
+    H query heads of size d (q k^T and p v, 2 FLOPs each), h hidden size, V vocabulary. A projected
+    entry costs 2 h 2 G d, with G KV heads.
     """
     linear = 2 * shape.layer_weights * sum(work.rows)
     attention = 4 * shape.heads * shape.head_dim * sum(work.pairs)
-    return float(linear + attention + 2 * shape.head_weights)
+    entry = 4 * shape.hidden * shape.kv_heads * shape.head_dim
+    projected = entry * sum(work.projected)
+    return float(linear + attention + projected + 2 * shape.head_weights)
 
 
 def decode_bytes(

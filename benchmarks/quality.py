@@ -15,8 +15,8 @@ from typing import Any
 
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.evaluation import figures, report
-from vllm_kvx.evaluation.store import RESOLVED, SAME, Answer, Store
-from vllm_kvx.evaluation.summary import FULL, Cell, Summary
+from vllm_kvx.evaluation.store import IF_GIVEN, RESOLVED, SAME, Answer, Store
+from vllm_kvx.evaluation.summary import Cell, Summary
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -28,7 +28,7 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
     for directory in directories:
         before = json.loads((directory / "run.json").read_text(encoding="utf-8"))
         store = Store(directory, before)
-        for name in SAME:
+        for name in (*SAME, *IF_GIVEN):
             if facts and facts.get(name) != before.get(name):
                 raise SystemExit(
                     f"{directory}: {name} is {before.get(name)!r}, not {facts.get(name)!r}"
@@ -58,7 +58,7 @@ def markdown(summary: Summary, policies: Sequence[str]) -> str:
         ratio = whole.of_full
         share = (
             ""
-            if ratio is None or policy == FULL
+            if ratio is None or policy == summary.yardstick
             else (f"{100 * ratio.value:.1f} [{100 * ratio.low:.1f}-{100 * ratio.high:.1f}]")
         )
         rows.append(

@@ -92,7 +92,7 @@ kvx_setup() {
 
 kvx_has_test_tools() {
     local name
-    for name in pytest pytest-xdist ruff mypy httpx; do
+    for name in pytest pytest-xdist ruff mypy httpx hypothesis peft accelerate matplotlib; do
         kvx_has "$name" "" || return 1
     done
 }

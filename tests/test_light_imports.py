@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 # In front of all other finders: the packages are not there.
 GONE = """
@@ -30,7 +31,7 @@ def test_they_are_gone() -> None:
 def test_policies_are_read_and_counted() -> None:
     done = run(
         """
-import vllm_kvx.calibration.records, vllm_kvx.cli, vllm_kvx.settings
+import vllm_kvx.calibration.records, vllm_kvx.cli, vllm_kvx.settings, vllm_kvx.tuning.record
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import METHODS, check_served, parse_policy
 from vllm_kvx.policy.storage import storage_of
@@ -58,10 +59,16 @@ print(task.score(f"It is {sample.references[0]}.", sample))
 
 
 def test_help_is_there() -> None:
-    for argv in (["--help"], ["calibrate", "--help"], ["diagnose", "--help"]):
+    commands = ("calibrate", "diagnose", "evaluate", "tune-speed")
+    for argv in (["--help"], *([command, "--help"] for command in commands)):
         done = run(f"from vllm_kvx.cli import main\nmain({argv!r})")
         assert done.returncode == 0 and done.stdout.startswith("usage: vllm-kvx"), done.stderr
         assert not done.stderr
+
+
+def test_the_version_is_the_packages() -> None:
+    done = run("from vllm_kvx.cli import main\nmain(['--version'])")
+    assert (done.returncode, done.stdout) == (0, f"vllm-kvx {metadata.version('vllm-kvx')}\n")
 
 
 def test_tools_say_what_to_install() -> None:
@@ -69,6 +76,7 @@ def test_tools_say_what_to_install() -> None:
         ["calibrate", "m", "--prompts", "f"],
         ["calibrate", "m", "--method", "structkv"],
         ["diagnose", "m"],
+        ["diagnose", "m", "--method", "speed"],
     ):
         done = run(f"from vllm_kvx.cli import main\nsys.exit(main({argv!r}))")
         (line,) = done.stderr.splitlines()

@@ -3,10 +3,12 @@
 vllm-kvx calibrate MODEL                      finds FastKV's TSP layer, by answers
 vllm-kvx calibrate MODEL --method structkv    finds StructKV's pivot, by answers
 vllm-kvx diagnose MODEL                       draws where a model's attention settles
+vllm-kvx diagnose MODEL --method speed        draws where a model's prompt may be cut
 vllm-kvx evaluate MODEL                       shows what policies keep of a model's answers
+vllm-kvx tune-speed MODEL                     tunes a checkpoint for --kv-policy speed-K
 
 This module reads the options, for which it needs neither torch nor vLLM; the modules of
-``calibration/`` do the work.
+``calibration/``, ``evaluation/`` and ``tuning/`` do the work.
 """
 
 import argparse
@@ -15,14 +17,22 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_kvx import __version__
+from vllm_kvx.calibration.options import (
+    FASTKV,
+    STRUCTKV,
+    WEIGHTS,
+    add_diagnose,
+    add_model,
+    add_prompts,
+    add_weights,
+    add_window,
+)
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.evaluation.options import add_evaluate, positive
-from vllm_kvx.policy.methods.fastkv import FastKV
-from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.tuning.options import add_tune_speed
 
-_FASTKV, _STRUCTKV = FastKV(), StructKV()
-_WEIGHTS = (_STRUCTKV.entropy_weight, _STRUCTKV.sparsity_weight, _STRUCTKV.variance_weight)
 _METHODS, _CRITERIA = ("fastkv", "structkv"), ("answers", "paper")
 _COUNT, _LENGTH, _TARGET, _LEAST = 16, 2048, 0.98, 0.9
 
@@ -36,13 +46,13 @@ class _Option(NamedTuple):
 
 
 _CALIBRATE = {
-    "tsp_rate": _Option(_FASTKV.tsp_rate, ("fastkv",)),
-    "kernel": _Option(_FASTKV.kernel, ("fastkv",)),
+    "tsp_rate": _Option(FASTKV.tsp_rate, ("fastkv",)),
+    "kernel": _Option(FASTKV.kernel, ("fastkv",)),
     "max_layer": _Option(None, criteria=("paper",)),
     "min_layer": _Option(None, ("structkv",), ("paper",)),
-    "weights": _Option(_WEIGHTS, ("structkv",), ("paper",)),
-    "struct_rate": _Option(_STRUCTKV.struct_rate, ("structkv",), ("answers",)),
-    "decay": _Option(_STRUCTKV.decay, ("structkv",), ("answers",)),
+    "weights": _Option(WEIGHTS, ("structkv",), ("paper",)),
+    "struct_rate": _Option(STRUCTKV.struct_rate, ("structkv",), ("answers",)),
+    "decay": _Option(STRUCTKV.decay, ("structkv",), ("answers",)),
     "reduction": _Option(None, criteria=("answers",)),
     "count": _Option(_COUNT, criteria=("answers",)),
     "length": _Option(_LENGTH, criteria=("answers",)),
@@ -82,10 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """All commands and their options; the parsed `run` is the function that does the work."""
     top = argparse.ArgumentParser(prog="vllm-kvx", description="Tools around a vllm-kvx server.")
+    top.add_argument("--version", action="version", version=f"vllm-kvx {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_calibrate(commands)
-    _add_diagnose(commands)
+    add_diagnose(commands)
     add_evaluate(commands)
+    add_tune_speed(commands)
     return top
 
 
@@ -116,7 +128,7 @@ def _add_calibrate(commands: "_Commands") -> None:
         help="answers: what the tokens that answers need say; paper: Eq. 3 or Eq. 4-9 (default: "
         "%(default)s)",
     )
-    _add_prompts(
+    add_prompts(
         command,
         "default: generated lookups; by --criterion paper a built-in text for structkv, and fastkv "
         "has none",
@@ -124,9 +136,9 @@ def _add_calibrate(commands: "_Commands") -> None:
     _add_lookups(command)
     _add_layers(command)
     _add_rates(command)
-    _add_window(command)
-    _add_weights(command, None, "structkv, paper: ")
-    _add_model(command)
+    add_window(command)
+    add_weights(command, "structkv, paper: ")
+    add_model(command)
     picture = command.add_mutually_exclusive_group()
     picture.add_argument(
         "--plot", metavar="PATH", help="where to draw the curve (default: beside the result, .png)"
@@ -192,25 +204,25 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
         "--tsp-rate",
         type=float,
         metavar="RATE",
-        help=f"fastkv: share of the tokens that is propagated (default: {_FASTKV.tsp_rate})",
+        help=f"fastkv: share of the tokens that is propagated (default: {FASTKV.tsp_rate})",
     )
     command.add_argument(
         "--struct-rate",
         type=float,
         metavar="RATE",
-        help=f"structkv: share of the tokens that is propagated (default: {_STRUCTKV.struct_rate})",
+        help=f"structkv: share of the tokens that is propagated (default: {STRUCTKV.struct_rate})",
     )
     command.add_argument(
         "--kernel",
         type=int,
         metavar="K",
-        help=f"fastkv: width of the pooling over scores (default: {_FASTKV.kernel})",
+        help=f"fastkv: width of the pooling over scores (default: {FASTKV.kernel})",
     )
     command.add_argument(
         "--decay",
         type=float,
         metavar="D",
-        help=f"structkv: weight of the layers below in the centrality (default: {_STRUCTKV.decay})",
+        help=f"structkv: weight of the layers below in the centrality (default: {STRUCTKV.decay})",
     )
 
 
@@ -227,131 +239,11 @@ def _calibrate(args: argparse.Namespace) -> None:
     _tool(_CALIBRATORS[args.method, args.criterion]).run(args)
 
 
-def _add_diagnose(commands: "_Commands") -> None:
-    command = commands.add_parser(
-        "diagnose",
-        help="draw where a model's attention settles, and what selecting tokens there recovers",
-        description="Draws StructKV's Figures 4 and 5 for a model: entropy, sparsity, variance and "
-        "transition score by layer, with the pivot; and the share of the attention mass that "
-        "StructKV, FastKV, SnapKV and a GemFilter-like selection leave to each layer. Writes "
-        "their numbers beside them.",
-    )
-    command.set_defaults(run=lambda args: _tool("diagnose").run(args))
-    command.add_argument("model", metavar="MODEL", help="directory or Hugging Face hub name")
-    _add_prompts(command, "default: a built-in text")
-    command.add_argument(
-        "--pivot",
-        type=int,
-        metavar="L",
-        help="select after this layer, counted from 0 (default: the pivot of these prompts)",
-    )
-    command.add_argument(
-        "--struct-rate",
-        type=float,
-        default=_STRUCTKV.struct_rate,
-        metavar="RATE",
-        help="share of the tokens that StructKV, FastKV and GemFilter select (default: "
-        "%(default)s)",
-    )
-    command.add_argument(
-        "--kv-rate",
-        type=float,
-        default=_STRUCTKV.kv_rate,
-        metavar="RATE",
-        help="share of the entries that SnapKV retains (default: %(default)s)",
-    )
-    command.add_argument(
-        "--decay",
-        type=float,
-        default=_STRUCTKV.decay,
-        metavar="D",
-        help="weight of the layers below in StructKV's centrality (default: %(default)s)",
-    )
-    command.add_argument(
-        "--kernel",
-        type=int,
-        default=_FASTKV.kernel,
-        metavar="K",
-        help="width of FastKV's and SnapKV's pooling over scores (default: %(default)s)",
-    )
-    _add_window(command)
-    _add_weights(command, _WEIGHTS)
-    _add_model(command)
-    command.add_argument(
-        "--output", metavar="DIR", help="where to write (default: diagnose-<name of the model>)"
-    )
-
-
-# Options that both commands have.
-
-
-def _add_prompts(command: argparse.ArgumentParser, default: str) -> None:
-    command.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='.jsonl with {"prompt": "..."} or {"prompt_token_ids": [...]} per line, or .txt with '
-        "a line of --- between two prompts. Texts are used as they are: apply a chat template "
-        f"beforehand ({default})",
-    )
-    command.add_argument(
-        "--max-prompt-tokens",
-        type=positive,
-        metavar="N",
-        help="longer prompts lose their middle (default: no limit)",
-    )
-
-
-def _add_window(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--window",
-        type=int,
-        default=_STRUCTKV.window,
-        metavar="W",
-        help="last tokens, whose queries score the others (default: %(default)s)",
-    )
-
-
-def _add_weights(
-    command: argparse.ArgumentParser, default: tuple[float, ...] | None, whose: str = ""
-) -> None:
-    command.add_argument(
-        "--weights",
-        type=_weights,
-        default=default,
-        metavar="W1,W2,W3",
-        help=f"{whose}of entropy, sparsity and variance in the transition score (default: "
-        f"{','.join(map(str, _WEIGHTS))})",
-    )
-
-
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--revision", help="revision of a hub model (default: main)")
-    command.add_argument(
-        "--device", default="auto", help="auto, cpu, cuda or cuda:<int> (default: %(default)s)"
-    )
-    command.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto is the checkpoint's on a GPU, float32 on CPU (default: %(default)s)",
-    )
-
-
 def _share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
-
-
-def _weights(text: str) -> tuple[float, ...]:
-    try:
-        entropy, sparsity, variance = map(float, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be three numbers, for example 0.2,0.3,0.5; got {text!r}"
-        ) from None
-    return entropy, sparsity, variance
 
 
 if __name__ == "__main__":

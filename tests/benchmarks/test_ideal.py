@@ -112,6 +112,21 @@ def test_two_methods_gain_together() -> None:
     assert kept.stored == kept.read == (3276,) * 24 + (2,) * 8
 
 
+def test_swiftkv_saves_prefill_and_projects_what_it_stores() -> None:
+    work = ideal.work_of("swiftkv-24", 32, 10000)
+    assert work is not None
+    assert work.rows == (10000,) * 24 + (1,) * 8
+    assert work.pairs == (10000 * 10001 // 2,) * 24 + (10000,) * 8
+    assert work.stored == work.read == (10000,) * 32
+    assert work.projected == (0,) * 24 + (10000,) * 8
+    # 2 matrices of 4096 x 1024 a token in eight layers, 2 FLOPs an element.
+    bare = ideal.prefill_flops(LLAMA, replace(work, projected=()))
+    assert ideal.prefill_flops(LLAMA, work) - bare == 8 * 10000 * 2 * 2 * 4096 * 1024
+    speed = ideal.prefill_ratio(LLAMA, "speed-24", 10000)
+    swift = ideal.prefill_ratio(LLAMA, "swiftkv-24", 10000)
+    assert speed is not None and swift is not None and 1.25 < swift < speed < 4 / 3
+
+
 @pytest.mark.parametrize(
     ("policy", "sidecar"),
     [

@@ -64,6 +64,18 @@ def test_only_so_many_windows_are_spread() -> None:
     assert one.clip(requests[-1], 12, 3) == 3
 
 
+def test_short_chunks_get_no_more_room_for_windows() -> None:
+    """A slot is queries of every layer: 17 MB of Llama-3.1-8B's, at 64 tokens a window."""
+    one = admission(long_prefill_token_threshold=3, max_num_seqs=256)
+    requests = [add(one, str(i), 20, "snapkv") for i in range(256)]
+    assert [one.clip(r, 12, 3) for r in requests] == [3] * SPLIT_WINDOWS + [0] * (
+        256 - SPLIT_WINDOWS
+    )
+    for request in requests:
+        assert one.clip(request, 15, 3) == 3, "its turn comes"
+        one.release(request.request_id)
+
+
 def test_a_full_stash_makes_prompts_wait() -> None:
     one = admission(stash_tokens=4 * STASH_PAGE)
     first, second = add(one, "a", 3 * STASH_PAGE), add(one, "b", 2 * STASH_PAGE)

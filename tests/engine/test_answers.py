@@ -103,6 +103,8 @@ _ONE_BIT = (
         caught=frozenset(),
         why="its tokens go on by position; with a cutoff of 3 no word is right",
     ),
+    Row("swiftkv-4", caught=frozenset(), why="it chooses nothing"),
+    Row("selfonly-4", caught=frozenset(), why="its tokens go on by position"),
     Row("fier-64:dense_below=0"),
     Row("structkv:pivot=3,kv_rate=1+snapkv:kv_rate=0.05"),
     Row("gemfilter:layer=3,rate=0.2,window=8,kernel=7+snapkv:kv_rate=0.05"),

@@ -10,7 +10,9 @@ from reference.fier import Retrieve
 from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
+from reference.selfonly import Alone
 from reference.structsnap import StructSnap
+from reference.swiftkv import Swift
 from world.engine import running
 from world.expected import FULL, Policy, Read, Speed, is_served, named
 from world.parity import ask, assert_parity, room_for
@@ -61,6 +63,8 @@ MORE: list[Policy] = [
     Critical(kv_rate=0.3),
     Filter(3, rate=0.4, window=4),
     StructSnap(3, struct_rate=0.5, kv_rate=0.2),
+    Swift(3),
+    Alone(3, 2),
 ]
 
 

@@ -77,3 +77,32 @@ def test_a_policy_is_measured_anew(cache: Path) -> None:
     assert trust().as_json(parse_policy("quest-64"))["measured"]
     path.write_text("{")
     assert not trust().as_json(parse_policy("snapkv"))["measured"]
+
+
+def test_a_tuned_model_keeps_answers_of_its_original() -> None:
+    rights = {"full (original)": 1.0, "speed-4 (original)": 0.25, "full": 0.9, "speed-4": 0.75}
+    summary = Summary(
+        Answer(Question(name, "notes", 512, index), right, 500, 0.5, 0.5, "")
+        for name, right in rights.items()
+        for index in range(10)
+    )
+    facts: dict[str, Any] = {"date": "2026-01-02", "original": "org/base"}
+    facts[RESOLVED] = {name: name.partition(" ")[0] for name in rights}
+    path = records.save(model_key(CONFIG, None), summary, facts)
+    saved = json.loads(path.read_text())["policies"]
+    assert list(saved) == ["speed-4"] and saved["speed-4"]["original"] == "org/base"
+    assert saved["speed-4"]["of_full"][0] == 0.75 and saved["speed-4"]["full"] == 1.0
+    says = trust().as_json(parse_policy("speed-4"))["says"]
+    assert says.startswith("speed-4: kept 75.0% [")
+    assert "] of the right answers of org/base (10 prompts of 512 tokens" in says
+
+
+def test_short_questions_have_no_length() -> None:
+    summary = Summary(
+        Answer(Question(name, "short_facts", 0, 0), 1.0, 20, 1.0, 1.0, "")
+        for name in ("full", "snapkv")
+    )
+    facts: dict[str, Any] = {"date": "2026-01-02", RESOLVED: {"full": "full", "snapkv": "snapkv"}}
+    records.save(model_key(CONFIG, None), summary, facts)
+    says = trust().as_json(parse_policy("snapkv"))["says"]
+    assert "right answers (1 prompts, full 100.0% right" in says

@@ -52,6 +52,9 @@ def test_retrieval_is_on_at_every_length() -> None:
         # Two dense layers, then the budget.
         ("fier-64:dense_below=0", 1.0, (2 * 1000 + 6 * 64) / 8000, 1.0),
         ("gemfilter:layer=3,rate=0.1", 0.1, 0.1, (4 * 1000 + 8 * 100) / 8000),
+        ("selfonly-4:anchors=3", (4 * 1000 + 4 * 4) / 8000, (4 * 1000 + 4 * 4) / 8000, 0.502),
+        # All is stored and read, and the upper layers run the last token.
+        ("swiftkv-4", 1.0, 1.0, (4 * 1000 + 4) / 8000),
     ],
 )
 def test_shares(name: str, kept: float, read: float, propagated: float) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 from world.models import LOOKUP
+from world.tokenizers import Counting
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation import prompts
@@ -22,20 +23,6 @@ CHAT = (
 @pytest.fixture
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(LOOKUP)
-
-
-class Counting:
-    """A tokenizer that counts the texts it encodes."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.calls = tokenizer, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        return self.tokenizer(*args, **options)
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

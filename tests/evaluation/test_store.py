@@ -78,6 +78,22 @@ def test_another_runs_folder_is_refused(tmp_path: Path, name: str) -> None:
         Store(tmp_path, {**FACTS, name: "other"})
 
 
+def test_an_original_comes_to_a_run_and_stays(tmp_path: Path) -> None:
+    tuned = {**FACTS, "original": "base", "original_key": "b"}
+    Store(tmp_path, FACTS).add([answer(0)])
+    Store(tmp_path, tuned).add([answer(0, "full (original)")])
+    # A run without it asks for fewer rows, and forgets nothing.
+    store = Store(tmp_path, {**FACTS, "original": None, "original_key": None})
+    assert store.facts["original"] == "base" and len(list(store)) == 2
+    for name in ("original", "original_key"):
+        with pytest.raises(ToolError, match=rf"{name} 'b.*', this run has 'other': choose another"):
+            Store(tmp_path, {**tuned, name: "other"})
+    # Its weights may come with the first run too.
+    Store(tmp_path / "hub", {**tuned, "original_key": "config"})
+    store = Store(tmp_path / "hub", {**tuned, "original_config_key": "config"})
+    assert store.facts["original_key"] == "b"
+
+
 def test_layers_that_changed_are_refused(tmp_path: Path) -> None:
     store = Store(tmp_path, FACTS)
     store.note_resolved("fastkv", "fastkv:tsp_layer=4")

@@ -96,7 +96,8 @@ def test_tables() -> None:
     assert snapkv.startswith("snapkv") and "50.0% [50.0-50.0]" not in snapkv
     assert "3.0000 (n=1)" in text and "+1.0000" in text
     by_task = report.task_table(summary).splitlines()
-    assert by_task[0].split() == ["policy", "notes"] and by_task[-1].split() == ["n", "8"]
+    assert by_task[0].split() == ["policy", "notes", "same"]
+    assert by_task[-1].split() == ["n", "8"]
     written = report.as_json(summary, {"model": "m"})
     assert written["model"] == "m"
     (cell,) = (
@@ -107,6 +108,59 @@ def test_tables() -> None:
     assert cell["score"][0] == 0.375 and cell["n"] == 8 and cell["of_full"][0] == 0.5
 
 
+def said(policy: str, index: int, text: str, task: str = "notes", tokens: int = 9) -> Answer:
+    return Answer(Question(policy, task, 512, index), 1.0, tokens, 1.0, 1.0, text)
+
+
+def test_same_answers() -> None:
+    full = ["a  cat ", "A dog.", "a cow", "7"]
+    other = ["a cat", "a dog.", " a\ncow\n", "7 "]
+    found = [said("full", index, text) for index, text in enumerate(full)]
+    found += [said("snapkv", index, text) for index, text in enumerate(other)]
+    # Nobody answered this one in full, and text that is given is not compared.
+    found += [said("snapkv", 9, "a cat"), said("snapkv", 0, "x", PERPLEXITY)]
+    summary = Summary(found)
+    cell = summary.cell("snapkv")
+    assert cell is not None and cell.same is not None and cell.same.value == 0.75
+    assert cell.same.low < 0.4
+    lost = summary.cell("snapkv", PERPLEXITY)
+    assert lost is not None and lost.same is None
+    head, full_row, row, _ = report.task_table(summary).splitlines()
+    assert head.split()[-1] == "same" and full_row.split()[-1] == "100" and row.split()[-1] == "75"
+
+
+def test_loops_are_of_tasks_with_long_answers() -> None:
+    texts = ["no " * 40, "no " * 40 + "and one two three four five six seven eight", "once", "x"]
+    found = [said("full", index, text) for index, text in enumerate(texts)]
+    found += [said("full", index, "short", "words") for index in range(4)]
+    summary = Summary(found)
+    cells = [summary.cell("full", task) for task in (None, "notes", "words")]
+    assert [cell and cell.loops and cell.loops.value for cell in cells] == [0.25, 0.25, None]
+    row = report.task_table(summary).splitlines()[1]
+    assert row.split() == ["full", "100", "100", "100", "25.0"]
+    loops = {c["task"]: c["loops"] for c in report.as_json(summary, {})["cells"]}
+    assert loops["words"] is None and loops["notes"] == loops["all"] and loops["all"][0] == 0.25
+
+
+def test_prompts_in_buckets() -> None:
+    found = [said("full", tokens, "x", tokens=tokens) for tokens in (3, 512, 513, 1024, 4000)]
+    summary = Summary(found)
+    assert [(b.low, b.high) for b in summary.buckets] == [(1, 512), (513, 1024), (2049, 4096)]
+    cells = [summary.cell("full", bucket=bucket) for bucket in summary.buckets]
+    assert [cell and cell.count for cell in cells] == [2, 2, 1]
+    assert "2,049-4,096 tokens" in report.bucket_table(summary).splitlines()[0]
+    assert [c["n"] for c in report.as_json(summary, {})["by_tokens"]] == [2, 2, 1]
+    assert Summary([]).buckets == []
+
+
+def test_short_questions_stand_in_the_last_column() -> None:
+    found = [said("full", index, "x") for index in range(2)]
+    found += [Answer(Question("full", "short_facts", 0, 0), 0.0, 20, 1.0, 1.0, "x")]
+    head, row = report.table(Summary(found)).splitlines()[:2]
+    assert head.split() == ["policy", "kept", "read", "512", "all", "of", "full"]
+    assert "n=2" in row and "n=3" in row
+
+
 @pytest.mark.parametrize(
     ("policy", "family"),
     [
@@ -114,6 +168,7 @@ def test_tables() -> None:
         ("fier-512", "fier"),
         ("fastkv:tsp_layer=16,kv_rate=0.05+fier-64", "fastkv:tsp_layer=16+fier"),
         ("speed-24", "speed"),
+        ("speed-24 (original)", "speed (original)"),
     ],
 )
 def test_a_curve_is_a_method(policy: str, family: str) -> None:

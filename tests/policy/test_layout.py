@@ -297,6 +297,16 @@ def test_value_norms_need_room() -> None:
     assert str(layout).endswith("value norms")
 
 
+def test_projection_needs_room() -> None:
+    speed, swift = parse_policy("speed-24"), parse_policy("swiftkv-24")
+    with pytest.raises(PolicyError, match="swiftkv-24 needs projection: start the server with"):
+        check_fits(swift, layout_of([speed], 32), 32)
+    layout = layout_of([swift], 32)
+    assert layout == Layout((24,), row_cuts=(24,), projects=True)
+    check_fits(speed, layout, 32)
+    assert str(layout) == "KV groups split at layer 24, no sidecar, projection"
+
+
 def test_rows_leave_only_where_a_segment_begins() -> None:
     pyramid = layout_of([parse_policy("pyramidkv:groups=4")], 32)
     with pytest.raises(PolicyError, match="needs rows to leave at layer 8, where this server"):

@@ -15,10 +15,12 @@ from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.fier import FIER
 from vllm_kvx.policy.methods.gemfilter import GemFilter
 from vllm_kvx.policy.methods.quest import Quest
+from vllm_kvx.policy.methods.selfonly import SelfOnly
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR, SnapKV
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.methods.streamingllm import StreamingLLM
 from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.policy.methods.swiftkv import SwiftKV
 from vllm_kvx.policy.spec import (
     AVAILABLE,
     METHODS,
@@ -56,6 +58,10 @@ VALID = {
         "gemfilter:layer=3,kv_floor=40",
         KVPolicy.of([GemFilter(3, kv_floor=40)]),
     ),
+    "swiftkv-16": ("swiftkv-16", KVPolicy(propagate=SwiftKV(16))),
+    "fier-64+swiftkv-3": ("swiftkv-3+fier-64", KVPolicy(SwiftKV(3), retrieve=FIER(64))),
+    "selfonly-24": ("selfonly-24", KVPolicy(propagate=SelfOnly(24))),
+    "selfonly-24:anchors=0": ("selfonly-24:anchors=0", KVPolicy(propagate=SelfOnly(24, 0))),
     "snapkv:kv_rate=1": ("full", KVPolicy()),
     "snapkv:kv_rate=1e-05": ("snapkv:kv_rate=1e-05", KVPolicy(retain=SnapKV(kv_rate=1e-5))),
     "snapkv:window=16,kernel=5": (
@@ -147,6 +153,12 @@ INVALID = {
     "speed": ["speed needs a number, speed-K; for example speed-24"],
     "fier": ["fier needs a number", "for example fier-1024"],
     "quest:page=16": ["quest needs a number", "for example quest-1024"],
+    "swiftkv": ["swiftkv needs a number, swiftkv-K; for example swiftkv-16"],
+    "swiftkv-0": ["swiftkv-K: K must be an integer of at least 1, got 0; for example swiftkv-16"],
+    "swiftkv-4:tail=2": ["unknown parameter 'tail'", "parameters of swiftkv: none"],
+    "selfonly-4:anchors=-1": ["selfonly: anchors must be an integer of at least 0"],
+    "selfonly-4:tail=2": ["unknown parameter 'tail'", "parameters of selfonly: anchors"],
+    "selfonly-4+speed-4": ["two answers on the propagate axis"],
     "speed-": ["speed-K: K must be an integer of at least 1, got ''; for example speed-24"],
     "speed-0": ["K must be an integer of at least 1, got 0"],
     "speed--1": ["K must be an integer of at least 1, got '-1'"],
@@ -403,6 +415,8 @@ def test_parameters_are_complete() -> None:
         ("speed-32", 32, "speed-32: this model has 32 layers; use speed-1 .. speed-31"),
         ("speed-2", 2, "speed-2: this model has 2 layers; use speed-1"),
         ("speed-1", 1, "speed-1: this model has 1 layer; speed needs at least 2; use full"),
+        ("selfonly-9", 8, "selfonly-9: this model has 8 layers; use selfonly-1 .. selfonly-7"),
+        ("swiftkv-8+fier-64", 8, "swiftkv-8: this model has 8 layers; use swiftkv-1 .. swiftkv-7"),
         (
             "fastkv:tsp_layer=32",
             32,
@@ -431,7 +445,7 @@ def test_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     message = (
         "fier is not served by this version of vllm-kvx; "
         "served: full, speed-K, fastkv, structkv, snapkv, pyramidkv, criticalkv, knorm, "
-        "streamingllm, gemfilter"
+        "streamingllm, gemfilter, swiftkv-K, selfonly-K"
     )
     for name in ("fier-1024", "speed-24+fier-2048"):
         with pytest.raises(PolicyError, match=f"^{message}$"):
@@ -481,6 +495,17 @@ COMPOSED = {
     "speed-4+structkv:pivot=3,struct_rate=1,granularity=block": [],
     "speed-4+structkv:pivot=5,struct_rate=1": [],
     "speed-4+snapkv:window=4,kernel=5": [],
+    "swiftkv-4+snapkv": [
+        "swiftkv-4 keeps every entry of a prompt, and runs the upper layers for its last token",
+        "give either by itself, or snapkv after speed-4",
+    ],
+    "swiftkv-4+streamingllm": ["streamingllm after speed-4"],
+    "swiftkv-4+quest-64": [],
+    "selfonly-4:anchors=2+fier-64": [
+        "selfonly-4:anchors=2 is a diagnostic that is served by itself: drop fier-64, or compose "
+        "it with speed-4"
+    ],
+    "selfonly-4+knorm": ["drop knorm, or compose it with speed-4"],
 }
 
 

@@ -16,6 +16,7 @@ from vllm_kvx.policy.storage import (
     Storage,
     gap_of,
     kept_counts,
+    skipped_of,
     stash_pages,
     storage_of,
     stored_len,
@@ -62,6 +63,40 @@ def test_no_gap(name: str) -> None:
 
 def test_speed_composed_keeps_its_gap() -> None:
     assert gap_of(parse_policy("speed-3+fier-64"), 100, 3) == Gap(1, 98)
+
+
+@pytest.mark.parametrize("layer", range(6))
+def test_swiftkv_stores_all_and_runs_the_last_token(layer: int) -> None:
+    policy = parse_policy("swiftkv-3")
+    for prompt_len in range(1, 6):
+        storage = storage_of(policy, prompt_len, layer, 16, 6)
+        assert not storage.changes and storage.kept == storage.rows == prompt_len
+        assert [storage.peak_len(n) for n in range(8)] == list(range(8))
+        skipped = skipped_of(policy, prompt_len, layer)
+        runs = [skipped.is_kept(position) for position in range(8)]
+        assert runs == [layer < 3 or position >= prompt_len - 1 for position in range(8)]
+    assert policy.projects_from == 3
+
+
+@pytest.mark.parametrize(("prompt_len", "anchors"), itertools.product(PROMPT_LENS, range(5)))
+def test_selfonly_above_the_cutoff(prompt_len: int, anchors: int) -> None:
+    """Anchors and, from the last prompt token on, the newest token, which takes the same slot."""
+    policy = parse_policy(f"selfonly-3:anchors={anchors}")
+    shared = list(range(min(anchors, prompt_len)))
+    for layer in (CUTOFF, CUTOFF + 1):
+        storage = storage_of(policy, prompt_len, layer, 16, 8)
+        assert not storage.changes
+        for logical_len in range(LONGEST + 1):
+            held = {position for position in shared if position < logical_len}
+            if logical_len >= prompt_len:
+                held.add(logical_len - 1)
+            assert storage.stored_len(logical_len) == storage.peak_len(logical_len) == len(held)
+        gap = storage.prefill
+        for position in range(LONGEST):
+            runs = position in shared or position >= prompt_len - 1
+            slot = min(position, len(shared)) if runs else None
+            assert (gap.is_kept(position), gap.slot(position)) == (runs, slot)
+    assert storage_of(policy, prompt_len, CUTOFF - 1, 16, 8).prefill == NO_GAP
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from . import fastkv, speed, structkv
+from . import fastkv, speed, structkv, swiftkv
 from .fastkv import Keep, KeptResult, load, log_softmax
 from .structkv import Struct
+from .swiftkv import Swift
 
 FULL = Keep()
 # [layer][KV head] -> prompt positions in the order of their slots.
@@ -78,7 +79,7 @@ def generate(
     model: str | Path | PreTrainedModel,
     prompt: list[int],
     retrieve: Retrieve,
-    keep: Keep | Struct = FULL,
+    keep: Keep | Struct | Swift = FULL,
     *,
     slots: Slots | None = None,
     max_tokens: int,
@@ -105,7 +106,7 @@ def score(
     prompt: list[int],
     generated: list[int],
     retrieve: Retrieve,
-    keep: Keep | Struct = FULL,
+    keep: Keep | Struct | Swift = FULL,
     *,
     slots: Slots | None = None,
 ) -> ReadResult:
@@ -117,12 +118,16 @@ def score(
 
 
 def prefill(
-    model: PreTrainedModel, prompt: list[int], keep: Keep | Struct, slots: Slots | None = None
+    model: PreTrainedModel,
+    prompt: list[int],
+    keep: Keep | Struct | Swift,
+    slots: Slots | None = None,
 ) -> tuple["Store", Tensor]:
     """The entries after `prompt`, and the log-softmax (1, V) of its last token."""
-    run: Any = structkv.prefill if isinstance(keep, Struct) else fastkv.prefill
-    context, row = run(model, prompt, keep)
-    slots = compacted(context, keep) if slots is None else slots
+    runs: dict[type, Any] = {Struct: structkv.prefill, Swift: swiftkv.prefill}
+    context, row = runs.get(type(keep), fastkv.prefill)(model, prompt, keep)
+    if slots is None:
+        slots = context.retained if isinstance(keep, Swift) else compacted(context, keep)
     keys: list[Tensor] = []
     values: list[Tensor] = []
     for layer, heads in enumerate(slots):

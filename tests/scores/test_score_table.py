@@ -11,7 +11,10 @@ from vllm_kvx.policy.spec import METHODS, parse_policy
 from vllm_kvx.scores.table import SCORES
 
 # Parameters without which a method's name is not complete.
-NUMBERS = {"speed": "-4", "fier": "-64", "quest": "-64", "gemfilter": ":layer=3"}
+NUMBERS = {
+    **{"speed": "-4", "swiftkv": "-4", "selfonly": "-4"},
+    **{"fier": "-64", "quest": "-64", "gemfilter": ":layer=3"},
+}
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -106,6 +106,9 @@ def test_help_has_a_group_of_its_own(parser) -> None:
         {"kv_policy": None},
         {"theirs": 1},
         {"kv_cache_reshape": 1},
+        {"kv_port": 1, "kv_role": "both", "kv_connector": "c", "kv_transfer_params": {}},
+        {"policy": 1, "layout": 1, "debug": 1, "cache_policy": 1, "kv_cache_policy": 1, 7: 1},
+        {"k" * 100_000: 1, "kv_policy" * 50: 1},
         "not a dictionary",
     ],
 )
@@ -117,6 +120,21 @@ def test_no_policy_is_set(config) -> None:
     ("config", "names"),
     [
         ({"kv_polcy": "speed-4"}, "'kv_polcy'.*'kv_policy'"),
+        ({"kv-policy": "speed-4"}, "'kv-policy'.*'kv_policy'"),
+        ({"kvpolicy": "speed-4"}, "'kvpolicy'.*'kv_policy'"),
+        ({"KV_POLICY": "speed-4"}, "'KV_POLICY'.*'kv_policy'"),
+        ({"kvPolicy": "speed-4"}, "'kvPolicy'.*'kv_policy'"),
+        ({"kv policy": "speed-4"}, "'kv policy'.*'kv_policy'"),
+        ({"kv.policy ": "speed-4"}, "'kv.policy '.*'kv_policy'"),
+        ({"vk_policy": "speed-4"}, "'vk_policy'.*'kv_policy'"),
+        ({"k_policy": "speed-4"}, "'k_policy'.*'kv_policy'"),
+        ({"kv-layout": ["speed-4"]}, "'kv-layout'.*'kv_layout'"),
+        ({"KVLayout": ["speed-4"]}, "'KVLayout'.*'kv_layout'"),
+        ({"kv_policy": "speed-4", "kv-layout": ["speed-2"]}, "'kv-layout'.*'kv_layout'"),
+        ({"kv_policy": "speed-4", "KV-Policy": "full"}, "'KV-Policy'.*'kv_policy'"),
+        ({"kv_policy": "speed-4", "stash_tokens": 9}, "'stash_tokens'.*'kv_stash_tokens'"),
+        ({"kv_policy": "speed-4", "tsp-layer": 9}, "'tsp-layer'.*'kv_tsp_layer'"),
+        ({"kv_policy": "speed-4", "KV-other": 1}, "'KV-other'.*kv_policy, kv_layout, kv_stash"),
         ({"kv_policies": ["speed-4"]}, "'kv_policies'.*'kv_policy'"),
         ({"kv_policy": "speed-4", "kv_other": 1}, "'kv_other'.*kv_policy, kv_layout, kv_stash"),
         ({"kv_policy": "speed-4", "kv_layouts": []}, "'kv_layouts'.*'kv_layout'"),
@@ -125,9 +143,27 @@ def test_no_policy_is_set(config) -> None:
         ({"kv_recall_every": 8}, "kv_recall_every.*without kv_policy"),
     ],
 )
-def test_a_misspelled_key_is_an_error(config: dict, names: str) -> None:
+def test_a_misspelled_key_is_an_error(make_config, config: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         policy_is_set(config)
+    # A server looks closer only where a key is suspicious; these all are.
+    with pytest.raises(ValueError, match=names):
+        make_config(additional_config=config)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--additional-config.kv-policy", "speed-4"],
+        ["--additional-config.kvpolicy", "speed-4"],
+        ["--additional-config.KV_POLICY=speed-4"],
+        ["--additional-config.kv-layout", '["speed-4"]'],
+        ["--kv-policy", "speed-4", "--additional-config.kv-policy", "full"],
+    ],
+)
+def test_a_misspelled_key_of_a_flag_is_an_error(parser, llama: str, flags: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'kv_(policy|layout)'"):
+        parsed(parser, llama, *flags).create_engine_config()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_kvx import plugin
+from vllm_kvx.cpu_mode import check_platform, cpu_mode_requested
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,9 @@ INERT = """
         assert stock.model_config.logits_processors is None
     assert vllm.plugins.load_endpoint_plugins is routes
     ours = {name for name in sys.modules if name.startswith("vllm_kvx")}
-    assert ours <= {"vllm_kvx", "vllm_kvx.plugin", "vllm_kvx.cpu_mode"}, ours
+    assert {name.removeprefix("vllm_kvx").lstrip(".") for name in ours} <= {
+        "", "plugin", "cpu_mode", "environment"
+    }, ours
     try:
         config(kv_policy="speed-4")
     except ValueError as error:
@@ -158,6 +161,34 @@ def test_inert_without_a_policy(llama: str) -> None:
         # Without the CPU mode vLLM runs Model Runner V1 on CPU.
         assert "REFUSED" in out
         assert "set KVX_CPU=1" in out
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "False", "no", "NO", "off", " 0 "])
+def test_cpu_mode_is_off(monkeypatch, value: str) -> None:
+    monkeypatch.setenv("KVX_CPU", value)
+    assert not cpu_mode_requested()
+    check_platform("cuda")
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes", "on"])
+def test_cpu_mode_is_on_and_for_cpus(monkeypatch, value: str) -> None:
+    monkeypatch.setenv("KVX_CPU", value)
+    assert cpu_mode_requested()
+    check_platform("cpu")
+    for device in ("cuda", "xpu"):
+        with pytest.raises(RuntimeError, match=f"KVX_CPU={value}.*runs on {device}.*unset KVX_CPU"):
+            check_platform(device)
+
+
+def test_the_plugin_refuses_cpu_mode_on_a_gpu(monkeypatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setenv("KVX_CPU", "1")
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    with pytest.raises(RuntimeError, match="KVX_CPU=1"):
+        plugin.register()
+    monkeypatch.setenv("KVX_CPU", "off")
+    plugin.register()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a mode of the CPU platform")

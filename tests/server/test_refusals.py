@@ -1,11 +1,13 @@
 """Configurations under a policy: what is set, and what is refused with the flag to change."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from world import inside
@@ -14,7 +16,14 @@ from world.configs import engine_args
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, WITH_RETRIEVAL, reasons
+from vllm_kvx.server.refusals import (
+    ALWAYS,
+    WITH_POLICY,
+    WITH_RETENTION,
+    WITH_RETRIEVAL,
+    WITH_SELECTION,
+    reasons,
+)
 from vllm_kvx.server.validate import WORKERS
 
 
@@ -39,9 +48,10 @@ class Connector:
     enable_kv_cache_events = True
 
 
+EXECUTOR = "parallel_config.distributed_executor_backend"
 # Attribute, value -> what the message must name.
 CASES = [
-    ("lora_config", object(), "--enable-lora"),
+    ("lora_config", object(), "--enable-lora, and serve a model that the adapter is merged into"),
     ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
     ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 1"),
     ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 1"),
@@ -104,7 +114,33 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     (breakable,) = reasons(WITH_POLICY, stock)
     assert "VLLM_USE_BREAKABLE_CUDAGRAPH=0" in breakable
     refused.add(breakable)
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    refused |= set(reasons(WITH_POLICY, changed(stock, EXECUTOR, "ray")))
     assert refused == {row.reason for row in WITH_POLICY}
+
+
+def test_rays_older_executor(stock, monkeypatch) -> None:
+    class RayDistributedExecutor:
+        pass
+
+    class Theirs(RayDistributedExecutor):
+        pass
+
+    def found(backend: Any) -> list[str]:
+        return reasons(WITH_POLICY, changed(stock, EXECUTOR, backend))
+
+    older = "vllm.v1.executor.ray_executor.RayDistributedExecutor"
+    newer = "vllm.v1.executor.ray_executor_v2.RayExecutorV2"
+    for backend in (RayDistributedExecutor, Theirs, older):
+        (reason,) = found(backend)
+        assert "--distributed-executor-backend mp" in reason
+    for works in ("ray", "mp", "uni", "external_launcher", newer, object, None):
+        assert not found(works)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    (reason,) = found("ray")
+    assert "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND" in reason
+    assert not found("mp")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two rows are of CPU servers")
@@ -112,7 +148,13 @@ def test_rows_where_entries_can_be_dropped(stock) -> None:
     exact = changed(stock, "model_config.dtype", torch.float32)
     assert not reasons(WITH_RETENTION, exact)
     refused = []
-    cases = [*RETENTION_CASES, ("model_config.dtype", torch.bfloat16, "--dtype float32")]
+    by_head = SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
+    cases = [
+        *RETENTION_CASES[:2],
+        ("quant_config", by_head, "--kv-cache-dtype bfloat16"),
+        *RETENTION_CASES[2:],
+        ("model_config.dtype", torch.bfloat16, "--dtype float32"),
+    ]
     for path, value, names in cases:
         (found,) = reasons(WITH_RETENTION, changed(exact, path, value))
         assert names in found
@@ -122,7 +164,57 @@ def test_rows_where_entries_can_be_dropped(stock) -> None:
     )
 
 
-def test_rows_where_pages_hold_a_sidecar(stock) -> None:
+def compressed(strategy: str) -> dict[str, Any]:
+    """A config.json's entry of weights that llm-compressor left as they are, with an fp8 cache."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": scheme | {"symmetric": True},
+    }
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "fier-64", "fastkv:tsp_layer=3"])
+def test_scales_by_head_are_refused(make_config, model_dir, policy: str) -> None:
+    by_head = model_dir(quantization_config=compressed("attn_head"))
+    for dtype in ("auto", "fp8"):
+        with pytest.raises(ValueError, match=r"scales for each KV head .* --kv-cache-dtype bfloat"):
+            make_config(policy, model=by_head, kv_cache_dtype=dtype)
+    # No layer's entries are looked up.
+    make_config("speed-4", model=by_head)
+
+
+def test_scales_that_are_not_used_or_one_a_layer(stock) -> None:
+    def says_head(strategy: str, dtype: str) -> bool:
+        scheme = SimpleNamespace(kv_cache_scheme={"strategy": strategy})
+        config = changed(changed(stock, "quant_config", scheme), "cache_config.cache_dtype", dtype)
+        return any("attn_head" in reason for reason in reasons(WITH_RETENTION, config))
+
+    assert says_head("attn_head", "auto") and says_head("attn_head", "fp8_e5m2")
+    assert not says_head("attn_head", "bfloat16") and not says_head("tensor", "fp8")
+
+
+def layers_in_blocks(stock: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The reason that refuses blocks of all layers, where CUDA ops are built; no others are."""
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(cuda_ops, "LIBRARY", tmp_path / "ops.so")
+    monkeypatch.delenv("KVX_RETRIEVAL_OPS", raising=False)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLNHC")
+    assert not reasons(WITH_RETRIEVAL, stock), "Triton's ops run"
+    cuda_ops.LIBRARY.touch()
+    (found,) = reasons(WITH_RETRIEVAL, stock)
+    for ops, works in (("cuda", False), ("triton", True)):
+        monkeypatch.setenv("KVX_RETRIEVAL_OPS", ops)
+        assert bool(reasons(WITH_RETRIEVAL, stock)) != works
+    monkeypatch.delenv("KVX_RETRIEVAL_OPS")
+    for layout, works in (("BLHNC", False), ("LBNHC", True), ("HND", True)):
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        assert bool(reasons(WITH_RETRIEVAL, stock)) != works
+    return found
+
+
+def test_rows_where_pages_hold_a_sidecar(stock, monkeypatch, tmp_path) -> None:
     refused = []
     for path, value, names in [
         ("model_config.get_head_size", lambda: 80, "head dimensions of 32, 64, 128, 256"),
@@ -132,6 +224,7 @@ def test_rows_where_pages_hold_a_sidecar(stock) -> None:
         (found,) = reasons(WITH_RETRIEVAL, changed(stock, path, value))
         assert names in found
         refused.append(found)
+    refused.insert(2, layers_in_blocks(stock, monkeypatch, tmp_path))
     assert refused == [row.reason for row in WITH_RETRIEVAL], "a row without a case"
     for works in (32, 64, 128, 256):
         assert not reasons(
@@ -214,6 +307,36 @@ def test_retrieval_knows_few_head_dimensions(make_config, model_dir) -> None:
     make_config("snapkv", model=odd, dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("policy", "room"),
+    [
+        ("fastkv:tsp_layer=3", []),
+        ("structkv:pivot=online", []),
+        ("gemfilter:layer=3", []),
+        ("speed-4", ["fastkv:tsp_layer=3"]),
+        # Requests may name gemfilter:layer=3 there.
+        ("speed-4", ["snapkv"]),
+    ],
+)
+def test_flashinfer_plans_one_pass_a_step(make_config, policy: str, room: list[str]) -> None:
+    settings = {"dtype": "float32", "additional_config": {"kv_layout": room}}
+    with pytest.raises(ValueError, match=r"FlashInfer holds .* to one of FLASH_ATTN, TRITON_ATTN"):
+        make_config(policy, attention_backend="FLASHINFER", **settings)
+    for works in ("FLASH_ATTN", "TRITON_ATTN"):
+        make_config(policy, attention_backend=works, **settings)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "streamingllm", "speed-4", "swiftkv-4"])
+def test_flashinfer_where_a_step_is_one_pass(make_config, policy: str) -> None:
+    make_config(policy, dtype="float32", attention_backend="FLASHINFER")
+
+
+def test_rows_where_selected_tokens_run_passes(stock) -> None:
+    flashinfer = changed(stock, "attention_config.backend", AttentionBackendEnum.FLASHINFER)
+    assert reasons(WITH_SELECTION, flashinfer) == [row.reason for row in WITH_SELECTION]
+    assert not reasons(WITH_SELECTION, stock)
+
+
 def sidecar_of(policy: str) -> RetrievalLayout:
     sidecar = layout_of([parse_policy(policy)], 8).sidecar
     assert sidecar is not None
@@ -251,6 +374,17 @@ def test_blocks_become_whole_groups(make_config, policy: str, size: int) -> None
 def test_what_retention_cannot_do(make_config, policy: str, settings: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         make_config(policy, **{"dtype": "float32"} | settings)
+
+
+def test_chunks_shorter_than_a_window_are_warned_of(make_config, monkeypatch) -> None:
+    lines: list[str] = []
+    logger = init_logger("vllm.kvx")
+    monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args))
+    for threshold in (0, 8, 7):
+        make_config("snapkv:window=8", dtype="float32", long_prefill_token_threshold=threshold)
+        warned = [line for line in lines if "token-threshold" in line]
+        assert bool(warned) == (threshold == 7)
+    assert "threshold 7 cuts" in warned[0] and "set it to at least 8" in warned[0]
 
 
 def test_the_stash_must_hold_the_longest_prompt(make_config) -> None:

@@ -1,5 +1,6 @@
 """A request's policy is checked where vLLM admits it, and costs nothing in the worker."""
 
+import difflib
 import json
 import pickle
 import random
@@ -48,6 +49,25 @@ def test_no_policy_of_its_own_passes() -> None:
     for check in (validator("speed-4"), validator("full")):
         check(params())
         check(SamplingParams(extra_args={"kv_transfer_params": {}, "session_id": "a"}))
+        check(SamplingParams(extra_args={"kv_policy": None}))
+        check(SamplingParams(extra_args={"policy": "lru", "kv_cache_policy": 1, "cache_policy": 2}))
+
+
+def test_many_and_long_keys_of_others_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    close = difflib.get_close_matches
+
+    def counted(word: str, *args: Any, **kwargs: Any) -> list[str]:
+        compared.append(word)
+        return close(word, *args, **kwargs)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    check = validator("speed-4")
+    check(SamplingParams(extra_args={f"kv_other{i}": i for i in range(200_000)}))
+    assert 0 < len(compared) <= 64
+    compared.clear()
+    check(SamplingParams(extra_args={"kv_policy" * 100_000: 1, "kv_" + "x" * 60: 1}))
+    assert not compared
 
 
 @pytest.mark.parametrize(
@@ -157,10 +177,13 @@ def test_a_full_server_runs_full_alone() -> None:
         check(params("speed-4"))
 
 
-@pytest.mark.parametrize("key", ["kv_polcy", "kv-policy", "kvpolicy", "KV_policy", "kv_policies"])
+@pytest.mark.parametrize(
+    "key", ["kv_polcy", "kv-policy", "kvpolicy", "KV_policy", "kv_policies", "kvPolicy"]
+)
 def test_a_misspelled_key_is_refused(key: str) -> None:
-    with pytest.raises(VLLMValidationError, match="did you mean 'kv_policy'"):
-        validator("speed-4")(SamplingParams(extra_args={key: "full"}))
+    for more in ({}, {"kv_policy": "speed-4"}, {"kv_policy": None}):
+        with pytest.raises(VLLMValidationError, match=f"{key}.*did you mean 'kv_policy'"):
+            validator("speed-4")(SamplingParams(extra_args={key: "full", **more}))
 
 
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}])

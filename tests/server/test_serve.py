@@ -5,11 +5,13 @@ It has room for retrieval too, for requests that name it.
 
 import random
 import re
+import shutil
 import string
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
+from vllm_kvx.tuning.record import Agreement, TunedRecord
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="serves with vLLM's CPU build")
 
@@ -96,9 +99,22 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("serve") / "server.log"
-    with serving(FLAGS, log, cpu_environment()) as url:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve") / "server.log"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[Server]:
+    """It serves the demo checkpoint, beside which lies a record that it was tuned for speed-4."""
+    model = log.parent / "model"
+    shutil.copytree(CHECKPOINT, model)
+    figures: Agreement = {"kl": 0.03, "greedy": 0.971, "tokens": 400}
+    TunedRecord(
+        **{"policy": f"speed-{CUTOFF}", "original": "demo", "layers": LAYERS, "method": "full"},
+        **{"loss": "self-distillation", "data": {}, "training": {}, "versions": {}},
+        **{"agreement": {"before": figures, "after": figures}, "command": "c", "date": "d"},
+    ).write(model)
+    with serving([str(model), *FLAGS[1:]], log, cpu_environment()) as url:
         yield Server(url)
 
 
@@ -135,6 +151,31 @@ def test_chat_answers(server: Server, extra_body: dict) -> None:
     )
     assert reply.choices[0].message.content == answer
     assert reply.choices[0].finish_reason == "stop"
+
+
+def test_tuned_weights_are_told(server: Server, log: Path) -> None:
+    told = server.status()
+    assert told["tuned_for"]["policy"] == "speed-4" and told["tuned_for"]["original"] == "demo"
+    assert told["matches_tuning"]["speed-4"] and told["matches_tuning"]["speed-4+fier-64"]
+    said = "weights tuned for speed-4 (by self-distillation of demo, held-out agreement 97.1% of"
+    assert log.read_text().count(said) == 1
+    prompt, _ = server.question()
+    server.text(prompt, extra_body={"vllm_xargs": {"kv_policy": "speed-4:tail=2"}})
+    assert server.status()["matches_tuning"]["speed-4:tail=2"] is False
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses", "messages"])
+def test_a_policy_in_the_wrong_place_is_a_400(server: Server, route: str) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    asked = {"prompt": "hello"} if route == "completions" else {"messages": messages}
+    body = {"model": MODEL, "max_tokens": 1, **asked}
+    if route == "responses":
+        body = {"model": MODEL, "max_output_tokens": 1, "input": "hello"}
+    for misplaced in ({"kv_policy": "full"}, {"KV-Policy": "full"}, {"extra_body": FULL}):
+        response = server.http.post(f"/v1/{route}", json=body | misplaced)
+        assert response.status_code == 400
+        assert 'send "vllm_xargs": {"kv_policy": "..."}' in response.text.replace('\\"', '"')
+    assert server.http.post(f"/v1/{route}", json=body | FULL).status_code == 200
 
 
 def test_policies_share_a_batch(server: Server) -> None:

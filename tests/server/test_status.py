@@ -1,7 +1,10 @@
 """The status route and the metrics, against an engine that is not there."""
 
 import asyncio
+import json
 from argparse import Namespace
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +29,13 @@ class Engine:
     """An engine client whose workers answer with `stats`, or fail, or never answer."""
 
     def __init__(
-        self, policy: str | None, rank: int = 0, count: int = 1, model: str = "m", **config: Any
+        self,
+        policy: str | None,
+        rank: int = 0,
+        count: int = 1,
+        model: str = "m",
+        directory: str = "nowhere/m",
+        **config: Any,
     ) -> None:
         self.stats: Any = worker_stats()
         self.calls = 0
@@ -36,7 +45,7 @@ class Engine:
                 served_model_name=model,
                 get_total_num_hidden_layers=lambda: 8,
                 max_model_len=64,
-                model="nowhere/m",
+                model=directory,
                 revision=None,
                 hf_text_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 8}),
             ),
@@ -85,10 +94,13 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
         assert not said["measured"] and "vllm-kvx evaluate nowhere/m" in said["says"]
         assert len(answer.pop("model_key")) == 32
         assert answer == {
+            "version": metadata.version("vllm-kvx"),
             "policy": "speed-4",
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
             "measured": {"tsp_layer": None, "pivot": None},
             "measured_config": {},
+            "tuned_for": None,
+            "matches_tuning": {"speed-4": False},
             "num_layers": 8,
             "layout": {"splits": [4], "sidecar": None, "window": 0, **engine.stats["layout"]},
             "stash": {"tokens": 0, "tokens_used": 0},
@@ -122,6 +134,30 @@ def test_route_tells_what_was_measured(config: dict, policy: str, splits: list[i
         }
         assert answer["policy"] == policy and answer["layout"]["splits"] == splits
         assert answer["parameters"]["propagate"]["pivot"] == config["kv_pivot"]
+
+    asyncio.run(main())
+
+
+def test_route_tells_what_weights_were_tuned_for(tmp_path: Path) -> None:
+    record = {"policy": "speed-5", "original": "org/m", "layers": 8, "method": "full"}
+    record |= {"loss": "self-distillation", "data": {}, "training": {}, "versions": {}}
+    figures = {"kl": 0.5, "greedy": 0.75, "tokens": 100}
+    agreement = {"before": figures, "after": figures}
+    record |= {"agreement": agreement, "command": "c", "date": "2026-01-02"}
+    (tmp_path / "kvx_tuned.json").write_text(json.dumps(record))
+
+    async def main() -> None:
+        engine = Engine("speed-5", directory=str(tmp_path), kv_layout=["fier-64"])
+        client = await serve(engine)
+        answer = (await client.get("/v1/kv_policy")).json()
+        names = ("policy", "original", "method", "loss", "agreement", "date")
+        assert answer["tuned_for"] == {name: record[name] for name in names}
+        assert answer["matches_tuning"] == {"speed-5": True}
+        # What requests named counts too; `other` stands for many.
+        engine.stats = worker_stats(**{"speed-5:tail=3": {}, "speed-5+fier-64": {}, "other": {}})
+        answer = (await client.get("/v1/kv_policy")).json()
+        expected = {"speed-5": True, "speed-5:tail=3": False, "speed-5+fier-64": True}
+        assert answer["matches_tuning"] == expected
 
     asyncio.run(main())
 

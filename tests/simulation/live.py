@@ -94,19 +94,31 @@ class Live:
             known.append(hash((known[-1], token)))
         return np.array(known, dtype=np.int64)[positions + 1]
 
+    def is_projected(self, layer: int) -> bool:
+        """Whether the layer's prompt entries are projected from below, instead of computed."""
+        first = self.policy.projects_from
+        return first is not None and layer >= first
+
     def is_stored(self, positions: Ints, layer: int) -> np.ndarray:
         """(n,) bool: whether the layer stores these positions in a pass over the batch."""
+        if self.is_projected(layer):
+            return positions >= self.prompt_len
         gap = self.storages[layer].prefill
+        if gap.grows:  # The last of these tokens alone, in the place of the one before.
+            is_last = positions == positions[-1]
+            return (positions < gap.start) | ((positions >= gap.start + gap.size) & is_last)
         in_gap = (positions >= gap.start) & (positions < gap.start + gap.size)
         return ~in_gap | (positions >= self.prompt_len)
 
     def is_own(self, positions: Ints, layer: int) -> np.ndarray:
         """(n,) bool: whether something was left out before the layer at these positions."""
+        if self.is_projected(layer):
+            return np.ones(len(positions), dtype=bool)
         own = (positions >= self.prompt_len) & self.is_lossy
         gap, selection = self.storages[layer].prefill, self.selection
         if selection is None:
             # Above a cutoff anchors see all that is before them, and nothing else does.
-            return own | (positions >= gap.start) if gap.size else own
+            return own | (positions >= gap.start) if gap.size or gap.grows else own
         above = self.chosen is not None if selection.online else layer > selection.after
         return own | above
 
@@ -155,6 +167,14 @@ class Made:
         self._shared *= _MIX
         self._numbers *= _OWN
         self._masks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def take_over(self, layer: int, expected: Expected) -> None:
+        """Tokens whose gap grows up to them take the slot of the ones before."""
+        for one, span in self._parts:
+            gap = one.storages[layer].prefill
+            if gap.grows and self.positions[span][-1] >= gap.start + gap.size:
+                held = expected.lens[layer, one.index]
+                expected.lens[layer, one.index] = min(held, gap.start)
 
     def in_layer(self, layer: int, start: int) -> tuple[Ints, np.ndarray]:
         """(N,) entries, and (N,) bool, whether they are stored. start: of the layer's stage."""

@@ -23,6 +23,7 @@ from vllm_kvx.models.passes import (
     Previous,
     Stashed,
     StepPlan,
+    ToEntries,
     TokenIds,
     ToOutput,
     ToStash,
@@ -158,6 +159,9 @@ class Model:
 
     def _write(self, now: Pass, rows: Rows, final: Rows) -> None:
         for sink in now.sinks:
+            if isinstance(sink, ToEntries):
+                self._project(sink, now.last, rows[sink.rows.numpy()])
+                continue
             out = rows if sink.rows is None else rows[sink.rows.numpy()]
             if isinstance(sink, ToStash):
                 columns = (sink.targets.tolist(), out.requests.tolist(), out.positions.tolist())
@@ -166,6 +170,21 @@ class Model:
                 continue
             in_batch = slice(None) if sink.in_batch is None else sink.in_batch.numpy()
             final.requests[in_batch], final.positions[in_batch] = out.requests, out.positions
+
+    def _project(self, sink: ToEntries, layer: int, rows: Rows) -> None:
+        """Entries of layers that these rows do not run, made of their states before `layer`."""
+        if (sink.positions.numpy() != rows.positions).any() or sink.first != layer:
+            raise Mismatch(f"projects {sink.positions} from layer {layer}, has {rows.positions}")
+        for request, at in zip(rows.requests.tolist(), rows.positions.tolist(), strict=True):
+            one = self.live[request]
+            if one.policy.projects_from != layer or at >= one.prompt_len:
+                raise Mismatch(f"{one}: {at} is projected from layer {layer} on")
+        made = Made(self.live, rows.requests, rows.positions, False, False)
+        for hook in self.hooks.layers[sink.first : sink.last]:
+            entries, _ = made.in_layer(hook.index, self.starts[hook.index])
+            slots = sink.slot_mapping[hook.layer.layer_name].numpy()
+            self.cache.write(hook.index, slots, entries)
+            self.expected.append(hook.index, rows.requests, entries)
 
     def _metadata(self, batch: Batch, now: Pass, layer: int) -> Metadata:
         by_name = batch.metadata if now.attn_metadata is None else now.attn_metadata
@@ -183,6 +202,8 @@ class Model:
         # Every row sees those of its request up to its own, which is stored in order.
         after = np.repeat(metadata.starts[1:], counts) - np.arange(len(rows.requests)) - 1
         seen = Seen.of(np.repeat(lens, counts) - after)
+        if ((seen.lens < 1) & (np.repeat(counts, counts) > 1)).any():
+            raise Mismatch(f"layer {layer}: rows {rows.positions} are more than the entries {lens}")
         retrieval = self.hooks.retrieval_pass if layer >= DENSE_LAYERS else None
         mode = Mode.DENSE if retrieval is None else retrieval.modes[hook.stage]
         if mode is not Mode.ALL:
@@ -211,6 +232,7 @@ class Model:
             one, at = self.live[int(made.requests[wrong][0])], made.positions[wrong]
             raise Mismatch(f"{one}, layer {layer}: stored or not, against its policy, are {at}")
         self.cache.write(layer, where[stored], entries[stored])
+        made.take_over(layer, self.expected)
         self.expected.append(layer, made.requests[stored], entries[stored])
 
     def _attend(self, layer: int, metadata: Metadata, lens: Ints, mode: Mode) -> np.ndarray:

@@ -235,6 +235,32 @@ SERVERS: dict[str, Server] = {
         ),
         stash=200,
     ),
+    "swiftkv": Server(
+        "swiftkv-5",
+        ("swiftkv-3", "speed-4", "snapkv:window=3"),
+        ("swiftkv-5", "swiftkv-5", "swiftkv-3", "full", "speed-4:anchors=2", "snapkv:window=3"),
+    ),
+    "swiftspeed": Server(
+        "swiftkv-5",
+        ("speed-5",),
+        ("swiftkv-5", "speed-5", "speed-5:anchors=3,tail=2", "full"),
+    ),
+    "selfonly": Server(
+        "selfonly-5",
+        ("speed-5", "snapkv:window=3"),
+        (
+            "selfonly-5",
+            "selfonly-5",
+            "selfonly-5:anchors=0",
+            "selfonly-5:anchors=4",
+            "selfonly-5:anchors=5",
+            "selfonly-5:anchors=30",
+            "speed-5",
+            "speed-5:anchors=4",
+            "full",
+            "snapkv:window=3",
+        ),
+    ),
     "structsnap": Server(
         f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3",
         (_STRUCT,),
@@ -271,6 +297,24 @@ SERVERS: dict[str, Server] = {
             "full",
             _FIER,
             f"speed-5+snapkv:window=3,kv_rate=0.5+{_FIER}",
+        ),
+    ),
+    "swiftfier": long(
+        policy=f"swiftkv-4+{_FIER}",
+        layout=("speed-4", "snapkv:window=3"),
+        requests=(f"swiftkv-4+{_FIER}", "swiftkv-4", _FIER, "full", f"speed-4+{_FIER}"),
+    ),
+    "selffier": long(
+        policy="selfonly-4",
+        layout=("swiftkv-4", f"speed-4+{_FIER}"),
+        requests=(
+            "selfonly-4",
+            "selfonly-4:anchors=31",
+            "selfonly-4:anchors=100",
+            "swiftkv-4",
+            f"speed-4+{_FIER}",
+            _FIER,
+            "full",
         ),
     ),
     "fastfier": long(

@@ -111,7 +111,7 @@ class AttentionLayer:
 
     kv_cache_torch_dtype = torch.float32
     kv_cache_dtype = "auto"
-    kv_cache = None
+    kv_cache: torch.Tensor | None = None
     num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, HEAD_SIZE
 
     def __init__(self, index: int) -> None:
@@ -119,7 +119,14 @@ class AttentionLayer:
         self.impl = SimpleNamespace(
             num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=1.0, forward=None
         )
-        self.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+        self.attn_backend = SimpleNamespace(
+            get_name=lambda: "TRITON_ATTN", forward_includes_kv_cache_update=False
+        )
+
+    def bind(self, num_blocks: int, block_size: int) -> None:
+        """The shape of a cache, whose entries are the simulation's own."""
+        shape = (num_blocks, KV_HEADS, block_size, 2 * HEAD_SIZE)
+        self.kv_cache = torch.empty(shape, device="meta")
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
         block_size = vllm_config.cache_config.block_size

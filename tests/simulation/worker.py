@@ -55,6 +55,8 @@ class Worker:
         self._attention_groups = attention_groups(groups)
         block_size, max_reqs = groups[0].kv_cache_spec.block_size, state.max_num_reqs
         self.tables = Tables(len(groups), block_size, max_reqs, state.max_model_len)
+        for layer in self.decoder.layers:
+            layer.bind(case.num_blocks, block_size)
         state.initialize_kv_cache(self.kv_cache_config, cast(Any, self.tables))
         self._by_state = by_state = dict[int, Live]()
         stage_of = state.settings.layout.stage_of
@@ -187,7 +189,10 @@ class Worker:
         metadata = state.prepare_attn(batch, mode, tables, slots, self._attention_groups, config)
         token_ids = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._ids))
         state.prepare_inputs(batch, cast(Any, token_ids))
-        return self.decoder.take_plan(), Batch(
+        plan = self.decoder.take_plan()
+        if mode == CUDAGraphMode.FULL and plan.passes is not None:
+            raise Mismatch("a graph would replay past the step's passes")
+        return plan, Batch(
             batch.idx_mapping_np,
             batch.query_start_loc_np.astype(np.int64),
             batch.positions.numpy(),

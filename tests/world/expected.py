@@ -17,9 +17,11 @@ from reference import (
     gemfilter,
     knorm,
     pyramidkv,
+    selfonly,
     speed,
     structkv,
     structsnap,
+    swiftkv,
 )
 from reference.criticalkv import Critical
 from reference.fastkv import Keep, KeptResult
@@ -27,8 +29,10 @@ from reference.fier import ReadResult, Retrieve
 from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
+from reference.selfonly import Alone
 from reference.structkv import WEIGHTS, Struct
 from reference.structsnap import StructSnap
+from reference.swiftkv import Swift
 from torch import Tensor
 
 from vllm_kvx.policy.spec import METHODS
@@ -75,11 +79,23 @@ class Read:
     """Decode steps read what `retrieve` chooses of what `keep` stores."""
 
     retrieve: Retrieve
-    keep: Keep | Struct | Online = field(default_factory=Keep)
+    keep: Keep | Struct | Online | Swift = field(default_factory=Keep)
 
 
 Policy = (
-    Speed | Keep | Struct | Online | Below | Read | Pyramid | Norm | Filter | StructSnap | Critical
+    Speed
+    | Keep
+    | Struct
+    | Online
+    | Below
+    | Read
+    | Pyramid
+    | Norm
+    | Filter
+    | StructSnap
+    | Critical
+    | Swift
+    | Alone
 )
 FULL = Keep()
 
@@ -282,5 +298,9 @@ _REFERENCES: dict[type, Reference] = {
     Critical: Reference(criticalkv.score, _critical_name, SALIENCY_TIE),
     Norm: Reference(knorm.score, lambda policy: f"knorm:{_budget(policy)}", NORM_TIE),
     Filter: Reference(gemfilter.score, _filter_name, SALIENCY_TIE),
+    Alone: Reference(
+        selfonly.score, lambda policy: f"selfonly-{policy.cutoff}:anchors={policy.anchors}"
+    ),
+    Swift: Reference(swiftkv.score, lambda policy: f"swiftkv-{policy.cutoff}"),
     StructSnap: Reference(structsnap.score, _structsnap_name, CENTRALITY_TIE),
 }

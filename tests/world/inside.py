@@ -127,6 +127,46 @@ def assert_no_centrality(engine: Any) -> None:
     assert not centrality._sums and not centrality._blocks and not centrality.metrics
 
 
+def worker(engine: Any) -> Any:
+    """The worker of an engine of one rank."""
+    return engine.core.model_executor.driver_worker.worker
+
+
+def discard_memory(engine: Any) -> int:
+    """Overwrites all that was allocated as the model loaded, as sleep of level 2 does.
+
+    The model's buffers, which vLLM saves, stay, and so does what is bound with the KV cache.
+    Returns the number of tensors.
+    """
+    later = {"passes", "block_tables", "kv_cache_config", "_groups", "_stages", "views", "_writer"}
+    found: dict[int, Tensor] = {}
+
+    def gather(thing: Any) -> None:
+        if isinstance(thing, Tensor):
+            found[thing.data_ptr()] = thing
+        elif isinstance(thing, (list, tuple)):
+            for item in thing:
+                gather(item)
+        elif type(thing).__module__.startswith("vllm_kvx") and id(thing) not in seen:
+            seen.add(id(thing))
+            if not isinstance(thing, torch.nn.Module):
+                for name, value in vars(thing).items():
+                    if name not in later:
+                        gather(value)
+
+    seen: set[int] = set()
+    gather(_state(engine))
+    for tensor in [*found.values(), *engine.runner.model.parameters()]:
+        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 77)
+    return len(found)
+
+
+def tickets(engine: Any) -> Tensor:
+    """Scratch of retrieval that is zero between its ops, flat."""
+    scratch = _state(engine).retrieval.scratch
+    return torch.cat([scratch.histogram.flatten(), scratch.tickets.flatten()])
+
+
 def limit_pass(engine: Any, tokens: int) -> None:
     """Passes of selected tokens run so many at most."""
     _state(engine).passes.max_tokens = tokens

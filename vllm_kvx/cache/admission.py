@@ -14,15 +14,13 @@ from vllm_kvx.settings import KVSettings
 logger = init_logger("vllm.kvx.scheduler")
 
 # Requests whose window may be spread over several chunks at once: each keeps its window's queries
-# of every layer meanwhile. It happens only where less than a window is left of a step's budget.
+# of every layer meanwhile. It happens where less than a window is left of a step's budget, and to
+# every prompt where chunks are shorter than the window; the others wait then.
 SPLIT_WINDOWS = 4
 
 
-def num_split_windows(settings: KVSettings, config: SchedulerConfig) -> int:
+def num_split_windows(config: SchedulerConfig) -> int:
     """Room for windows that are spread over chunks, on scheduler and worker alike."""
-    shortest = config.long_prefill_token_threshold or config.max_num_batched_tokens
-    if shortest < settings.layout.window:
-        return config.max_num_seqs  # Every prompt's window is spread.
     return min(SPLIT_WINDOWS, config.max_num_seqs)
 
 
@@ -53,7 +51,7 @@ class PromptAdmission:
         self.max_tokens = config.max_num_batched_tokens
         self.total_pages = stash_pages(settings.stash_tokens)
         self.free_pages = self.total_pages
-        self.free_windows = num_split_windows(settings, config)
+        self.free_windows = num_split_windows(config)
         self._prompts: dict[str, _Prompt] = {}
         self._pages: dict[str, int] = {}
         self._split: set[str] = set()

@@ -51,6 +51,11 @@ class Rows:
         """The rows at ascending `indices` (m,), with the positions that they had."""
         return Rows(self.hidden[indices], self.cos[indices], self.sin[indices])
 
+    def then(self, later: "Rows") -> "Rows":
+        """These rows and `later` ones, which follow them in the sequence."""
+        mine, others = (self.hidden, self.cos, self.sin), (later.hidden, later.cos, later.sin)
+        return Rows(*(torch.cat(pair) for pair in zip(mine, others, strict=True)))
+
 
 @dataclass
 class Cache:
@@ -135,30 +140,12 @@ class DenseDecoder:
         target = choose_device(device)
         if dtype == "auto" and target.type == "cpu":
             dtype = "float32"
-        loader: Any = AutoModelForCausalLM  # its type knows nothing of the report
-        try:
-            model, report = loader.from_pretrained(
-                name,
-                revision=revision,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                output_loading_info=True,
-            )
-        except Exception as error:  # transformers and the hub raise what they like
-            raise ToolError(f"cannot load the weights of {name}: {_line(error)}") from error
-        if missing := sorted(report["missing_keys"]):
-            # transformers draws these at random and goes on.
-            raise ToolError(f"{name} lacks {len(missing)} of its weights: {missing[0]}, ...")
+        model = load_weights(name, revision, dtype if dtype == "auto" else getattr(torch, dtype))
         return cls(model.to(target))
 
-    @torch.no_grad()
     def embed(self, token_ids: Sequence[int]) -> Rows:
         """The rows of a whole prompt before layer 0."""
-        tokens = torch.tensor(token_ids, device=self.device)
-        hidden = self._model.model.embed_tokens(tokens)
-        # Once for the prompt: some rotary embeddings depend on its length.
-        positions = torch.arange(len(tokens), device=self.device)
-        cos, sin = self._model.model.rotary_emb(hidden[None], positions[None])
-        return Rows(hidden, cos[0], sin[0])
+        return self._embed(token_ids)
 
     def layers(
         self, rows: Rows, first: int = 0, window: int = 0, cache: Cache | None = None
@@ -190,34 +177,58 @@ class DenseDecoder:
         """(m, vocabulary) float32 of rows (m, hidden) of the last layer's output."""
         return self._model.lm_head(self._model.model.norm(hidden)).float()
 
-    @torch.no_grad()
     def extend(
         self, token_ids: Sequence[int], position: int, cache: Cache
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run m generated tokens, which see each other causally and what `cache` holds.
-
-        position: the first one's, whatever the cache holds. The cache takes the tokens.
+        """Run m generated tokens, as `extension` does.
 
         Returns their logits (m, vocabulary) and, by layer, their attention summed over them and
         over the heads, (n,) float32 over the n tokens that the layer held before.
         """
+        mass = []
+        for output, attention in self.extension(token_ids, position, cache):
+            rows = output
+            mass.append(attention.sum(dim=(0, 1))[: -len(token_ids)])
+        return self.logits(rows.hidden), mass
+
+    def extension(
+        self, token_ids: Sequence[int], position: int, cache: Cache
+    ) -> Iterator[tuple[Rows, Tensor]]:
+        """Run m generated tokens, which see each other causally and what `cache` holds.
+
+        After each layer come their rows and their attention, (H, m, n + m) float32 over the n
+        tokens that the layer held before and themselves.
+
+        position: the first one's, whatever the cache holds. The cache takes the tokens.
+        """
+        rows = self._embed(token_ids, position)
+        for index in range(self.num_layers):
+            rows, attention = self._extension(index, rows, cache)
+            yield rows, attention
+
+    @torch.no_grad()
+    def _embed(self, token_ids: Sequence[int], position: int = 0) -> Rows:
+        """The rows of tokens at `position` and after it, before layer 0."""
         tokens = torch.tensor(token_ids, device=self.device)
         hidden = self._model.model.embed_tokens(tokens)
+        # Once for all: some rotary embeddings depend on how many there are.
         positions = torch.arange(position, position + len(tokens), device=self.device)
         cos, sin = self._model.model.rotary_emb(hidden[None], positions[None])
-        rows, mass = Rows(hidden, cos[0], sin[0]), []
-        later = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=self.device).triu(1)
-        for index, layer in enumerate(self._model.model.layers):
-            query, key, value = _project(layer, rows)
-            keys, values = cache.add(index, key, value)
-            grouped = query.unflatten(0, (len(keys), -1)).float()  # (G, H / G, m, D)
-            scores = grouped @ keys[:, None].float().transpose(2, 3) * layer.self_attn.scaling
-            scores[..., -len(tokens) :].masked_fill_(later, float("-inf"))
-            attention = scores.softmax(dim=-1)  # (G, H / G, m, n + m)
-            mass.append(attention.sum(dim=(0, 1, 2))[: -len(tokens)])
-            mixed = (attention @ values[:, None].float()).to(query.dtype).flatten(0, 1)
-            rows = replace(rows, hidden=_finish(layer, rows.hidden, mixed.transpose(0, 1)))
-        return self.logits(rows.hidden), mass
+        return Rows(hidden, cos[0], sin[0])
+
+    @torch.no_grad()
+    def _extension(self, index: int, rows: Rows, cache: Cache) -> tuple[Rows, Tensor]:
+        layer, count = self._model.model.layers[index], len(rows)
+        query, key, value = _project(layer, rows)
+        keys, values = cache.add(index, key, value)
+        later = torch.ones(count, count, dtype=torch.bool, device=self.device).triu(1)
+        grouped = query.unflatten(0, (len(keys), -1)).float()  # (G, H / G, m, D)
+        scores = grouped @ keys[:, None].float().transpose(2, 3) * layer.self_attn.scaling
+        scores[..., -count:].masked_fill_(later, float("-inf"))
+        attention = scores.softmax(dim=-1)  # (G, H / G, m, n + m)
+        mixed = (attention @ values[:, None].float()).to(query.dtype).flatten(0, 1)
+        hidden = _finish(layer, rows.hidden, mixed.transpose(0, 1))
+        return replace(rows, hidden=hidden), attention.flatten(0, 1)
 
     @torch.no_grad()
     def _layer(
@@ -248,6 +259,25 @@ class DenseDecoder:
                 query[None, group], keys, values, is_causal=True, scale=attn.scaling
             )[0].transpose(0, 1)
         return replace(rows, hidden=_finish(layer, rows.hidden, mixed)), attention
+
+
+def load_weights(name: str, revision: str | None, dtype: torch.dtype | str, **options: Any) -> Any:
+    """The model of a directory or hub name, on the CPU; `options` are transformers' own.
+
+    Raises:
+        ToolError: the weights cannot be loaded or are not all there.
+    """
+    loader: Any = AutoModelForCausalLM  # its type knows nothing of the report
+    try:
+        model, report = loader.from_pretrained(
+            name, revision=revision, dtype=dtype, output_loading_info=True, **options
+        )
+    except Exception as error:  # transformers and the hub raise what they like
+        raise ToolError(f"cannot load the weights of {name}: {_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers draws these at random and goes on.
+        raise ToolError(f"{name} lacks {len(missing)} of its weights: {missing[0]}, ...")
+    return model
 
 
 def choose_device(name: str) -> torch.device:

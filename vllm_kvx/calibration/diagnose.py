@@ -1,4 +1,4 @@
-"""`vllm-kvx diagnose`: where a model's attention settles, and what selecting tokens there leaves.
+"""`vllm-kvx diagnose`, StructKV's: where attention settles, and what selecting there leaves.
 
 Per prompt one full-depth pass, of whose attention only the rows of the last w prompt tokens, the
 window, are looked at: A, (H, w, N) at each layer, rows that sum to 1.
@@ -77,7 +77,7 @@ GEMFILTER_KERNEL = 5
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command; `args` as in cli.py.
+    """The command; `args` as in options.py.
 
     Raises:
         ToolError, PolicyError: it cannot be done as asked.

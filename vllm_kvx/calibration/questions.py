@@ -71,17 +71,36 @@ def lookups(
     Raises:
         ToolError: the model takes no prompts that are long enough.
     """
-    tasks = [TASKS[name] for name in FAMILIES[family]]
-    context = getattr(config, "max_position_embeddings", None) or length + LONGEST_ANSWER
-    limits = (length, context - LONGEST_ANSWER, sliding_window(config) or length)
     questions = []
-    for number in range(count):
-        task = tasks[number % len(tasks)]
-        prompt = fitted(task, f"calibration {number}", min(limits), tokenizer)
-        score, limit = Score(task, prompt, tokenizer), min(task.max_tokens, LONGEST_ANSWER)
+    for score in scores(family, count, length, LONGEST_ANSWER, tokenizer, config):
+        prompt, limit = score.prompt, min(score.task.max_tokens, LONGEST_ANSWER)
         questions.append(Question(prompt.token_ids, prompt.evidence, score, limit))
     check_lengths([question.token_ids for question in questions], window, None)
     return questions
+
+
+def scores(
+    family: str,
+    count: int,
+    length: int,
+    longest_answer: int,
+    tokenizer: Any,
+    config: PretrainedConfig,
+) -> list[Score]:
+    """The prompts of `lookups`, which leave room for `longest_answer` tokens, with their scores.
+
+    Raises:
+        ToolError: the model takes no prompts that are long enough.
+    """
+    tasks = [TASKS[name] for name in FAMILIES[family]]
+    context = getattr(config, "max_position_embeddings", None) or length + longest_answer
+    limits = (length, context - longest_answer, sliding_window(config) or length)
+    made = []
+    for number in range(count):
+        task = tasks[number % len(tasks)]
+        prompt = fitted(task, f"calibration {number}", min(limits), tokenizer)
+        made.append(Score(task, prompt, tokenizer))
+    return made
 
 
 def own(prompts: Sequence[Sequence[int]]) -> list[Question]:

@@ -15,18 +15,18 @@ from typing import Any
 from tqdm import tqdm
 
 import vllm_kvx
-from vllm_kvx.calibration.dense_decoder import load_config
 from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.calibration.report import check_writable, model_name
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation import figures, records, report
 from vllm_kvx.evaluation.engine import OwnEngine, on_cpu, own_engine, prepare_environment
-from vllm_kvx.evaluation.groups import grouped, read_policies
+from vllm_kvx.evaluation.groups import grouped
+from vllm_kvx.evaluation.original import Model, check_tokenizers, models_of
 from vllm_kvx.evaluation.questions import Key, Posed, Suite, load_tokenizer
 from vllm_kvx.evaluation.server import RunningServer, running_server
 from vllm_kvx.evaluation.store import Answer, Question, Store
 from vllm_kvx.evaluation.summary import Summary
-from vllm_kvx.evaluation.tasks.table import GROUPS, TASKS
+from vllm_kvx.evaluation.tasks.table import FIXED, GROUPS, TASKS
 
 # Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
 _AT_A_TIME = 128
@@ -51,50 +51,50 @@ def run(args: argparse.Namespace) -> None:
         text=args.text,
     )
     prepare_environment()
-    config = load_config(args.model, args.revision)
-    policies = read_policies(args.policies, config.num_hidden_layers)
-    suite.check(config.max_position_embeddings)
+    models = models_of(args)
+    for model in models:
+        suite.check(model.config.max_position_embeddings)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
     speed = figures.read_speed(args.speed) if args.speed else None
-    store = Store(output, facts_of(args, suite, config))
+    store = Store(output, facts_of(args, suite, models))
 
     load = functools.partial(load_tokenizer, args.model, args.revision)
+    if args.original is not None:
+        check_tokenizers(load(), load_tokenizer(args.original, args.original_revision))
     with _bar("prompts") as bar:
         posed = suite.pose(load, bar)
-    missing = {
-        name: [key for key in posed if Question(name, *key) not in store] for name in policies
-    }
+    rows = [row for model in models for row in model.rows]
+    missing = {row: [key for key in posed if Question(row, *key) not in store] for row in rows}
     count = sum(map(len, missing.values()))
     if count:
         done = 0
         with _bar("answers") as bar:
             bar(0, count)
-            for engine, names in _engines(args, policies, missing, suite, config):
+            for engine, names in _engines(args, models, missing, suite.context(posed)):
                 for name in names:
                     store.note_resolved(name, engine.resolved(name))
                     for answered in _ask(engine, name, missing[name], posed, store):
                         done += answered
                         bar(done, count)
-    asked = {Question(name, *key) for name in policies for key in posed}
-    summary = Summary((a for a in store if a.question in asked), list(policies))
-    finish(args, store, summary, config, speed)
+    asked = {Question(row, *key) for row in rows for key in posed}
+    summary = Summary((a for a in store if a.question in asked), rows)
+    finish(args, store, summary, models[-1], speed)
 
 
 def finish(
     args: argparse.Namespace,
     store: Store,
     summary: Summary,
-    config: Any,
+    model: Model,
     speed: Mapping[str, Mapping[str, float]] | None,
 ) -> None:
-    """Shows and writes what the answers say."""
+    """Shows and writes what the answers say; they are saved for `model`."""
     facts = store.facts
-    table = report.table(summary)
-    print(table)
+    print(report.table(summary))
     written = {
         "report.json": json.dumps(report.as_json(summary, facts), indent=1) + "\n",
-        "report.txt": table + "\n\n" + report.task_table(summary) + "\n",
+        "report.txt": report.text(summary),
     }
     for name, text in written.items():
         try:
@@ -103,24 +103,29 @@ def finish(
             raise ToolError(f"cannot write {store.directory / name}: {error.strerror}") from error
     print(f"\nResults: {store.directory / 'report.json'}, answers: {store.directory}/answers.jsonl")
     if args.save:
-        key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+        # Its weights may have come with this run.
+        key = model_key(model.config.to_dict(), model_dir(model.source, model.revision))
         print(f"Saved for servers of this model: {records.save(key, summary, facts)}")
     if not args.no_plot:
         print(figures.draw_all(store.directory, summary, model_name(args.model), speed))
 
 
-def facts_of(args: argparse.Namespace, suite: Suite, config: Any) -> dict[str, Any]:
-    """What the run is: model, questions, versions, machine and date."""
+def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) -> dict[str, Any]:
+    """What the run is: models, questions, versions, machine and date."""
     import torch
     import transformers
     import vllm
 
-    key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+    *others, model = models
+    original = others[0] if others else None
     dtype = args.engine_args.get("dtype", "float32" if on_cpu() else "auto")
     return {
-        "model": Path(args.model).name if Path(args.model).is_dir() else args.model,
-        "model_key": key,
-        "config_key": model_key(config.to_dict(), None),
+        "model": model.name,
+        "model_key": model.key,
+        "config_key": model.config_key,
+        "original": original and original.name,
+        "original_key": original and original.key,
+        "original_config_key": original and original.config_key,
         "text": args.text and str(Path(args.text).resolve()),
         "kv_cache_dtype": args.engine_args.get("kv_cache_dtype"),
         "quantization": args.engine_args.get("quantization"),
@@ -145,24 +150,26 @@ def facts_of(args: argparse.Namespace, suite: Suite, config: Any) -> dict[str, A
 
 def _engines(
     args: argparse.Namespace,
-    policies: Mapping[str, Any],
+    models: Sequence[Model],
     missing: Mapping[str, Sequence[Key]],
-    suite: Suite,
-    config: Any,
+    context: int,
 ) -> Iterator[tuple[OwnEngine | RunningServer, list[str]]]:
-    """Engines that are up, with the policies to ask them for, one after the other."""
-    wanted = {name: policy for name, policy in policies.items() if missing[name]}
-    if args.base_url:
-        key = model_key(config.to_dict(), model_dir(args.model, args.revision))
-        with running_server(args.base_url, wanted, args.concurrency, key) as server:
-            yield server, list(wanted)
-        return
-    longest = min(max(args.lengths) + suite.longest_answer, config.max_position_embeddings)
-    options = {"max_model_len": longest, "revision": args.revision, **args.engine_args}
-    for names in grouped(wanted, config.num_hidden_layers):
-        members = {name: wanted[name] for name in names}
-        with own_engine(args.model, members, options) as engine:
-            yield engine, names
+    """Engines that are up, with the rows to ask them for, one after the other.
+
+    context: tokens that the longest prompt has with its answer.
+    """
+    for model in models:
+        wanted = {row: policy for row, policy in model.rows.items() if missing[row]}
+        if args.base_url:
+            with running_server(args.base_url, wanted, args.concurrency, model.key) as server:
+                yield server, list(wanted)
+            continue
+        longest = min(context, model.config.max_position_embeddings)
+        options = {"max_model_len": longest, "revision": model.revision, **args.engine_args}
+        for names in grouped(wanted, model.config.num_hidden_layers):
+            members = {name: wanted[name] for name in names}
+            with own_engine(model.source, members, options) as engine:
+                yield engine, names
 
 
 def _ask(
@@ -198,7 +205,7 @@ def _ask(
 
 def task_list() -> str:
     """Tasks with what they are, and groups."""
-    lines = [f"{name:18}{task.about}" for name, task in TASKS.items()]
+    lines = [f"{name:18}{task.about}" for name, task in (TASKS | FIXED).items()]
     lines.append("perplexity        held-out text under the policy's cache, in nats a token")
     lines += [f"{name:18}{', '.join(members)}" for name, members in GROUPS.items()]
     return "\n".join(lines)

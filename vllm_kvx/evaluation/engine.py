@@ -151,7 +151,10 @@ def prepare_environment() -> None:
     """Sets what vLLM reads before it is imported: on CPU the runner that GPUs use, and less log."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if on_cpu():
+    if not on_cpu():
+        # To ask torch for GPUs, as these tools do, spoils CUDA for processes that are forked.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    else:
         os.environ.setdefault(CPU_MODE_VARIABLE, "1")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.errors import ToolError
-from vllm_kvx.evaluation.summary import FULL, Summary
+from vllm_kvx.evaluation.rows import FULL, is_of_original, policy_of, row_of_original
+from vllm_kvx.evaluation.summary import Summary
 
 # More than these are told apart by nobody.
 _MOST_CURVES = 12
@@ -34,14 +35,14 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
     )
     families: dict[str, list[str]] = {}
     for policy in summary.policies:
-        if policy != FULL:
+        if policy_of(policy) != FULL:
             families.setdefault(family_of(policy), []).append(policy)
     if len(families) > _MOST_CURVES:
         # Points without a curve make a thicket; the table has them.
         families = {name: members for name, members in families.items() if len(members) > 1}
     colors, lines = pyplot.get_cmap("tab10"), {}
     for column, length in enumerate(lengths):
-        full = summary.cell(FULL, length=length)
+        full = summary.cell(summary.yardstick, length=length)
         for row, what in enumerate(("kept", "read")):
             axis = axes[row][column]
             for number, (family, members) in enumerate(families.items()):
@@ -78,7 +79,8 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
     axes[0][-1].legend(
         lines.values(), lines, fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0)
     )
-    figure.suptitle(f"{title}; dotted: full; bars: 95% confidence", x=0.02, ha="left", fontsize=11)
+    head = f"{title}; dotted: {summary.yardstick}; bars: 95% confidence"
+    figure.suptitle(head, x=0.02, ha="left", fontsize=11)
     figure.tight_layout()
     return figure
 
@@ -94,7 +96,9 @@ def speed_points(
         strict=True,
     ):
         for policy in summary.policies:
-            gain = 1.0 if policy == FULL else speed.get(policy, {}).get(what)
+            # Weights of one shape are as fast, tuned or not.
+            name = policy_of(policy)
+            gain = 1.0 if name == FULL else speed.get(name, {}).get(what)
             cell = summary.cell(policy)
             if gain is None or cell is None:
                 continue
@@ -134,7 +138,7 @@ def read_speed(path: str) -> dict[str, dict[str, float]]:
 def family_of(policy: str) -> str:
     """What policies that differ in their rate or budget alone have in common, for a legend."""
     parts = []
-    for part in policy.split("+"):
+    for part in policy_of(policy).split("+"):
         name, _, rest = part.partition(":")
         head, dash, number = name.rpartition("-")
         if dash and number.isdigit():
@@ -142,4 +146,5 @@ def family_of(policy: str) -> str:
         keys = ("kv_rate=", "kv_budget=", "rate=", "dense_below=", "recent=")
         shown = [p for p in rest.split(",") if p and not p.startswith(keys)]
         parts.append(f"{name}:{','.join(shown)}" if shown else name)
-    return "+".join(parts)
+    family = "+".join(parts)
+    return row_of_original(family) if is_of_original(policy) else family

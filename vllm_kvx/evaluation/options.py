@@ -5,6 +5,8 @@ import json
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.errors import ToolError
+
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -31,6 +33,12 @@ def add_evaluate(commands: "_Commands") -> None:
         default=DEFAULT_POLICIES.split(","),
         metavar="POLICY",
         help=f"what to compare with full (default: {DEFAULT_POLICIES.replace(',', ' ')})",
+    )
+    command.add_argument(
+        "--original",
+        metavar="MODEL",
+        help="the model that MODEL was tuned from: it is asked too, in full and under each policy, "
+        "and what it answers in full is what all are compared with",
     )
     command.add_argument(
         "--tasks",
@@ -65,6 +73,7 @@ def add_evaluate(commands: "_Commands") -> None:
     )
     where = command.add_argument_group("where the model runs")
     where.add_argument("--revision", help="revision of a hub model (default: main)")
+    where.add_argument("--original-revision", help="that of --original (default: main)")
     where.add_argument(
         "--base-url",
         metavar="URL",
@@ -80,7 +89,7 @@ def add_evaluate(commands: "_Commands") -> None:
     )
     where.add_argument(
         "--engine-args",
-        type=_json_object,
+        type=json_object,
         default={},
         metavar="JSON",
         help='keywords of vLLM\'s LLM, such as {"gpu_memory_utilization": 0.5}',
@@ -107,6 +116,13 @@ def _evaluate(args: argparse.Namespace) -> None:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.original is not None and args.base_url is not None:
+        raise ToolError(
+            "--original asks two models and --base-url is a server of one: leave --base-url out, "
+            "and engines are started here"
+        )
+    if args.original_revision is not None and args.original is None:
+        raise ToolError("--original-revision has no meaning without --original")
     import_module("vllm_kvx.evaluation.command").run(args)
 
 
@@ -132,7 +148,7 @@ def positive(text: str) -> int:
     return value
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:

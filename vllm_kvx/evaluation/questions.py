@@ -1,6 +1,6 @@
 """The questions of a run: every task's samples as prompts, at every length."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +12,7 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.engine import Asked
 from vllm_kvx.evaluation.perplexity import passages
-from vllm_kvx.evaluation.prompts import fitted, shortened
+from vllm_kvx.evaluation.prompts import Prompt, encode, fitted, shortened
 from vllm_kvx.evaluation.summary import PERPLEXITY
 from vllm_kvx.evaluation.tasks.base import FixedTask, Sample, Task
 from vllm_kvx.evaluation.tasks.table import TASKS, tasks_named
@@ -21,6 +21,7 @@ DEFAULT_SAMPLES = 8
 # Prompts for which another process is worth its start.
 _FEW = 16
 
+# Task, length and index.
 Key = tuple[str, int, int]
 
 
@@ -47,8 +48,9 @@ class Suite:
     """What a run asks.
 
     generated: tasks whose prompts are made to each of `lengths`. fixed: data sets, whose texts are
-    cut to the longest of them. samples: of each; None for all of a data set. text: the file of
-    `perplexity`, if that is asked for; None for the built-in one.
+    cut to the longest of them, but for short ones: their questions have the length 0. samples: of
+    each; None for all of a data set. text: the file of `perplexity`, if that is asked for; None for
+    the built-in one.
     """
 
     generated: tuple[Task, ...]
@@ -97,9 +99,22 @@ class Suite:
     def _count(self) -> int:
         return self.samples or DEFAULT_SAMPLES
 
+    @property
+    def _long(self) -> list[Task | FixedTask]:
+        """The tasks that `lengths` concern."""
+        return [task for task in self.tasks if isinstance(task, Task) or not task.is_short]
+
+    def context(self, posed: Mapping[Key, Posed]) -> int:
+        """Tokens that an engine has to take: the longest prompt with its answer."""
+        asked = [each.asked for each in posed.values()]
+        found = max((len(a.token_ids) + max(a.max_tokens, len(a.forced)) for a in asked), default=1)
+        if self._long or self.perplexity:
+            return max(found, max(self.lengths) + self.longest_answer)
+        return found
+
     def check(self, context: int) -> None:
         """Raise ToolError for a length at which a prompt with its answer outruns the context."""
-        for task in self.tasks:
+        for task in self._long:
             for length in self.lengths:
                 if length + task.max_tokens > context:
                     raise ToolError(
@@ -138,10 +153,11 @@ class Suite:
             posed[key] = made
             progress(len(posed), total)
         for task, samples in data.items():
+            longest = 0 if task.is_short else max(self.lengths)
             for index, sample in enumerate(samples):
-                prompt = shortened(sample, max(self.lengths), tokenizer, task.chat)
+                prompt = _fixed(task, sample, longest, tokenizer)
                 asked = Asked(prompt.token_ids, task.max_tokens)
-                posed[task.name, max(self.lengths), index] = Posed(asked, task, sample)
+                posed[task.name, longest, index] = Posed(asked, task, sample)
                 progress(len(posed), total)
         for length in self.lengths if self.perplexity else ():
             for index, passage in enumerate(passages(self.text, tokenizer, length, self._count)):
@@ -158,6 +174,12 @@ class Suite:
         start = get_context("spawn")
         with ProcessPoolExecutor(workers, start, _load, (tokenizer_of, self.seed)) as pool:
             yield from pool.map(_pose, wanted, chunksize=4)
+
+
+def _fixed(task: FixedTask, sample: Sample, longest: int, tokenizer: Any) -> Prompt:
+    if task.is_short:
+        return encode(sample, tokenizer, task.chat)
+    return shortened(sample, longest, tokenizer, task.chat)
 
 
 _LOADED: dict[str, Any] = {}

@@ -9,12 +9,15 @@ from typing import Any
 from vllm_kvx.calibration.records import cache_root
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.groups import with_retrieval
+from vllm_kvx.evaluation.rows import FULL, is_of_original
 from vllm_kvx.evaluation.store import RESOLVED
-from vllm_kvx.evaluation.summary import FULL, Summary
+from vllm_kvx.evaluation.summary import Summary
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 
 logger = logging.getLogger("vllm.kvx.evaluation")
+
+_OWN = "this model's right answers"
 
 
 def record_path(key: str) -> Path:
@@ -25,15 +28,20 @@ def record_path(key: str) -> Path:
 def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
     """Stores what each policy kept, in the place of what was stored for that policy.
 
+    Where an original was asked, it is what the policy on the model keeps of the original's answers.
+
     Raises:
         ToolError: it cannot be written.
     """
     path = record_path(key)
     record = _read(path) or {"key": key, "policies": {}}
-    full = summary.cell(FULL)
+    full = summary.cell(summary.yardstick)
+    original = facts["original"] if is_of_original(summary.yardstick) else None
     for name in summary.policies:
         cell = summary.cell(name)
-        if name == FULL or cell is None or cell.of_full is None or full is None:
+        if name == FULL or is_of_original(name):
+            continue
+        if cell is None or cell.of_full is None or full is None:
             continue
         lengths = {}
         for length in summary.lengths:
@@ -49,6 +57,7 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
             "tasks": summary.scored,
             "date": facts.get("date"),
             "dtype": facts.get("dtype"),
+            **({"original": original} if original else {}),
         }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +97,12 @@ def line(policy: KVPolicy, model: str, found: Mapping[str, Any] | None) -> str:
             f"evaluate {model} --policies {policy} --save`"
         )
     value, low, high = (100 * share for share in found["of_full"])
-    lengths = ", ".join(found["lengths"])
+    # Short questions have no length.
+    lengths = f" of {', '.join(found['lengths'])} tokens" if found["lengths"] else ""
+    whose = f"the right answers of {found['original']}" if found.get("original") else _OWN
     return (
-        f"{policy}: kept {value:.1f}% [{low:.1f}-{high:.1f}] of this model's right answers "
-        f"({found['n']} prompts of {lengths} tokens, full {100 * found['full']:.1f}% right, "
-        f"{str(found.get('date'))[:10]})."
+        f"{policy}: kept {value:.1f}% [{low:.1f}-{high:.1f}] of {whose} ({found['n']} prompts"
+        f"{lengths}, full {100 * found['full']:.1f}% right, {str(found.get('date'))[:10]})."
     )
 
 

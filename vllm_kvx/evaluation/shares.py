@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.storage import storage_of
+from vllm_kvx.policy.storage import skipped_of, storage_of
 
 
 class Shares(NamedTuple):
@@ -35,10 +35,8 @@ def shares_of(policy: KVPolicy, prompt_len: int, block_size: int, num_layers: in
             read += min(stored, retrieve.budget)
         if selection is not None and layer > selection.after:
             rows += selection.count
-        elif policy.propagate is not None:
-            rows += prompt_len - policy.propagate.gap(prompt_len, layer).size
         else:
-            rows += prompt_len
+            rows += prompt_len - skipped_of(policy, prompt_len, layer).size
     if selection is not None and selection.resumes_at == 0:
         # Chosen tokens run again from the first layer; those above the choice are counted.
         rows += selection.count * (selection.after + 1)

@@ -12,14 +12,19 @@ RUN_FILE, ANSWERS_FILE = "run.json", "answers.jsonl"
 RESOLVED = "resolved"
 # Answers under other values of these are not of the same run.
 SAME = ("model", "model_key", "seed", "dtype", "text", "kv_cache_dtype", "quantization")
+# These too, where a run has them: one without asks for fewer rows.
+IF_GIVEN = ("original", "original_key")
+# A hub's weights may have come only with the first run: until then a model's key is that of the
+# configuration alone.
+_UNTIL_THEN = {"model_key": "config_key", "original_key": "original_config_key"}
 
 
 @dataclass(frozen=True)
 class Question:
     """One prompt under one policy: what an answer is stored under.
 
-    policy: as the user names it. length: tokens that the prompt was fitted or cut to. index: which
-    sample, from 0.
+    policy: the row it stands in, see ``rows``. length: tokens that the prompt was fitted or cut to,
+    0 for short questions. index: which sample, from 0.
     """
 
     policy: str
@@ -60,12 +65,11 @@ class Store:
         with self._writing():
             directory.mkdir(parents=True, exist_ok=True)
         before = self._read_run(path)
-        for name in SAME if before else ():
+        given = [name for name in IF_GIVEN if before.get(name) and facts.get(name)]
+        for name in (*SAME, *given) if before else ():
             alike = [facts.get(name)]
-            if name == "model_key":
-                # A hub's weights may have come only with the first run: until then the key is that
-                # of the configuration alone.
-                alike.append(facts.get("config_key"))
+            if name in _UNTIL_THEN:
+                alike.append(facts.get(_UNTIL_THEN[name]))
             if before.get(name) not in alike:
                 raise ToolError(
                     f"{directory} holds answers with {name} {before.get(name)!r}, this run has "
@@ -75,7 +79,8 @@ class Store:
             self._answers[answer.question] = answer
         # What policies resolved to stays known when their answers are not asked for again.
         resolved = dict(before.get(RESOLVED, {}))
-        self.facts: dict[str, Any] = {**before, **facts, RESOLVED: resolved}
+        known = {name: facts.get(name) or before.get(name) for name in IF_GIVEN}
+        self.facts: dict[str, Any] = {**before, **facts, **known, RESOLVED: resolved}
         self._write_facts()
 
     def note_resolved(self, policy: str, name: str) -> None:

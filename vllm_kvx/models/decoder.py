@@ -30,9 +30,11 @@ from vllm_kvx.models.passes import (
     Previous,
     Stashed,
     StepPlan,
+    ToEntries,
     TokenIds,
     ToStash,
 )
+from vllm_kvx.models.projection import store_entries
 from vllm_kvx.models.segment import Out, Segments
 
 
@@ -148,6 +150,9 @@ class SegmentedModel(nn.Module):
     def _write(self, now: Pass, out: Out, output: Tensor | None, num_tokens: int) -> Tensor | None:
         """Puts the pass's output where it goes; the step's output so far, None before any."""
         for sink in now.sinks:
+            if isinstance(sink, ToEntries):
+                self._project(sink, out)
+                continue
             if isinstance(sink, ToStash):
                 assert isinstance(out, tuple)
                 hidden, residual = out
@@ -165,6 +170,14 @@ class SegmentedModel(nn.Module):
             rows = out if sink.rows is None else out.index_select(0, sink.rows)
             output.index_copy_(0, sink.in_batch, rows)
         return output
+
+    def _project(self, sink: ToEntries, out: Out) -> None:
+        assert isinstance(out, tuple)
+        hidden, residual = (part.index_select(0, sink.rows) for part in out)
+        states = hidden + residual
+        for layer in self.model.layers[sink.first : sink.last]:
+            slots = sink.slot_mapping[_attention_of(layer).layer_name]
+            store_entries(layer, states, sink.positions, slots)
 
     def _zeros(self, positions: Tensor) -> Tensor:
         hidden = self.model.config.hidden_size

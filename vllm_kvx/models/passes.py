@@ -59,6 +59,21 @@ class ToStash:
 
 
 @dataclass(frozen=True)
+class ToEntries:
+    """Keys and values of layers [first, last), projected from the output without running them.
+
+    rows: (n,) int64, of the pass's output. positions: (n,) int64 of these tokens.
+    slot_mapping: (n,) int64 slots by layer name.
+    """
+
+    first: int
+    last: int
+    rows: Tensor
+    positions: Tensor
+    slot_mapping: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class ToOutput:
     """Final states: `rows` of the pass, or all, are those of `in_batch`, (n,) int64.
 
@@ -67,6 +82,9 @@ class ToOutput:
 
     in_batch: Tensor | None = None
     rows: Tensor | None = None
+
+
+Sink = ToStash | ToEntries | ToOutput
 
 
 @dataclass
@@ -85,7 +103,7 @@ class Pass:
     first: int
     last: int
     source: Source
-    sinks: Sequence[ToStash | ToOutput] = ()
+    sinks: Sequence[Sink] = ()
     positions: Tensor | None = None
     attn_metadata: AttnMetadata | None = None
     slot_mapping: dict[str, Tensor] = field(default_factory=dict)

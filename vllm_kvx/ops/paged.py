@@ -9,6 +9,9 @@ from torch import Tensor
 ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CPU_ATTN")
 # Of these, whose pages have no room for retrieval's sidecar.
 NO_SIDECAR = ("FLASHINFER",)
+# Whose metadata builder holds the plan of one batch, in pinned memory that copies still to run
+# read: a second plan of the same step could take the place of the first.
+ONE_PLAN = ("FLASHINFER",)
 # vLLM's portable CPU attention kernels; the other ones interleave keys for matrix instructions.
 _TRANSPOSED_KEYS = ("vec", "vec16")
 

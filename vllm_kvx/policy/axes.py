@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from vllm_kvx.policy.gap import NO_GAP, Gap
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.parameters import PolicyError, Value, write_value
 
@@ -23,29 +24,6 @@ REDUCTIONS = ("max", "sum", "softmax")
 WINDOW_FAMILIES = {"sum": "window_attention", "max": "window_maximum"}
 WINDOW_REDUCTIONS = tuple(WINDOW_FAMILIES)
 Weights = tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Positions [start, start + size) hold no KV; every other position is stored in order."""
-
-    start: int = 0
-    size: int = 0
-
-    def stored_len(self, logical_len: int) -> int:
-        """How many of the positions below `logical_len` are stored."""
-        return logical_len - min(max(logical_len - self.start, 0), self.size)
-
-    def slot(self, position: int) -> int | None:
-        """Index of `position` among the request's stored entries; None in the gap."""
-        return self.stored_len(position) if self.is_kept(position) else None
-
-    def is_kept(self, position: int) -> bool:
-        """True if `position` is stored."""
-        return not self.start <= position < self.start + self.size
-
-
-NO_GAP = Gap()
 
 
 @dataclass(frozen=True)
@@ -222,7 +200,14 @@ class Method:
         """Raise PolicyError if a model of `num_layers` layers cannot run this method."""
 
     def notice(self, num_layers: int) -> str | None:
-        """What a server that starts with this method should warn of."""
+        """What a server that starts with this method should warn of, whatever its weights."""
+        return None
+
+    def untuned(self, num_layers: int, tuned: "Method | None" = None) -> str | None:
+        """Why weights that were tuned for `tuned`, or for no method, do not suit this one.
+
+        None if they do, as any weights suit most methods.
+        """
         return None
 
 
@@ -245,8 +230,20 @@ class Propagate(Method):
         return ()
 
     def gap(self, prompt_len: int, layer: int) -> Gap:
-        """The prompt positions that skip `layer`, known before the prompt runs."""
+        """The prompt positions that `layer` does not store, known before the prompt runs."""
         return NO_GAP
+
+    def skipped(self, prompt_len: int, layer: int) -> Gap:
+        """The prompt positions that do not run `layer`: by default those that it does not store."""
+        return self.gap(prompt_len, layer)
+
+    @property
+    def projects_from(self) -> int | None:
+        """The first layer whose prompt entries are projected, not computed; None if there is none.
+
+        Its keys and values, and those of every layer above, are made of the states below it.
+        """
+        return None
 
     @property
     def score(self) -> ScoreSpec | None:
@@ -287,6 +284,9 @@ class Propagate(Method):
                 f"{self} and {retain} score keys by different windows or kernels: give both the "
                 "same window and kernel"
             )
+
+    def check_retrieve(self, retrieve: "Retrieve") -> None:
+        """Raise PolicyError if retrieval cannot follow this propagation."""
 
 
 class Retain(Method, ABC):

@@ -89,6 +89,8 @@ class Layout:
         no KV group.
     value_norms: True if keys can be scored by the norms of their projected values: the worker holds
         factors of the output projections.
+    projects: True if layers may store entries of prompt tokens that do not run them, projected from
+        the states below.
     """
 
     splits: tuple[int, ...]
@@ -99,11 +101,21 @@ class Layout:
     row_cuts: tuple[int, ...] = ()
     online_cuts: tuple[int, ...] = ()
     value_norms: bool = False
+    projects: bool = False
 
     @property
     def starts(self) -> tuple[int, ...]:
         """The first layer of every KV stage."""
         return (0, *self.splits)
+
+    @property
+    def selects(self) -> bool:
+        """Whether tokens that a score selects may run in passes of their own.
+
+        Attention's metadata is then built several times a step. Requests may name any policy that
+        fits, and one that runs its selection again needs no more than a window and a cut.
+        """
+        return self.stash or bool(self.window and self.row_cuts)
 
     def stage_sizes(self, num_layers: int) -> tuple[int, ...]:
         """Layers in each KV stage, lowest first: splits (24,) of 32 layers are (24, 8)."""
@@ -123,7 +135,8 @@ class Layout:
         cuts = f", online pivots at {_layers(online)}" if online else ""
         sidecar = f"a sidecar of {self.sidecar}" if self.sidecar else "no sidecar"
         norms = ", value norms" if self.value_norms else ""
-        return f"{groups}, {sidecar}{retain}{window}{stash}{cuts}{norms}"
+        projects = ", projection" if self.projects else ""
+        return f"{groups}, {sidecar}{retain}{window}{stash}{cuts}{norms}{projects}"
 
 
 def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
@@ -138,7 +151,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     online_cuts: set[int] = set()
     sidecar: RetrievalLayout | None = None
     owner: KVPolicy | None = None  # of the sidecar
-    retain, stash, window, value_norms = False, False, 0, False
+    retain, stash, window, value_norms, projects = False, False, 0, False, False
     for policy in policies:
         policy.check_model(num_layers)
         if policy.propagate is not None:
@@ -151,6 +164,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             waits = policy.propagate.score is not None and not policy.propagate.restarts
             stash |= online is not None or (waits and bool(cuts))
             window = max(window, _window(policy.propagate.score))
+            projects |= policy.projects_from is not None
         if policy.retain is not None:
             retain = True
             splits |= {layer for layer in policy.retain.stages(num_layers) if layer < num_layers}
@@ -176,6 +190,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
         tuple(sorted(row_cuts)),
         tuple(sorted(online_cuts)),
         value_norms,
+        projects,
     )
 
 
@@ -203,6 +218,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
         needs.append(f"online pivots at {_layers(missing)}")
     if needed.value_norms and not layout.value_norms:
         needs.append("value norms")
+    if needed.projects and not layout.projects:
+        needs.append("projection")
     if needed.stash and not layout.stash:
         needs.append("a stash")
     if needs:

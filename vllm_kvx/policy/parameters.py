@@ -108,3 +108,17 @@ def write_value(value: Value) -> str:
 def share_of(prompt_len: int, share: float, at_least: int) -> int:
     """`max(int(N * rate), w)`, and never more than the N tokens there are."""
     return min(max(int(prompt_len * share), at_least), prompt_len)
+
+
+def check_cutoff(name: str, policy: object, cutoff: int, num_layers: int) -> None:
+    """Raise PolicyError unless a model of `num_layers` has layers below and above the cutoff.
+
+    name: the method's; `policy` is what the message calls the whole.
+    """
+    if cutoff < num_layers:
+        return
+    layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
+    last = num_layers - 1
+    use = f"use {name}-1 .. {name}-{last}" if last > 1 else f"use {name}-1"
+    hint = use if last else f"{name} needs at least 2; use full"
+    raise PolicyError(f"{policy}: this model has {layers}; {hint}")

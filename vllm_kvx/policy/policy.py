@@ -88,11 +88,19 @@ class KVPolicy:
     def check_composition(self) -> None:
         """Raise PolicyError if its methods cannot work together."""
         propagate, retain = self.propagate, self.retain
-        if propagate is None or retain is None:
+        if propagate is None:
             return
-        other: Method = retain
-        if other is not propagate:
-            propagate.check_retain(retain)
+        if retain is not None:
+            other: Method = retain
+            if other is not propagate:
+                propagate.check_retain(retain)
+        if self.retrieve is not None:
+            propagate.check_retrieve(self.retrieve)
+
+    @property
+    def projects_from(self) -> int | None:
+        """The first layer whose prompt entries are projected from below; None if there is none."""
+        return None if self.propagate is None else self.propagate.projects_from
 
     @property
     def shared_prefix(self) -> SharedPrefix | None:

@@ -97,7 +97,7 @@ def _parse_parameters(method: type[Method], text: str) -> dict[str, Value]:
     """The `key=value` pairs after a colon."""
     values: dict[str, Value] = {}
     keys = method.keys()
-    allowed = f"parameters of {method.name}: {', '.join(keys)}"
+    allowed = f"parameters of {method.name}: {', '.join(keys) or 'none'}"
     for pair in text.split(","):
         key, equals, value = pair.partition("=")
         if not (key and equals and value):

@@ -77,7 +77,7 @@ def storage_of(
     or whole blocks of `block_size`.
     """
     gap = gap_of(policy, prompt_len, layer)
-    if gap.size:
+    if gap.size or gap.grows:
         return Storage(prompt_len, gap, prompt_len - gap.size, gap)
     rows = peak = prompt_len
     selection = policy.selection(prompt_len, num_layers)
@@ -99,6 +99,14 @@ def gap_of(policy: KVPolicy, prompt_len: int, layer: int) -> Gap:
     return NO_GAP if policy.propagate is None else policy.propagate.gap(prompt_len, layer)
 
 
+def skipped_of(policy: KVPolicy, prompt_len: int, layer: int) -> Gap:
+    """The prompt positions that do not run the layers from `layer` on, as far as position decides.
+
+    They are those of `gap_of`, and those whose entries are projected instead.
+    """
+    return NO_GAP if policy.propagate is None else policy.propagate.skipped(prompt_len, layer)
+
+
 def stored_len(
     policy: KVPolicy,
     prompt_len: int,
@@ -113,7 +121,10 @@ def stored_len(
 
 
 def stored_lens(logical_lens: IntArray, starts: IntArray, sizes: IntArray) -> IntArray:
-    """`Gap(start, size).stored_len(logical_len)` elementwise; int arrays (R,) or broadcastable."""
+    """`Gap(start, size).stored_len(logical_len)` elementwise; int arrays (R,) or broadcastable.
+
+    Sizes of gaps that grow are those of the moment.
+    """
     return logical_lens - np.minimum(np.maximum(logical_lens - starts, 0), sizes)
 
 

@@ -3,16 +3,24 @@
 A request's refusals, its 400s, are in ``request_check``, which asks ``policy/`` for most of them.
 """
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR
+from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HEAD_DIMS = (32, 64, 128, 256)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+# Of these, whose entries are stored as they are, whatever scales a checkpoint has; `auto` takes the
+# checkpoint's type.
+UNSCALED = ("bfloat16", "float16")
+
+# Layouts of vLLM's whose outermost dimension is the block, as far as pages may have a tail.
+LAYERS_IN_BLOCKS = ("BLNHC", "BLHNC")
 
 
 class Refusal(NamedTuple):
@@ -49,7 +57,11 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "on CPU Triton's interpreter stands in for a compiler, which torch.compile cannot use: add "
         "--enforce-eager",
     ),
-    Refusal(lambda c: c.lora_config, "LoRA is not supported yet: drop --enable-lora"),
+    Refusal(
+        lambda c: c.lora_config,
+        "LoRA is not supported yet: drop --enable-lora, and serve a model that the adapter is "
+        "merged into (`vllm-kvx tune-speed` writes merged weights)",
+    ),
     Refusal(
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
         "pipeline parallelism is not supported yet: set --pipeline-parallel-size 1 and use "
@@ -67,6 +79,12 @@ WITH_POLICY: tuple[Refusal, ...] = (
         lambda c: c.parallel_config.data_parallel_size > 1,
         "data parallelism is not supported yet: set --data-parallel-size 1 and run one server for "
         "each replica",
+    ),
+    Refusal(
+        lambda c: _executor_runs_without_worker(c),
+        "Ray's older executor calls the model runner past the worker, whose steps a policy needs: "
+        "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND or set it to 1, or set "
+        "--distributed-executor-backend mp",
     ),
     Refusal(
         lambda c: c.parallel_config.enable_elastic_ep,
@@ -197,9 +215,26 @@ WITH_RETENTION: tuple[Refusal, ...] = (
         "--tensor-parallel-size to at most the number of KV heads",
     ),
     Refusal(
+        lambda c: _has_scales_by_head(c) and c.cache_config.cache_dtype not in UNSCALED,
+        "this checkpoint has fp8 scales for each KV head (kv_cache_scheme with strategy "
+        "attn_head), and retention and retrieval know one a layer: set --kv-cache-dtype bfloat16 "
+        "or float16, or serve one that was quantized with strategy tensor",
+    ),
+    Refusal(
         lambda c: str(_backend(c)) not in ("None", *ATTENTION_BACKENDS),
         "retention and retrieval do not know how this attention backend lays out keys: set "
         f"--attention-backend to one of {', '.join(ATTENTION_BACKENDS)}",
+    ),
+)
+
+
+# Where selected tokens run in passes of their own (``Layout.selects``).
+WITH_SELECTION: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: _backend(c) in ONE_PLAN,
+        "FlashInfer holds the plan of one batch, and selected tokens run in passes of their own, "
+        "which are planned in the same step: set --attention-backend to one of FLASH_ATTN, "
+        "TRITON_ATTN",
     ),
 )
 
@@ -215,6 +250,12 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         lambda c: _backend(c) in NO_SIDECAR,
         "FlashInfer's pages have no room for retrieval's sidecar: set --attention-backend to one "
         "of FLASH_ATTN, TRITON_ATTN",
+    ),
+    Refusal(
+        lambda _: _env("VLLM_KV_CACHE_LAYOUT") in LAYERS_IN_BLOCKS and _may_run_cuda_ops(),
+        "this KV cache layout puts all layers into each block, so that every layer spans the whole "
+        "cache, farther than the CUDA ops of retrieval address: unset VLLM_KV_CACHE_LAYOUT, or set "
+        "KVX_RETRIEVAL_OPS=triton",
     ),
     Refusal(
         lambda c: c.compilation_config.pass_config.fuse_attn_quant,
@@ -241,6 +282,30 @@ def _backend(c: "VllmConfig") -> str | None:
     """The attention backend that was asked for; None leaves it to vLLM."""
     backend = c.attention_config.backend
     return None if backend is None else backend.name
+
+
+def _has_scales_by_head(c: "VllmConfig") -> bool:
+    """Whether the checkpoint's KV cache has a scale for each head."""
+    scheme = getattr(c.quant_config, "kv_cache_scheme", None)
+    return scheme is not None and scheme.get("strategy") == "attn_head"
+
+
+def _executor_runs_without_worker(c: "VllmConfig") -> bool:
+    """Whether the executor is Ray's older one; the backend may be its class or its path, too."""
+    backend = c.parallel_config.distributed_executor_backend
+    if backend == "ray":
+        return not _env("VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
+    names = [base.__name__ for base in backend.__mro__] if isinstance(backend, type) else [backend]
+    return any(str(name).rpartition(".")[2] == "RayDistributedExecutor" for name in names)
+
+
+def _may_run_cuda_ops() -> bool:
+    """Whether retrieval runs in CUDA, as far as can be known without touching CUDA."""
+    from vllm_kvx.ops.retrieval import cuda as cuda_ops
+    from vllm_kvx.ops.retrieval.backends import BACKEND_VARIABLE
+
+    wanted = os.environ.get(BACKEND_VARIABLE, "")
+    return wanted in ("", "cuda") and not _is_cpu() and not cuda_ops.not_built()
 
 
 def _is_cpu() -> bool:

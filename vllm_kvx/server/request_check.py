@@ -7,7 +7,6 @@ carries the server's settings, and this module's ``__getattr__`` makes the class
 """
 
 import dataclasses
-import difflib
 import json
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
 from vllm_kvx.settings import POLICY_KEY, KVSettings, Measured
+from vllm_kvx.spelling import misspelling
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,9 @@ def check_request(settings: KVSettings, sampling_params: "SamplingParams") -> No
     """
     extra = sampling_params.extra_args or {}
     name = extra.get(POLICY_KEY)
+    if found := misspelling(extra, (POLICY_KEY,)):
+        raise ValueError(f"unknown key {found.key!r} in vllm_xargs; did you mean {POLICY_KEY!r}?")
     if name is None:
-        _refuse_misspelling(extra)
         policy = settings.policy
     else:
         if not isinstance(name, str):
@@ -92,12 +93,6 @@ def _checked(settings: KVSettings, name: str) -> KVPolicy:
         )
     check_fits(policy, settings.layout, settings.num_layers)
     return policy
-
-
-def _refuse_misspelling(extra: dict[str, Any]) -> None:
-    for key in extra:
-        if difflib.get_close_matches(key.lower(), [POLICY_KEY], cutoff=0.8):
-            raise ValueError(f"unknown key {key!r} in vllm_xargs; did you mean {POLICY_KEY!r}?")
 
 
 def class_path(settings: KVSettings) -> str:

@@ -1,16 +1,26 @@
-"""``GET /v1/kv_policy``, and metrics that are fresh when ``/metrics`` is read."""
+"""What vllm-kvx adds to the HTTP server.
+
+``GET /v1/kv_policy``, metrics that are fresh when ``/metrics`` is read, and a look at every body
+for a policy in the wrong place.
+"""
 
 import asyncio
 from argparse import Namespace
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm_kvx import __version__
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server.metrics import PolicyMetrics
+from vllm_kvx.server.misplaced import refuse_misplaced
 from vllm_kvx.server.stats import StatsReader
 from vllm_kvx.server.trust import Trust
+from vllm_kvx.server.tuning import Tuning
 from vllm_kvx.settings import KVSettings
 
 if TYPE_CHECKING:
@@ -22,7 +32,7 @@ POLL_S = 5.0
 
 
 class KVPolicyEndpoint:
-    """vLLM's ``EndpointPlugin`` for the two; it has effect on servers with a policy alone."""
+    """vLLM's ``EndpointPlugin`` for them; it has effect on servers with a policy alone."""
 
     name = "kvx"
     required_tasks = ("generate",)
@@ -33,9 +43,10 @@ class KVPolicyEndpoint:
         return [cls()] if set(cls.required_tasks) & set(supported_tasks or ()) else []
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the route and the middleware; vLLM calls it while it builds the app."""
+        """Adds the route and what looks at requests; vLLM calls it while it builds the app."""
         app.add_api_route(PATH, kv_policy, methods=["GET"])
         app.add_middleware(FreshMetrics, state=app.state)
+        refuse_misplaced(app)
 
     async def init_state(
         self, engine_client: "EngineClient | None", state: State, args: Namespace
@@ -55,6 +66,7 @@ class PolicyStatus:
         config = engine_client.vllm_config
         self.settings = settings
         self.trust = Trust(config.model_config)
+        self.tuning = Tuning(config.model_config)
         self.reader: StatsReader | None = None
         self.exports = config.parallel_config._api_process_rank == 0
         self._poller: asyncio.Task[None] | None = None
@@ -83,12 +95,17 @@ class PolicyStatus:
         stats = await self.reader.read() if self.reader else {}
         settings = self.settings
         return {
+            "version": __version__,
             "policy": str(settings.policy),
             "parameters": settings.policy.parameters(),
             "measured": settings.measured.as_dict(),
             "measured_config": settings.measured.as_config(),
             "model_key": self.trust.model_key,
             "answers_kept": {str(p): self.trust.as_json(p) for p in settings.policies},
+            "tuned_for": self.tuning.as_json(),
+            "matches_tuning": self.tuning.matches(
+                [*settings.policies, *self._requested(stats.get("policies", {}))]
+            ),
             "num_layers": settings.num_layers,
             "layout": {
                 "splits": list(settings.layout.splits),
@@ -107,6 +124,14 @@ class PolicyStatus:
             "counters": stats.get("policies", {}),
             "current": self.reader is None or self.reader.is_current,
         }
+
+    def _requested(self, names: Iterable[str]) -> Iterator[KVPolicy]:
+        """The policies of `names`, which workers counted requests by."""
+        for name in names:
+            try:
+                yield self.settings.parse(name)
+            except PolicyError:  # Those that are counted together have no policy's name.
+                continue
 
     async def _poll(self) -> None:
         assert self.reader is not None

@@ -3,9 +3,18 @@
 import os
 from typing import TYPE_CHECKING
 
+from vllm_kvx import __version__
 from vllm_kvx.calibration.resolve import find_measured
-from vllm_kvx.server.refusals import ALWAYS, WITH_POLICY, WITH_RETENTION, WITH_RETRIEVAL, reasons
+from vllm_kvx.server.refusals import (
+    ALWAYS,
+    WITH_POLICY,
+    WITH_RETENTION,
+    WITH_RETRIEVAL,
+    WITH_SELECTION,
+    reasons,
+)
 from vllm_kvx.server.trust import Trust
+from vllm_kvx.server.tuning import Tuning
 from vllm_kvx.settings import KVSettings
 
 if TYPE_CHECKING:
@@ -55,7 +64,8 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
         _log(settings, sources)
-        _log_trust(vllm_config, settings)
+        _log_answers(vllm_config, settings)
+        _log_short_chunks(vllm_config, settings)
     return vllm_config
 
 
@@ -63,6 +73,8 @@ def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list
     layout = settings.layout
     scores = layout.retain or layout.window or layout.sidecar
     problems = reasons(WITH_RETENTION, vllm_config) if scores else []
+    if layout.selects:
+        problems += reasons(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:
         problems += reasons(WITH_RETRIEVAL, vllm_config)
         problems += _ops_problems()
@@ -141,13 +153,35 @@ def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings) -> None:
     vllm_config.model_config.logits_processors = [*others, class_path(settings)]
 
 
-def _log_trust(vllm_config: "VllmConfig", settings: KVSettings) -> None:
-    """What evaluations found of the server's policies; a warning where there was none."""
+def _log_answers(vllm_config: "VllmConfig", settings: KVSettings) -> None:
+    """What is known of the answers: how the weights were tuned, and what evaluations found."""
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.kvx")
-    for line, is_measured in Trust(vllm_config.model_config).lines(settings.policies):
-        (logger.info if is_measured else logger.warning)("KV policy %s", line)
+    model = vllm_config.model_config
+    lines = Tuning(model).lines(settings.policies) + Trust(model).lines(settings.policies)
+    for line, is_well in lines:
+        (logger.info if is_well else logger.warning)("KV policy %s", line)
+    for policy in settings.policies:
+        for part in policy.parts:
+            if notice := part.notice(settings.num_layers):
+                logger.warning("KV policy %s: %s", policy, notice)
+
+
+def _log_short_chunks(vllm_config: "VllmConfig", settings: KVSettings) -> None:
+    from vllm.logger import init_logger
+
+    longest = vllm_config.scheduler_config.long_prefill_token_threshold
+    window = settings.layout.window
+    if 0 < longest < window:
+        init_logger("vllm.kvx").warning(
+            "--long-prefill-token-threshold %d cuts prompts into chunks shorter than a window of "
+            "%d tokens, which few prompts may spread at once; the others wait: set it to at least "
+            "%d.",
+            longest,
+            window,
+            window,
+        )
 
 
 def _log(settings: KVSettings, sources: list[str]) -> None:
@@ -157,16 +191,17 @@ def _log(settings: KVSettings, sources: list[str]) -> None:
     logger = init_logger("vllm.kvx")
     policy = settings.policy
     if settings.stock:
-        logger.info("KV policy full: stock vLLM; requests may name no other policy.")
+        logger.info(
+            "vllm-kvx %s: KV policy full: stock vLLM; requests may name no other policy.",
+            __version__,
+        )
         return
     logger.info(
-        "KV policy %s on %d layers: %s. Requests may name any policy that fits.",
+        "vllm-kvx %s: KV policy %s on %d layers: %s. Requests may name any policy that fits.",
+        __version__,
         policy,
         settings.num_layers,
         settings.layout,
     )
     for source in sources:
         logger.info(source)
-    for part in policy.parts:
-        if notice := part.notice(settings.num_layers):
-            logger.warning("KV policy %s: %s", policy, notice)

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvx.models.decoder import SegmentedModel
-from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, PagedKV
+from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN, PagedKV
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.decode.retrieval import Retrieval
@@ -59,6 +59,11 @@ class LayerHook:
         """Bytes of one KV head's key and value in the cache."""
         return int(2 * self.layer.impl.head_size * self.layer.kv_cache_torch_dtype.itemsize)
 
+    @property
+    def block_size(self) -> int:
+        """Entries of a block of the layer's cache, which is that of the attention kernel."""
+        return int(self.layer.kv_cache.shape[2])
+
     def key_scale(self, paged: PagedKV) -> float:
         """What a stored key is multiplied with to get the key."""
         return float(self.layer._k_scale_float) if paged.keys.dtype.itemsize == 1 else 1.0
@@ -101,33 +106,62 @@ class LayerHooks:
             LayerHook(self, layer, index, stage)
             for index, (layer, stage) in enumerate(zip(attention, stages, strict=True))
         ]
-        if layout.value_norms:
-            for hook, projection in zip(self.layers, model.output_projections(), strict=True):
-                impl = hook.layer.impl
-                hook.value_factors = value_factors(
-                    projection, impl.num_heads, impl.head_size, dtype
-                )
+        self._projections = model.output_projections() if layout.value_norms else []
+        self.read_weights()
+
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """Factors of output projections, where the layout wants any: the weights are new."""
+        for hook, projection in zip(self.layers, self._projections, strict=False):
+            impl = hook.layer.impl
+            found = value_factors(projection, impl.num_heads, impl.head_size, self.dtype)
+            if hook.value_factors is None:
+                hook.value_factors = found
+            else:
+                hook.value_factors.copy_(found)
 
     def bind(self, config: KVCacheConfig, layout: Layout) -> None:
-        """vLLM has formed its KV groups.
+        """vLLM has formed its KV groups, and given every layer its cache.
 
         Raises:
-            RuntimeError: keys have to be addressed, and the attention backend's cannot be.
+            RuntimeError: keys have to be addressed, or stored without attention, and the attention
+                backend's cannot be, or its kernels split blocks.
         """
-        groups = enumerate(config.kv_cache_groups)
-        names = {name: group for group, spec in groups for name in spec.layer_names}
+        groups = config.kv_cache_groups
+        names = {name: group for group, spec in enumerate(groups) for name in spec.layer_names}
         known = [
-            name for name in ATTENTION_BACKENDS if not (layout.sidecar and name in NO_SIDECAR)
+            name
+            for name in ATTENTION_BACKENDS
+            if not (layout.sidecar and name in NO_SIDECAR)
+            and not (layout.selects and name in ONE_PLAN)
         ]
         addressed = layout.retain or layout.window or layout.sidecar
         for hook in self.layers:
             hook.group = names[hook.layer.layer_name]
-            backend = hook.layer.attn_backend.get_name()
+            attention: Any = hook.layer.attn_backend
+            backend = attention.get_name()
+            if layout.projects and attention.forward_includes_kv_cache_update:
+                raise RuntimeError(
+                    f"swiftkv stores keys without attending to them, and attention backend "
+                    f"{backend} does both at once: set --attention-backend to one of "
+                    f"{', '.join(ATTENTION_BACKENDS)}"
+                )
             if addressed and backend not in known:
                 raise RuntimeError(
                     f"retention and retrieval do not know how attention backend {backend} lays out "
-                    f"keys, or it leaves no room beside them: set --attention-backend to one of "
+                    f"keys, or it leaves no room beside them, or it plans one batch a step where "
+                    f"selected tokens need several: set --attention-backend to one of "
                     f"{', '.join(known)}"
+                )
+            if not addressed:
+                continue
+            # Block tables are in the manager's blocks; a layer's cache is a view in the kernel's.
+            size, kernel_size = groups[hook.group].kv_cache_spec.block_size, hook.block_size
+            if kernel_size != size:
+                raise RuntimeError(
+                    f"KV blocks have {size} tokens, and attention backend {backend} splits them "
+                    f"into blocks of {kernel_size}, in which entries would be looked for in the "
+                    f"wrong place: set --block-size {kernel_size}"
                 )
 
     def beside(

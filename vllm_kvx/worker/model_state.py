@@ -44,7 +44,7 @@ from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.status import counters_of, layout_of_pool
-from vllm_kvx.worker.step import Step, check_blocks, of_stage, plan_step
+from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step
 
 _Groups = list[list[AttentionGroup]]
 
@@ -63,10 +63,8 @@ class PolicyModelState(DefaultModelState):
         settings = KVSettings.from_vllm_config(vllm_config)
         assert settings is not None
         self.settings, layout = settings, settings.layout
-        self.segmented = cast(SegmentedModel, model)
-        self.starts = layout.starts
-        # The KV stage that each segment of the decoder begins with, and the segment of each stage.
-        self.segment_stages = [layout.stage_of(cut) for cut in (0, *layout.row_cuts)]
+        self.segmented, self.starts = cast(SegmentedModel, model), layout.starts
+        # The segment of the decoder that each KV stage is in.
         self.stage_segments = [
             sum(cut <= start for cut in layout.row_cuts) for start in layout.starts
         ]
@@ -75,14 +73,14 @@ class PolicyModelState(DefaultModelState):
         policy_kv_cache_specs(attention, settings)
         stages = [layout.stage_of(layer) for layer in range(len(attention))]
         self.hooks = LayerHooks(self.segmented, stages, dtype, layout)
-        num_windows = num_split_windows(settings, vllm_config.scheduler_config)
+        num_windows = num_split_windows(vllm_config.scheduler_config)
         self.memory = PromptMemory(attention, num_windows, layout.window, dtype, device)
         self.stash: Stash | None = None
         if layout.stash:
             hidden = self.model_config.get_hidden_size()
             self.stash = Stash(settings.stash_tokens, hidden, dtype, device)
         self.requests = Requests(
-            self.starts, settings.num_layers, self.max_num_reqs, num_windows, self.stash
+            layout, settings.num_layers, self.max_num_reqs, num_windows, self.stash
         )
         # By stage, in batch order; at a fixed address for CUDA graphs.
         self.stored_lens = torch.zeros(
@@ -110,13 +108,6 @@ class PolicyModelState(DefaultModelState):
         self.kv_cache_config = kv_cache_config
         groups = kv_cache_config.kv_cache_groups
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
-        for number, (group, size) in enumerate(zip(groups, block_tables.block_sizes, strict=True)):
-            wanted = group.kv_cache_spec.block_size
-            if size != wanted:
-                raise RuntimeError(
-                    f"KV group {number} has blocks of {wanted} tokens, its attention kernel of "
-                    f"{size}: set --block-size {size}"
-                )
         self._groups = torch.arange(len(groups), dtype=torch.int32, device=self.device)
         self._stages = torch.tensor(self.group_stages, dtype=torch.int32, device=self.device)
         self.hooks.bind(kv_cache_config, self.settings.layout)
@@ -175,6 +166,7 @@ class PolicyModelState(DefaultModelState):
     ) -> None:
         super().preprocess_state(input_batch, block_tables, kv_cache_config, num_computed_tokens)
         requests, tables = self.requests, self.block_tables
+        requests.grow_gaps(input_batch.idx_mapping_np, ends_of(input_batch))
         requests.copy_gaps()
         map_slots(
             self._groups,
@@ -192,8 +184,7 @@ class PolicyModelState(DefaultModelState):
             self.stored_lens,
             input_batch.num_reqs_after_padding,
         )
-        step = plan_step(input_batch, requests, self.segment_stages, self.retrieval)
-        self._step = step
+        self._step = step = plan_step(input_batch, requests, self.retrieval)
         requests.seq_lens[step.requests] = step.ends
         if self.settings.debug:
             check_blocks(step, self.group_stages, tables.block_sizes, tables.num_blocks.np)
@@ -221,8 +212,8 @@ class PolicyModelState(DefaultModelState):
         if step is not None and step.batch is not input_batch:
             step = None  # A dummy batch, which no preprocess_state preceded.
         # A FULL graph runs every row of the batch; its rows are decodes or one-token chunks,
-        # for which slots and lengths alone are exact.
-        rows: list[DeviceRows | None] = [None] * len(self.segment_stages)
+        # for which slots and lengths alone are exact (``needs_python`` keeps others away).
+        rows: list[DeviceRows | None] = [None] * len(self.passes.segments)
         counts = [np.zeros(0, dtype=np.int64)] * len(rows)
         if step is not None:
             counts = [step.counts] * len(rows)
@@ -296,7 +287,9 @@ class PolicyModelState(DefaultModelState):
                 step.counts,
                 input_batch.positions,
                 block_tables,
+                slot_mappings,
                 metadata_of,
+                step.projected,
             )
             plan = self._plan(step, here, rows, counts, retrieves)
             ran = [counts[segment] for segment in self.stage_segments]
@@ -344,7 +337,7 @@ class PolicyModelState(DefaultModelState):
         if step.chunks:
             self.memory.timer.collect()
             self.memory.detector_timer.collect()
-        if all(cut is None for cut in rows):
+        if all(cut is None for cut in rows) and step.projected is None:
             work = self.passes.work(step.chunks, here, step.counts) if step.chunks else None
             return StepPlan(beside=self.hooks.beside(work, retrieves))
         direct = self.passes.direct(here, step.chunks, rows, counts, retrieves)
@@ -378,6 +371,13 @@ class PolicyModelState(DefaultModelState):
             step.gaps,
             block_tables,
         )
+
+    def reset_counters(self) -> None:
+        """Forgets what was counted: vLLM's own requests, by which it warms up."""
+        self.stats = PolicyStats(self.stats.stage_sizes.tolist())
+        self.memory.reset_counters()
+        if self.retrieval is not None:
+            self.retrieval.reset_counters()
 
     def kv_policy_stats(self) -> dict[str, Any]:
         """Layout, pool and cumulative counters, JSON-able."""

@@ -4,10 +4,12 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
+from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.storage import IntArray, Storage, storage_of, stored_lens
+from vllm_kvx.policy.storage import IntArray, Storage, skipped_of, storage_of, stored_lens
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.prefill.stash import Stash
+from vllm_kvx.worker.rows import ProjectedRows
 
 
 class Requests:
@@ -15,7 +17,10 @@ class Requests:
 
     Attributes:
         gap_starts, gap_sizes: (S, R) int32 by KV stage, the gap in force. The host copy is the
-            source of truth.
+            source of truth. grows: (S, R) bool, whether it follows the request's last token.
+        row_starts, row_sizes: (D, R) int32 by segment of the decoder, the prompt positions that
+            do not run it.
+        projects_from: (R,) first layer whose prompt entries are projected, else a number above all.
         prompt_lens, seq_lens: (R,) logical lengths. policy_rows: (R,) rows in the counters.
         prompts: those that are coming in and that a policy changes.
         index: of a request's id.
@@ -23,18 +28,23 @@ class Requests:
 
     def __init__(
         self,
-        starts: tuple[int, ...],
+        layout: Layout,
         num_layers: int,
         max_num_reqs: int,
         num_windows: int,
         stash: Stash | None,
     ) -> None:
-        """starts: first layer of every KV stage. num_windows: room for windows that are split."""
-        self.starts, self.num_layers, self.stash = starts, num_layers, stash
-        shape = (len(starts), max_num_reqs)
+        """num_windows: room for windows that are split."""
+        self.starts, self.num_layers, self.stash = layout.starts, num_layers, stash
+        self._segments = [(cut, layout.stage_of(cut)) for cut in (0, *layout.row_cuts)]
+        shape = (len(self.starts), max_num_reqs)
         self.gap_starts = UvaBackedTensor(shape, dtype=torch.int32)
         self.gap_sizes = UvaBackedTensor(shape, dtype=torch.int32)
+        self.grows = np.zeros(shape, dtype=bool)
         self._gaps_changed = True
+        self.row_starts = np.zeros((len(self._segments), max_num_reqs), dtype=np.int32)
+        self.row_sizes = np.zeros_like(self.row_starts)
+        self.projects_from = np.full(max_num_reqs, num_layers)
         self.prompt_lens = np.zeros(max_num_reqs, dtype=np.int32)
         self.policy_rows = np.zeros(max_num_reqs, dtype=np.int64)
         self.seq_lens = np.zeros(max_num_reqs, dtype=np.int64)
@@ -46,11 +56,24 @@ class Requests:
         self, index: int, req_id: str, policy: KVPolicy, prompt_len: int, block_size: int, row: int
     ) -> None:
         """row: the policy's in the counters. block_size: entries of a KV cache block."""
-        for stage, start in enumerate(self.starts):
-            storage = storage_of(policy, prompt_len, start, block_size, self.num_layers)
-            self.gap_starts.np[stage, index] = storage.prefill.start
-            self.gap_sizes.np[stage, index] = storage.prefill.size
+        gaps = [
+            storage_of(policy, prompt_len, start, block_size, self.num_layers).prefill
+            for start in self.starts
+        ]
+        self.gap_starts.np[:, index] = [gap.start for gap in gaps]
+        self.gap_sizes.np[:, index] = [gap.size for gap in gaps]
+        self.grows[:, index] = [gap.grows for gap in gaps]
         self._gaps_changed = True
+        # Rows that a score chooses wait for the choice: nothing is stored of them before.
+        skipped = [
+            by_position if by_position.size else gaps[stage]
+            for cut, stage in self._segments
+            for by_position in (skipped_of(policy, prompt_len, cut),)
+        ]
+        self.row_starts[:, index] = [gap.start for gap in skipped]
+        self.row_sizes[:, index] = [gap.size for gap in skipped]
+        projects_from = policy.projects_from
+        self.projects_from[index] = self.num_layers if projects_from is None else projects_from
         prompt = PromptState.of(
             req_id, policy, prompt_len, self.starts, block_size, self.num_layers
         )
@@ -83,6 +106,21 @@ class Requests:
         """(S, R) starts and sizes of the gaps of these requests."""
         return self.gap_starts.np[:, requests], self.gap_sizes.np[:, requests]
 
+    def row_gaps(self, requests: np.ndarray) -> tuple[IntArray, IntArray]:
+        """(D, R) starts and sizes of what does not run each segment; copies."""
+        return self.row_starts[:, requests], self.row_sizes[:, requests]
+
+    def projected(
+        self, requests: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> ProjectedRows | None:
+        """The prompt rows in a step of these requests whose upper entries are projected."""
+        layers = self.projects_from[requests]
+        rows = np.clip(self.prompt_lens[requests] - begins, 0, ends - begins)
+        rows[layers == self.num_layers] = 0
+        if not rows.any():
+            return None
+        return ProjectedRows(layers, rows, (rows > 0) & (ends >= self.prompt_lens[requests]))
+
     def stored_lens(self, requests: np.ndarray, logical_lens: IntArray) -> IntArray:
         """(S, R) stored lengths of these requests at (R,) logical ones."""
         return stored_lens(logical_lens, *self.gaps(requests))
@@ -92,6 +130,23 @@ class Requests:
         for stage, storage in enumerate(storages):
             self.gap_starts.np[stage, index] = storage.decode.start
             self.gap_sizes.np[stage, index] = storage.decode.size
+        self._gaps_changed = True
+
+    def grow_gaps(self, requests: np.ndarray, ends: np.ndarray) -> None:
+        """Brings gaps that grow to a step of these requests, whose last tokens end at (R,) `ends`.
+
+        Only the last token of a request runs above the gap's first layer. Those before it in the
+        step, after preemption, have been answered, and nothing reads their entries.
+        """
+        grows = self.grows[:, requests]
+        if not grows.any():
+            return
+        starts, sizes = self.gaps(requests)
+        sizes = np.where(grows, np.maximum(sizes, ends - 1 - starts), sizes)
+        self.gap_sizes.np[:, requests] = sizes
+        stages = [stage for _, stage in self._segments]
+        rows = self.row_sizes[:, requests]
+        self.row_sizes[:, requests] = np.where(grows[stages], sizes[stages], rows)
         self._gaps_changed = True
 
     def copy_gaps(self) -> None:
@@ -118,5 +173,11 @@ class Requests:
         return chunks
 
     def has_prompt(self, requests: np.ndarray) -> bool:
-        """Whether one of these requests has a prompt that is coming in."""
-        return bool(self.prompts) and any(i in self.prompts for i in requests.tolist())
+        """Whether one of these requests has a prompt that is coming in and needs more than rows.
+
+        Only prompts whose entries change, are scored or are projected do.
+        """
+        if self.prompts and any(i in self.prompts for i in requests.tolist()):
+            return True
+        is_coming = self.seq_lens[requests] < self.prompt_lens[requests]
+        return bool((is_coming & (self.projects_from[requests] < self.num_layers)).any())

@@ -86,6 +86,34 @@ class DeviceRows:
         return self.batch.of(batch, seq_lens, bounds)
 
 
+@dataclass(frozen=True)
+class ProjectedRows:
+    """Rows of prompts whose keys and values are projected above some layer, by request (R,).
+
+    Attributes:
+        layers: int64, the first layer with projected entries.
+        counts: int64, prompt rows in the step, the first ones of the request; 0 if none are
+            projected.
+        ends_prompt: bool, whether the prompt's last token is among them. It runs the layers above
+            too, where its entries are not its own.
+    """
+
+    layers: np.ndarray
+    counts: np.ndarray
+    ends_prompt: np.ndarray
+
+    def at(self, layer: int) -> np.ndarray:
+        """(P,) int64 requests whose rows are projected into the layers from this one on."""
+        return np.flatnonzero((self.layers == layer) & (self.counts > 0))
+
+    def unwritten(self, first: int, row_starts: np.ndarray) -> np.ndarray:
+        """(n,) int64 rows of a pass from layer `first` on whose entries are there already.
+
+        row_starts: (R,) first row of each request in the pass.
+        """
+        return row_starts[(self.layers <= first) & self.ends_prompt]
+
+
 def plan_rows(
     begins: np.ndarray,
     counts: np.ndarray,
@@ -112,7 +140,7 @@ def plan_rows(
             plan.append(None)
             continue
         head = np.where(sizes > 0, head, counts)
-        indices = _ranges(
+        indices = ranges(
             np.stack([row_starts, row_starts + counts - tail], axis=1).ravel(),
             np.stack([head, tail], axis=1).ravel(),
         )
@@ -122,7 +150,7 @@ def plan_rows(
     return plan
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Concatenates ``arange(start, start + length)`` over all pairs, (sum(lengths),) int64."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0

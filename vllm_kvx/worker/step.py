@@ -13,7 +13,7 @@ from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import RetrievalStep
 from vllm_kvx.worker.prefill.chunks import PromptChunk
 from vllm_kvx.worker.requests import Requests
-from vllm_kvx.worker.rows import SegmentRows, plan_rows
+from vllm_kvx.worker.rows import ProjectedRows, SegmentRows, plan_rows
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Step:
         stored_lens: (S, R) stored lengths in all KV stages, this step's tokens included.
         chunks: prompts in the step that are scored, selected from or compacted.
         gaps: (S, R) starts and sizes of the gaps in force.
+        projected: rows whose entries are projected into layers above; None if there are none.
         retrieval: on a server that retrieves.
     """
 
@@ -39,6 +40,7 @@ class Step:
     stored_lens: IntArray
     chunks: list[PromptChunk]
     gaps: tuple[IntArray, IntArray]
+    projected: ProjectedRows | None = None
     retrieval: RetrievalStep | None = None
 
     @property
@@ -51,20 +53,21 @@ class Step:
         return [chunk for chunk in self.chunks if chunk.state.is_online]
 
 
-def plan_step(
-    batch: InputBatch,
-    requests: Requests,
-    segment_stages: Sequence[int],
-    retrieval: Retrieval | None,
-) -> Step:
-    """The plan of a real batch. segment_stages: the KV stage that each segment begins with."""
+def ends_of(batch: InputBatch) -> np.ndarray:
+    """(R,) int64 tokens of each request that are computed once the step is."""
+    begins = batch.num_computed_tokens_np.astype(np.int64)
+    return begins + batch.num_scheduled_tokens[: batch.num_reqs]
+
+
+def plan_step(batch: InputBatch, requests: Requests, retrieval: Retrieval | None) -> Step:
+    """The plan of a real batch."""
     indices = batch.idx_mapping_np
     begins = batch.num_computed_tokens_np.astype(np.int64)
     counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
     starts, sizes = requests.gaps(indices)
     ends = begins + counts
     chunks = requests.chunks(indices, begins, ends)
-    row_starts, row_sizes = starts[list(segment_stages)], sizes[list(segment_stages)]
+    row_starts, row_sizes = requests.row_gaps(indices)
     online = [chunk.batch_index for chunk in chunks if chunk.state.is_online]
     if online:  # They run on their own, so the passes of all others leave them out.
         row_starts[:, online], row_sizes[:, online] = 0, requests.prompt_lens[indices[online]]
@@ -77,6 +80,7 @@ def plan_step(
         stored_lens(ends, starts, sizes),
         chunks,
         (starts, sizes),
+        requests.projected(indices, begins, ends),
     )
     if retrieval is not None:
         step.retrieval = _plan_retrieval(retrieval, step, requests)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvx.cache.managers import KEPT_BLOCKS
@@ -11,12 +12,14 @@ from vllm_kvx.models.registry import use_segmented_model
 from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
+from vllm_kvx.worker.sleep import SleepingBuffers
 
 
 class _PolicyWorking:
     """Mixin over vLLM's workers."""
 
     _kept_blocks: dict[str, dict[int, np.ndarray]]
+    _sleeping: SleepingBuffers
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         config = self.vllm_config  # type: ignore[attr-defined]
@@ -27,9 +30,41 @@ class _PolicyWorking:
         use_segmented_model(config.model_config, build)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner = self.model_runner  # type: ignore[attr-defined]
+        self._sleeping = SleepingBuffers()
         _keep_prompts_off_graphs(runner)
         if runner.model_state.retrieval is not None:
             capture_each_mode(runner, runner.model_state.retrieval)
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        self._sleeping.save(self.model_runner.model_state)  # type: ignore[attr-defined]
+        super().sleep(*args, **kwargs)  # type: ignore[misc]
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        if "weights" in tags:
+            self._sleeping.save(self.model_runner.model_state)  # type: ignore[attr-defined]
+        super().discard(tags)  # type: ignore[misc]
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)  # type: ignore[misc]
+        if tags is None or "weights" in tags:
+            self._sleeping.restore()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        self._weights_are_new()
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()  # type: ignore[misc]
+        self._weights_are_new()
+
+    def _weights_are_new(self) -> None:
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            self.model_runner.model_state.hooks.read_weights()  # type: ignore[attr-defined]
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self.model_runner.model_state.reset_counters()  # type: ignore[attr-defined]
+        return times
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         unshared = getattr(scheduler_output, "kv_policy_unshared", None)

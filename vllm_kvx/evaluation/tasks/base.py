@@ -62,12 +62,14 @@ class FixedTask(ABC):
 
     name, about, max_tokens: as a `Task` has them.
     chat: whether its prompts go through the model's chat template.
+    is_short: whether a run's lengths do not concern it; the texts of others are cut to the longest.
     """
 
     name: str
     about: str
     max_tokens: int
     chat: bool = True
+    is_short: bool = False
 
     @abstractmethod
     def samples(self) -> Sequence[Sample]:

@@ -10,11 +10,13 @@ from vllm_kvx.evaluation.tasks.base import FixedTask, Task
 from vllm_kvx.evaluation.tasks.code_lookup import CodeLookup
 from vllm_kvx.evaluation.tasks.common_words import CommonWords
 from vllm_kvx.evaluation.tasks.frequent_words import FrequentWords
+from vllm_kvx.evaluation.tasks.instructions import Instructions
 from vllm_kvx.evaluation.tasks.longbench import LongBench
 from vllm_kvx.evaluation.tasks.niah import Needles
 from vllm_kvx.evaluation.tasks.notes import Notes
 from vllm_kvx.evaluation.tasks.question_first import QuestionFirst
 from vllm_kvx.evaluation.tasks.several_words import SeveralWords
+from vllm_kvx.evaluation.tasks.short_answers import ShortCode, ShortFacts
 from vllm_kvx.evaluation.tasks.variable_tracking import VariableTracking
 
 # Names and parameters of RULER's tasks are its own.
@@ -41,15 +43,27 @@ _DEMO: tuple[Task, ...] = (
     Notes("notes_3", "the demo checkpoint's lookups, values of three words", words=3),
 )
 TASKS: dict[str, Task] = {task.name: task for task in (*_RULER, *_OWN, *_DEMO)}
+_SHORT: tuple[FixedTask, ...] = (ShortFacts(), ShortCode(), Instructions())
+# Tasks whose samples come with the package, each as long as it is.
+FIXED: dict[str, FixedTask] = {task.name: task for task in _SHORT}
 
 # Names for several tasks; `demo` is for tests/checkpoints/lookup-8l alone.
 GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": tuple(task.name for task in _RULER),
     "generated": tuple(task.name for task in (*_RULER, *_OWN)),
     "quick": ("niah_single_2", "niah_multikey_1", "question_first", "several_words"),
+    "lookups": tuple(task.name for task in _OWN),
     "demo": tuple(task.name for task in _DEMO),
+    "short": tuple(FIXED),
     "longbench": longbench.NAMES,
 }
+# Of each task one: what results are summed up by.
+_PARTITION = ("ruler", "lookups", "demo", "short", "longbench")
+
+
+def group_of(name: str) -> str:
+    """The group that a task's results are summed up with; a task of none is its own."""
+    return next((family for family in _PARTITION if name in GROUPS[family]), name)
 
 
 def tasks_named(
@@ -70,22 +84,22 @@ def tasks_named(
             single |= dict.fromkeys(longbench.PREFIX + data_set for data_set in data_sets)
         elif name in GROUPS:
             single |= dict.fromkeys(GROUPS[name])
-        elif name in TASKS or name in longbench.NAMES:
+        elif name in TASKS or name in FIXED or name in longbench.NAMES:
             single[name] = None
         else:
             raise ToolError(_unknown(name))
     return [
-        TASKS[name]
-        if name in TASKS
-        else LongBench(name.removeprefix(longbench.PREFIX), longbench_folder)
+        TASKS.get(name)
+        or FIXED.get(name)
+        or LongBench(name.removeprefix(longbench.PREFIX), longbench_folder)
         for name in single
     ]
 
 
 def _unknown(name: str) -> str:
-    known = [*TASKS, *GROUPS, *longbench.NAMES]
+    known = [*TASKS, *FIXED, *GROUPS, *longbench.NAMES]
     close = get_close_matches(name, known, n=1)
     return (
         f"unknown task {name!r}{f' (meant {close[0]!r}?)' if close else ''}: tasks are "
-        f"{', '.join(TASKS)} and longbench_<data set>; groups are {', '.join(GROUPS)}"
+        f"{', '.join([*TASKS, *FIXED])} and longbench_<data set>; groups are {', '.join(GROUPS)}"
     )

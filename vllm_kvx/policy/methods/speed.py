@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import NO_GAP, Gap, Propagate, Retain, SharedPrefix
-from vllm_kvx.policy.parameters import PolicyError, integer
+from vllm_kvx.policy.axes import NO_GAP, Gap, Method, Propagate, Retain, SharedPrefix
+from vllm_kvx.policy.parameters import PolicyError, check_cutoff, integer
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,7 @@ class Speed(Propagate):
     tail: int = integer(1)
 
     def check_model(self, num_layers: int) -> None:
-        if self.cutoff >= num_layers:
-            layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
-            last = num_layers - 1
-            use = f"use speed-1 .. speed-{last}" if last > 1 else "use speed-1"
-            hint = use if last else "speed needs at least 2; use full"
-            raise PolicyError(f"{self}: this model has {layers}; {hint}")
+        check_cutoff(self.name, self, self.cutoff, num_layers)
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
         return (self.cutoff,)
@@ -57,9 +52,32 @@ class Speed(Propagate):
                 f"every token: use a pivot below {self.cutoff} or granularity=token"
             )
 
-    def notice(self, num_layers: int) -> str:
-        return (
-            f"layers {self.cutoff} to {num_layers - 1} see only anchors, tail and generated "
-            "tokens. Answers keep their quality with weights tuned for that (see "
-            "docs/policies/speed.md); other weights lose it."
-        )
+    def untuned(self, num_layers: int, tuned: Method | None = None) -> str | None:
+        if tuned == self:
+            return None
+        if not isinstance(tuned, Speed):
+            return (
+                f"{_layers(self.cutoff, num_layers)} only anchors, tail and generated tokens, and "
+                "weights that were not tuned for that lose answers"
+            )
+        reasons = []
+        if self.cutoff < tuned.cutoff:
+            reasons.append(
+                f"{_layers(self.cutoff, tuned.cutoff)} only anchors, tail and generated tokens "
+                "here, and every prompt token in tuning"
+            )
+        if self.cutoff > tuned.cutoff:
+            reasons.append(
+                f"{_layers(tuned.cutoff, self.cutoff)} every prompt token here, and only anchors, "
+                "tail and generated tokens in tuning"
+            )
+        for name in ("anchors", "tail"):
+            here, then = getattr(self, name), getattr(tuned, name)
+            if here != then:
+                reasons.append(f"{name}={here} here, and {name}={then} in tuning")
+        return "; ".join(reasons)
+
+
+def _layers(first: int, end: int) -> str:
+    """Layers [first, end) as the subject of a sentence, and its verb."""
+    return f"layer {first} sees" if end - first == 1 else f"layers {first} to {end - 1} see"

@@ -8,10 +8,12 @@ from vllm_kvx.policy.methods.gemfilter import GemFilter
 from vllm_kvx.policy.methods.knorm import Knorm
 from vllm_kvx.policy.methods.pyramidkv import PyramidKV
 from vllm_kvx.policy.methods.quest import Quest
+from vllm_kvx.policy.methods.selfonly import SelfOnly
 from vllm_kvx.policy.methods.snapkv import SnapKV
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.methods.streamingllm import StreamingLLM
 from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.policy.methods.swiftkv import SwiftKV
 
 # Each with whether this version serves it; messages list them in this order.
 _TABLE: tuple[tuple[type[Method], bool], ...] = (
@@ -24,6 +26,8 @@ _TABLE: tuple[tuple[type[Method], bool], ...] = (
     (Knorm, True),
     (StreamingLLM, True),
     (GemFilter, True),
+    (SwiftKV, True),
+    (SelfOnly, True),
     (FIER, True),
     (Quest, True),
 )

@@ -21,6 +21,11 @@ class RecallSampler:
         self.mass = torch.zeros((), dtype=torch.float64, device=device)
         self.samples = 0
 
+    def reset(self) -> None:
+        """Forgets what was measured."""
+        self._countdown, self.samples = self.every, 0
+        self.mass.zero_()
+
     @property
     def is_due(self) -> bool:
         """Whether the next step that retrieves is measured."""

@@ -37,6 +37,7 @@ from vllm_kvx.worker.decode.step import (
     retrieving_lens,
 )
 from vllm_kvx.worker.rows import SegmentRows
+from vllm_kvx.worker.timing import PhaseTimer
 
 
 class Retrieval:
@@ -114,6 +115,19 @@ class Retrieval:
         self.budgets[req_index] = policy.budget_units if policy is not None else 0
         self.floors[req_index] = policy.floor(self.crossover) if policy is not None else 0
         self.sidecars.add_request(req_index)
+
+    @property
+    def kept_buffers(self) -> list[Tensor]:
+        """Device memory that has to outlive vLLM's sleep: see ``SleepingBuffers``."""
+        scratch = self.scratch
+        return [
+            self._fields,
+            self._offsets,
+            self.beside_stock.lens,
+            self.sampler.mass,
+            scratch.histogram,
+            scratch.tickets,
+        ]
 
     def needs_python(
         self, requests: np.ndarray, ends: IntArray, prompt_lens: IntArray, stored_lens: IntArray
@@ -260,6 +274,11 @@ class Retrieval:
             "recall": self.sampler.recall,
             "recall_samples": self.sampler.samples,
         }
+
+    def reset_counters(self) -> None:
+        """Measures recall and the time of sidecar writes anew."""
+        self.sampler.reset()
+        self.sidecars.timer = PhaseTimer(self._device)
 
     def run(self, now: RetrievalPass, hook: HookedLayer, query: Tensor, out: Tensor) -> None:
         """One layer: rows of `query` that retrieve, into their rows of `out`, (N, H, D) both."""

@@ -9,14 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_kvx.models.passes import (
     AttnMetadata,
     BatchRows,
     Pass,
     Previous,
+    Sink,
     Source,
     Stashed,
+    ToEntries,
     TokenIds,
     ToOutput,
     ToStash,
@@ -29,7 +32,7 @@ from vllm_kvx.worker.prefill.chunks import ChunkPlan, Piece, PromptChunk, pack_s
 from vllm_kvx.worker.prefill.jobs import PassPrompt, WindowRows
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
 from vllm_kvx.worker.prefill.stash import Stash
-from vllm_kvx.worker.rows import DeviceRows
+from vllm_kvx.worker.rows import DeviceRows, ProjectedRows, ranges
 
 _Beside = AbstractContextManager[None]
 # Builds attention metadata of the groups from a KV stage on, for stored lengths (P,) of a batch.
@@ -43,8 +46,9 @@ class StepBatch:
     Attributes:
         requests: (R,) int64 request-state indices. row_ends: (R,) end of each request's rows.
         counts: (R,) tokens of each.
-        positions: (T,) int64. block_tables: (R, B) int32 by KV group.
+        positions: (T,) int64. block_tables: (R, B) int32 by KV group. slots: (G, T) int64.
         metadata_of: builds attention metadata of a pass.
+        projected: rows whose entries are projected into layers above; None if there are none.
     """
 
     requests: np.ndarray
@@ -52,7 +56,9 @@ class StepBatch:
     counts: np.ndarray
     positions: Tensor
     block_tables: Sequence[Tensor]
+    slots: Tensor
     metadata_of: MetadataOf
+    projected: ProjectedRows | None = None
 
 
 class PassMaker:
@@ -76,7 +82,7 @@ class PassMaker:
     ) -> None:
         self.hooks, self.memory, self.stash = hooks, memory, stash
         self.num_layers = len(hooks.layers)
-        self.edges = (0, *row_cuts, self.num_layers)
+        self.segments = tuple(pairwise((0, *row_cuts, self.num_layers)))
         self.stages, self.group_stages, self.block_sizes = stages, group_stages, block_sizes
         self.max_tokens, self.device = max_tokens, memory.device
 
@@ -126,7 +132,7 @@ class PassMaker:
             rows: that a segment runs, None for all. counts: (R,) of them by request.
         """
         passes: list[tuple[Pass, PassWork | None]] = []
-        for (first, last), here, ran in zip(pairwise(self.edges), rows, counts, strict=True):
+        for (first, last), here, ran in zip(self.segments, rows, counts, strict=True):
             if here is not None and here.num_rows == 0:
                 break
             source: Source = Previous(None if here is None else here.from_previous)
@@ -134,15 +140,24 @@ class PassMaker:
                 source = BatchRows(None if here is None else here.in_batch)
             plan = self._plan(chunks, ran, first, last)
             work = self.work_of(plan, step.block_tables)
-            sinks: list[ToStash | ToOutput] = []
+            sinks: list[Sink] = []
             if plan.stash_rows:
                 sinks.append(self._to_stash(plan))
+            starts, slots = np.cumsum(ran) - ran, None
+            if step.projected is not None:
+                sinks += self._to_entries(step, step.projected, starts, last)
+                unwritten = step.projected.unwritten(first, starts)
+                if len(unwritten):
+                    slots = step.slots if here is None else here.batch.slot_mappings
+                    slots = slots.index_fill(1, to_device(unwritten, self.device), PAD_SLOT_ID)
             if last == self.num_layers:
                 sinks.append(ToOutput(None if here is None else here.in_batch))
             now = Pass(first, last, source, sinks, beside=self.hooks.beside(work, retrieval))
             if here is not None:
                 now.positions = here.batch.positions
-                now.slot_mapping = self.slots(here.batch.slot_mappings, first, last)
+                slots = here.batch.slot_mappings if slots is None else slots
+            if slots is not None:
+                now.slot_mapping = self.slots(slots, first, last)
             passes.append((now, work))
         return passes
 
@@ -163,6 +178,22 @@ class PassMaker:
             to_device(np.concatenate(targets), self.device),
             to_device(np.concatenate(plan.stash_rows), self.device),
         )
+
+    def _to_entries(
+        self, step: StepBatch, projected: ProjectedRows, starts: np.ndarray, layer: int
+    ) -> list[Sink]:
+        """What a pass that ends below `layer` projects; starts: (R,) first rows in the pass."""
+        here = projected.at(layer)
+        if not len(here):
+            return []
+        # They run every row below.
+        counts, batch_starts = projected.counts[here], step.row_ends - step.counts
+        rows = to_device(ranges(starts[here], counts), self.device)
+        in_batch = to_device(ranges(batch_starts[here], counts), self.device)
+        slots = step.slots.index_select(1, in_batch)
+        positions = step.positions.index_select(0, in_batch)
+        by_name = self.slots(slots, layer, self.num_layers)
+        return [ToEntries(layer, self.num_layers, rows, positions, by_name)]
 
     def resumed(
         self,

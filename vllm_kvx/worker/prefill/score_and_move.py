@@ -59,6 +59,11 @@ class PromptMemory:
         self.timer, self.detector_timer = PhaseTimer(device), PhaseTimer(device)
         self.device = device
 
+    def reset_counters(self) -> None:
+        """Counts moves and device time anew."""
+        self.moved.zero_()
+        self.timer, self.detector_timer = PhaseTimer(self.device), PhaseTimer(self.device)
+
 
 class ScoredLayer(Protocol):
     """What the work beside a layer asks of its hook; see ``LayerHook``."""

@@ -1,0 +1,41 @@
+"""vLLM warms up with requests of its own, which are nobody's traffic."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from world import inside
+from world.engine import running
+from world.prompts import prompt_of
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    stock, counted = CPUWorker.compile_or_warm_up_model, []
+
+    def as_on_a_gpu(worker: Any) -> Any:
+        times = stock(worker)
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        counted.append(worker.kv_policy_stats()["policies"])
+        return times
+
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu)
+    policy = "fier-64:dense_below=0"
+    with running(tiny(), "snapkv", config={"kv_layout": [policy]}) as engine:
+        ((during,),) = (totals.values() for totals in counted)
+        assert during["requests"] > 0 and during["prompt_tokens"] > 0
+        worker = inside.worker(engine)
+        stats = worker.kv_policy_stats()
+        assert not stats["policies"]
+        for counter in ("kv_bytes_moved", "seconds_in_retention", "seconds_in_detector"):
+            assert stats[counter] == 0
+        assert stats["retrieval"]["seconds_in_sidecar_writes"] == 0
+        assert stats["retrieval"]["recall_samples"] == 0
+
+        engine.generate([prompt_of(150)], policies=[policy])
+        ((name, totals),) = worker.kv_policy_stats()["policies"].items()
+        assert (name, totals["requests"], totals["prompt_tokens"]) == (policy, 1, 150)

@@ -1,0 +1,509 @@
+"""`vllm-kvx tune-speed` from its command line to a checkpoint, on the demo model."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from reference import speed
+from world.engine import keep_in_process
+from world.models import LOOKUP
+
+from vllm_kvx.cli import main
+from vllm_kvx.errors import ToolError
+from vllm_kvx.tuning import command, sources, train
+from vllm_kvx.tuning.record import FILE, TunedRecord, read
+
+# What a run of the command takes from the source, byte for byte.
+KEPT = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+ENGINE = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 512}
+SIZES = ("--max-length", "512", "--batch-tokens", "2048", "--held-out", "8")
+MADE = ("--lookups", "1", "--count", "40", "--answer-tokens", "16")
+ASKING = (*MADE, "--engine-args", json.dumps(ENGINE))
+SHORT = ("--max-length", "64", "--batch-tokens", "512", "--held-out", "4", "--lr", "1e-3")
+
+
+pytestmark = pytest.mark.usefixtures("one_thread", "one_thread_each")
+
+
+@pytest.fixture(scope="module")
+def one_thread_each() -> Iterator[None]:
+    """Of processes that train; see `one_thread`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+def arguments(out: Path, *more: str, model: Path | str = LOOKUP, cutoff: int = 3) -> list[str]:
+    return ["tune-speed", str(model), "--cutoff", str(cutoff), "--out", str(out), *more]
+
+
+def tune(out: Path, *more: str, model: Path | str = LOOKUP, cutoff: int = 3) -> int:
+    return main(arguments(out, *more, model=model, cutoff=cutoff))
+
+
+def stored(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def recorded(out: Path) -> TunedRecord:
+    found = read(out)
+    assert found is not None
+    return found
+
+
+def last_error(capture: pytest.CaptureFixture[str]) -> str:
+    (line,) = capture.readouterr().err.strip().splitlines()[-1:]
+    head, _, message = line.partition("error: ")
+    assert head == "vllm-kvx tune-speed: "
+    return message
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training without a process of its own, which takes ten seconds to import torch and more."""
+
+    def here(directory: Path, job: Any, *options: str) -> None:
+        if code := train.main([str(directory), *options]):
+            raise ToolError(f"training ended with {code}")
+
+    monkeypatch.setattr(command, "run_training", here)
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither training nor an engine."""
+
+    def started(*args: Any, **options: Any) -> None:
+        raise AssertionError("it started")
+
+    monkeypatch.setattr(command, "run_training", started)
+    monkeypatch.setattr(sources, "Teacher", started)
+
+
+def wait_until_free(out: Path) -> None:
+    """What is killed takes a moment to be gone."""
+    for _ in range(200):
+        try:
+            with command.alone(out):
+                return
+        except ToolError:
+            time.sleep(0.05)
+    raise AssertionError(f"something still works in {out}")
+
+
+def dialogues(count: int = 24) -> list[dict[str, Any]]:
+    """Each with one answer for all."""
+    words = ("north", "south", "east", "west")
+    return [
+        {"messages": [{"role": "user", "content": f"{number} {words[number % 4]} of the lake?"}]}
+        for number in range(count)
+    ]
+
+
+def answered(count: int = 24) -> list[dict[str, Any]]:
+    answer = {"role": "assistant", "content": " The answer is hidden."}
+    return [{"messages": [*each["messages"], answer]} for each in dialogues(count)]
+
+
+def lines(path: Path, entries: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+# From a checkpoint to another, by the model's own answers.
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, one_thread_each: None) -> Path:
+    """What the command makes by self-distillation; the engine's core is in this process."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        keep_in_process(patch)
+        assert tune(out, *SIZES, *ASKING, "--lr", "1e-3") == 0
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    return out
+
+
+def examples(out: Path) -> list[Any]:
+    with (out / sources.FOLDER / train.EXAMPLES).open() as found:
+        return [json.loads(line) for line in found]
+
+
+def test_the_folder_is_a_checkpoint_that_says_what_it_is(tuned: Path) -> None:
+    names = {path.name for path in tuned.iterdir()}
+    assert names == {*KEPT, "model.safetensors", FILE, sources.FOLDER}
+    for name in KEPT:
+        assert (tuned / name).read_bytes() == (LOOKUP / name).read_bytes(), name
+    record = recorded(tuned)
+    assert (record.policy, record.original, record.layers) == ("speed-3", "lookup-8l", 8)
+    assert (record.method, record.loss) == ("lora", "self-distillation")
+    assert record.data["count"] == 40 and record.data["examples"] == 32
+    assert record.training["steps"] > 1
+    losses = stored(tuned / sources.FOLDER / train.LOSSES)
+    assert losses["steps"] == record.training["steps"] and not losses["resumed"]
+    # Each step of so few is measured once.
+    measured = [entry["step"] for entry in losses["log"] if "held_out_kl" in entry]
+    assert measured == sorted(set(measured)) and measured[-1] == losses["steps"]
+    assert (tuned / sources.FOLDER / "losses.png").exists()
+
+
+def test_answers_are_the_full_depth_models_and_agreement_is_with_it(tuned: Path) -> None:
+    original, merged = speed.load(LOOKUP), speed.load(tuned)
+    record = recorded(tuned)
+    kl, same, tokens = {"before": 0.0, "after": 0.0}, {"before": 0, "after": 0}, 0
+    for example in examples(tuned)[:8]:
+        prompt, answer = example["prompt"], example["answer"]
+        assert len(prompt) + len(answer) <= 512 and len(answer) <= 16
+        full = speed.score(original, prompt, answer, cutoff=None)
+        assert full.regret.max() < 1e-2
+        for when, model in (("before", original), ("after", merged)):
+            cut = speed.score(model, prompt, answer, cutoff=3)
+            kl[when] += (full.logprobs.exp() * (full.logprobs - cut.logprobs)).sum().item()
+            same[when] += sum(a == b for a, b in zip(cut.argmax, full.argmax, strict=True))
+        tokens += len(answer)
+    for when in ("before", "after"):
+        found: Any = record.agreement[when]  # type: ignore[literal-required]
+        assert found["tokens"] == tokens and found["answers"] == 8
+        assert found["kl"] == pytest.approx(kl[when] / tokens, rel=1e-3, abs=1e-4)
+        assert found["greedy"] == pytest.approx(same[when] / tokens, abs=1.5 / tokens)
+    assert kl["after"] != pytest.approx(kl["before"], rel=1e-3)
+
+
+def test_merged_weights_answer_as_the_adapter_does(tuned: Path) -> None:
+    path = str(tuned / sources.FOLDER / train.ADAPTER)
+    adapted = PeftModel.from_pretrained(speed.load(str(LOOKUP)), path).eval().base_model.model
+    merged, original = speed.load(tuned), speed.load(LOOKUP)
+    for example in examples(tuned)[8:12]:
+        expected = speed.generate(adapted, example["prompt"], cutoff=3, max_tokens=12)
+        found = speed.score(merged, example["prompt"], expected.tokens, cutoff=3)
+        # The merged weights are rounded to the source's bfloat16, which moves logprobs by a tenth.
+        assert (found.chosen_logprob - expected.chosen_logprob).abs().max() < 0.4
+        assert found.regret.max() < 0.4
+        before = speed.score(original, example["prompt"], expected.tokens, cutoff=3)
+        assert (before.chosen_logprob - expected.chosen_logprob).abs().max() > 1
+
+
+def test_the_same_command_is_done_at_once(
+    tuned: Path, nothing_starts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {path: path.read_bytes() for path in tuned.iterdir() if path.is_file()}
+    assert tune(tuned, *SIZES, *ASKING, "--lr", "1e-3") == 0
+    assert {path: path.read_bytes() for path in tuned.iterdir() if path.is_file()} == files
+    shown = capsys.readouterr().out
+    assert "speed-3 of lookup-8l" in shown and f"vllm serve {tuned}" in shown
+    agreement = recorded(tuned).agreement
+    is_worse = agreement["after"]["kl"] >= agreement["before"]["kl"]
+    assert is_worse == ("further from full depth than the original" in shown)
+
+
+@pytest.mark.parametrize(
+    ("cutoff", "more", "message"),
+    [
+        (5, ASKING, "holds a run with cutoff 3, not 5"),
+        (3, (*ASKING, "--rank", "8"), "holds a run with rank 32, not 8"),
+        (3, (*ASKING, "--count", "50"), "holds a run with count 40, not 50"),
+    ],
+)
+def test_another_run_goes_elsewhere(
+    cutoff: int,
+    more: tuple[str, ...],
+    message: str,
+    tuned: Path,
+    nothing_starts: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tune(tuned, *SIZES, "--lr", "1e-3", *more, cutoff=cutoff) == 2
+    error = last_error(capsys)
+    assert message in error and "or another --out" in error
+
+
+def test_another_cutoff_learns_from_the_same_answers(
+    tuned: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sources, "Teacher", None)
+    out, given = tmp_path / "out", ("--examples", str(tuned))
+    assert tune(out, *SIZES, *given, "--evaluations", "1", cutoff=5) == 0
+    assert examples(out) == examples(tuned)
+    record = recorded(out)
+    assert record.policy == "speed-5"
+    # Of the prompts, it says what they are.
+    assert record.data == recorded(tuned).data
+    assert record.agreement["before"] != recorded(tuned).agreement["before"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--max-length", "256"), "use --max-length 5"),
+        (("--held-out", "40"), "40 examples, of which 40 are held out"),
+        (("--count", "10"), "--count has no meaning with --examples"),
+        (("--prompts", "x.jsonl"), "--examples brings its own prompts: leave out --prompts"),
+    ],
+)
+def test_what_another_runs_answers_are_not_good_for(
+    more: tuple[str, ...],
+    message: str,
+    tuned: Path,
+    nothing_starts: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tune(tmp_path / "out", *SIZES, "--examples", str(tuned), *more) == 2
+    assert message in last_error(capsys)
+
+
+def test_answers_of_another_model_are_not_this_ones(
+    tuned: Path, nothing_starts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--examples", str(tuned))
+    assert tune(tmp_path / "out", *SIZES, *given, model=tuned) == 2
+    assert "holds answers of another model" in last_error(capsys)
+    assert tune(tmp_path / "out", *SIZES, "--examples", str(tmp_path)) == 2
+    assert "holds no answered prompts: there is no examples.jsonl" in last_error(capsys)
+
+
+# By given answers.
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_all_weights_learn_given_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sources, "Teacher", None)
+    given = [
+        *answered(),
+        {"prompt": "word " * 100, "answer": "too long"},
+        {"text": "How deep is the lake?", "answer": " It is deep."},
+        {"prompt_token_ids": [5, 6, 7], "answer_token_ids": [8, 1]},
+    ]
+    file, out = lines(tmp_path / "given.jsonl", given), tmp_path / "out"
+    more = ("--sft", str(file), "--method", "full", "--epochs", "6", "--evaluations", "1")
+    assert tune(out, *SHORT, *more) == 0
+    assert "1 of 27 dialogues are left out" in capsys.readouterr().err
+    record = recorded(out)
+    assert (record.method, record.loss) == ("full", "supervised fine-tuning")
+    assert record.data["prompts"] == "given.jsonl" and record.data["examples"] == 22
+    prompt, answer = next((e["prompt"], e["answer"]) for e in examples(out) if len(e["answer"]) > 3)
+    # An answer ends with EOS, and is likelier than it was.
+    assert answer[-1] == 1
+    nats = [
+        -speed.score(model, prompt, answer, cutoff=3).chosen_logprob.mean()
+        for model in (LOOKUP, out)
+    ]
+    assert nats[1] < 0.7 * nats[0]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, out = lines(tmp_path / "given.jsonl", answered()), tmp_path / "out"
+    more = ("--sft", str(file), "--lr", "1e30", "--epochs", "4", "--evaluations", "1")
+    assert tune(out, *SHORT, *more) == 2
+    error = capfd.readouterr().err
+    assert "is nan at step" in error and "use a smaller --lr, and another --out" in error
+    assert "Traceback" not in error and "continues" not in error
+    assert read(out) is None and not (out / "model.safetensors").exists()
+
+
+def test_a_killed_command_goes_on(
+    tmp_path: Path, in_this_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, out = lines(tmp_path / "given.jsonl", answered(40)), tmp_path / "out"
+    more = ("--sft", str(file), "--epochs", "4", "--evaluations", "4")
+    line = arguments(out, *SHORT, *more)
+    # In a session of its own, so that its training dies with it.
+    with subprocess.Popen(
+        [sys.executable, "-m", "vllm_kvx.cli", *line], start_new_session=True, env=os.environ
+    ) as process:
+        checkpoints = out / sources.FOLDER / train.CHECKPOINTS
+        while process.poll() is None and not list(
+            checkpoints.glob("checkpoint-*/trainer_state.json")
+        ):
+            time.sleep(0.05)
+        assert main(line) == 2
+        assert f"another run works in {out}" in capfd.readouterr().err
+        os.killpg(process.pid, signal.SIGKILL)
+    wait_until_free(out)
+    assert not (out / sources.FOLDER / train.LOSSES).exists(), "it ended before it could be killed"
+    examples_before = examples(out)
+    code, said = main(line), capfd.readouterr().err
+    while "another run works" in said:  # Its processes take a moment to end.
+        time.sleep(0.1)
+        code, said = main(line), capfd.readouterr().err
+    assert code == 0
+    assert "one step of the largest batches" not in said
+    assert examples(out) == examples_before
+    assert stored(out / sources.FOLDER / train.LOSSES)["resumed"]
+    assert recorded(out).policy == "speed-3"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_examples_alone_and_then_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = lines(tmp_path / "given.jsonl", answered()), tmp_path / "out"
+    more = (*SHORT, "--sft", str(file), "--evaluations", "1")
+    assert tune(out, *more, "--only-examples") == 0
+    assert {path.name for path in (out / sources.FOLDER).iterdir()} == {
+        *("job.json", "plan.json", train.EXAMPLES)
+    }
+    assert "to see that they fit" not in capsys.readouterr().err
+    assert tune(out, *more) == 0
+    # Training is tried where it was not yet.
+    assert "to see that they fit" in capsys.readouterr().err
+    assert recorded(out).data["examples"] == 20
+
+
+# What cannot be done.
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--cutoff", "0"), "K must be an integer of at least 1, got 0"),
+        (("--cutoff", "8"), "this model has 8 layers; use speed-1 .. speed-7"),
+        (("--cutoff", "99"), "use speed-1 .. speed-7"),
+        (("--anchors", "-1"), "anchors must be an integer of at least 0"),
+        (("--max-length", "8193"), "more than the model's 8192 tokens: use at most 8192"),
+        (("--max-length", "300"), "--max-length 300 is too short: use at least 512"),
+        (("--batch-tokens", "511"), "--batch-tokens 511 does not hold"),
+        (("--dropout", "1"), "--dropout must be from 0 to below 1, got 1.0"),
+        (("--dropout", "-0.1"), "--dropout must be from 0"),
+        (("--lr", "0"), "--lr must be above 0, got 0.0"),
+        (("--lr", "nan"), "--lr must be above 0, got nan"),
+        (("--lr", "inf"), "--lr must be above 0, got inf"),
+        (("--epochs", "-1"), "--epochs must be above 0, got -1.0"),
+        (("--seed", "-1"), "--seed must be from 0"),
+        (("--gpus", "2", "--device", "cpu"), "--gpus 2: --device cpu has 0 that torch can use"),
+        (("--device", "tpu"), "device must be auto, cpu, cuda"),
+        (("--count", "0"), "nothing to learn from: give --count above 0, --prompts or --sft"),
+        (("--count", "-3", "--sft", ""), "nothing to learn from"),
+        (("--count", "8", "--lookups", "1"), "8 examples, of which 8 are held out"),
+        (("--lookups", "0.5"), "cannot write prompts itself: use --lookups 1, or --prompts with"),
+        (("--rank", "4", "--method", "full"), "--rank has no meaning with --method full"),
+        (("--sft", "a.jsonl", "--prompts", "b.jsonl"), "--sft brings its own prompts"),
+        (("--sft", "a.jsonl", "--count", "9"), "--count has no meaning with --sft"),
+        (("--sft", "nowhere.jsonl"), "cannot read dialogues from"),
+        (("--prompts", "prompts.txt", "--count", "0"), "a file of dialogues is named *.jsonl"),
+        (("--examples", "nowhere"), "holds no answered prompts"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_bad_options_are_one_message(
+    more: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(tmp_path / "out", *SIZES, *more) == 2
+    assert message in last_error(capsys)
+    # And the next try finds nothing that is in its way.
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("entries", "option", "message"),
+    [
+        ([*answered(2), "no object"], "--sft", "given.jsonl:3: give an object"),
+        ([*answered(2), *dialogues(1)], "--sft", "given.jsonl:3: it has no answer to learn"),
+        ([], "--sft", "holds no dialogues"),
+        (answered(4), "--sft", "4 examples, of which 4 are held out"),
+        ([{"text": "a lake " * 99}] * 9, "--prompts", "0 examples, of which 4 are held out"),
+        ([{"prompt_token_ids": [5, 2048]}] * 9, "--prompts", "tokens from 5 to 2048: the model's"),
+        ([{"prompt_token_ids": [-1]}] * 9, "--prompts", "are from 0 to 2047"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_bad_files_are_one_message(
+    entries: list[Any],
+    option: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = lines(tmp_path / "given.jsonl", entries)
+    more = ("--count", "0", "--answer-tokens", "16") if option == "--prompts" else ()
+    assert tune(tmp_path / "out", *SHORT, option, str(file), *more) == 2
+    assert message in last_error(capsys)
+
+
+def copy(source: Path, target: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> Path:
+    """The demo model with other fields in its files; None leaves one out."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.suffix == ".json":
+            fields = {"config.json": config, "tokenizer_config.json": tokenizer}.get(path.name, {})
+            found = stored(path) | fields
+            text = json.dumps({name: value for name, value in found.items() if value is not None})
+            (target / path.name).write_text(text)
+        else:
+            (target / path.name).symlink_to(path)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, {}, "has GPT2LMHeadModel; supported: Llama"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantized: tune the checkpoint"),
+        ({"sliding_window": 256}, {}, "more than the model's 256 tokens"),
+        ({}, {"chat_template": None}, "has no chat template, so no prompts can be made"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_models_that_cannot_be_tuned_so(
+    config: dict[str, Any],
+    tokenizer: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = copy(LOOKUP, tmp_path / "model", config, tokenizer)
+    assert tune(tmp_path / "out", *SIZES, *MADE, model=model) == 2
+    assert message in last_error(capsys)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_without_a_template_texts_can_be_learnt_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = copy(LOOKUP, tmp_path / "model", {}, {"chat_template": None})
+    texts = lines(tmp_path / "texts.jsonl", [{"text": f"Lake {n}"} for n in range(9)])
+    turns = lines(tmp_path / "turns.jsonl", dialogues())
+    given = ("--count", "0", *SIZES, "--answer-tokens", "16")
+    assert tune(tmp_path / "out", *given, "--prompts", str(turns), model=model) == 2
+    assert 'give prompts as raw text, {"text": "..."}' in last_error(capsys)
+    with pytest.raises(AssertionError, match="it started"):
+        tune(tmp_path / "out", *given, "--prompts", str(texts), model=model)
+    # Nothing was made yet, so that other options may begin anew in the same place.
+    with pytest.raises(AssertionError, match="it started"):
+        tune(tmp_path / "out", *given, "--prompts", str(texts), model=model, cutoff=4)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_where_and_with_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert tune(tmp_path, *SIZES, *MADE) == 2
+    assert "is not empty: choose another --out" in last_error(capsys)
+    assert tune(tmp_path / "file", *SIZES, *MADE) == 2
+    assert "cannot write to" in last_error(capsys)
+    assert tune(tmp_path / "out", *SIZES, *MADE, model=tmp_path / "nowhere") == 2
+    assert "no model at" in last_error(capsys)
+    if not torch.cuda.is_available():
+        assert tune(tmp_path / "out", *SIZES, *MADE, "--gpus", "2") == 2
+        assert "--gpus 2: this machine has 0 that torch can use" in last_error(capsys)
+    monkeypatch.setattr("vllm_kvx.tuning.options.find_spec", lambda name: None)
+    assert tune(tmp_path / "out", *SIZES, *MADE) == 2
+    assert last_error(capsys) == "peft is missing: pip install 'vllm-kvx[tune]'"

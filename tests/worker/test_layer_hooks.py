@@ -1,0 +1,91 @@
+"""What layers refuse once vLLM has formed its KV groups and bound its caches."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
+
+from vllm_kvx.policy.layout import layout_of
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.worker.layer_hooks import LayerHooks
+
+LAYERS, BLOCKS, HEADS, HEAD_DIM = 4, 3, 2, 32
+
+
+def backend(name: str, sizes: list[int | MultipleOf]) -> Any:
+    """An attention backend whose kernels take blocks of these sizes."""
+
+    class Backend(AttentionBackend):
+        forward_includes_kv_cache_update = False
+
+        @staticmethod
+        def get_name() -> str:
+            return name
+
+        @classmethod
+        def get_supported_kernel_block_sizes(cls, *_: Any) -> list[int | MultipleOf]:
+            return sizes
+
+    return Backend
+
+
+def bind(policies: Sequence[str], attention: Any, block_size: int) -> None:
+    """Binds a model's layers to caches that vLLM allocates for this backend."""
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32
+    )
+    names = [str(number) for number in range(LAYERS)]
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=LAYERS * BLOCKS * page,
+        layers=names,
+        layer_stride=BLOCKS * page,
+        block_stride=page,
+    )
+    config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(names, spec)])
+    sizes = prepare_kernel_block_sizes(config, [[AttentionGroup(attention, names, spec, 0)]])
+    caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBNHC, sizes)
+    layers = [
+        SimpleNamespace(
+            layer_name=name,
+            attn_backend=attention,
+            impl=SimpleNamespace(forward=None, head_size=HEAD_DIM),
+            kv_cache=caches[name],
+        )
+        for name in names
+    ]
+    model: Any = SimpleNamespace(attention_layers=lambda: layers)
+    layout = layout_of([parse_policy(policy) for policy in policies], LAYERS)
+    LayerHooks(model, [0] * LAYERS, torch.float32, layout).bind(config, layout)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "knorm", "streamingllm", "fier-64"])
+def test_kernels_that_split_blocks_are_refused(policy: str) -> None:
+    split = backend("TRITON_ATTN", [16, 32, 64])
+    with pytest.raises(RuntimeError, match=r"128 tokens, .* into blocks of 64.* --block-size 64"):
+        bind([policy], split, block_size=128)
+    bind([policy], split, block_size=64)
+    bind([policy], backend("TRITON_ATTN", [MultipleOf(16)]), block_size=128)
+
+
+def test_layers_whose_entries_nobody_looks_up_may_be_split() -> None:
+    bind(["speed-2"], backend("FLASHINFER", [16, 32, 64]), block_size=128)
+
+
+def test_flashinfer_that_vllm_chose_itself() -> None:
+    flashinfer = backend("FLASHINFER", [16, 32, 64])
+    for policies in (["fastkv:tsp_layer=1"], ["gemfilter:layer=1"], ["speed-2", "snapkv"]):
+        with pytest.raises(RuntimeError, match="to one of FLASH_ATTN, TRITON_ATTN, CPU_ATTN"):
+            bind(policies, flashinfer, block_size=16)
+    bind(["snapkv"], flashinfer, block_size=16)

@@ -1,0 +1,10 @@
+"""Variables of the environment that turn something on or off."""
+
+import os
+
+_OFF = ("", "0", "false", "no", "off")
+
+
+def is_on(variable: str) -> bool:
+    """Whether `variable` is set, to anything but 0, false, no or off, in any case."""
+    return os.environ.get(variable, "").strip().lower() not in _OFF

@@ -1,0 +1,48 @@
+"""Which keys are one of ours misspelt: a typo must not run what nobody asked for."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+# Comparing costs microseconds a key, and clients choose the keys: no more of them are looked at,
+# and none that is longer, which resembles nothing.
+MAX_KEYS = 64
+MAX_LENGTH = 32
+
+# Shares of letters in common. `kv_policies` is ours, and another's `kv_cache_policy` is not; of
+# words without the prefix, `k_policy` is ours and `policy` is not.
+_WITH_PREFIX = 0.77
+_WITHOUT_PREFIX = 0.87
+
+
+class Misspelling(NamedTuple):
+    """key: as it was written; name: the one of ours that it resembles."""
+
+    key: str
+    name: str
+
+
+def misspelling(keys: Iterable[Any], names: Sequence[str]) -> Misspelling | None:
+    """The first of `keys` that is none of `names`, which begin with ``kv_``, and resembles one.
+
+    Case, hyphens, blanks and the like make no difference. Only the first 64 keys are looked at.
+    """
+    by_letters = {_letters(name): name for name in names}
+    for key in islice(keys, MAX_KEYS):
+        if not isinstance(key, str) or len(key) > MAX_LENGTH or key in names:
+            continue
+        letters = _letters(key)
+        cutoff = _WITH_PREFIX if {"k", "v"} <= set(letters[:3]) else _WITHOUT_PREFIX
+        for near in difflib.get_close_matches(letters, by_letters, n=1, cutoff=cutoff):
+            return Misspelling(key, by_letters[near])
+    return None
+
+
+def has_prefix(key: str) -> bool:
+    """Whether `key` begins with ``kv_``, in any case and with a hyphen too."""
+    return key[:3].lower().replace("-", "_") == "kv_"
+
+
+def _letters(key: str) -> str:
+    return "".join(filter(str.isalnum, key)).lower()

@@ -1,0 +1,74 @@
+"""Examples by batch, and the agreement of a student over them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from vllm_kvx.tuning import packs
+from vllm_kvx.tuning.job import Job
+from vllm_kvx.tuning.loss import Agreement
+from vllm_kvx.tuning.packs import Example
+from vllm_kvx.tuning.student import Student
+from vllm_kvx.tuning.visibility import Batch
+
+# Tokens of the prompts whose agreement is told apart.
+LENGTHS = (512, 2048, 8192, 32768)
+
+
+class Batches(Dataset[dict[str, Tensor]]):
+    """Examples by batch, as the tensors that `Student.trained` takes."""
+
+    def __init__(self, examples: Sequence[Example], job: Job) -> None:
+        self._examples, self._targets = examples, job.loss == "sft"
+        self._batches = packs.packs(examples, job.batch_tokens, job.seed)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        chosen = self.members(index)
+        batch = Batch.of([(example.prompt, example.answer) for example in chosen])
+        inputs = {"tokens": batch.tokens, "prompts": batch.prompts, "answers": batch.answers}
+        if self._targets:
+            inputs["targets"] = torch.tensor([t for example in chosen for t in example.answer])
+        return inputs
+
+    def members(self, index: int) -> list[Example]:
+        """The examples of a batch, in its order."""
+        return [self._examples[i] for i in self._batches[index]]
+
+
+def agreement_of(
+    student: Student, held_out: Batches, rank: int = 0, world: int = 1
+) -> dict[str, dict[str, float | int]]:
+    """Of all answers, and of those of a kind and of prompts of a length (`Agreement.as_json`).
+
+    rank, world: this process among those that measure together; each gets the whole.
+    """
+    found: dict[str, Agreement] = {}
+    device = student.trained.device
+    for index in range(rank, len(held_out), world):
+        inputs = held_out[index]
+        batch = Batch(*(inputs[name].to(device) for name in ("tokens", "prompts", "answers")))
+        with student.computing():
+            each = student.agreements(batch)
+        for example, one in zip(held_out.members(index), each, strict=True):
+            for name in ("all", example.kind, _length_name(len(example.prompt))):
+                found[name] = found.get(name, Agreement()) + one
+    if world > 1:
+        gathered: list[Any] = [None] * world
+        torch.distributed.all_gather_object(gathered, found)
+        found = {}
+        for part in gathered:
+            for name, one in part.items():
+                found[name] = found.get(name, Agreement()) + one
+    return {name: found[name].as_json() for name in sorted(found)}
+
+
+def _length_name(tokens: int) -> str:
+    """`<= 2048 tokens`, the bucket of a prompt's length."""
+    longest = next((length for length in LENGTHS if tokens <= length), None)
+    return f"<= {longest} tokens" if longest else f"> {LENGTHS[-1]} tokens"

@@ -1,0 +1,72 @@
+"""Many dialogues fitted to their lengths, in several processes: each takes some encodings."""
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.tuning.dialogues import Dialogue
+from vllm_kvx.tuning.lookups import fitted_lookup, long_contexts
+
+# Fewer are fitted sooner than processes start.
+_FEW, _MOST_PROCESSES = 200, 16
+# Tokens by which a lookup may be longer than wanted, in turn.
+_MORE = (0, 128, 512)
+
+
+class Wanted(NamedTuple):
+    """A lookup of at most `longest` tokens, or `behind` with a long text of that length in front.
+
+    seed: decides the document.
+    """
+
+    seed: str
+    longest: int
+    behind: Dialogue | None = None
+
+
+def fitted(wanted: Sequence[Wanted], tokenizer: Any) -> list[Dialogue]:
+    """What is wanted, in order, with progress on stderr."""
+    workers = min(os.cpu_count() or 1, _MOST_PROCESSES)
+    if len(wanted) < _FEW or workers == 1:
+        _use(tokenizer)
+        return [_fit(each) for each in tqdm(wanted, unit=" prompts", dynamic_ncols=True)]
+    # Not forked: an engine may be running, whose threads and device children cannot share.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _use, (tokenizer,)) as pool:
+        found = pool.map(_fit, wanted, chunksize=8)
+        return list(tqdm(found, total=len(wanted), unit=" prompts", dynamic_ncols=True))
+
+
+_tokenizer: Any = None
+
+
+def _use(tokenizer: Any) -> None:
+    """Keeps the tokenizer in this process."""
+    global _tokenizer
+    _tokenizer = tokenizer
+
+
+def _fit(wanted: Wanted) -> Dialogue:
+    if wanted.behind is None:
+        return _lookup(wanted.seed, wanted.longest)
+    try:
+        (found,) = long_contexts([wanted.behind], wanted.seed, wanted.longest, _tokenizer)
+        return found
+    except ToolError:
+        # It is too long to have a text of this length in front.
+        return wanted.behind
+
+
+def _lookup(seed: str, longest: int) -> Dialogue:
+    """A lookup, longer than wanted where a long chat template leaves no room for one."""
+    for more in _MORE:
+        try:
+            return fitted_lookup(seed, longest + more, _tokenizer)
+        except ToolError as error:
+            failure = error
+    raise failure

@@ -1,0 +1,221 @@
+"""Long prompts made for training: a generated document and a question that it answers.
+
+They share no wording, no words to look up and no kind of value with the tasks of
+`vllm_kvx.evaluation`, so that what a tuned model gains there was not learned by heart.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.tuning.dialogues import (
+    Dialogue,
+    Message,
+    assistant,
+    encoded,
+    rendered,
+    user,
+    without_answer,
+)
+from vllm_kvx.tuning.documents import passages, records, source
+from vllm_kvx.tuning.documents.base import Ask, Asks, Document, Maker
+from vllm_kvx.tuning.documents.values import sections
+
+# Shares of dialogues whose question stands before the document, on both of its sides, or in the
+# second turn.
+_AHEAD, _BOTH, _LATER = 0.25, 0.07, 0.12
+# Shares of questions that say how to answer, and of second turns that follow a real first one.
+_STYLED, _ASKED_BEFORE = 0.2, 0.6
+# Shares of documents of several parts, among those of `lookup`.
+_PARTS = (2, 3, 4)
+# What is put around a document.
+_MARKS = (
+    *(("", ""), ("---\n", "\n---"), ("```\n", "\n```"), ("<document>\n", "\n</document>")),
+    *(('"""\n', '\n"""'), ("=== BEGIN ===\n", "\n=== END ==="), ("[[[\n", "\n]]]")),
+)
+# The search for a size aims at the second share of the length and ends at the first. Where a
+# prompt fills less than the third, another document is tried.
+_FILLED, _AIM, _ENOUGH = 0.92, 0.965, 0.9
+# Tokens of a word, for the first of at most so many tries with each of so many documents.
+_TOKENS_PER_WORD, _TRIES, _ATTEMPTS = 2.2, 8, 5
+
+
+class _Dossier(Document):
+    """Several documents under headings, one of which is asked about."""
+
+    def __init__(self, rng: random.Random, size: int) -> None:
+        count = rng.choice(_PARTS)
+        kinds = rng.sample(sorted(_SINGLE), count)
+        shares = [rng.uniform(0.5, 1.5) for _ in kinds]
+        parts = [
+            _SINGLE[kind](rng, int(size * share / sum(shares)))
+            for kind, share in zip(kinds, shares, strict=True)
+        ]
+        self.name = "file"
+        heading = rng.choice(("# {}", "PART {}", "*** {} ***", "{}\n======"))
+        self.text = "\n\n".join(
+            f"{heading.format(part.name.upper())}\n\n{part.text}" for part in parts
+        )
+        # Names of documents differ, so that a question says which one it is about.
+        self._asked = rng.choice(parts)
+
+    def asks(self) -> Asks:
+        return self._asked.asks()
+
+
+_SINGLE: dict[str, Maker] = {**records.KINDS, **passages.KINDS, **source.KINDS}
+KINDS: dict[str, Maker] = {**_SINGLE, "dossier": _Dossier}
+
+
+def lookup(rng: random.Random, size: int) -> Dialogue:
+    """A document of about `size` words with a question, which the model is to answer.
+
+    Its kind is one of KINDS. The same state of `rng` gives the same.
+    """
+    return lookup_of(rng.choice(sorted(KINDS)), rng, size)
+
+
+def lookup_of(kind: str, rng: random.Random, size: int) -> Dialogue:
+    """As `lookup`, of a kind that is named."""
+    document = KINDS[kind](random.Random(rng.random()), size)
+    return _posed(kind, document, random.Random(rng.random()))
+
+
+def _posed(kind: str, document: Document, rng: random.Random) -> Dialogue:
+    def framed(section: str, **slots: str) -> str:
+        frame = rng.choice(sections("frames")[section])
+        return frame.format(document=document.name, **slots)
+
+    def question(ask: Ask) -> str:
+        styled = rng.random() < _STYLED
+        return f"{ask.question} {framed('style')}" if styled else ask.question
+
+    ask = document.ask(rng)
+    begin, end = rng.choice(_MARKS)
+    marked = f"{begin}{document.text}{end}"
+    place = rng.random()
+    if place < _LATER:
+        before = document.ask(rng) if rng.random() < _ASKED_BEFORE else None
+        if before is not None and before.reference and before.question != ask.question:
+            content = f"{framed('before')}\n\n{marked}\n\n{question(before)}"
+            reply = before.reference
+        else:
+            content, reply = f"{framed('before')}\n\n{marked}", framed("ready")
+        messages: tuple[Message, ...] = (
+            *(user(content), assistant(reply)),
+            user(framed("again", question=question(ask))),
+        )
+        return Dialogue(messages, kind, ask.reference)
+    if place < _LATER + _AHEAD:
+        parts = [framed("ahead", question=question(ask)), marked]
+        if rng.random() < 0.5:
+            parts.append(framed("closing"))
+    elif place < _LATER + _AHEAD + _BOTH:
+        parts = [framed("ahead", question=ask.question), marked]
+        parts.append(framed("between", question=question(ask)))
+    else:
+        parts = [marked, framed("between", question=question(ask))]
+        if rng.random() < 0.75:
+            parts.insert(0, framed("before"))
+    return Dialogue((user("\n\n".join(parts)),), kind, ask.reference)
+
+
+def fitted_lookup(seed: str, longest: int, tokenizer: Any) -> Dialogue:
+    """A lookup whose prompt has at most `longest` tokens, and about nine tenths of them at least.
+
+    The prompt is what the chat template makes of the dialogue, generation prompt included.
+
+    seed: decides the document and the question.
+
+    Raises:
+        ToolError: the tokenizer has no chat template, or no lookup is so short.
+    """
+
+    def make(attempt: int, size: int) -> Dialogue:
+        return lookup(random.Random(f"{seed} {attempt}"), size)
+
+    return _fitted(make, longest, tokenizer)
+
+
+def long_contexts(
+    dialogues: Sequence[Dialogue], seed: str, longest: int, tokenizer: Any
+) -> list[Dialogue]:
+    """The dialogues with a long document in front that has nothing to do with them.
+
+    So a model is tuned on ordinary questions after long prompts, too. The document stands in the
+    first turn of the user; answers stay.
+
+    seed: decides the documents. longest: as `fitted_lookup` has it.
+
+    Raises:
+        ToolError: a dialogue alone is longer or has no messages, or there is no chat template.
+    """
+    made = []
+    for number, dialogue in enumerate(dialogues):
+        if dialogue.raw is not None:
+            raise ToolError("no document can be put before raw text or token ids: give messages")
+        behind = _behind(dialogue, f"{seed} {number}")
+        made.append(_fitted(behind, longest, tokenizer))
+    return made
+
+
+def _behind(dialogue: Dialogue, seed: str) -> Callable[[int, int], Dialogue]:
+    def make(attempt: int, size: int) -> Dialogue:
+        rng = random.Random(f"{seed} {attempt}")
+        document = KINDS[rng.choice(sorted(KINDS))](random.Random(rng.random()), size)
+        frames = sections("frames")
+        begin, end = rng.choice(_MARKS)
+        messages = list(dialogue.messages)
+        first = next(i for i, message in enumerate(messages) if message["role"] == "user")
+        then = rng.choice(frames["then"]).format(question=messages[first]["content"])
+        parts = (rng.choice(frames["unrelated"]), f"{begin}{document.text}{end}", then)
+        messages[first] = user("\n\n".join(parts))
+        return Dialogue(tuple(messages), dialogue.kind, dialogue.reference)
+
+    return make
+
+
+def _fitted(make: Callable[[int, int], Dialogue], longest: int, tokenizer: Any) -> Dialogue:
+    """The dialogue whose prompt fills `longest` tokens, or the longest that was found.
+
+    make: a dialogue by attempt, which are others of one seed, and by size in words.
+    """
+    best: tuple[int, Dialogue] | None = None
+    for attempt in range(_ATTEMPTS):
+        found = _filling(partial(make, attempt), longest, tokenizer)
+        if found is not None and (best is None or found[0] > best[0]):
+            best = found
+        if best is not None and best[0] >= _ENOUGH * longest:
+            break
+    if best is None:
+        raise ToolError(f"no lookup fits into {longest} tokens: use longer prompts")
+    return best[1]
+
+
+def _filling(
+    make: Callable[[int], Dialogue], longest: int, tokenizer: Any
+) -> tuple[int, Dialogue] | None:
+    """The longest prompt of at most `longest` tokens that a search finds, with its tokens."""
+    best: tuple[int, Dialogue] | None = None
+    # The greatest size known to fit and the smallest known not to.
+    low, high = 0, longest + 1
+    size = int(longest / _TOKENS_PER_WORD)
+    for _ in range(_TRIES):
+        dialogue = make(size)
+        asked = without_answer(dialogue).messages
+        used = len(encoded(rendered(asked, tokenizer, generate=True), tokenizer))
+        if used <= longest:
+            low = max(low, size)
+            if best is None or used > best[0]:
+                best = used, dialogue
+            if used >= _FILLED * longest:
+                break
+        else:
+            high = min(high, size)
+        if high - low <= 1:
+            break
+        aimed = int(size * _AIM * longest / used)
+        size = aimed if low < aimed < high else (low + high) // 2
+    return best

@@ -1,0 +1,72 @@
+"""Answered prompts, put together to batches of about one size."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vllm_kvx.errors import ToolError
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with the answer to learn from, as token ids.
+
+    kind: where the prompt is from: the name of a generator, `own` or `file`.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    kind: str
+
+    def __len__(self) -> int:
+        """Tokens that the model runs: the answer's last one predicts nothing."""
+        return len(self.prompt) + len(self.answer) - 1
+
+
+def packs(examples: Sequence[Example], tokens: int, seed: int) -> list[list[int]]:
+    """Indices of examples by batch, of at most `tokens` padded tokens, or one example.
+
+    Examples of about one length share a batch, in which padding is little. The order of batches is
+    left to the sampler.
+    """
+    order = list(range(len(examples)))
+    # Among examples of one length, those of a batch are not neighbours in the file.
+    random.Random(seed).shuffle(order)
+    order.sort(key=lambda index: len(examples[index]))
+    found: list[list[int]] = []
+    for index in order:
+        # The one that is added last is the longest.
+        if found and len(examples[index]) * (len(found[-1]) + 1) <= tokens:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found
+
+
+def write(path: Path, examples: Sequence[Example]) -> None:
+    """Stores examples, a line of JSON each."""
+    lines = "".join(json.dumps(asdict(example)) + "\n" for example in examples)
+    partial = path.with_suffix(".partial")
+    partial.write_text(lines, encoding="utf-8")
+    partial.replace(path)
+
+
+def read(path: Path) -> list[Example]:
+    """What `write` stored.
+
+    Raises:
+        ToolError: the file is not what `write` stored.
+    """
+    try:
+        return list(_examples(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ToolError(f"cannot read {path}: {error}; delete it to have it made anew") from error
+
+
+def _examples(path: Path) -> Iterator[Example]:
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            entry = json.loads(line)
+            yield Example(tuple(entry["prompt"]), tuple(entry["answer"]), entry["kind"])

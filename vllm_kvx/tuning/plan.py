@@ -1,0 +1,43 @@
+"""Which prompts a model is tuned on: how many of which kind, and how long."""
+
+import random
+from dataclasses import dataclass
+
+# Tokens of the shortest of the long prompts: lookups need a text to look something up in.
+SHORTEST = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the examples of a job are made of.
+
+    prompts: a user's .jsonl, or None. sft: whether its answers are what is learnt.
+    count: prompts that are made beside the user's. lookups: the share of them that are generated
+        lookups; the model writes the others itself.
+    max_length: tokens of the longest prompt and its answer. answer_tokens: of the longest answer.
+    held_out: examples that are not learnt from.
+    """
+
+    prompts: str | None
+    sft: bool
+    count: int
+    lookups: float
+    max_length: int
+    answer_tokens: int
+    held_out: int
+    seed: int
+
+    @property
+    def num_lookups(self) -> int:
+        return round(self.count * self.lookups)
+
+    @property
+    def num_written(self) -> int:
+        return self.count - self.num_lookups
+
+    def lengths(self, count: int) -> list[int]:
+        """Tokens of `count` long prompts, evenly spread between the shortest and the longest in
+        their logarithm: short ones cost little, long ones are what is served."""
+        rng = random.Random(f"lengths {self.seed}")
+        longest = self.max_length - self.answer_tokens
+        return [round(SHORTEST * (longest / SHORTEST) ** rng.random()) for _ in range(count)]
