@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_kvx.environment import CACHE_VARIABLE as CACHE_VARIABLE
 from vllm_kvx.environment import cache_root
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.methods.table import METHODS

@@ -12,8 +12,7 @@ import torch
 import transformers
 
 import vllm_kvx
-from vllm_kvx.calibration.records import record_path, save
-from vllm_kvx.environment import CACHE_VARIABLE
+from vllm_kvx.calibration.records import CACHE_VARIABLE, record_path, save
 from vllm_kvx.errors import ToolError
 
 # Where prompts are from, if from no file.
