@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from world.nvcc import make_nvcc
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.ops import build as build_ops
 from vllm_kvx.ops import library
+from vllm_kvx.ops.retrieval import cuda as cuda_ops
+from vllm_kvx.ops.retrieval.backends import BACKEND_VARIABLE, choose_backend
 
 # Not even root can write there.
 READ_ONLY = Path("/proc")
@@ -119,6 +122,37 @@ def test_a_user_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     put_package_into(READ_ONLY, monkeypatch)
     with pytest.raises(ToolError, match="nor a home directory can be written: set KVX_CACHE_ROOT"):
         build_ops.place(["80"])
+
+
+# What a worker does with what is there.
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0), (12, 0)])
+def test_ops_that_do_not_run_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int]
+) -> None:
+    """Triton's run, and the reason is in the log; the first file that fits is the one tried."""
+    monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if cuda_ops.loaded() is not None:
+        pytest.skip("this process has loaded the CUDA ops")
+    gpu = torch.device("cuda")
+    assert choose_backend(gpu) == ("triton", library.missing())
+    other = tmp_path / "cache" / "ops" / library.key_of() / "90a.so"
+    write(library.LIBRARY, "80")
+    write(other, "90a")
+    tried = {8: library.LIBRARY, 9: other}.get(capability[0])
+    backend, reason = choose_backend(gpu)
+    if tried is None:
+        assert reason.endswith("run `vllm-kvx build-ops --arch 120`")
+    else:
+        assert reason.startswith(f"{tried} cannot be loaded: ")
+    assert backend == "triton" and cuda_ops.loaded() is None
+    monkeypatch.setenv(BACKEND_VARIABLE, "cuda")
+    with pytest.raises(ValueError, match=f"{BACKEND_VARIABLE}=cuda: "):
+        choose_backend(gpu)
 
 
 # Where a build goes to.

@@ -16,7 +16,6 @@ share G KV heads, up to 16 each; head dimension D is 64, 128 or 256.
 """
 
 import ctypes
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -72,9 +71,8 @@ def loaded() -> Path | None:
 _loaded: list[library.Library] = []
 
 
-@cache
 def _why_not_on(device: int) -> str:
-    if missing := not_built():
+    if not _loaded and (missing := not_built()):
         return missing
     capability = torch.cuda.get_device_capability(device)
     there = _loaded or library.found()
@@ -86,7 +84,7 @@ def _why_not_on(device: int) -> str:
         try:
             torch.ops.load_library(str(path))
         except OSError as error:
-            return f"{path} cannot be loaded: {error}"
+            return f"{path} cannot be loaded: {error.__cause__ or error}"
         _loaded.append(fitting[0])
     probe = ctypes.CDLL(str(path)).kvx_device_error
     probe.restype = ctypes.c_char_p
