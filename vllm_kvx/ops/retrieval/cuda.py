@@ -17,6 +17,7 @@ share G KV heads, up to 16 each; head dimension D is 64, 128 or 256.
 
 import ctypes
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,18 +65,23 @@ def not_built() -> str:
 
 def loaded() -> Path | None:
     """The library that this process has loaded, if any."""
-    return _loaded[0].path if _loaded else None
+    return _loaded[0].library.path if _loaded else None
 
 
-# At most one: a second one would register the same operators.
-_loaded: list[library.Library] = []
+class _Loaded(NamedTuple):
+    library: library.Library
+    handle: ctypes.CDLL
+
+
+# At most one: a second one, or a new file of the same name, would register the same operators.
+_loaded: list[_Loaded] = []
 
 
 def _why_not_on(device: int) -> str:
     if not _loaded and (missing := not_built()):
         return missing
     capability = torch.cuda.get_device_capability(device)
-    there = _loaded or library.found()
+    there = [each.library for each in _loaded] or library.found()
     fitting = [each for each in there if each.runs_on(capability)]
     if not fitting:
         return library.not_for(there, capability)
@@ -85,8 +91,8 @@ def _why_not_on(device: int) -> str:
             torch.ops.load_library(str(path))
         except OSError as error:
             return f"{path} cannot be loaded: {error.__cause__ or error}"
-        _loaded.append(fitting[0])
-    probe = ctypes.CDLL(str(path)).kvx_device_error
+        _loaded.append(_Loaded(fitting[0], ctypes.CDLL(str(path))))
+    probe = _loaded[0].handle.kvx_device_error
     probe.restype = ctypes.c_char_p
     refusal = probe(device)
     return f"{path} does not run on this GPU: {refusal.decode()}" if refusal is not None else ""
