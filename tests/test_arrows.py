@@ -30,7 +30,9 @@ RULES = {
     "policy": Rule((), "the ground floor: counts and names, which both sides of the engine ask"),
     "settings": Rule(("policy", "spelling"), "what additional_config means, read in every process"),
     "equations": Rule(("policy",), "the papers' math in plain torch, for tools and operators"),
-    "ops": Rule(("equations", "errors"), "kernels take tensors and numbers, not requests"),
+    "ops": Rule(
+        ("equations", "errors", "environment"), "kernels take tensors and numbers, not requests"
+    ),
     "scores": Rule(("ops", "equations", "policy"), "the device half of propagate and retain"),
     "indexes": Rule(("ops", "equations", "policy"), "the device half of retrieve"),
     "models": Rule((), "a model runs passes and knows no policy; the worker tells it what to run"),
@@ -44,13 +46,13 @@ RULES = {
     ),
     "calibration": Rule(
         (
-            *("policy", "equations", "settings", "errors"),
+            *("policy", "equations", "settings", "errors", "environment"),
             *("evaluation.tasks", "evaluation.prompts", "evaluation.options"),
         ),
         "tools measure models without an engine, by lookups whose answers are known",
     ),
     "evaluation": Rule(
-        ("policy", "calibration", "settings", "errors", "cpu_mode"),
+        ("policy", "calibration", "settings", "errors", "cpu_mode", "environment"),
         "asks engines from outside, as a user does; the rest is counting",
     ),
     "tuning": Rule(
@@ -73,7 +75,7 @@ RULES = {
         "what vLLM loads: it only wires",
     ),
     "cli": Rule(
-        ("policy", "errors", "calibration", "evaluation.options", "tuning.options"),
+        ("policy", "errors", "calibration", "evaluation.options", "tuning.options", "ops.build"),
         "reads arguments before it imports a tool",
     ),
     "cpu_mode": Rule(("environment",), "a platform plugin, loaded before all else"),

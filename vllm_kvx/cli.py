@@ -6,6 +6,7 @@ vllm-kvx diagnose MODEL                       draws where a model's attention se
 vllm-kvx diagnose MODEL --method speed        draws where a model's prompt may be cut
 vllm-kvx evaluate MODEL                       shows what policies keep of a model's answers
 vllm-kvx tune-speed MODEL                     tunes a checkpoint for --kv-policy speed-K
+vllm-kvx build-ops                            builds the CUDA ops of fier and quest
 
 This module reads the options, for which it needs neither torch nor vLLM; the modules of
 ``calibration/``, ``evaluation/`` and ``tuning/`` do the work.
@@ -30,6 +31,7 @@ from vllm_kvx.calibration.options import (
 )
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.evaluation.options import add_evaluate, positive
+from vllm_kvx.ops.build import add_build_ops
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.tuning.options import add_tune_speed
 
@@ -98,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     add_diagnose(commands)
     add_evaluate(commands)
     add_tune_speed(commands)
+    add_build_ops(commands)
     return top
 
 

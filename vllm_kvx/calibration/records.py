@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_kvx.environment import CACHE_VARIABLE as CACHE_VARIABLE
+from vllm_kvx.environment import cache_root
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.methods.table import METHODS
 
 # A child of vLLM's logger: within a server it is formatted as the rest of the log.
 logger = logging.getLogger("vllm.kvx.calibration")
 
-CACHE_VARIABLE = "KVX_CACHE_ROOT"
 # Method -> the layer that its calibration finds.
 RESULTS: dict[str, str] = {
     name: method.to_measure.parameter
@@ -36,14 +37,6 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "paper": ("window", "weights"),
     },
 }
-
-
-def cache_root() -> Path:
-    """`$KVX_CACHE_ROOT`, else `$XDG_CACHE_HOME/vllm-kvx`, else `~/.cache/vllm-kvx`."""
-    if root := os.environ.get(CACHE_VARIABLE):
-        return Path(root).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "vllm-kvx"
 
 
 def record_path(method: str, key: str) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvx.calibration.records import cache_root
+from vllm_kvx.environment import cache_root
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.groups import with_retrieval
 from vllm_kvx.evaluation.rows import FULL, is_of_original
