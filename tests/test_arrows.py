@@ -27,6 +27,7 @@ class Rule(NamedTuple):
 # module of one with all below it.
 RULES = {
     "errors": Rule((), "the ground floor: an exception"),
+    "cache_folder": Rule(("errors",), "where measurements are kept, for tools and servers alike"),
     "policy": Rule((), "the ground floor: counts and names, which both sides of the engine ask"),
     "settings": Rule(("policy", "spelling"), "what additional_config means, read in every process"),
     "equations": Rule(("policy",), "the papers' math in plain torch, for tools and operators"),
@@ -44,18 +45,18 @@ RULES = {
     ),
     "calibration": Rule(
         (
-            *("policy", "equations", "settings", "errors"),
+            *("policy", "equations", "settings", "errors", "cache_folder"),
             *("evaluation.tasks", "evaluation.prompts", "evaluation.options"),
         ),
         "tools measure models without an engine, by lookups whose answers are known",
     ),
     "evaluation": Rule(
-        ("policy", "calibration", "settings", "errors", "cpu_mode"),
+        ("policy", "calibration", "settings", "errors", "cache_folder", "cpu_mode"),
         "asks engines from outside, as a user does; the rest is counting",
     ),
     "tuning": Rule(
         (
-            *("policy", "settings", "equations", "calibration", "errors"),
+            *("policy", "settings", "equations", "calibration", "errors", "cache_folder"),
             *("evaluation.engine", "evaluation.options"),
         ),
         "makes weights for a policy, with transformers; a record beside them says which",

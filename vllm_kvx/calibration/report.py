@@ -1,7 +1,6 @@
 """What the tools have in common around a measurement: progress, records and where they go."""
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -12,7 +11,8 @@ import torch
 import transformers
 
 import vllm_kvx
-from vllm_kvx.calibration.records import CACHE_VARIABLE, record_path, save
+from vllm_kvx.cache_folder import WAY_OUT, check_writable
+from vllm_kvx.calibration.records import record_path, save
 from vllm_kvx.errors import ToolError
 
 # Where prompts are from, if from no file.
@@ -95,17 +95,7 @@ def prompts_line(record: Mapping[str, Any]) -> str:
 
 def check_cache(method: str) -> None:
     """Raise ToolError if a record of `method` could not be stored; to be found out beforehand."""
-    hint = f"set {CACHE_VARIABLE} to a directory that can be written"
-    check_writable(record_path(method, "").parent, hint)
-
-
-def check_writable(directory: Path, hint: str) -> None:
-    """Make `directory` and write to it; ToolError, which ends in `hint`, if that cannot be done."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise ToolError(f"cannot write to {directory}: {error.strerror}; {hint}") from error
+    check_writable(record_path(method, "").parent, WAY_OUT)
 
 
 def store(record: Mapping[str, Any]) -> Path:
@@ -117,4 +107,4 @@ def store(record: Mapping[str, Any]) -> Path:
     try:
         return save(record)
     except OSError as error:
-        raise ToolError(f"the result above could not be stored: {error}") from error
+        raise ToolError(f"the result above could not be stored: {error}; {WAY_OUT}") from error
