@@ -70,7 +70,7 @@ RULES = {
         "says at start what runs: architectures by name, and which operators there are",
     ),
     "plugin": Rule(
-        ("policy", "settings", "server", "environment", "cpu_mode"),
+        ("policy", "settings", "server", "environment", "errors", "cpu_mode"),
         "what vLLM loads: it only wires",
     ),
     "cli": Rule(

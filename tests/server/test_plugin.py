@@ -131,7 +131,7 @@ INERT = """
     assert vllm.plugins.load_endpoint_plugins is routes
     ours = {name for name in sys.modules if name.startswith("vllm_kvx")}
     assert {name.removeprefix("vllm_kvx").lstrip(".") for name in ours} <= {
-        "", "plugin", "cpu_mode", "environment"
+        "", "plugin", "cpu_mode", "environment", "errors"
     }, ours
     try:
         config(kv_policy="speed-4")

@@ -38,14 +38,14 @@ def progress_of(head: str, num_layers: int) -> Progress:
 
 
 def counter_of(head: str, count: int) -> Progress:
-    """Shows the number of each step of `count` on a terminal, and one line elsewhere; on stderr."""
+    """Shows the number of each step of `count`, on a terminal in one line; all on stderr."""
 
     def show(index: int) -> None:
+        begin, end = "", "\n"
         if sys.stderr.isatty():
-            end = "\n" if index + 1 == count else ""
-            print(f"\r{head}: {index + 1}/{count}", end=end, file=sys.stderr)
-        elif index == 0:
-            print(head, file=sys.stderr)
+            begin, end = "\r", "\n" if index + 1 == count else ""
+        # A server that measures at start reads these lines (at_start.py).
+        print(f"{begin}{head}: {index + 1}/{count}", end=end, file=sys.stderr)
         sys.stderr.flush()
 
     return show
