@@ -103,9 +103,11 @@ def measured(
             why = run(Path(folder), None)
             return _checked(known(Path(folder)), why)
     path = cache_root() / FOLDER / measurement.lock
-    lock: Lock | None = Lock(path, pace.beat, pace.stale)
+    lock: Lock | None = None
     try:
-        run.wait_for(lock)
+        waiting = Lock(path, pace.beat, pace.stale)
+        run.wait_for(waiting)
+        lock = waiting
     except OSError as error:
         logger.warning(
             "Servers that start now may all measure %s: %s cannot be locked: %s; %s.",
@@ -114,7 +116,6 @@ def measured(
             error.strerror,
             WAY_OUT,
         )
-        lock = None
     why = ""
     try:
         # Others may have measured it meanwhile.
