@@ -19,14 +19,14 @@ from vllm_kvx.policy.spec import parse_policy
 SERVERS = {
     "fier": (
         "criticalkv",
-        *("fier-64:dense_below=0", "fastkv:tsp_layer=3", "speed-4", "structkv:pivot=3"),
+        *("fier-64:dense_below=0", "fastkv:tsp_layer=3", "structkv:pivot=3"),
         *("snapkv", "streamingllm:recent=60", "pyramidkv:groups=4", "knorm", "gemfilter:layer=3"),
         *("selfonly-3", "swiftkv-3", "speed-4+fier-64:dense_below=0", "full"),
     ),
     "quest": (
         "quest-64:dense_below=0",
         *("structkv:pivot=3,granularity=block", "structkv:pivot=online,min_layer=2,max_layer=6"),
-        *("snapkv+quest-64:dense_below=0", "full"),
+        *("speed-4", "snapkv+quest-64:dense_below=0", "full"),
     ),
 }
 
@@ -66,11 +66,13 @@ def test_level_2(tiny: Callable[..., Path], server: str) -> None:
                 new.logprobs, old.logprobs, msg=lambda m, n=name: f"{n}: {m}"
             )
             assert new.cached == 0
-        cached = [answer.cached for answer in engine.generate(prompts, policies=policies)]
-        assert engine.llm.reset_prefix_cache()
-        again = engine.generate(prompts, policies=policies)
-        assert any(cached) == (server == "fier") and not any(answer.cached for answer in again)
-        assert [answer.tokens for answer in again] == [answer.tokens for answer in after]
+        if server == "quest":  # Its layers are split where SPEED cuts, so it shares prefixes.
+            hits = engine.generate(prompts, policies=policies)
+            assert any(answer.cached for answer in hits)
+            assert engine.llm.reset_prefix_cache()
+            again = engine.generate(prompts, policies=policies)
+            for name, old, new in zip(policies, after, again, strict=True):
+                assert new.tokens == old.tokens and new.cached == 0, name
         engine.assert_idle()
 
 
