@@ -175,7 +175,12 @@ def _with_policy(original: _Function) -> _Function:
         wrap_once(_plugins_module(), "load_endpoint_plugins", _with_route)
         _refuse_beam_search()
         with refusing():
-            return prepare_engine_config(vllm_config)
+            prepare_engine_config(vllm_config)
+        if getattr(self, "_api_process_count", 1) > 1:
+            # Further API servers are given these arguments: what was found need not be found again,
+            # nor measured again where it could not be kept.
+            self.additional_config.update(vllm_config.additional_config)
+        return vllm_config
 
     return create_engine_config
 

@@ -129,7 +129,8 @@ def record_of(model: Path) -> tuple[Path, dict[str, Any]]:
 def test_a_server_measures_before_its_first_start(
     process: Tool, make_config: Callable[..., Any], cache: Path
 ) -> None:
-    settings = {"model": str(LOOKUP), "load_format": "auto", "dtype": "float32"}
+    settings: dict[str, Any] = {"model": str(LOOKUP), "load_format": "auto", "dtype": "float32"}
+    settings["tensor_parallel_size"] = 2  # No rank has any part in it.
     vllm_config = make_config("structkv", **settings)
     [arguments] = process.ran
     assert arguments[:2] == ["calibrate", str(LOOKUP)]
