@@ -27,11 +27,12 @@ class Rule(NamedTuple):
 # module of one with all below it.
 RULES = {
     "errors": Rule((), "the ground floor: an exception"),
+    "cache_folder": Rule(("errors",), "where measurements are kept, for tools and servers alike"),
     "policy": Rule((), "the ground floor: counts and names, which both sides of the engine ask"),
     "settings": Rule(("policy", "spelling"), "what additional_config means, read in every process"),
     "equations": Rule(("policy",), "the papers' math in plain torch, for tools and operators"),
     "ops": Rule(
-        ("equations", "errors", "environment"), "kernels take tensors and numbers, not requests"
+        ("equations", "errors", "cache_folder"), "kernels take tensors and numbers, not requests"
     ),
     "scores": Rule(("ops", "equations", "policy"), "the device half of propagate and retain"),
     "indexes": Rule(("ops", "equations", "policy"), "the device half of retrieve"),
@@ -46,18 +47,18 @@ RULES = {
     ),
     "calibration": Rule(
         (
-            *("policy", "equations", "settings", "errors", "environment"),
+            *("policy", "equations", "settings", "errors", "cache_folder"),
             *("evaluation.tasks", "evaluation.prompts", "evaluation.options"),
         ),
         "tools measure models without an engine, by lookups whose answers are known",
     ),
     "evaluation": Rule(
-        ("policy", "calibration", "settings", "errors", "cpu_mode", "environment"),
+        ("policy", "calibration", "settings", "errors", "cache_folder", "cpu_mode"),
         "asks engines from outside, as a user does; the rest is counting",
     ),
     "tuning": Rule(
         (
-            *("policy", "settings", "equations", "calibration", "errors"),
+            *("policy", "settings", "equations", "calibration", "errors", "cache_folder"),
             *("evaluation.engine", "evaluation.options"),
         ),
         "makes weights for a policy, with transformers; a record beside them says which",
@@ -71,7 +72,7 @@ RULES = {
         "says at start what runs: architectures by name, and which operators there are",
     ),
     "plugin": Rule(
-        ("policy", "settings", "server", "environment", "cpu_mode"),
+        ("policy", "settings", "server", "environment", "errors", "cpu_mode"),
         "what vLLM loads: it only wires",
     ),
     "cli": Rule(

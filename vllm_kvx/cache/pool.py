@@ -30,6 +30,25 @@ class PoolTokens:
     policy: int
     stock: int
 
+    def lines(self, policy: str, max_model_len: int, whole: int | None) -> list[str]:
+        """What the log says, beside vLLM's own line, of a server whose policy is `policy`.
+
+        max_model_len: tokens. whole: the tokens of vLLM's line, None if it has none.
+        """
+        lines = [
+            f"KV pool: {self.num_blocks:,} blocks hold {self.policy:,} prompt tokens under "
+            f"{policy} once prompts are in: {self.policy / max_model_len:.2f} prompts of "
+            f"--max-model-len {max_model_len:,}, and {self.policy / max(self.stock, 1):.2f}x the "
+            f"{self.stock:,} tokens of stock vLLM in the same memory."
+        ]
+        if whole is not None:
+            lines.append(
+                f'KV pool: the "KV cache size: {whole:,} tokens" of vLLM\'s line are tokens that '
+                "every layer stores: those of requests under full, and generated ones under any "
+                "policy. Plan long answers by it, and long prompts by the line above."
+            )
+        return lines
+
 
 def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) -> PoolTokens:
     """Counts from the groups that vLLM formed, their padding included."""

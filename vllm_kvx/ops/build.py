@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_kvx.environment import CACHE_VARIABLE
+from vllm_kvx.cache_folder import CACHE_VARIABLE
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.ops import LIBRARY
 from vllm_kvx.ops.library import COMMAND, FLAGS, SOURCES, cache_folder, key_of, record

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from vllm_kvx.environment import cache_root
+from vllm_kvx.cache_folder import CacheFolderError, cache_root
 from vllm_kvx.ops import LIBRARY
 
 COMMAND = "vllm-kvx build-ops"
@@ -79,7 +79,7 @@ def cache_folder() -> Path | None:
     """The folder of libraries of these sources beside the package's own; None without a home."""
     try:
         return cache_root() / "ops" / key_of()
-    except RuntimeError:  # This user has none, and no KVX_CACHE_ROOT.
+    except CacheFolderError:
         return None
 
 
