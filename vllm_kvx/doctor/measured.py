@@ -1,0 +1,74 @@
+"""What was measured for this model and policy, and the command for each that was not."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+from vllm_kvx.calibration.records import cache_root
+from vllm_kvx.calibration.resolve import PAPER, calibrate_arguments
+from vllm_kvx.doctor.asked import (
+    additional_config,
+    known_layer,
+    layers_for,
+    left_to_measurement,
+    settings_of,
+)
+from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem
+from vllm_kvx.doctor.model import LocalModel
+from vllm_kvx.doctor.surroundings import why_not_writable
+from vllm_kvx.policy.axes import Method
+from vllm_kvx.server.trust import Trust
+from vllm_kvx.server.tuning import Tuning
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def measured(context: Context) -> Iterator[Finding]:
+    """Layers, what policies keep of the answers, and what the weights were tuned for."""
+    try:
+        config = additional_config(context)
+        settings = settings_of(context)
+    except ValueError:
+        return  # The policy's section says so.
+    for part in left_to_measurement(config):
+        yield from _layer(context, part, layers_for(context, config))
+    if settings is None:
+        yield note("no policy was asked for", "vllm-kvx doctor MODEL --kv-policy POLICY")
+        return
+    model = cast("ModelConfig", LocalModel(context))
+    lines = Tuning(model).lines(settings.policies) + Trust(model).lines(settings.policies)
+    for line, is_well in lines:
+        yield ok(line) if is_well else note(line, _command(line))
+    for served in settings.policies:
+        for part in served.parts:
+            if notice := part.notice(settings.num_layers):
+                yield note(f"{served}: {notice}")
+
+
+def _command(line: str) -> str:
+    """The command in a sentence for the log, which has it between backticks."""
+    found = re.search("`(vllm-kvx [^`]+)`", line)
+    return found[1] if found else ""
+
+
+def _layer(context: Context, part: Method, keys: dict[str, int]) -> Iterator[Finding]:
+    wanted, found = part.to_measure, known_layer(context, part)
+    assert wanted is not None
+    model, revision = context.request.model or "MODEL", context.request.revision
+    command = f"vllm-kvx {shlex.join(calibrate_arguments(part, model, revision))}"
+    word = f"{wanted.parameter}={wanted.word}"
+    if found is None:
+        says = (
+            f"{part}: {word} was not measured for this model; above, layer {keys[wanted.key]} "
+            "stands in for it. A server measures it at its first start"
+        )
+        if why := why_not_writable(cache_root()):
+            yield problem(f"{says}, and cannot keep it: {why}", f"write {wanted.parameter}=<int>")
+        else:
+            yield note(says, command)
+    elif found.source == PAPER:
+        yield note(f"{part}: {word} is layer {found.layer} ({PAPER}), not measured here", command)
+    else:
+        yield ok(f"{part}: {word} is layer {found.layer} ({found.source})")
