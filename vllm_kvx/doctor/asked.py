@@ -5,7 +5,9 @@ from typing import Any
 from vllm_kvx.calibration.resolve import Found, layer_of, parts_of
 from vllm_kvx.doctor.findings import Context
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
-from vllm_kvx.settings import POLICY_KEY, KVSettings, merge_flag, policy_is_set
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, merge_flag, policy_is_set
 
 
 def additional_config(context: Context) -> dict[str, Any]:
@@ -31,6 +33,11 @@ def left_to_measurement(config: dict[str, Any]) -> list[Method]:
         if wanted is not None and wanted.key not in config:
             found.setdefault(wanted.key, part)
     return list(found.values())
+
+
+def policies_of(config: dict[str, Any]) -> list[KVPolicy]:
+    """The policies in `config` as they are written, no layer put in; they parse."""
+    return [parse_policy(name) for name in (config[POLICY_KEY], *config.get(LAYOUT_KEY, ()))]
 
 
 def known_layer(context: Context, part: Method) -> Found | None:

@@ -11,18 +11,21 @@ from vllm_kvx.doctor.findings import Context, Finding, Request, Section, note, p
 from vllm_kvx.doctor.sections import SECTIONS
 
 
-def main(pipe: str, first: str, request: str, missing: str) -> None:
-    """Runs the sections from the one of index `first` on, and writes JSON lines to `pipe`."""
+def main(pipe: str, first: str, request: str, state: str) -> None:
+    """Runs the sections from the one of index `first` on, and writes JSON lines to `pipe`.
+
+    state: of the context, as the process before left it.
+    """
     given = json.loads(request)
     given["serve_args"] = tuple(given["serve_args"])
-    context = Context(Request(**given), missing=json.loads(missing))
+    context = Context.of(Request(**given), json.loads(state))
     # Nothing is downloaded, and no hub is waited for.
     os.environ["HF_HUB_OFFLINE"] = "1"
     with os.fdopen(int(pipe), "w") as out:
         for section in SECTIONS[int(first) :]:
             for finding in findings(section, context):
                 _write(out, {"finding": finding})
-            _write(out, {"done": section.name, "missing": context.missing})
+            _write(out, {"done": section.name, "state": context.state()})
         # Libraries that hang or crash when the process ends must not spoil the answer.
         out.flush()
         os._exit(0)
@@ -64,5 +67,5 @@ def _warnings_of_ours() -> Iterator[list[str]]:
 
 
 def _write(out: Any, message: dict[str, Any]) -> None:
-    out.write(json.dumps(message) + "\n")
+    out.write(json.dumps(message, default=str) + "\n")
     out.flush()

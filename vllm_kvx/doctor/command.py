@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from vllm_kvx import __version__
 from vllm_kvx.doctor import report
@@ -62,22 +62,23 @@ def examine(request: Request, timeout: float) -> Iterator[tuple[str, list[Findin
     timeout: seconds without a word, after which a section counts as hanging.
     """
     names = [section.name for section in SECTIONS]
-    missing: dict[str, str] = {}
+    state: dict[str, Any] = {}
     done = 0
     while done < len(names):
-        with _Child(request, done, missing) as child:
+        with tempfile.TemporaryFile() as said, _Child(request, done, state, said) as child:
             findings: list[Finding] = []
             for message in child.messages(timeout):
                 if "finding" in message:
                     findings.append(Finding(*message["finding"]))
                 elif "done" in message:
-                    missing = message["missing"]
+                    state = message["state"]
                     yield names[done], findings
                     done, findings = done + 1, []
             if done < len(names):
                 how = child.how_it_ended(timeout)
                 findings.append(problem(f"the check {how}", _advice(names[done])))
-                missing = {**missing, names[done]: f"its check {how}"}
+                missing = {**state.get("missing", {}), names[done]: f"its check {how}"}
+                state = {**state, "missing": missing}
                 yield names[done], findings
                 done += 1
 
@@ -88,14 +89,18 @@ def _advice(name: str) -> str:
 
 
 class _Child:
-    """A process that runs the sections from one on; its own session, so that all of it can end."""
+    """A process that runs the sections from one on; its own session, so that all of it can end.
 
-    def __init__(self, request: Request, first: int, missing: dict[str, str]) -> None:
+    said: file for what it prints.
+    """
+
+    def __init__(
+        self, request: Request, first: int, state: dict[str, Any], said: IO[bytes]
+    ) -> None:
         read, write = os.pipe()
-        self._open = contextlib.ExitStack()
-        self._said = self._open.enter_context(tempfile.TemporaryFile())
+        self._said = said
         command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(write), str(first)]
-        command += [json.dumps(dataclasses.asdict(request)), json.dumps(missing)]
+        command += [json.dumps(dataclasses.asdict(request)), json.dumps(state)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -118,7 +123,6 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._open.close()
 
     def messages(self, timeout: float) -> Iterator[dict[str, Any]]:
         """What it reports, until it has ended or says nothing for `timeout` seconds."""

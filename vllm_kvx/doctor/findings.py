@@ -73,6 +73,20 @@ class Context:
     gpu_bytes: int | None = None
     is_cpu: bool = False
 
+    def state(self) -> dict[str, Any]:
+        """All but the request and what takes vLLM, fit for JSON: for a process that goes on."""
+        names = ("missing", "text_config", "additional_config", "ops", "gpu_bytes", "is_cpu")
+        directory = None if self.directory is None else str(self.directory)
+        return {"directory": directory, **{name: getattr(self, name) for name in names}}
+
+    @classmethod
+    def of(cls, request: Request, state: dict[str, Any]) -> "Context":
+        """Goes on from a `state`; an empty one is the beginning."""
+        found = cls(request, **state)
+        found.directory = None if found.directory is None else Path(found.directory)
+        found.ops = None if found.ops is None else (found.ops[0], found.ops[1])
+        return found
+
 
 class Section(NamedTuple):
     """A group of checks.

@@ -12,6 +12,7 @@ from vllm_kvx.doctor.asked import (
     known_layer,
     layers_for,
     left_to_measurement,
+    policies_of,
     settings_of,
 )
 from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem
@@ -32,13 +33,17 @@ def measured(context: Context) -> Iterator[Finding]:
         settings = settings_of(context)
     except ValueError:
         return  # The policy's section says so.
-    for part in left_to_measurement(config):
+    left = left_to_measurement(config)
+    for part in left:
         yield from _layer(context, part, layers_for(context, config))
     if settings is None:
         yield note("no policy was asked for", "vllm-kvx doctor MODEL --kv-policy POLICY")
         return
     model = cast("ModelConfig", LocalModel(context))
-    lines = Tuning(model).lines(settings.policies) + Trust(model).lines(settings.policies)
+    # Where a layer stands in, the policy's own name says what to evaluate.
+    waits = any(known_layer(context, part) is None for part in left)
+    policies = policies_of(config) if waits else settings.policies
+    lines = Tuning(model).lines(settings.policies) + Trust(model).lines(policies)
     for line, is_well in lines:
         yield ok(line) if is_well else note(line, _command(line))
     for served in settings.policies:

@@ -104,7 +104,7 @@ def _weights(directory: Path) -> Iterator[Finding]:
         )
         return
     size = sum(path.stat().st_size for path in files)
-    yield ok(f"weights: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**30:.2f} GiB")
+    yield ok(f"weights: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**20:,.1f} MiB")
 
 
 def weights_bytes(directory: Path, config: Mapping[str, Any], served_bytes: int) -> tuple[int, str]:

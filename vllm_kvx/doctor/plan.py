@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from vllm_kvx.doctor.asked import additional_config, settings_of
 from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem, reason
 from vllm_kvx.doctor.reads import reads
-from vllm_kvx.doctor.sizes import GIB, Pool, Sizes, memory_of
+from vllm_kvx.doctor.sizes import Pool, Sizes, memory_of, size_of
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of
@@ -27,8 +27,9 @@ def policy(context: Context) -> Iterator[Finding]:
         yield problem(str(error))
         return
     yield from _in_words(named)
-    if "layers" in context.missing:
-        yield note(f"its layout is not told: {context.missing['layers']}")
+    lacks = context.missing.get("model") or context.missing.get("layers")
+    if lacks:
+        yield note(f"its layout is not told: {lacks}")
         return
     try:
         settings = settings_of(context)
@@ -99,9 +100,9 @@ def _pool(context: Context, settings: KVSettings, sizes: Sizes, pool: Pool) -> I
         )
         return
     yield ok(
-        f"KV pool, an estimate: {memory.pool / GIB:.1f} GiB hold {int(tokens):,} prompt tokens "
+        f"KV pool, an estimate: {size_of(memory.pool)} hold {int(tokens):,} prompt tokens "
         f"under {settings.policy}, {tokens / stock:.2f}x the {int(stock):,} of stock vLLM "
-        f"({memory.says}; activations and CUDA graphs take some of it)"
+        f"({memory.says})"
     )
     # A `full` request, or the time before entries go, may need all of them.
     if stock < sizes.longest:

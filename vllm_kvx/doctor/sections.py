@@ -22,5 +22,5 @@ SECTIONS = (
     Section("model", model),
     Section("flags", flags, ("torch", "vllm", "device", "model")),
     Section("policy", policy),
-    Section("measured", measured, ("layers",)),
+    Section("measured", measured, ("model", "layers")),
 )

@@ -174,8 +174,14 @@ def memory_of(context: Context, sizes: Sizes, stash_tokens: int) -> Memory | Non
     stash = stash_tokens * sizes.hidden * sizes.state_bytes
     pool = int(total * sizes.memory_share) - weights - stash
     words = [
-        f"{sizes.memory_share:g} of {total / GIB:.1f} GiB",
-        f"less {weights / GIB:.2f} GiB of weights ({how})",
-        *([f"{stash / GIB:.2f} GiB of stash"] if stash else []),
+        f"{sizes.memory_share:g} of {size_of(total)}",
+        f"less {size_of(weights)} of weights{' a GPU' if sizes.ranks > 1 else ''} ({how})",
+        *([f"{size_of(stash)} of stash"] if stash else []),
+        "and what activations and CUDA graphs take",
     ]
-    return Memory(pool, ", ".join(words) + (" a GPU" if sizes.ranks > 1 else ""))
+    return Memory(pool, ", ".join(words))
+
+
+def size_of(num_bytes: float) -> str:
+    """Bytes in words."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
