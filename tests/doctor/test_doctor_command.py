@@ -93,8 +93,9 @@ def test_a_broken_vllm_is_a_finding(tmp_path: Path) -> None:
     blocks = done.stdout.split("\nvllm\n")[1]
     assert blocks.startswith("  PROBLEM the check was killed by SIGSEGV")
     assert "not checked without vllm" in blocks
-    # A page's sidecar takes torch alone; what the model is was not forgotten.
-    assert "a sidecar of 1-bit keys" in blocks and "layout on 8 layers" in blocks
+    # What the model is was told by the process before.
+    assert "layout on 8 layers: no split, a sidecar of 1-bit keys" in blocks
+    assert "its bytes are not told: vllm cannot be imported" in blocks
     assert done.stdout.rstrip().endswith("1 problem: see the lines marked PROBLEM")
 
 

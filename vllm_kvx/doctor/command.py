@@ -141,7 +141,7 @@ class _Child:
     def how_it_ended(self, timeout: float) -> str:
         """Why there is no more to come, as the end of a sentence."""
         if self._hung:
-            return f"hangs: no answer in {timeout:g} s"
+            return f"hangs: no answer in {timeout:g} s{self._last_line()}"
         # Not reaped yet: its number stays its own until `__exit__` has ended its session.
         status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         code = status.si_status if status is not None else 0
@@ -149,14 +149,16 @@ class _Child:
         how = f"ended with exit code {code}"
         if killed:
             how = f"was killed by {signal.Signals(code).name}"
-        last = self._last_line()
-        return f"{how}; the last that it said: {last}" if last else how
+        return how + self._last_line()
 
     def _last_line(self) -> str:
-        size = self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(size - 4096, 0))
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else ""
+        """What it printed last, as the end of a sentence; empty if it printed nothing."""
+        # Not by seeking: it may still write, at an offset that both share.
+        file = self._said.fileno()
+        size = os.fstat(file).st_size
+        lines = os.pread(file, 4096, max(size - 4096, 0)).decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"; the last that it said: {last}" if last else ""
 
     def _read(self, pipe: int) -> None:
         with os.fdopen(pipe) as lines:

@@ -29,7 +29,7 @@ def gpu(context: Context) -> Iterator[Finding]:
     """The GPUs that torch can use, and the driver."""
     import torch
 
-    driver = _driver()
+    driver = "" if "vllm" in context.missing else _driver()
     if driver:
         yield ok(f"NVIDIA driver {driver}")
     with warnings.catch_warnings(record=True) as said:

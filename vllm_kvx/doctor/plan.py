@@ -65,6 +65,11 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
     yield ok(
         f"a prompt of {prompt_len:,} tokens runs {_by_layer(rows)}: {share:.1%} of full's work"
     )
+    # The sidecar's sizes are those of ops, which import both.
+    lacks = [name for name in ("torch", "vllm") if name in context.missing]
+    if settings.layout.sidecar is not None and lacks:
+        yield note(f"its bytes are not told: {' and '.join(lacks)} cannot be imported")
+        return
     try:
         pool = Pool.of(served, settings.layout, sizes, prompt_len)
     except (ImportError, ValueError) as error:

@@ -100,7 +100,7 @@ class Sizes:
         """Bytes that a page holds besides, for retrieval.
 
         Raises:
-            ImportError: torch is missing, and there is a sidecar.
+            ImportError: torch or vLLM is missing, and there is a sidecar.
             ValueError: the block size does not suit the sidecar.
         """
         if layout.sidecar is None:
