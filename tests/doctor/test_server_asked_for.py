@@ -46,6 +46,28 @@ def test_a_model_that_is_not_there(doctor) -> None:
     assert [each.status for each in asked("measured")] == ["note"]
 
 
+def test_a_hubs_model_in_the_cache(doctor, tmp_path: Path, monkeypatch) -> None:
+    import huggingface_hub
+
+    snapshot = tmp_path / "hub" / "models--me--mine" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(LOOKUP)
+    refs = tmp_path / "hub" / "models--me--mine" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    real = huggingface_hub.try_to_load_from_cache
+    monkeypatch.setattr(
+        huggingface_hub,
+        "try_to_load_from_cache",
+        lambda *args, **kwargs: real(*args, **kwargs, cache_dir=tmp_path / "hub"),
+    )
+    asked = doctor("speed-4", model="me/mine", serve_args=ON_CPU)
+    assert lines(asked("model"), "ok")[0] == f"me/mine, in {snapshot}"
+    assert [each.status for each in asked("flags")] == ["ok"]
+    # Commands name the model as the user does.
+    assert asked("measured")[0].mend == "vllm-kvx tune-speed me/mine --cutoff 4 --out DIR"
+
+
 @pytest.mark.parametrize("text", [None, "{", "[]"])
 def test_a_model_without_a_readable_configuration(doctor, tmp_path: Path, text) -> None:
     if text is not None:
@@ -68,6 +90,16 @@ def test_a_model_that_policies_do_not_run(doctor, tmp_path: Path) -> None:
     (problem,) = asked("flags")
     # The server's own words.
     assert "GemmaForCausalLM cannot be run in segments: serve a model of one of" in problem.says
+
+
+def test_nothing_is_measured_where_layers_are_unknown(doctor, tmp_path: Path) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_embd": 64, "n_head": 2}))
+    asked = doctor("fastkv", model=tmp_path, serve_args=ON_CPU)
+    assert any("no num_hidden_layers" in line for line in lines(asked("model"), "note"))
+    (problem,) = asked("flags")
+    assert "GPT2LMHeadModel cannot be run in segments" in problem.says
+    assert "layout is not told" in asked("policy")[-1].says
 
 
 def test_weights_are_estimated(tmp_path: Path) -> None:

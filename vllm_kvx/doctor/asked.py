@@ -51,9 +51,12 @@ def layers_for(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     """Keys of ``additional_config`` for the layers that `config` leaves to measurement.
 
     One that is known is what a server would find. For one that is not, the middle layer stands in:
-    a check of the flags needs some layer, and measuring takes the weights.
+    a check of the flags needs some layer, and measuring takes the weights. It is 0 where the number
+    of layers is not known.
     """
     keys: dict[str, Any] = {}
+    if "layers" in context.missing:
+        return {part.to_measure.key: 0 for part in left_to_measurement(config) if part.to_measure}
     for part in left_to_measurement(config):
         wanted, found = part.to_measure, known_layer(context, part)
         assert wanted is not None

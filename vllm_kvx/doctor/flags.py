@@ -31,7 +31,7 @@ def flags(context: Context) -> Iterator[Finding]:
     context.additional_config = config
     try:
         # Doctor does not measure; the server would, which takes the weights.
-        engine_args.additional_config = {**_layers(context, config), **config}
+        engine_args.additional_config = {**layers_for(context, config), **config}
         context.vllm_config = _engine_config(engine_args)
     except Exception as error:  # vLLM's own checks raise what they like.
         refusals = str(error).strip() or type(error).__name__
@@ -47,11 +47,6 @@ def flags(context: Context) -> Iterator[Finding]:
         yield from _without_policy(context.vllm_config)
     else:
         yield ok(f"vLLM takes these flags, and --kv-policy {config[POLICY_KEY]} runs with them")
-
-
-def _layers(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """What stands for layers that are left to measurement; nothing where the model is unknown."""
-    return {} if "layers" in context.missing else layers_for(context, config)
 
 
 def _engine_args(request: Request, directory: str) -> Any:
@@ -106,4 +101,4 @@ def _message(lines: list[str]) -> str:
 
 def _is_ours(message: str) -> bool:
     """Whether the message tells by itself that a KV policy is refused."""
-    return "KV policy" in message or message.startswith(POLICY_KEY)
+    return "KV policy" in message or POLICY_KEY in message
