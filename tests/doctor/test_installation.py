@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import vllm
 
 import vllm_kvx
 from vllm_kvx.doctor.surroundings import SCRIPT_VARIABLES, VARIABLES
@@ -85,6 +86,26 @@ def test_all_variables_are_known() -> None:
     files = [path for path in files if path.is_file() and path.name != "surroundings.py"]
     named = {name for f in files for name in re.findall(r"\bKVX_[A-Z_]+[A-Z]", f.read_text())}
     assert named == {*VARIABLES, *SCRIPT_VARIABLES}
+
+
+def test_another_vllm(doctor, monkeypatch) -> None:
+    monkeypatch.delenv("KVX_ALLOW_UNTESTED_VLLM", raising=False)
+    assert not doctor().problems("vllm")
+    monkeypatch.setattr(vllm, "__version__", "0.91.0")
+    (problem,) = doctor().problems("vllm")
+    assert "found vLLM 0.91.0" in problem.says and problem.mend.startswith("pip install 'vllm==")
+    monkeypatch.setenv("KVX_ALLOW_UNTESTED_VLLM", "1")
+    notes = [each.says for each in doctor()("vllm") if each.status == "note"]
+    assert any("vLLM 0.91.0 is not" in says for says in notes)
+
+
+def test_ops(doctor, monkeypatch) -> None:
+    monkeypatch.delenv("KVX_RETRIEVAL_OPS", raising=False)
+    assert not doctor().problems("torch", "vllm", "gpu", "ops")
+    monkeypatch.setenv("KVX_RETRIEVAL_OPS", "cpp")
+    (problem,) = doctor().problems("ops")
+    assert "must be one of cuda, triton, torch" in problem.says
+    assert problem.mend == "unset KVX_RETRIEVAL_OPS, which is cpp"
 
 
 def test_the_cache_folder(doctor, tmp_path: Path, monkeypatch) -> None:

