@@ -77,8 +77,8 @@ RULES = {
     ),
     "doctor": Rule(
         (
-            *("policy", "settings", "spelling", "cpu_mode", "plugin", "models.registry"),
-            *("calibration", "server", "cache.group_size", "indexes"),
+            *("policy", "settings", "spelling", "cpu_mode", "environment", "errors", "plugin"),
+            *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
             *("ops.retrieval.backends", "ops.retrieval.crossover"),
         ),
         "asks what servers and tools ask, before either runs; nothing asks it",

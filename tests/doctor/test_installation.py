@@ -82,7 +82,12 @@ def test_variables(doctor, monkeypatch) -> None:
 
 def test_all_variables_are_known() -> None:
     """Those that the package and the scripts name, and no others."""
-    files = [*ROOT.glob("vllm_kvx/**/*.py"), *ROOT.glob("deploy/*"), *ROOT.glob("docker/*")]
+    files = [
+        *ROOT.glob("vllm_kvx/**/*.py"),
+        *ROOT.glob("deploy/*"),
+        *ROOT.glob("docker/*"),
+        ROOT / "setup.py",
+    ]
     files = [path for path in files if path.is_file() and path.name != "surroundings.py"]
     named = {name for f in files for name in re.findall(r"\bKVX_[A-Z_]+[A-Z]", f.read_text())}
     assert named == {*VARIABLES, *SCRIPT_VARIABLES}

@@ -137,7 +137,7 @@ def ops(context: Context) -> Iterator[Finding]:
     backend, why = context.ops
     says = f"retrieval (fier, quest) runs its {backend} ops: {why}"
     if backend == "triton" and not os.environ.get(BACKEND_VARIABLE):
-        yield note(f"{says}; CUDA ops are faster", "python -m vllm_kvx.ops.build, with nvcc")
+        yield note(f"{says}; CUDA ops are faster", "vllm-kvx build-ops, where there is nvcc")
     else:
         yield ok(says)
     yield ok("all other policies run Triton ops")

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
-from vllm_kvx.calibration.records import cache_root
 from vllm_kvx.calibration.resolve import PAPER, calibrate_arguments
 from vllm_kvx.doctor.asked import (
     additional_config,
@@ -18,6 +17,7 @@ from vllm_kvx.doctor.asked import (
 from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem
 from vllm_kvx.doctor.model import LocalModel
 from vllm_kvx.doctor.surroundings import why_not_writable
+from vllm_kvx.environment import cache_root
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.server.trust import Trust
 from vllm_kvx.server.tuning import Tuning

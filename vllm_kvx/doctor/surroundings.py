@@ -6,8 +6,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_kvx.calibration.records import CACHE_VARIABLE, cache_root
 from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem
+from vllm_kvx.environment import CACHE_VARIABLE, cache_root
+from vllm_kvx.errors import ToolError
 from vllm_kvx.spelling import misspelling
 
 # All that vllm-kvx and its scripts read. Names alone: reading some of them imports torch.
@@ -17,8 +18,8 @@ VARIABLES = (
     "KVX_CPU",
     "KVX_RETRIEVAL_OPS",
 )
-# Set by the scripts of deploy/ themselves.
-SCRIPT_VARIABLES = ("KVX_PYTHON", "KVX_ROOT", "KVX_VENV")
+# Read where the package is built, or set by the scripts of deploy/ themselves.
+SCRIPT_VARIABLES = ("KVX_BUILD_OPS", "KVX_PYTHON", "KVX_ROOT", "KVX_VENV")
 
 
 def variables(_: Context) -> Iterator[Finding]:
@@ -46,7 +47,7 @@ def cache_folder(_: Context) -> Iterator[Finding]:
     """Whether measurements can be kept, and how many there are."""
     try:
         root = cache_root()
-    except RuntimeError as error:  # No home directory.
+    except (RuntimeError, ToolError) as error:  # No home directory.
         yield problem(
             f"there is no folder for what is measured: {error}", f"export {CACHE_VARIABLE}=DIR"
         )
