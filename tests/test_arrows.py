@@ -77,7 +77,7 @@ RULES = {
     ),
     "doctor": Rule(
         (
-            *("policy", "settings", "spelling", "cpu_mode", "environment", "errors", "plugin"),
+            *("policy", "settings", "spelling", "cpu_mode", "plugin", "cache_folder"),
             *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
             *("ops.retrieval.backends", "ops.retrieval.crossover"),
         ),

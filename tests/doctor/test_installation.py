@@ -121,6 +121,9 @@ def test_the_cache_folder(doctor, tmp_path: Path, monkeypatch) -> None:
     (root / "calibration" / "a.json").write_text("{}")
     assert "records of measured layers: 1" in [each.says for each in doctor()("cache")]
     assert not list(root.glob("*.tmp")) and len(list(root.iterdir())) == 1
+    monkeypatch.setenv("KVX_CACHE_ROOT", "~nobody-at-all/cache")
+    (finding,) = doctor()("cache")
+    assert finding.status == "note" and "needs a home directory" in finding.says
     (tmp_path / "file").touch()
     for place in ("file", "file/below"):
         monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / place))

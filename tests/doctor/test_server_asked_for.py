@@ -270,8 +270,20 @@ def test_layers_that_were_not_measured(doctor, key: str, tmp_path: Path) -> None
 def test_a_layer_that_cannot_be_kept(doctor, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "file"))
-    (problem,) = lines(doctor("structkv")("model", "measured"), "problem")
-    assert "pivot=calibrated was not measured" in problem and "cannot keep it" in problem
+    found = doctor("structkv")("model", "measured")
+    assert "pivot=calibrated was not measured" in found[0].says
+    assert "Every start of a server measures it, and cannot keep it" in found[0].says
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [("0", "does not start: KVX_CALIBRATION_LIMIT=0"), ("no", "must be a number")],
+)
+def test_a_layer_that_no_start_measures(doctor, monkeypatch, value: str, says: str) -> None:
+    monkeypatch.setenv("KVX_CALIBRATION_LIMIT", value)
+    (problem,) = doctor("structkv").problems("model", "measured")
+    assert says in problem.says
+    assert problem.mend.startswith(f"vllm-kvx calibrate {LOOKUP} --method structkv")
 
 
 def test_evaluations_and_tuning(doctor, key: str, tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 from vllm_kvx.doctor.findings import Context, Finding, Request, Section, note, problem, reason
 from vllm_kvx.doctor.sections import SECTIONS
 
+# Where what we call logs; what servers log at start is told by sections themselves.
+_LOGGERS = ("calibration", "evaluation", "cache_folder")
+
 
 def main(pipe: str, first: str, request: str, state: str) -> None:
     """Runs the sections from the one of index `first` on, and writes JSON lines to `pipe`.
@@ -54,8 +57,7 @@ def _warnings_of_ours() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    # Where our tools log; what servers log at start is told by sections themselves.
-    loggers = [logging.getLogger(f"vllm.kvx.{name}") for name in ("calibration", "evaluation")]
+    loggers = [logging.getLogger(f"vllm.kvx.{name}") for name in _LOGGERS]
     handler = Collector(logging.WARNING)
     for logger in loggers:
         logger.addHandler(handler)

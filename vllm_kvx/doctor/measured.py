@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
+from vllm_kvx.calibration import at_start
 from vllm_kvx.calibration.resolve import PAPER, calibrate_arguments
 from vllm_kvx.doctor.asked import (
     additional_config,
@@ -16,8 +17,7 @@ from vllm_kvx.doctor.asked import (
 )
 from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem
 from vllm_kvx.doctor.model import LocalModel
-from vllm_kvx.doctor.surroundings import why_not_writable
-from vllm_kvx.environment import cache_root
+from vllm_kvx.doctor.surroundings import why_not_kept
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.server.trust import Trust
 from vllm_kvx.server.tuning import Tuning
@@ -67,13 +67,31 @@ def _layer(context: Context, part: Method, keys: dict[str, int]) -> Iterator[Fin
     if found is None:
         says = (
             f"{part}: {word} was not measured for this model; above, layer {keys[wanted.key]} "
-            "stands in for it. A server measures it at its first start"
+            "stands in for it."
         )
-        if why := why_not_writable(cache_root()):
-            yield problem(f"{says}, and cannot keep it: {why}", f"write {wanted.parameter}=<int>")
-        else:
-            yield note(says, command)
+        yield _to_measure(context, says, command)
     elif found.source == PAPER:
         yield note(f"{part}: {word} is layer {found.layer} ({PAPER}), not measured here", command)
     else:
         yield ok(f"{part}: {word} is layer {found.layer} ({found.source})")
+
+
+def _to_measure(context: Context, says: str, command: str) -> Finding:
+    """What a server's start does about a layer that is not known: it measures, or it ends."""
+    config = context.vllm_config
+    if config is not None and config.load_config.load_format == "dummy":
+        return problem(f"{says} A server cannot measure it: its weights are dummies", command)
+    try:
+        limit = at_start.limit()
+    except ValueError as error:
+        return problem(f"{says} A server would measure it, but {error}", command)
+    if not limit:
+        return problem(
+            f"{says} A server does not start: {at_start.LIMIT_VARIABLE}=0 lets none measure",
+            command,
+        )
+    if why := why_not_kept():
+        return note(
+            f"{says} Every start of a server measures it, and cannot keep it: {why}", command
+        )
+    return note(f"{says} A server measures it at its first start, in at most {limit:,g} s", command)

@@ -6,15 +6,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_kvx.cache_folder import CACHE_VARIABLE, CacheFolderError, cache_root
 from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem
-from vllm_kvx.environment import CACHE_VARIABLE, cache_root
-from vllm_kvx.errors import ToolError
 from vllm_kvx.spelling import misspelling
 
 # All that vllm-kvx and its scripts read. Names alone: reading some of them imports torch.
 VARIABLES = (
     "KVX_ALLOW_UNTESTED_VLLM",
     "KVX_CACHE_ROOT",
+    "KVX_CALIBRATION_LIMIT",
     "KVX_CPU",
     "KVX_RETRIEVAL_OPS",
 )
@@ -47,10 +47,8 @@ def cache_folder(_: Context) -> Iterator[Finding]:
     """Whether measurements can be kept, and how many there are."""
     try:
         root = cache_root()
-    except (RuntimeError, ToolError) as error:  # No home directory.
-        yield problem(
-            f"there is no folder for what is measured: {error}", f"export {CACHE_VARIABLE}=DIR"
-        )
+    except CacheFolderError as error:
+        yield note(str(error), f"export {CACHE_VARIABLE}=DIR")
         return
     if why := why_not_writable(root):
         yield note(
@@ -64,6 +62,14 @@ def cache_folder(_: Context) -> Iterator[Finding]:
         folder = root / kind
         records = list(folder.glob("*.json")) if folder.is_dir() else []
         yield ok(f"records of {words}: {len(records)}")
+
+
+def why_not_kept() -> str:
+    """Why what is measured cannot be kept; empty if it can. Makes nothing."""
+    try:
+        return why_not_writable(cache_root())
+    except CacheFolderError as error:
+        return str(error)
 
 
 def why_not_writable(root: Path) -> str:
