@@ -75,8 +75,19 @@ RULES = {
         ("policy", "settings", "server", "environment", "errors", "cpu_mode"),
         "what vLLM loads: it only wires",
     ),
+    "doctor": Rule(
+        (
+            *("policy", "settings", "spelling", "cpu_mode", "plugin", "cache_folder"),
+            *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
+            *("ops.retrieval.backends", "ops.retrieval.crossover"),
+        ),
+        "asks what servers and tools ask, before either runs; nothing asks it",
+    ),
     "cli": Rule(
-        ("policy", "errors", "calibration", "evaluation.options", "tuning.options", "ops.build"),
+        (
+            *("policy", "errors", "calibration"),
+            *("evaluation.options", "tuning.options", "doctor.options", "ops.build"),
+        ),
         "reads arguments before it imports a tool",
     ),
     "cpu_mode": Rule(("environment",), "a platform plugin, loaded before all else"),

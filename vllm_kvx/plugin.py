@@ -48,6 +48,14 @@ def register() -> None:
         # Stock use of an untested vLLM must not suffer from an idle plugin.
 
 
+def is_loaded() -> bool:
+    """Whether vLLM has loaded this plugin in this process, so that policies have effect."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = ("add_cli_args", "from_cli_args", "create_engine_config")
+    return all(hasattr(getattr(EngineArgs, name), _MARK) for name in names)
+
+
 def wrap_once(owner: Any, name: str, make: Callable[[_Function], _Function]) -> bool:
     """Puts ``make(original)`` in the place of ``owner.name``; a second time it does nothing.
 

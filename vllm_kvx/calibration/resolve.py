@@ -93,7 +93,7 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
     lines = []
     # By key, the policy that the layer there was found for.
     found_for: dict[str, Method] = {}
-    for part in _parts(config):
+    for part in parts_of(config):
         wanted = part.unmeasured
         if wanted is None:
             continue
@@ -181,7 +181,7 @@ def paper_tsp_layer(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _parts(config: dict[str, Any]) -> list[Method]:
+def parts_of(config: dict[str, Any]) -> list[Method]:
     """The methods that the server was started for; names that do not parse fail elsewhere."""
     names = config.get(LAYOUT_KEY)
     parts: list[Method] = []
@@ -217,7 +217,7 @@ def _layer(vllm_config: "VllmConfig", part: Method, wanted: Measurement) -> Foun
     found = known()
     if found is not None:
         return found
-    arguments = _arguments(part, model, revision)
+    arguments = calibrate_arguments(part, model, revision)
     if vllm_config.load_config.load_format == "dummy":
         why = "its weights are dummies"
     else:
@@ -241,7 +241,7 @@ def _layer(vllm_config: "VllmConfig", part: Method, wanted: Measurement) -> Foun
     )
 
 
-def _arguments(part: Method, model: str, revision: str | None) -> list[str]:
+def calibrate_arguments(part: Method, model: str, revision: str | None) -> list[str]:
     """Those of the `vllm-kvx` that measures for `part`, by answers to generated lookups."""
     arguments = ["calibrate", model, "--method", part.name]
     for parameter in SETTINGS[part.name]["answers"]:
