@@ -103,3 +103,33 @@ def test_what_was_not_scheduled_after_all_holds_nothing() -> None:
     assert one.used_pages == 2
     one.restart("b")
     assert one.used_pages == 0
+
+
+def test_waits_for_the_stash_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts once each, and seconds: of waits that are over, that last, and that were aborted."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    one = admission(stash_tokens=4 * STASH_PAGE)
+    first, second = add(one, "a", 3 * STASH_PAGE), add(one, "b", 2 * STASH_PAGE)
+    aborted = add(one, "c", 4 * STASH_PAGE)
+    one.clip(first, 0, 96)
+    assert (one.stash_waits, one.stash_wait_seconds) == (0, 0)
+    for seconds in (0, 2, 3):
+        now[0] = 100.0 + seconds
+        assert one.clip(second, 0, 96) == 0
+    assert (one.stash_waits, one.stash_wait_seconds) == (1, 3)
+    one.release("a")
+    one.clip(second, 0, 96)
+    now[0] = 110.0
+    assert (one.stash_waits, one.stash_wait_seconds) == (1, 3)
+    # Preempted, it waits again: it is the same prompt.
+    one.restart("b")
+    one.clip(first, 0, 96)
+    one.clip(second, 0, 96)
+    one.clip(aborted, 0, 96)
+    now[0] = 114.0
+    assert (one.stash_waits, one.stash_wait_seconds) == (2, 3 + 2 * 4)
+    one.remove_request("b")
+    one.remove_request("c")
+    now[0] = 120.0
+    assert (one.stash_waits, one.stash_wait_seconds) == (2, 11)

@@ -46,6 +46,7 @@ def assert_scheduler_forgot(engine: Any, windows: int) -> None:
     if admission is not None:
         assert not admission._prompts and not admission._pages and not admission._split
         assert admission.used_pages == 0 and admission.free_windows == windows
+        assert not admission._waiting_since
         assert not scheduler._to_shrink and not scheduler._counted_unshared
 
 
@@ -57,6 +58,7 @@ def left_in_scheduler(scheduler: Any) -> dict[str, Any]:
         "prompts": admission._prompts,
         "pages": admission.used_pages or admission._pages,
         "windows": admission._split,
+        "waiting": admission._waiting_since,
         "to shrink": scheduler._to_shrink,
         "counted": scheduler._counted_unshared,
         "managed": any(m.requests or any(m.req_to_blocks.values()) for m in managers),

@@ -1,5 +1,6 @@
 """Where a prompt's chunks end, and when a prompt may begin, under policies that score its keys."""
 
+import time
 from dataclasses import dataclass
 
 from vllm.config import SchedulerConfig
@@ -33,7 +34,7 @@ class _Prompt:
     pages: int
     needs_passes: bool
     is_in: bool = False
-    waits: bool = False
+    has_waited: bool = False
 
 
 class PromptAdmission:
@@ -44,6 +45,11 @@ class PromptAdmission:
     the selected tokens take several passes through the upper layers, the window is a chunk of its
     own: else these passes would come on top of a chunk as long as any other, and running requests
     would wait for both.
+
+    Attributes:
+        total_pages, free_pages: of the stash, STASH_PAGE tokens each.
+        free_windows: how many more windows may be spread over chunks.
+        stash_waits: prompts so far that had to wait for the stash, each counted once.
     """
 
     def __init__(self, settings: KVSettings, config: SchedulerConfig) -> None:
@@ -55,6 +61,10 @@ class PromptAdmission:
         self._prompts: dict[str, _Prompt] = {}
         self._pages: dict[str, int] = {}
         self._split: set[str] = set()
+        self.stash_waits = 0
+        self._seconds_waited = 0.0
+        # By request that waits for the stash, since when: seconds of the monotonic clock.
+        self._waiting_since: dict[str, float] = {}
 
     def add_request(self, request: Request, policy: KVPolicy, changes: bool) -> None:
         """`changes`: whether any stage stores something else once the prompt is in."""
@@ -93,18 +103,39 @@ class PromptAdmission:
         if prompt.pages == 0 or request_id in self._pages:
             return True
         if prompt.pages > self.free_pages:
-            if not prompt.waits:
-                prompt.waits = True
-                logger.info(
-                    "Request %s of %d tokens waits: other prompts fill the stash of hidden states "
-                    "(kv_stash_tokens).",
-                    request_id,
-                    prompt.length,
-                )
+            self._wait(request_id, prompt)
             return False
+        self._end_wait(request_id)
         self._pages[request_id] = prompt.pages
         self.free_pages -= prompt.pages
         return True
+
+    def _wait(self, request_id: str, prompt: _Prompt) -> None:
+        self._waiting_since.setdefault(request_id, time.monotonic())
+        if not prompt.has_waited:
+            prompt.has_waited = True
+            self.stash_waits += 1
+            logger.info(
+                "Request %s of %d tokens waits: other prompts fill the stash of hidden states "
+                "(kv_stash_tokens).",
+                request_id,
+                prompt.length,
+            )
+
+    def _end_wait(self, request_id: str) -> None:
+        since = self._waiting_since.pop(request_id, None)
+        if since is not None:
+            self._seconds_waited += time.monotonic() - since
+
+    @property
+    def stash_wait_seconds(self) -> float:
+        """Seconds that prompts have waited for the stash, those that wait now included.
+
+        A prompt waits from the first step in which the stash has no room for it until it gets its
+        pages or its request ends. Prompts that wait at once add up.
+        """
+        now = time.monotonic()
+        return self._seconds_waited + sum(now - since for since in self._waiting_since.values())
 
     def _may_split(self, request_id: str) -> bool:
         if request_id not in self._split:
@@ -147,6 +178,7 @@ class PromptAdmission:
 
     def remove_request(self, request_id: str) -> None:
         self.release(request_id)
+        self._end_wait(request_id)
         self._prompts.pop(request_id, None)
 
     @property
