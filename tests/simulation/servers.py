@@ -183,6 +183,21 @@ SERVERS: dict[str, Server] = {
         ),
         stash=200,
     ),
+    "queue": Server(
+        _FAST,
+        (_ONLINE, "speed-4", "snapkv:window=8"),
+        (
+            _FAST,
+            f"{_FAST},kv_rate=1",
+            _ONLINE,
+            "snapkv:window=8",
+            "full",
+            "full",
+            "speed-4",
+        ),
+        stash=128,
+        max_prompt=120,
+    ),
     "block": Server(
         _BLOCK,
         ("structkv:pivot=5,window=3,granularity=block", "speed-4"),

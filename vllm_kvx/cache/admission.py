@@ -38,13 +38,17 @@ class _Prompt:
 
 
 class PromptAdmission:
-    """Clips chunks, and holds prompts back until the stash has room.
+    """Clips chunks, and says which waiting prompts may begin.
 
     A chunk ends at the end of the prompt, if it reaches it: there entries go. It does not end
     within the window if it can end before, so that the window's queries are in one chunk. Where
     the selected tokens take several passes through the upper layers, the window is a chunk of its
     own: else these passes would come on top of a chunk as long as any other, and running requests
     would wait for both.
+
+    A prompt begins when the stash has room for all of it. vLLM asks for every waiting request in
+    the order of its queue. One that has to wait is passed over, and those behind it that need no
+    room begin. A prompt never takes pages that one ahead of it in the queue needs.
 
     Attributes:
         total_pages, free_pages: of the stash, STASH_PAGE tokens each.
@@ -61,6 +65,12 @@ class PromptAdmission:
         self._prompts: dict[str, _Prompt] = {}
         self._pages: dict[str, int] = {}
         self._split: set[str] = set()
+        # Prompts without the pages that they need: all of them are in vLLM's queue.
+        self._seekers: dict[str, _Prompt] = {}
+        # Of the step that is being scheduled: how many seekers vLLM has passed over, the pages that
+        # it has to leave for them, and the seeker that it came to last.
+        self._num_passed = self._pages_ahead = 0
+        self._last: str | None = None
         self.stash_waits = 0
         self._seconds_waited = 0.0
         # By request that waits for the stash, since when: seconds of the monotonic clock.
@@ -80,13 +90,50 @@ class PromptAdmission:
             self._prompts[request.request_id] = _Prompt(
                 length, min(window, length), pages, needs_passes=propagated > self.max_tokens
             )
+            self._seek(request.request_id)
+
+    def new_step(self) -> None:
+        """vLLM begins to schedule a step."""
+        self._num_passed = self._pages_ahead = 0
+        self._last = None
+
+    def is_passed_over(self, request: Request, is_ready: bool, num_left: int) -> bool:
+        """Whether vLLM has to go on from a waiting request to the next one.
+
+        Ask for each request in the order of vLLM's queue.
+
+        is_ready: whether it may begin, as far as vLLM knows.
+        num_left: waiting requests from this one on.
+        """
+        prompt = self._seekers.get(request.request_id)
+        if prompt is None:
+            return not is_ready
+        if not is_ready:  # It does not wait for pages, so none are left for it.
+            self._num_passed += 1
+            return True
+        if self._last in self._seekers:
+            self._num_passed += 1
+            self._pages_ahead += self._seekers[self._last].pages
+        self._last = request.request_id
+        if self._has_room(prompt):
+            return False
+        if len(self._waiting_since) < len(self._seekers):  # All wait that are behind it, too.
+            for request_id, other in self._seekers.items():
+                if request_id not in self._waiting_since:
+                    self._wait(request_id, other)
+        # Where only seekers are left, vLLM need not go through all of them: its loop ends here, as
+        # this one gets no tokens.
+        return num_left > len(self._seekers) - self._num_passed
+
+    def _has_room(self, prompt: _Prompt) -> bool:
+        return self._pages_ahead + prompt.pages <= self.free_pages
 
     def clip(self, request: Request, start: int, num_new_tokens: int) -> int:
         """How many of `num_new_tokens` from position `start` on may run in this step."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None or start >= prompt.length:
             return num_new_tokens
-        if not self._has_stash(request.request_id, prompt):
+        if not self._take_pages(request.request_id, prompt):
             return 0
         end = min(start + num_new_tokens, prompt.length)
         window_start = prompt.length - prompt.window
@@ -99,19 +146,24 @@ class PromptAdmission:
                 return 0
         return end - start
 
-    def _has_stash(self, request_id: str, prompt: _Prompt) -> bool:
+    def _take_pages(self, request_id: str, prompt: _Prompt) -> bool:
         if prompt.pages == 0 or request_id in self._pages:
             return True
-        if prompt.pages > self.free_pages:
-            self._wait(request_id, prompt)
+        if not self._has_room(prompt):
             return False
+        del self._seekers[request_id]
         self._end_wait(request_id)
         self._pages[request_id] = prompt.pages
         self.free_pages -= prompt.pages
         return True
 
+    def _seek(self, request_id: str) -> None:
+        prompt = self._prompts.get(request_id)
+        if prompt is not None and prompt.pages:
+            self._seekers[request_id] = prompt
+
     def _wait(self, request_id: str, prompt: _Prompt) -> None:
-        self._waiting_since.setdefault(request_id, time.monotonic())
+        self._waiting_since[request_id] = time.monotonic()
         if not prompt.has_waited:
             prompt.has_waited = True
             self.stash_waits += 1
@@ -131,8 +183,9 @@ class PromptAdmission:
     def stash_wait_seconds(self) -> float:
         """Seconds that prompts have waited for the stash, those that wait now included.
 
-        A prompt waits from the first step in which the stash has no room for it until it gets its
-        pages or its request ends. Prompts that wait at once add up.
+        A prompt waits from the first step in which the stash has no room for it, or for one ahead
+        of it in the queue, until it gets its pages or its request ends. Prompts that wait at once
+        add up.
         """
         now = time.monotonic()
         return self._seconds_waited + sum(now - since for since in self._waiting_since.values())
@@ -168,6 +221,7 @@ class PromptAdmission:
         for request_id in [*self._pages, *self._split]:
             if request_id not in running:
                 self.release(request_id)
+                self._seek(request_id)
 
     def restart(self, request_id: str) -> None:
         """A preempted request: its prompt comes in again."""
@@ -175,11 +229,13 @@ class PromptAdmission:
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             prompt.is_in = False
+            self._seek(request_id)
 
     def remove_request(self, request_id: str) -> None:
         self.release(request_id)
         self._end_wait(request_id)
         self._prompts.pop(request_id, None)
+        self._seekers.pop(request_id, None)
 
     @property
     def used_pages(self) -> int:

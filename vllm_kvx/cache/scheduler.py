@@ -180,6 +180,13 @@ class _PolicyScheduling:
                 return False
         return True
 
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        # False makes vLLM pass over the request and go on; where its first chunk gets no tokens,
+        # vLLM begins none of those behind it.
+        is_ready = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        num_left = len(self.kv_holding_waiting) + len(self.waiting)  # type: ignore[attr-defined]
+        return not self.admission.is_passed_over(request, is_ready, num_left)
+
     def _mamba_block_aligned_split(
         self,
         request: Request,
@@ -194,6 +201,7 @@ class _PolicyScheduling:
         for request in self._to_shrink:
             self._shrink(request)
         self._to_shrink = []
+        self.admission.new_step()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.admission.settle({r.request_id for r in self.running})  # type: ignore[attr-defined]
         self._to_shrink = [
