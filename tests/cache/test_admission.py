@@ -163,7 +163,9 @@ def test_where_all_wait_the_loop_ends() -> None:
     assert one.is_passed_over(b, is_ready=True, num_left=3), "a third one, that needs no pages"
 
 
-@pytest.mark.parametrize("policy", [FASTKV, "snapkv", f"{FASTKV},kv_rate=1+snapkv", "gemfilter:layer=3"])
+@pytest.mark.parametrize(
+    "policy", [FASTKV, "snapkv", f"{FASTKV},kv_rate=1+snapkv", "gemfilter:layer=3"]
+)
 def test_a_first_chunk_waits_for_no_window(policy: str) -> None:
     """A prompt that is no longer than its window keeps all, so that nothing scores it."""
     one = admission()

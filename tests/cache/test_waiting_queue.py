@@ -1,74 +1,21 @@
 """Who begins when prompts wait for the stash; schedulers run without a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from simulation.engine import Engine
-from simulation.servers import Case, Server
+from simulation.client import AMPLE, Client
+from simulation.servers import Server
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
 
 from vllm_kvx.policy.storage import STASH_PAGE
-from vllm_kvx.settings import POLICY_KEY
 
 FASTKV = "fastkv:tsp_layer=3,window=3,kernel=3"
 # The stash holds three pages. Prompts come in by chunks, several in a step.
 SERVER = Server(FASTKV, ("snapkv:window=8",), (), stash=3 * STASH_PAGE, max_len=160)
-CASE = Case(
-    is_async=False,
-    by_priority=False,
-    shares_prefixes=False,
-    reserves_prompts=True,
-    max_seqs=8,
-    max_batch=64,
-    max_chunk=7,
-    num_blocks=1000,
-    resets=0,
-    copies_pages=False,
-)
-ONE_PAGE, TWO_PAGES, THREE_PAGES = 40, 120, 140
-
-
-class Client:
-    """Sends requests to an engine and notes in which step each began."""
-
-    def __init__(self, config: VllmConfig, case: Case) -> None:
-        self.engine = Engine(SERVER, config, case)
-        self.began: dict[str, int] = {}
-        self._steps = self._sent = 0
-
-    def send(self, name: str, policy: str, tokens: int, answer: int = 2, priority: int = 0) -> None:
-        params = SamplingParams(
-            max_tokens=answer, ignore_eos=True, temperature=0.0, extra_args={POLICY_KEY: policy}
-        )
-        self._sent += 1
-        prompt = [self._sent] * tokens
-        arrival = float(self._sent)
-        self.engine.add(Request(name, prompt, params, None, arrival, priority=priority))
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            for name in self.engine.advance():
-                self.began.setdefault(name, self._steps)
-            self._steps += 1
-
-    def until_begun(self, name: str) -> None:
-        for _ in range(1000):
-            if name in self.began:
-                return
-            self.step()
-        pytest.fail(f"{name} never begins")
-
-    def order(self) -> Sequence[str]:
-        """Requests in the order in which they began, once all have ended."""
-        for _ in range(1000):
-            if not self.engine.live:
-                break
-            self.step()
-        self.engine.finish()
-        return sorted(self.began, key=lambda name: self.began[name])
+CASE = replace(AMPLE, max_batch=64, max_chunk=7)
+ONE_PAGE, TWO_PAGES, THREE_PAGES, SHORT = [1] * 40, [1] * 120, [1] * 140, [1] * 10
 
 
 Connect = Callable[..., Client]
@@ -81,8 +28,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def connect(request: pytest.FixtureRequest, config: VllmConfig, one_thread: None) -> Connect:
-    def connected(**case: object) -> Client:
-        return Client(config, replace(CASE, is_async=request.param, **case))  # type: ignore[arg-type]
+    def connected(**case: Any) -> Client:
+        return Client(SERVER, config, replace(CASE, is_async=request.param, **case))
 
     return connected
 
@@ -92,12 +39,12 @@ def test_those_that_need_no_stash_begin_at_once(connect: Connect) -> None:
     client.send("first", FASTKV, TWO_PAGES)
     client.send("second", FASTKV, TWO_PAGES)
     for name in "abc":
-        client.send(name, "full", 10)
+        client.send(name, "full", SHORT)
     client.step()
     assert client.began == dict.fromkeys(("first", "a", "b", "c"), 0)
     client.until_begun("second")
     # Its first chunk runs once the other's last has: that step is the one before.
-    assert client.began["second"] == -(-(TWO_PAGES - 3) // 7) + 1
+    assert client.began["second"] == -(-(len(TWO_PAGES) - 3) // 7) + 1
     client.order()
 
 
@@ -121,7 +68,7 @@ def test_priorities_decide_who_is_ahead(connect: Connect) -> None:
     client.send("late", FASTKV, TWO_PAGES, priority=2)
     client.step()
     client.send("later", FASTKV, THREE_PAGES, priority=1)
-    client.send("full", "full", 10, priority=2)
+    client.send("full", "full", SHORT, priority=2)
     client.send("urgent", FASTKV, ONE_PAGE, priority=0)
     client.step()
     assert set(client.began) == {"runs", "full", "urgent"}
@@ -164,7 +111,7 @@ def test_one_that_was_passed_over_blocks_the_queue_once_it_has_pages(connect: Co
     client.send("waits", FASTKV, THREE_PAGES)
     has_room: int | None = None
     for number in range(400):
-        client.send(str(number), "full", 40, answer=20)
+        client.send(str(number), "full", ONE_PAGE, answer=20)
         client.step()
         if has_room is None and not client.engine.stash_pages:
             has_room = number
