@@ -68,7 +68,7 @@ class Server:
 def long(**kwargs: Any) -> Server:
     """A server that retrieves."""
     defaults: dict[str, Any] = dict(
-        block_size=32, max_len=512, max_prompt=300, max_answer=120, steps=400
+        block_size=32, max_len=512, max_prompt=300, max_answer=120, steps=340
     )
     return Server(**(defaults | kwargs))
 
