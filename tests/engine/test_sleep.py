@@ -20,10 +20,19 @@ def test_level_2(tiny: Callable[..., Path]) -> None:
         before = engine.generate(prompts, policies=POLICIES)
         worker = inside.worker(engine)
         counters = worker.kv_policy_stats()
-        assert counters["kv_bytes_moved"] > 0
+        by_policy = counters["policies"]
+        assert list(by_policy) == list(POLICIES)
+        moving = ("criticalkv", "fastkv:tsp_layer=3")
+        for name, totals in by_policy.items():
+            for counter in ("kv_bytes_moved", "seconds_in_retention"):
+                assert (totals[counter] > 0) == (name in moving), "what a policy caused is its own"
+        for counter in ("kv_bytes_moved", "seconds_in_retention"):
+            parts = sum(totals[counter] for totals in by_policy.values())
+            assert parts == pytest.approx(counters[counter]) and parts > 0
 
         worker.sleep(level=2)
         assert inside.discard_memory(engine) > 10
+        assert worker.kv_policy_stats() == counters, "a scrape may come while it sleeps"
         worker.wake_up(tags=["weights"])
         worker.reload_weights()
         worker.wake_up(tags=["kv_cache"])
