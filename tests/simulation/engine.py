@@ -12,6 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from world import inside
 
+from simulation.blocks import check_blocks
 from simulation.cache import Mismatch
 from simulation.queue import Queue
 from simulation.servers import Case, Server
@@ -76,6 +77,7 @@ class Engine:
         self.queue.look()
         output = self.scheduler.schedule()
         self.queue.check(output)
+        check_blocks(self.scheduler)
         self.preempted += len(output.preempted_req_ids or ())
         self._unreported.append((output, self.worker.execute(output)))
         return tuple(output.num_scheduled_tokens)

@@ -13,6 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.request import Request
 
+from vllm_kvx.cache.ledger import BlockLedger
 from vllm_kvx.policy.storage import Storage
 
 # Attribute of a step's output, where prompts came in that keep whole blocks: by request and
@@ -34,6 +35,7 @@ class RequestKV:
         is_compact: retention has run, and what it dropped is freed, or is in `undecided`.
         undecided: blocks that the request holds until the worker has said which of its blocks
             stay. Until then its list has as many as stay, not yet the right ones.
+        row: its policy's, by which blocks are counted.
     """
 
     storage: Storage
@@ -44,6 +46,7 @@ class RequestKV:
     is_compact: bool = False
     undecided: list[KVCacheBlock] = field(default_factory=list)
     publishes: int | None = None
+    row: int = 0
 
 
 class _SizedByStorage(SingleTypeKVCacheManager):
@@ -54,6 +57,18 @@ class _SizedByStorage(SingleTypeKVCacheManager):
         self.requests: dict[str, RequestKV] = {}
         self.stage: int = getattr(kv_cache_spec, "stage", 0)
         self.start_layer: int = getattr(kv_cache_spec, "start_layer", 0)
+        self._ledger: BlockLedger | None = None
+        self._group = 0
+
+    def watch(self, ledger: BlockLedger, group: int) -> None:
+        """From now on tells the ledger what it takes, as KV group `group`."""
+        self._ledger, self._group = ledger, group
+
+    def _took(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks that were free are the request's."""
+        kv = self.requests.get(request_id)
+        if self._ledger is not None and kv is not None:
+            self._ledger.take(blocks, self._group, kv.row)
 
     def add_request(self, request_id: str, kv: RequestKV) -> None:
         self.requests[request_id] = kv
@@ -141,7 +156,22 @@ class LowerKVCacheManager(_SizedByStorage, FullAttentionManager):
         if self._is_private(request_id):
             num_blocks = self._required_blocks(request_id, num_tokens)
             num_tokens = num_tokens_main_model = num_blocks * self.block_size
-        return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        self._took(request_id, blocks)
+        return blocks
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        free = [block for block in new_computed_blocks if block.ref_cnt == 0]
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        self._took(request_id, free)
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         kv = self.requests.get(request.request_id)
@@ -209,6 +239,8 @@ class PolicyKVCacheManager(_SizedByStorage):
         if num_local_computed_tokens > 0:
             source = self._anchors_to_copy(request_id)
             if source is not None:
+                if source.ref_cnt == 0:
+                    self._took(request_id, [source])
                 self.block_pool.touch([source])
                 self._to_copy[request_id] = source
 
@@ -221,6 +253,7 @@ class PolicyKVCacheManager(_SizedByStorage):
             return []
         new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
         req_blocks.extend(new_blocks)
+        self._took(request_id, new_blocks)
         if self._record_new_block_ids:
             self.new_block_ids.extend(block.block_id for block in new_blocks)
         source = self._to_copy.pop(request_id, None)

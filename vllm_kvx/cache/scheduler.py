@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
+from vllm_kvx.cache.facts import RunInFull, SchedulerFacts
 from vllm_kvx.cache.managers import (
     KEPT_BLOCKS,
     LowerKVCacheManager,
@@ -48,7 +49,13 @@ class _PolicyScheduling:
         self.need_mamba_block_aligned_split = True
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)  # type: ignore[attr-defined]
         self._to_shrink: list[Request] = []
-        self._unshared: dict[str, int] = {}
+        self.facts = SchedulerFacts(
+            settings,
+            self.kv_cache_manager.block_pool,  # type: ignore[attr-defined]
+            self.lower_managers,
+            self.policy_managers,
+            self.admission,
+        )
         self._counted_unshared: set[str] = set()
         pool = pool_tokens(
             self.kv_cache_config,  # type: ignore[attr-defined]
@@ -73,8 +80,11 @@ class _PolicyScheduling:
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
             if request.resumable:
+                if not self._asks_for_full(request):
+                    self.facts.add_run_in_full(RunInFull.SESSION)
                 _run_in_full(request, "its prompt has no end yet")
             elif problem := self._misfit(request):
+                self.facts.add_run_in_full(RunInFull.MISFIT)
                 _run_in_full(request, problem)
             self._tell_managers(request, self._policy_of(request))
         super().add_request(request)  # type: ignore[misc]
@@ -93,6 +103,12 @@ class _PolicyScheduling:
             return str(error)
         return None
 
+    def _asks_for_full(self, request: Request) -> bool:
+        try:
+            return self._policy_of(request).is_full
+        except PolicyError:
+            return False
+
     def _policy_of(self, request: Request) -> KVPolicy:
         return request_policy(self.kv_settings, request.sampling_params)
 
@@ -109,13 +125,14 @@ class _PolicyScheduling:
             for m in managers
         ]
         by_block = policy.retain is not None and policy.retain.unit == "block"
+        row = self.facts.row_of(str(policy))
         for manager, storage in zip(managers, storages, strict=True):
             key = None
             if isinstance(manager, PolicyKVCacheManager):
                 fits = manager.enable_caching and 0 < anchors <= manager.block_size
                 if fits and storage.prefill.size and not lossy:
                     key = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
-            kv = RequestKV(storage, not lossy, anchors if key else 0, key, by_block)
+            kv = RequestKV(storage, not lossy, anchors if key else 0, key, by_block, row=row)
             if policy.is_lossy_decode:
                 kv.publishes = prompt_len // manager.block_size * manager.block_size
             manager.add_request(request.request_id, kv)
@@ -132,8 +149,7 @@ class _PolicyScheduling:
         # A waiting request is looked up in every step, and again once preempted.
         if limit is None and request.request_id not in self._counted_unshared:
             self._counted_unshared.add(request.request_id)
-            name = str(policy)
-            self._unshared[name] = self._unshared.get(name, 0) + 1
+            self.facts.add_unshared(str(policy))
         if not limit or not self._anchors_published(request):
             return manager.empty_kv_cache_blocks, 0, 0, False
         blocks, num_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
@@ -205,9 +221,7 @@ class _PolicyScheduling:
             for request_id in output.num_scheduled_tokens
             if self.admission.is_past_prompt(self.requests[request_id])  # type: ignore[attr-defined]
         ]
-        if self._unshared:
-            # Rides to the workers, whose counters the metrics read.
-            output.kv_policy_unshared, self._unshared = self._unshared, {}
+        self.facts.tell(output, self.requests)  # type: ignore[attr-defined]
         return output
 
     def _shrink(self, request: Request) -> None:
