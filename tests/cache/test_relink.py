@@ -8,7 +8,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
-from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, RequestKV
+from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
+from vllm_kvx.cache.request_kv import RequestKV
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 

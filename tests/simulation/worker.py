@@ -30,7 +30,7 @@ from simulation.state import (
     map_slots_on_host,
 )
 from simulation.traffic import VOCAB, Text
-from vllm_kvx.cache.managers import KEPT_BLOCKS
+from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
 from vllm_kvx.models.passes import StepPlan
 from vllm_kvx.settings import request_policy
 from vllm_kvx.worker import model_state
@@ -119,6 +119,8 @@ class Worker:
             self.counts["copies"] += 1
         if not output.num_scheduled_tokens:
             return ModelRunnerOutput([], {})
+        self.state.memory.private = private = getattr(output, PRIVATE_BLOCKS, {})
+        self.counts["moved out"] += len(private)
         return self._step(output.num_scheduled_tokens)
 
     def _add(self, new: NewRequestData) -> None:

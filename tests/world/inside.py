@@ -379,6 +379,7 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         counts: Tensor,
         offsets: Tensor,
         _: int,
+        target_tables: Tensor | None = None,
     ) -> None:
         moves = [
             [
@@ -387,7 +388,7 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
             ]
             for f, first in enumerate(offsets[: counts.shape[1]].tolist())
         ]
-        move.move_entries_reference(paged, tables, moves)
+        move.move_entries_reference(paged, tables, moves, target_tables)
 
     def window_metrics(
         queries: Tensor,

@@ -1,0 +1,165 @@
+"""Which cached prefix a request may read, and what becomes of its own in the cache.
+
+A block in the prefix cache holds, for the layers of its KV group, the entries that stock vLLM
+would hold. Who computed it does not matter. A request publishes a group's blocks if it computes
+every prompt token in the group's layers, and reads those groups that it would compute in full;
+what it skips by position it never needed, but for anchors.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
+from vllm.v1.request import Request
+
+from vllm_kvx.cache.managers import PolicyKVCacheManager, SizedByStorage, anchor_hash
+from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV
+from vllm_kvx.policy.axes import ScoreSpec
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import Storage, storage_of
+from vllm_kvx.settings import KVSettings
+
+
+class PrefixSharing:
+    """The rules of one server, over its managers."""
+
+    def __init__(
+        self,
+        settings: KVSettings,
+        kv_cache_manager: KVCacheManager,
+        managers: Sequence[SizedByStorage],
+        config: VllmConfig,
+    ) -> None:
+        self._settings, self._kv_cache_manager = settings, kv_cache_manager
+        self._managers = sorted(managers, key=lambda manager: manager.kv_cache_group_id)
+        self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
+        self._max_tokens = config.scheduler_config.max_num_batched_tokens
+        self._is_on = kv_cache_manager.enable_caching
+
+    def add_request(
+        self, request: Request, policy: KVPolicy, managers: Sequence[SizedByStorage]
+    ) -> list[Storage]:
+        """Tells the managers what the request stores and shares; returns what it stores in each."""
+        prompt_len, num_layers = request.num_prompt_tokens, self._settings.num_layers
+        prefix = policy.shared_prefix
+        anchors = prefix.anchors if prefix is not None else 0
+        shares = self.shares(request, policy)
+        by_block = policy.retain is not None and policy.retain.unit == "block"
+        storages = []
+        for manager in managers:
+            size = manager.block_size
+            storage = storage_of(policy, prompt_len, manager.start_layer, size, num_layers)
+            kv = RequestKV(storage, by_block=by_block)
+            # Whether every prompt token is computed in the manager's layers.
+            kv.reads = shares and not (storage.prefill.size or storage.prefill.grows)
+            if not kv.reads:
+                kv.publishes = 0
+            elif policy.is_lossy_decode:
+                # Generated tokens of its own are not what a prompt's would be.
+                kv.publishes = prompt_len // size * size
+            if storage.prefill.size and shares and 0 < anchors <= size:
+                kv.anchors = anchors
+                kv.anchor_hash = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
+                kv.first_hash = next(iter(self._hashes(request)), None)
+            manager.add_request(request.request_id, kv)
+            storages.append(storage)
+        return storages
+
+    def shares(self, request: Request, policy: KVPolicy) -> bool:
+        """Whether such a request reads prefixes of others, and others read its own."""
+        if not self._is_on or policy.projects_from is not None:
+            return False
+        if policy.selection(request.num_prompt_tokens, self._settings.num_layers) is not None:
+            # Layers above the choice hold chosen tokens only.
+            return False
+        if policy.retain is not None and not self._settings.shares:
+            return False
+        return policy.propagate is None or policy.shared_prefix is not None
+
+    def limit(self, request: Request, policy: KVPolicy) -> int | None:
+        """Longest prefix that the request may take, in tokens of whole blocks.
+
+        None if its policy cannot share at all. What has to be computed by the request itself: the
+        window whose queries score the keys; the tail and all between it and the anchors, which
+        layers above hold; and one token, of which the first answer comes.
+        """
+        if not self.shares(request, policy):
+            return None
+        prompt_len, prefix = request.num_prompt_tokens, policy.shared_prefix
+        end, least = request.num_tokens - 1, 0
+        if policy.is_lossy_decode:
+            end = min(end, prompt_len)
+        if policy.retain is not None:
+            by = policy.retain.keeps_by
+            window = by.window if isinstance(by, ScoreSpec) else 0
+            end = min(end, prompt_len - window, prompt_len - 1)
+        if prefix is not None:
+            if prefix.anchors > self._block_size:
+                return None
+            end, least = min(end, prompt_len - prefix.tail), prefix.anchors
+        limit = max(end, 0) // self._block_size * self._block_size
+        return limit if limit > least else 0
+
+    def find(self, request: Request, limit: int) -> tuple[KVCacheBlocks, int]:
+        """The longest cached prefix of at most `limit` tokens: blocks by KV group, and tokens."""
+        manager = self._kv_cache_manager
+        needed, kvs = [], [m.requests[request.request_id] for m in self._managers]
+        for each, kv in zip(self._managers, kvs, strict=True):
+            if kv.reads:
+                needed.append(each.kv_cache_group_id)
+            elif kv.anchor_hash is not None:
+                assert isinstance(each, PolicyKVCacheManager)
+                if each.find_anchors(kv) is None:
+                    return manager.empty_kv_cache_blocks, 0
+        hits: list[list[KVCacheBlock]] = [[] for _ in self._managers]
+        num_blocks = 0
+        for block_hash in self._hashes(request)[: limit // self._block_size]:
+            cached = self._pool.get_cached_block(block_hash, needed)
+            if cached is None:
+                break
+            num_blocks += 1
+            for group, block in zip(needed, cached, strict=True):
+                hits[group].append(block)
+        if num_blocks * self._block_size <= max(kv.anchors for kv in kvs):
+            return manager.empty_kv_cache_blocks, 0
+        if manager.enable_kv_cache_events:
+            report: Any = getattr(request, "kv_cache_report_mode", "incremental")
+            if report == "full":  # As vLLM's own lookup does.
+                manager.coordinator.emit_cached_block_events(request, tuple(hits))
+        return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * self._block_size
+
+    def choose(self, request: Request, end: int, num_running: int) -> None:
+        """Decides whether a prompt that comes in with this step stays in the cache.
+
+        That takes new blocks for what retention keeps, until the step after frees the prompt's. It
+        must not make anyone wait: there has to be room beside it for all that this step may ask.
+        """
+        if not self._is_on or end != request.num_prompt_tokens:
+            return
+        compacting = [
+            (manager, kv)
+            for manager in self._managers
+            if (kv := manager.requests[request.request_id]).compacts_at(end) and kv.reads
+        ]
+        if not compacting:
+            return
+        each = num_running + 1 + cdiv(self._max_tokens, self._block_size)
+        needed = len(self._managers) * each + self._kv_cache_manager.watermark_blocks
+        for manager, kv in compacting:
+            held = len(manager.req_to_blocks.get(request.request_id, ()))
+            needed += cdiv(kv.storage.rows, self._block_size) - held
+            needed += cdiv(kv.storage.kept, self._block_size)
+        moves_out = needed <= self._pool.get_num_free_blocks()
+        for _, kv in compacting:
+            kv.moves_out = moves_out
+
+    def private_blocks(self, request_id: str) -> list[PrivateBlocks | None]:
+        """By KV group, where what the request keeps goes in the step that compacts it."""
+        return [manager.private_blocks(request_id) for manager in self._managers]
+
+    def _hashes(self, request: Request) -> Any:
+        hashes, size = request.block_hashes, self._pool.hash_block_size
+        return resolve_block_hashes(hashes, size, self._block_size)
