@@ -327,6 +327,20 @@ def _count_graphs(
     return counts
 
 
+def poison_free_blocks(engine: Any) -> None:
+    """From now on, what nobody holds and nobody may read is overwritten after every schedule."""
+    schedule, pool = engine.scheduler.schedule, engine.pool
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        idle = [b.block_id for b in pool.blocks if not (b.ref_cnt or b.block_hash or b.is_null)]
+        for hook in _state(engine).hooks.layers:
+            hook.layer.kv_cache[idle] = 1e4
+        return output
+
+    engine.scheduler.schedule = poisoned
+
+
 # Operators.
 
 

@@ -14,6 +14,7 @@ from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, S
 from vllm_kvx.cache.pool import pool_tokens
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
 from vllm_kvx.cache.sharing import PrefixSharing
+from vllm_kvx.cache.states import STATE_BLOCKS
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
@@ -139,6 +140,9 @@ class _PolicyScheduling:
         }
         if private:
             setattr(output, PRIVATE_BLOCKS, private)
+        states = self.sharing.end_step(output.num_scheduled_tokens, self.requests)  # type: ignore[attr-defined]
+        if states:
+            setattr(output, STATE_BLOCKS, states)
         if self._unshared:
             # Rides to the workers, whose counters the metrics read.
             output.kv_policy_unshared, self._unshared = self._unshared, {}
@@ -174,6 +178,7 @@ class _PolicyScheduling:
         super()._free_blocks(request)  # type: ignore[misc]
         self._counted_unshared.discard(request.request_id)
         self.admission.remove_request(request.request_id)
+        self.sharing.remove_request(request.request_id)
         self._to_shrink = [r for r in self._to_shrink if r is not request]
         for manager in (*self.lower_managers, *self.policy_managers):
             manager.remove_request(request.request_id)

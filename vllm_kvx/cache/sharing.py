@@ -2,14 +2,16 @@
 
 A block in the prefix cache holds, for the layers of its KV group, the entries that stock vLLM
 would hold. Who computed it does not matter. A request publishes a group's blocks if it computes
-every prompt token in the group's layers, and reads those groups that it would compute in full;
-what it skips by position it never needed, but for anchors.
+every prompt token in the group's layers, and reads those groups that it would compute in full.
+Of layers that it skips it needs the anchors' entries, or the states of tokens that are selected.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
@@ -17,10 +19,13 @@ from vllm.v1.request import Request
 
 from vllm_kvx.cache.managers import PolicyKVCacheManager, SizedByStorage, anchor_hash
 from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV
+from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
 from vllm_kvx.settings import KVSettings
+
+logger = init_logger("vllm.kvx.cache")
 
 
 class PrefixSharing:
@@ -38,6 +43,24 @@ class PrefixSharing:
         self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
         self._max_tokens = config.scheduler_config.max_num_batched_tokens
         self._is_on = kv_cache_manager.enable_caching
+        starts = (*settings.layout.starts, settings.num_layers)
+        self._ends = dict(zip(starts, starts[1:], strict=False))
+        # Where each running request's states enter, of those that select.
+        self._resumes: dict[str, int] = {}
+        self.states: StateCache | None = None
+        if self._is_on and settings.shares and settings.layout.stash:
+            rows = StateRows.of(kv_cache_manager.kv_cache_config, config)
+            if rows.tokens:
+                self.states = StateCache(self._pool, rows, self._block_size)
+            else:
+                logger.warning(
+                    "Policies that select tokens share no prefix: a KV block of %d tokens has no "
+                    "room for %d states in %d pages of %d; set a larger --block-size.",
+                    self._block_size,
+                    self._block_size,
+                    rows.pages,
+                    rows.per_page,
+                )
 
     def add_request(
         self, request: Request, policy: KVPolicy, managers: Sequence[SizedByStorage]
@@ -48,13 +71,19 @@ class PrefixSharing:
         anchors = prefix.anchors if prefix is not None else 0
         shares = self.shares(request, policy)
         by_block = policy.retain is not None and policy.retain.unit == "block"
+        selection = policy.selection(prompt_len, num_layers)
+        if shares and selection is not None:
+            self._resumes[request.request_id] = selection.resumes_at
         storages = []
         for manager in managers:
             size = manager.block_size
             storage = storage_of(policy, prompt_len, manager.start_layer, size, num_layers)
             kv = RequestKV(storage, by_block=by_block)
             # Whether every prompt token is computed in the manager's layers.
-            kv.reads = shares and not (storage.prefill.size or storage.prefill.grows)
+            is_whole = not (storage.prefill.size or storage.prefill.grows)
+            if selection is not None:
+                is_whole = self._ends[manager.start_layer] <= selection.resumes_at
+            kv.reads = shares and is_whole
             if not kv.reads:
                 kv.publishes = 0
             elif policy.is_lossy_decode:
@@ -72,11 +101,15 @@ class PrefixSharing:
         """Whether such a request reads prefixes of others, and others read its own."""
         if not self._is_on or policy.projects_from is not None:
             return False
-        if policy.selection(request.num_prompt_tokens, self._settings.num_layers) is not None:
-            # Layers above the choice hold chosen tokens only.
+        selection = policy.selection(request.num_prompt_tokens, self._settings.num_layers)
+        if not self._settings.shares and (policy.retain is not None or selection is not None):
             return False
-        if policy.retain is not None and not self._settings.shares:
-            return False
+        if selection is not None:
+            # Found online, the layer is above some that hold nothing until then; and from layer 0
+            # on there are no states.
+            first = self._ends[0]
+            fits = selection.online is None and first <= selection.resumes_at
+            return self.states is not None and fits
         return policy.propagate is None or policy.shared_prefix is not None
 
     def limit(self, request: Request, policy: KVPolicy) -> int | None:
@@ -96,6 +129,9 @@ class PrefixSharing:
             by = policy.retain.keeps_by
             window = by.window if isinstance(by, ScoreSpec) else 0
             end = min(end, prompt_len - window, prompt_len - 1)
+        selection = policy.selection(prompt_len, self._settings.num_layers)
+        if selection is not None:
+            end = min(end, prompt_len - selection.score.window, prompt_len - 1)
         if prefix is not None:
             if prefix.anchors > self._block_size:
                 return None
@@ -115,14 +151,23 @@ class PrefixSharing:
                 if each.find_anchors(kv) is None:
                     return manager.empty_kv_cache_blocks, 0
         hits: list[list[KVCacheBlock]] = [[] for _ in self._managers]
-        num_blocks = 0
-        for block_hash in self._hashes(request)[: limit // self._block_size]:
+        num_blocks, hashes = 0, self._hashes(request)
+        layer = self._resumes.get(request.request_id)
+        if layer is not None and self.states is not None:
+            limit = self._hold_states(request, hashes, layer, limit, kvs)
+        for block_hash in hashes[: limit // self._block_size]:
             cached = self._pool.get_cached_block(block_hash, needed)
             if cached is None:
                 break
             num_blocks += 1
             for group, block in zip(needed, cached, strict=True):
                 hits[group].append(block)
+        if layer is not None and self.states is not None:
+            # Whole blocks of states.
+            held = num_blocks * self._block_size // self.states.tokens
+            self.states.hold(request.request_id, self.states.let_go(request.request_id)[:held])
+            num_blocks = held * self.states.tokens // self._block_size
+            hits = [blocks[:num_blocks] for blocks in hits]
         if num_blocks * self._block_size <= max(kv.anchors for kv in kvs):
             return manager.empty_kv_cache_blocks, 0
         if manager.enable_kv_cache_events:
@@ -130,6 +175,54 @@ class PrefixSharing:
             if report == "full":  # As vLLM's own lookup does.
                 manager.coordinator.emit_cached_block_events(request, tuple(hits))
         return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * self._block_size
+
+    def _hold_states(
+        self, request: Request, hashes: Any, layer: int, limit: int, kvs: Sequence[RequestKV]
+    ) -> int:
+        """Holds cached states for the request; returns how many tokens they are of.
+
+        Held blocks are taken from the free ones. Where the whole prompt would not fit beside them
+        it runs cold, instead of waiting for ever.
+        """
+        assert self.states is not None
+        self.states.let_go(request.request_id)
+        blocks = self.states.find(hashes, layer, limit)
+        needed = sum(cdiv(kv.storage.peak_len(request.num_tokens), self._block_size) for kv in kvs)
+        needed += self._kv_cache_manager.watermark_blocks
+        room = self._pool.get_num_free_blocks() - needed
+        blocks = blocks[: max(room, 0)]
+        self.states.hold(request.request_id, blocks)
+        return len(blocks) * self.states.tokens
+
+    def end_step(self, scheduled: dict[str, int], requests: dict[str, Request]) -> dict[str, Any]:
+        """The states that requests of this step read and fill, by request id."""
+        if self.states is None:
+            return {}
+        found: dict[str, Any] = {}
+        for request_id in self.states.holders:
+            blocks = self.states.let_go(request_id)
+            if request_id in scheduled:
+                found[request_id] = StateBlocks(tuple(block.block_id for block in blocks))
+        for request_id, count in scheduled.items():
+            layer = self._resumes.get(request_id)
+            if layer is None:
+                continue
+            request = requests[request_id]
+            end = min(request.num_computed_tokens, request.num_prompt_tokens)
+            first = (request.num_computed_tokens - count) // self.states.tokens
+            last = end // self.states.tokens
+            if first < last:
+                filled = self.states.publish(self._hashes(request), layer, first, last)
+                if filled.write:
+                    before = found.get(request_id, StateBlocks())
+                    found[request_id] = replace(filled, read=before.read)
+        return found
+
+    def remove_request(self, request_id: str) -> None:
+        """Forgets a request that ended."""
+        self._resumes.pop(request_id, None)
+        if self.states is not None:
+            self.states.let_go(request_id)
 
     def choose(self, request: Request, end: int, num_running: int) -> None:
         """Decides whether a prompt that comes in with this step stays in the cache.
