@@ -38,6 +38,7 @@ from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
 from vllm_kvx.worker.prefill.passes import PassMaker, StepBatch, lens_to_device, run_in_turn
+from vllm_kvx.worker.prefill.prefix_states import PrefixStates
 from vllm_kvx.worker.prefill.score_and_move import PromptMemory
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.requests import Requests
@@ -115,6 +116,9 @@ class PolicyModelState(DefaultModelState):
             spec = groups[0].kv_cache_spec
             assert isinstance(spec, AttentionSpec)
             self.retrieval.bind(spec, block_tables)
+        self.prefix_states = PrefixStates.of(
+            self.stash, kv_cache_config, self.vllm_config, self.hooks
+        )
         self.passes = PassMaker(
             self.hooks,
             self.memory,
@@ -186,6 +190,7 @@ class PolicyModelState(DefaultModelState):
         )
         self._step = step = plan_step(input_batch, requests, self.retrieval, self.memory.private)
         requests.seq_lens[step.requests] = step.ends
+        self.prefix_states.restore()
         if self.settings.debug:
             check_blocks(step, self.group_stages, tables.block_sizes, tables.num_blocks.np)
         for chunk in step.chunks:
@@ -305,6 +310,7 @@ class PolicyModelState(DefaultModelState):
 
     def after_forward(self) -> None:
         """Once the step's forward pass is queued: tables of what moved, sidecars of what is new."""
+        self.prefix_states.save()
         sidecars = self.retrieval.sidecars if self.retrieval is not None else None
         if sidecars is not None:
             sidecars.write_left_behind()

@@ -7,6 +7,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
+from vllm_kvx.cache.states import STATE_BLOCKS
 from vllm_kvx.models.decoder import Build
 from vllm_kvx.models.registry import use_segmented_model
 from vllm_kvx.settings import KVSettings
@@ -70,7 +71,9 @@ class _PolicyWorking:
         unshared = getattr(scheduler_output, "kv_policy_unshared", None)
         if unshared:
             self.model_runner.model_state.stats.add_unshared(unshared)  # type: ignore[attr-defined]
-        self.model_runner.model_state.memory.private = getattr(scheduler_output, PRIVATE_BLOCKS, {})  # type: ignore[attr-defined]
+        state: PolicyModelState = self.model_runner.model_state  # type: ignore[attr-defined]
+        state.memory.private = getattr(scheduler_output, PRIVATE_BLOCKS, {})
+        state.prefix_states.in_step = getattr(scheduler_output, STATE_BLOCKS, {})
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.model_runner.model_state.after_forward()  # type: ignore[attr-defined]
         self._kept_blocks = self.model_runner.model_state.relink_blocks()  # type: ignore[attr-defined]
