@@ -13,6 +13,8 @@ from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
+from reference.structkv import Struct
+from reference.structsnap import StructSnap
 from world import inside
 from world.engine import BLOCK, Answer, Engine, keep_in_process, running
 from world.expected import FULL, Policy, named
@@ -28,8 +30,28 @@ RETAIN: list[Policy] = [
     Pyramid(kv_rate=0.3, groups=4),
     FULL,
 ]
+SELECT: list[Policy] = [
+    Keep(tsp_layer=3, tsp_rate=0.4, kv_rate=0.2),
+    Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=1.0),
+    Struct(5, struct_rate=0.5, kv_rate=0.3),
+    StructSnap(3, struct_rate=0.5, kv_rate=0.2),
+    Keep(kv_rate=0.3),
+    FULL,
+]
+BLOCKS: list[Policy] = [Struct(3, struct_rate=0.5, kv_rate=0.3, block_size=BLOCK), FULL]
+SERVERS = {"retain": RETAIN, "select": SELECT, "blocks": BLOCKS}
 NAMES = [named(policy) for policy in RETAIN]
-each = pytest.mark.parametrize("policy", RETAIN, ids=NAMES)
+
+
+def each(*servers: str) -> Any:
+    """All policies of these servers, which tests of one server share."""
+    cases = [(server, policy) for server in servers for policy in SERVERS[server]]
+    return pytest.mark.parametrize(
+        ("engine", "policy"),
+        cases,
+        indirect=["engine"],
+        ids=[f"{server}-{named(policy)}" for server, policy in cases],
+    )
 
 
 _RUNS = count()
@@ -43,9 +65,13 @@ def cold(engine: Engine, prompts: Sequence[list[int]], policies: Any, **kw: Any)
     return answers
 
 
-def floor(tokens: int) -> int:
-    """In whole blocks."""
-    return max(tokens, 0) // BLOCK * BLOCK
+def floor(tokens: int, engine: Engine, policy: Policy) -> int:
+    """In whole blocks of what a prefix consists of: keys and values, or hidden states too."""
+    selects = getattr(policy, "tsp_layer", None) is not None or isinstance(
+        policy, Struct | StructSnap
+    )
+    grain = inside.state_tokens(engine) if selects else BLOCK
+    return max(tokens, 0) // grain * grain
 
 
 def window(policy: Policy) -> int:
@@ -56,26 +82,31 @@ def window(policy: Policy) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Callable[..., Path]) -> Iterator[Engine]:
-    """One server for all, whose pool has room to keep prompts that were compacted."""
+def engine(tiny: Callable[..., Path], request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """A server, whose pool has room to keep prompts that were compacted."""
+    policies = SERVERS[request.param]
     with pytest.MonkeyPatch.context() as monkeypatch:
         keep_in_process(monkeypatch)
         inside.use_dense_ops(monkeypatch)
         with running(
-            tiny(), NAMES[0], config=room_for(RETAIN), enable_prefix_caching=True, max_model_len=640
+            tiny(),
+            named(policies[0]),
+            config=room_for(policies),
+            enable_prefix_caching=True,
+            max_model_len=640,
         ) as engine:
             inside.poison_free_blocks(engine)
             yield engine
 
 
-@each
+@each("retain", "select", "blocks")
 def test_the_next_turn_reads_the_prompt_of_the_last(
     engine: Engine, tiny: Callable[..., Path], policy: Policy
 ) -> None:
     """Prompt, answer and question: all but the answer and the question come from the cache."""
-    name, (start,) = named(policy), prompts_of((170,), seed=3)
-    seed = RETAIN.index(policy)
-    prompt = [*start, seed + 1]
+    name = named(policy)
+    (start,) = prompts_of((170,), seed=3 + len(name))
+    prompt = [*start, len(name)]
     for turn in range(3):
         (answer,) = engine.generate([prompt], max_tokens=12, policies=[name])
         (alone,) = cold(engine, [prompt], [name], max_tokens=12)
@@ -84,16 +115,17 @@ def test_the_next_turn_reads_the_prompt_of_the_last(
         if turn:
             # `full` publishes its answers too.
             end = before if policy is not FULL else len(prompt) - 21
-            assert answer.cached == floor(end), turn
+            assert answer.cached == floor(end, engine, policy), turn
         before = len(prompt)
         prompt = [*prompt, *answer.tokens, *prompts_of((20,), seed=turn + 50)[0]]
     engine.assert_idle()
 
 
-@each
+@each("retain", "select", "blocks")
 def test_hits_end_everywhere(engine: Engine, policy: Policy) -> None:
     """In the middle of a block, before and in the window, at the whole prompt and beyond it."""
-    name, (text,) = named(policy), prompts_of((300,), seed=9 + RETAIN.index(policy))
+    name = named(policy)
+    (text,) = prompts_of((300,), seed=9 + len(name))
     engine.generate([text], policies=[name])
     lengths = [31, 32, 33, 40, 72, 97, 131, 264, 265, 300]
     prompts = [text[:n] for n in lengths] + [[*text[:n], 5, 4, 3] for n in lengths]
@@ -101,28 +133,29 @@ def test_hits_end_everywhere(engine: Engine, policy: Policy) -> None:
     assert_close(hits, cold(engine, prompts, [name] * len(prompts)))
     engine.assert_idle()
     own = window(policy)
-    wanted = [floor(n - own) for n in lengths] + [
-        min(floor(n), floor(n + 3 - own)) for n in lengths
-    ]
-    assert [answer.cached for answer in hits] == wanted
+    ends = [n - own for n in lengths] + [min(n, n + 3 - own) for n in lengths]
+    assert [answer.cached for answer in hits] == [floor(n, engine, policy) for n in ends]
 
 
-@each
+@each("retain", "select")
 def test_chunks_of_one_token(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
-    name, (text,) = named(policy), prompts_of((90,), seed=70 + RETAIN.index(policy))
+    name = named(policy)
+    (text,) = prompts_of((170,), seed=70 + len(name))
     engine.generate([text], policies=[name])
     monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", 1)
-    prompts = [text, [*text[:70], 8, 9]]
+    prompts = [text, [*text[:150], *text[:10]]]
     hits = engine.generate(prompts, policies=[name] * 2)
-    assert [answer.cached for answer in hits] == [64, 64 if window(policy) <= 8 else 32]
+    ends = (170 - window(policy), 150)
+    assert [answer.cached for answer in hits] == [floor(n, engine, policy) for n in ends]
     assert_close(hits, cold(engine, prompts, [name] * 2))
 
 
-@each
+@each("retain", "select", "blocks")
 def test_thrown_out_at_every_step_of_a_hit(engine: Engine, policy: Policy) -> None:
-    name, (text,) = named(policy), prompts_of((150,), seed=90 + RETAIN.index(policy))
+    name = named(policy)
+    (text,) = prompts_of((150,), seed=90 + len(name))
     prompts = [text, [*text[:100], 6, 7]]
     undisturbed = cold(engine, prompts, [name] * 2, max_tokens=6)
     for steps in range(1, 9):
@@ -134,11 +167,13 @@ def test_thrown_out_at_every_step_of_a_hit(engine: Engine, policy: Policy) -> No
         engine.assert_idle()
 
 
-def test_all_at_once(engine: Engine) -> None:
+@pytest.mark.parametrize("engine", SERVERS, indirect=True)
+def test_all_at_once(engine: Engine, request: pytest.FixtureRequest) -> None:
     """Everybody races for one prefix in one step, the cache empty and then warm."""
     (text,) = prompts_of((230,), seed=200)
-    prompts = [text[: 200 + 3 * i] for i in range(len(NAMES))] + [text] * len(NAMES)
-    names = [*NAMES, *NAMES]
+    here = [named(p) for p in SERVERS[request.node.callspec.params["engine"]]]
+    prompts = [text[: 200 + 3 * i] for i in range(len(here))] + [text] * len(here)
+    names = [*here, *here]
     alone = cold(engine, prompts, names)
     for _ in range(2):
         assert_close(engine.generate(prompts, policies=names), alone)
@@ -154,7 +189,8 @@ def test_off(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None
     ) as engine:
         names = [None, None, "full", None, "full"]
         cached = [engine.generate([text], policies=[name])[0].cached for name in names]
-        assert engine.stats()["policies"][NAMES[0]]["prefix_not_shared"] == 3
+        counters = engine.stats()["policies"]
+        assert [counters[n]["prefix_not_shared"] for n in counters if "snapkv" in n] == [3]
     assert cached == [0, 0, 0, 0, 192]
 
 

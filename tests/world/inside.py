@@ -31,6 +31,11 @@ def used_stash_pages(engine: Any) -> int:
     return _admission(engine).used_pages
 
 
+def state_tokens(engine: Any) -> int:
+    """Tokens of a block of hidden states in the prefix cache."""
+    return engine.scheduler.sharing.states.tokens
+
+
 def upper_managers(engine: Any) -> list[Any]:
     """The managers of KV groups that hold less than their requests' tokens from the start."""
     return engine.scheduler.policy_managers
