@@ -27,10 +27,13 @@ class Rule(NamedTuple):
 # module of one with all below it.
 RULES = {
     "errors": Rule((), "the ground floor: an exception"),
+    "cache_folder": Rule(("errors",), "where measurements are kept, for tools and servers alike"),
     "policy": Rule((), "the ground floor: counts and names, which both sides of the engine ask"),
     "settings": Rule(("policy", "spelling"), "what additional_config means, read in every process"),
     "equations": Rule(("policy",), "the papers' math in plain torch, for tools and operators"),
-    "ops": Rule(("equations", "errors"), "kernels take tensors and numbers, not requests"),
+    "ops": Rule(
+        ("equations", "errors", "cache_folder"), "kernels take tensors and numbers, not requests"
+    ),
     "scores": Rule(("ops", "equations", "policy"), "the device half of propagate and retain"),
     "indexes": Rule(("ops", "equations", "policy"), "the device half of retrieve"),
     "models": Rule((), "a model runs passes and knows no policy; the worker tells it what to run"),
@@ -44,18 +47,18 @@ RULES = {
     ),
     "calibration": Rule(
         (
-            *("policy", "equations", "settings", "errors"),
+            *("policy", "equations", "settings", "errors", "cache_folder"),
             *("evaluation.tasks", "evaluation.prompts", "evaluation.options"),
         ),
         "tools measure models without an engine, by lookups whose answers are known",
     ),
     "evaluation": Rule(
-        ("policy", "calibration", "settings", "errors", "cpu_mode"),
+        ("policy", "calibration", "settings", "errors", "cache_folder", "cpu_mode"),
         "asks engines from outside, as a user does; the rest is counting",
     ),
     "tuning": Rule(
         (
-            *("policy", "settings", "equations", "calibration", "errors"),
+            *("policy", "settings", "equations", "calibration", "errors", "cache_folder"),
             *("evaluation.engine", "evaluation.options"),
         ),
         "makes weights for a policy, with transformers; a record beside them says which",
@@ -69,11 +72,22 @@ RULES = {
         "says at start what runs: architectures by name, and which operators there are",
     ),
     "plugin": Rule(
-        ("policy", "settings", "server", "environment", "cpu_mode"),
+        ("policy", "settings", "server", "environment", "errors", "cpu_mode"),
         "what vLLM loads: it only wires",
     ),
+    "doctor": Rule(
+        (
+            *("policy", "settings", "spelling", "cpu_mode", "plugin", "cache_folder"),
+            *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
+            *("ops.retrieval.backends", "ops.retrieval.crossover"),
+        ),
+        "asks what servers and tools ask, before either runs; nothing asks it",
+    ),
     "cli": Rule(
-        ("policy", "errors", "calibration", "evaluation.options", "tuning.options"),
+        (
+            *("policy", "errors", "calibration"),
+            *("evaluation.options", "tuning.options", "doctor.options", "ops.build"),
+        ),
         "reads arguments before it imports a tool",
     ),
     "cpu_mode": Rule(("environment",), "a platform plugin, loaded before all else"),

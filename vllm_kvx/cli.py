@@ -6,6 +6,8 @@ vllm-kvx diagnose MODEL                       draws where a model's attention se
 vllm-kvx diagnose MODEL --method speed        draws where a model's prompt may be cut
 vllm-kvx evaluate MODEL                       shows what policies keep of a model's answers
 vllm-kvx tune-speed MODEL                     tunes a checkpoint for --kv-policy speed-K
+vllm-kvx build-ops                            builds the CUDA ops of fier and quest
+vllm-kvx doctor [MODEL]                       looks at what works here, and what a server would do
 
 This module reads the options, for which it needs neither torch nor vLLM; the modules of
 ``calibration/``, ``evaluation/`` and ``tuning/`` do the work.
@@ -28,8 +30,10 @@ from vllm_kvx.calibration.options import (
     add_weights,
     add_window,
 )
+from vllm_kvx.doctor.options import add_doctor
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.evaluation.options import add_evaluate, positive
+from vllm_kvx.ops.build import add_build_ops
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.tuning.options import add_tune_speed
 
@@ -75,18 +79,23 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's) and return its exit code.
 
-    The code is 2 if it cannot be done as asked; one line on stderr then says what to change.
+    The code is 2 if it cannot be done as asked; one line on stderr then says what to change. Only
+    `doctor` has codes of its own.
     """
-    args = parser().parse_args(argv)
+    top = parser()
+    args, others = top.parse_known_args(argv)
+    if others and not hasattr(args, "serve_args"):
+        top.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        args.serve_args = others
     try:
         with vllm_needed():
-            args.run(args)
+            return args.run(args) or 0
     except (ToolError, PolicyError) as error:
         print(f"vllm-kvx {args.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,6 +107,8 @@ def parser() -> argparse.ArgumentParser:
     add_diagnose(commands)
     add_evaluate(commands)
     add_tune_speed(commands)
+    add_build_ops(commands)
+    add_doctor(commands)
     return top
 
 

@@ -1,4 +1,4 @@
-"""Variables of the environment that turn something on or off."""
+"""Variables of the environment that are switches."""
 
 import os
 

@@ -1,7 +1,10 @@
-"""The error that every command-line tool raises where it cannot do what it was asked for."""
+"""What users are told where something cannot be done: by tools, and by a server at start."""
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # vLLM is an extra of this package, and the others come with it.
 _COME_WITH_VLLM = ("torch", "transformers", "vllm")
@@ -25,3 +28,40 @@ def vllm_needed() -> Iterator[None]:
         raise ToolError(
             f"{error.name} is missing: pip install 'vllm-kvx[cuda]' or [cpu]"
         ) from error
+
+
+_REFUSAL = "_vllm_kvx_refusal"
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Within, a ValueError or RuntimeError is a refusal: its message says what to change.
+
+    It stays the exception that it is, for those who start an engine in Python and catch it.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        setattr(error, _REFUSAL, True)
+        raise
+
+
+def serve_command(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`vllm serve` that ends with a refusal's message and code 2, as it does for a bad flag.
+
+    Other errors are vLLM's to show. With VLLM_LOGGING_LEVEL=DEBUG the traceback comes too.
+    """
+
+    def cmd(args: Any) -> None:
+        try:
+            original(args)
+        except (ValueError, RuntimeError) as error:
+            if not getattr(error, _REFUSAL, False):
+                raise
+            if os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":
+                raise
+            # Not into the log, whose level may hide it.
+            print(f"vllm serve: error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
+
+    return cmd

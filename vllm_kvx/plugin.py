@@ -9,11 +9,13 @@ one release line of it. ``KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the
 import functools
 import inspect
 import re
+import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any
 
 from vllm_kvx.environment import is_on
+from vllm_kvx.errors import refusing, serve_command
 
 _Function = Callable[..., Any]
 
@@ -44,6 +46,14 @@ def register() -> None:
         if vllm_is_supported(_vllm_version()):
             raise
         # Stock use of an untested vLLM must not suffer from an idle plugin.
+
+
+def is_loaded() -> bool:
+    """Whether vLLM has loaded this plugin in this process, so that policies have effect."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = ("add_cli_args", "from_cli_args", "create_engine_config")
+    return all(hasattr(getattr(EngineArgs, name), _MARK) for name in names)
 
 
 def wrap_once(owner: Any, name: str, make: Callable[[_Function], _Function]) -> bool:
@@ -130,6 +140,7 @@ def _flag_help() -> str:
 def _with_flag(original: _Function) -> _Function:
     def add_cli_args(parser: Any) -> Any:
         parser = original(parser)
+        _say_refusals_in_a_line()
         group = parser.add_argument_group(title="KVPolicy", description=_GROUP_HELP)
         group.add_argument(
             "--kv-policy", type=_policy_name, default=None, metavar="POLICY", help=_flag_help()
@@ -147,7 +158,8 @@ def _with_flag_value(original: _Function) -> _Function:
 
             # Into the namespace itself: further API server processes get it pickled, and call
             # from_cli_args before vLLM has loaded its plugins there.
-            args.additional_config = merge_flag(flag, getattr(args, "additional_config", None))
+            with refusing():
+                args.additional_config = merge_flag(flag, getattr(args, "additional_config", None))
         return original(cls, args)
 
     return from_cli_args
@@ -159,15 +171,24 @@ def _with_policy(original: _Function) -> _Function:
             return original(self, *args, **kwargs)
         from vllm_kvx.settings import policy_is_set
 
-        if not policy_is_set(self.additional_config):
-            return original(self, *args, **kwargs)
-        check_version()
+        with refusing():
+            is_set = policy_is_set(self.additional_config)
+            if is_set:
+                check_version()
         vllm_config = original(self, *args, **kwargs)
+        if not is_set:
+            return vllm_config
         from vllm_kvx.server.validate import prepare_engine_config
 
         wrap_once(_plugins_module(), "load_endpoint_plugins", _with_route)
         _refuse_beam_search()
-        return prepare_engine_config(vllm_config)
+        with refusing():
+            prepare_engine_config(vllm_config)
+        if getattr(self, "_api_process_count", 1) > 1:
+            # Further API servers are given these arguments: what was found need not be found again,
+            # nor measured again where it could not be kept.
+            self.additional_config.update(vllm_config.additional_config)
+        return vllm_config
 
     return create_engine_config
 
@@ -187,6 +208,13 @@ def _refuse_beam_search() -> None:
     from vllm_kvx.server.beam_search import refuse_beam_search
 
     wrap_once(InputProcessor, "resolve_watermarking", refuse_beam_search)
+
+
+def _say_refusals_in_a_line() -> None:
+    """For `vllm serve`, whose module is loaded by now where it runs; everybody else may catch."""
+    serve = sys.modules.get("vllm.entrypoints.cli.serve")
+    if serve is not None:
+        wrap_once(serve.ServeSubcommand, "cmd", serve_command)
 
 
 def _plugins_module() -> Any:

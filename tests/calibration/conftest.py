@@ -1,6 +1,7 @@
 """What every tool's tests need."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +29,21 @@ def make_config() -> Callable[..., Any]:
         return vllm_config(model, policy, **kwargs)
 
     return make
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """What `vllm.kvx` and its children log; vLLM's logger hands nothing on to pytest's."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("vllm.kvx"), Keep()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)

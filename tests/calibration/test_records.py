@@ -14,8 +14,9 @@ from reference.models import build_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from vllm_kvx.cache_folder import cache_root
 from vllm_kvx.calibration.model_key import model_dir, model_key
-from vllm_kvx.calibration.records import RESULTS, cache_root, load, record_path, save
+from vllm_kvx.calibration.records import RESULTS, load, record_path, save
 from vllm_kvx.calibration.resolve import PAPER_TSP_LAYERS, layer_of
 from vllm_kvx.policy.methods.fastkv import FastKV
 

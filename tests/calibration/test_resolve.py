@@ -1,5 +1,6 @@
 """Layers that the server's policy leaves to measurement: found, or measured once."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ TOOL = [sys.executable, "-m", "vllm_kvx.cli"]
 # As the tests have time for.
 FEW = ["--count", "3", "--length", "300"]
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Run = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
@@ -34,43 +35,55 @@ def processes_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tool:
-    """Stands for ``subprocess.run`` and keeps the arguments of each `vllm-kvx` that it runs."""
+    """Stands for ``subprocess.Popen`` and keeps the arguments of each `vllm-kvx` that it runs."""
 
     def __init__(self, run: Run, other: Run) -> None:
         self.run, self.other = run, other
         self.ran: list[list[str]] = []
 
     def __call__(self, command: Any, *args: Any, **kwargs: Any) -> Any:
-        if list(command)[:3] != TOOL:
+        if not isinstance(command, list) or command[:3] != TOOL:
             return self.other(command, *args, **kwargs)  # vLLM runs programs too.
         self.ran.append(command[3:])
-        return self.run(command, *args, **kwargs)
+        return self.run(command, **kwargs)
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Tool:
     """The tool in a process of its own, as a server runs it, on fewer lookups."""
-    real = subprocess.run
+    real = subprocess.Popen
     tool = Tool(lambda command, **kwargs: real([*command, *FEW], **kwargs), real)
-    monkeypatch.setattr(subprocess, "run", tool)
+    monkeypatch.setattr(subprocess, "Popen", tool)
     return tool
+
+
+class Done:
+    """A process that has ended."""
+
+    def __init__(self, code: int, said: str) -> None:
+        self.returncode, self.stderr = code, io.StringIO(said)
+
+    def poll(self) -> int:
+        return self.returncode
 
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
     """The tool in this process, which spares the seconds of its imports."""
 
-    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Done:
         capsys.readouterr()
-        code = main([*command[3:], *FEW])
-        return subprocess.CompletedProcess(command, code, "", capsys.readouterr().err)
+        with pytest.MonkeyPatch.context() as its_own:
+            its_own.setenv("KVX_CACHE_ROOT", env["KVX_CACHE_ROOT"])
+            code = main([*command[3:], *FEW])
+        return Done(code, capsys.readouterr().err)
 
     # The one kind that the demo checkpoint answers.
     monkeypatch.setattr(questions, "FAMILIES", {"notes": ("notes",)})
     monkeypatch.setattr(by_answers, "FAMILIES", {"notes": ("notes",)})
 
-    tool = Tool(run, subprocess.run)
-    monkeypatch.setattr(subprocess, "run", tool)
+    tool = Tool(run, subprocess.Popen)
+    monkeypatch.setattr(subprocess, "Popen", tool)
     return tool
 
 
@@ -116,12 +129,13 @@ def record_of(model: Path) -> tuple[Path, dict[str, Any]]:
 def test_a_server_measures_before_its_first_start(
     process: Tool, make_config: Callable[..., Any], cache: Path
 ) -> None:
-    settings = {"model": str(LOOKUP), "load_format": "auto", "dtype": "float32"}
+    settings: dict[str, Any] = {"model": str(LOOKUP), "load_format": "auto", "dtype": "float32"}
+    settings["tensor_parallel_size"] = 2  # No rank has any part in it.
     vllm_config = make_config("structkv", **settings)
     [arguments] = process.ran
     assert arguments[:2] == ["calibrate", str(LOOKUP)]
     path, record = record_of(LOOKUP)
-    assert [*cache.rglob("*.*")] == [path]
+    assert [*cache.rglob("*.*")] == [path]  # The lock is gone.
     assert record["layers"] == 8 and record["window"] == 8 and record["decay"] == 0.9
     assert record["criterion"] == "answers" and record["asked"] == "notes"
     assert record["prompts"]["source"] == "built-in" and record["prompts"]["count"] == 3
@@ -205,8 +219,8 @@ def test_the_policys_parameters_are_measured(
 def test_fastkv_is_measured_too(tool: Tool, find: Callable[..., Any], model: Path) -> None:
     config, [line] = find(model, "fastkv")
     [ran] = tool.ran
-    assert ran[:5] == ["calibrate", str(model), "--no-plot", "--method", "fastkv"]
-    assert ran[5:] == ["--window", "8", "--kernel", "7", "--tsp-rate", "0.2"]
+    assert ran[:4] == ["calibrate", str(model), "--method", "fastkv"]
+    assert ran[4:] == ["--window", "8", "--kernel", "7", "--tsp-rate", "0.2", "--no-plot"]
     # Its layers 0 to 3 find the answer, and the third one shows where it stands.
     assert config["kv_tsp_layer"] == 3 and line.startswith("FastKV: tsp_layer=auto is layer 3 (")
     assert find(model, "full", kv_layout=["fastkv:kv_rate=0.3"])[0]["kv_tsp_layer"] == 3
@@ -227,7 +241,7 @@ def test_the_measured_reduction_goes_with_the_layer(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:
     find(model, "fastkv:tsp_reduction=max")
-    assert tool.ran[0][-2:] == ["--reduction", "max"]
+    assert tool.ran[0][-3:-1] == ["--reduction", "max"]
     config, [line] = find(model, "fastkv")
     assert len(tool.ran) == 1 and line.startswith(
         "FastKV: tsp_layer=auto is layer 3 with tsp_reduction=max (calibrated by answers"
@@ -278,7 +292,7 @@ def test_what_needs_no_measurement(
 def test_where_nothing_can_be_measured(
     tool: Tool, find: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    way_out = r"write pivot=<int>, or measure it on your own .*calibrate MODEL --method structkv"
+    way_out = r"write pivot=<int>, or measure it beforehand .*calibrate \S+ --method structkv"
     with pytest.raises(PolicyError, match=rf"\(its weights are dummies\): {way_out}"):
         find(model, load_format="dummy")
     assert not tool.ran
@@ -288,8 +302,23 @@ def test_where_nothing_can_be_measured(
     (bare / "tokenizer_config.json").unlink()
     with pytest.raises(PolicyError, match=rf"\(.*no tokenizer that loads.*\): {way_out}"):
         find(bare)
+    monkeypatch.setenv("KVX_CALIBRATION_LIMIT", "0")
+    with pytest.raises(PolicyError, match=rf"\(KVX_CALIBRATION_LIMIT=0, .*nothing\): {way_out}"):
+        find(model)
+    assert len(tool.ran) == 1
+
+
+def test_where_nothing_can_be_kept(
+    tool: Tool, find: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch, log: list[str]
+) -> None:
+    """The start goes on, and says which variable to set."""
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "file"))
-    with pytest.raises(PolicyError, match="set KVX_CACHE_ROOT to a directory"):
-        find(model)
+    config, [line] = find(model)
+    assert line.endswith("(calibrated by answers for this start alone).")
+    [line] = [line for line in log if line.startswith("cannot write to ")]
+    assert line.startswith(f"cannot write to {tmp_path / 'file' / 'calibration'}: ")
+    assert "; set KVX_CACHE_ROOT to a directory that can be written. What is" in line
+    assert find(model)[0] == config
     assert len(tool.ran) == 2
+    assert (tmp_path / "file").read_text() == "in the way"

@@ -1,4 +1,7 @@
-"""Sleep of level 2 discards what was allocated as the model loaded; answers and counters stay."""
+"""Sleep of level 2 discards what was allocated as the model loaded; answers and counters stay.
+
+So they do where weights are loaded anew and where the prefix cache is emptied.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +12,40 @@ from world import inside
 from world.engine import running
 from world.prompts import prompt_of
 
-POLICIES = ("criticalkv", "fier-64:dense_below=0", "fastkv:tsp_layer=3", "full")
+from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.spec import parse_policy
+
+# By server, the policies of its requests, the server's own first: every method is in one of them.
+SERVERS = {
+    "fier": (
+        "criticalkv",
+        *("fier-64:dense_below=0", "fastkv:tsp_layer=3", "structkv:pivot=3"),
+        *("snapkv", "streamingllm:recent=60", "pyramidkv:groups=4", "knorm", "gemfilter:layer=3"),
+        *("selfonly-3", "swiftkv-3", "speed-4+fier-64:dense_below=0", "full"),
+    ),
+    "quest": (
+        "quest-64:dense_below=0",
+        *("structkv:pivot=3,granularity=block", "structkv:pivot=online,min_layer=2,max_layer=6"),
+        *("speed-4", "snapkv+quest-64:dense_below=0", "full"),
+    ),
+}
+
+
+def test_every_method_sleeps() -> None:
+    parts = [
+        part for names in SERVERS.values() for name in names for part in parse_policy(name).parts
+    ]
+    assert {part.name for part in parts} == set(METHODS)
 
 
 @pytest.mark.usefixtures("dense_ops")
-def test_level_2(tiny: Callable[..., Path]) -> None:
-    room = {"kv_layout": list(POLICIES[1:])}
-    with running(tiny(), POLICIES[0], config=room) as engine:
-        prompts = [prompt_of(150, seed) for seed in range(len(POLICIES))]
-        before = engine.generate(prompts, policies=POLICIES)
+@pytest.mark.parametrize("server", SERVERS)
+def test_level_2(tiny: Callable[..., Path], server: str) -> None:
+    policies = SERVERS[server]
+    room = {"kv_layout": list(policies[1:])}
+    with running(tiny(), policies[0], config=room, enable_prefix_caching=True) as engine:
+        prompts = [prompt_of(150, seed) for seed in range(len(policies))]
+        before = engine.generate(prompts, policies=policies)
         worker = inside.worker(engine)
         counters = worker.kv_policy_stats()
         assert counters["kv_bytes_moved"] > 0
@@ -29,9 +57,23 @@ def test_level_2(tiny: Callable[..., Path]) -> None:
         worker.wake_up(tags=["kv_cache"])
         assert not inside.tickets(engine).any()
         assert worker.kv_policy_stats() == counters
-        for old, new in zip(before, engine.generate(prompts, policies=POLICIES), strict=True):
-            assert new.tokens == old.tokens
-            torch.testing.assert_close(new.logprobs, old.logprobs)
+        # What vLLM does as it sleeps: the cache that it discards holds no prefix any more.
+        assert engine.llm.reset_prefix_cache()
+        after = engine.generate(prompts, policies=policies)
+        for name, old, new in zip(policies, before, after, strict=True):
+            assert new.tokens == old.tokens, name
+            torch.testing.assert_close(
+                new.logprobs, old.logprobs, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            assert new.cached == 0
+        if server == "quest":  # Its layers are split where SPEED cuts, so it shares prefixes.
+            hits = engine.generate(prompts, policies=policies)
+            assert any(answer.cached for answer in hits)
+            assert engine.llm.reset_prefix_cache()
+            again = engine.generate(prompts, policies=policies)
+            for name, old, new in zip(policies, after, again, strict=True):
+                assert new.tokens == old.tokens and new.cached == 0, name
+        engine.assert_idle()
 
 
 @pytest.mark.usefixtures("dense_ops")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from reference.fastkv import Keep
 from reference.structkv import Struct
+from transformers import AutoConfig
 from world import inside
 from world.engine import running
 from world.expected import FULL, Online, Policy, load, named
@@ -74,6 +75,9 @@ def test_depths_of_qwen(tiny: Callable[..., Path], layers: int) -> None:
     prompts = prompts_of((90, 200, 331))
     policy = Online(layers * 2 // 3, layers * 5 // 6)
     with running(model, "structkv:pivot=online", max_model_len=512) as engine:
+        # vLLM plans with the detector's scratch: its profile runs every layer's hook.
+        heads = AutoConfig.from_pretrained(model).num_attention_heads
+        assert inside.profiled_scratch(engine) == 8 * heads * 8 * 512 * 4
         answers = engine.generate(prompts)
         stats = engine.stats()
         engine.assert_idle()

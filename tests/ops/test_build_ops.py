@@ -47,6 +47,15 @@ def test_where_the_compiler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert inside.find_nvcc() == str(in_path)
 
 
+def test_architectures_are_nvccs_names(capsys: pytest.CaptureFixture[str]) -> None:
+    spellings = {"90a": "90a", "9.0a": "90a", "sm_80": "80", "12.0": "120", "100f": "100f"}
+    assert {text: build_ops.architecture(text) for text in spellings} == spellings
+    for wrong in ("", "hopper", "9", "90b", "80;90a"):
+        with pytest.raises(SystemExit):
+            build_ops.main(["--arch", wrong])
+        assert "must be a compute capability such as 90a" in capsys.readouterr().err
+
+
 def test_no_sources(tmp_path: Path) -> None:
-    with pytest.raises(ToolError, match=f"no CUDA sources in {tmp_path}: run this in a checkout"):
+    with pytest.raises(ToolError, match=f"no CUDA sources in {tmp_path}: install vllm-kvx again"):
         build_ops.build(sources=tmp_path, nvcc="nvcc", output=tmp_path / "ops.so")

@@ -11,6 +11,7 @@ from world.ragged import Batch, make_batch, poisoned_outputs
 from vllm_kvx.equations.pivot import TOP_SHARE, attention_metrics
 from vllm_kvx.equations.saliency import window_attention
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics, window_metrics_reference
+from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 
 SCALE = 0.3
 
@@ -193,3 +194,6 @@ def test_scratch_is_bounded(
     assert sum(sizes) == 2 * 6
     # Two heads of 32 rows make a tile.
     assert max(sizes) <= max(heads_at_once, 2)
+    # What vLLM is told to plan for is enough, and tight where a tile alone needs more.
+    planned = scratch_bytes(32, num_requests=2, num_kv_heads=2, group=3, max_num_keys=70)
+    assert max(sizes) * 32 * 80 * 4 <= planned == max(heads_at_once, 2) * 32 * 80 * 4

@@ -7,6 +7,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_kvx.calibration import resolve
 from vllm_kvx.policy.layout import Layout, RetrievalLayout
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.settings import KVSettings, policy_is_set, request_policy
@@ -64,6 +65,20 @@ def test_further_api_servers_see_the_flag(parser, llama: str) -> None:
     unwrapped = EngineArgs.from_cli_args.__func__.__wrapped__
     assert unwrapped(AsyncEngineArgs, again).additional_config == {"kv_policy": "speed-4"}
     assert AsyncEngineArgs.from_cli_args(again).additional_config == {"kv_policy": "speed-4"}
+
+
+def test_further_api_servers_need_not_measure(parser, llama: str, monkeypatch) -> None:
+    """They are given what their parent found, which may be kept nowhere."""
+    monkeypatch.setattr(resolve, "layer_of", lambda *_: resolve.Found(5, "measured"))
+    flags = ["--kv-policy", "fastkv", "--dtype", "float32", "--enforce-eager"]
+    for count in (1, 2):
+        args = parser.parse_args(["--model", llama, "--skip-tokenizer-init", *flags])
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        engine_args._api_process_count, engine_args._api_process_rank = count, -1
+        assert engine_args.create_engine_config().additional_config["kv_tsp_layer"] == 5
+        found = {"kv_policy": "fastkv", "kv_tsp_layer": 5}
+        again = pickle.loads(pickle.dumps(args)).additional_config
+        assert again == (found if count > 1 else {"kv_policy": "fastkv"})
 
 
 def test_without_the_flag_nothing_is_set(parser, llama: str) -> None:

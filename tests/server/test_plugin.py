@@ -2,17 +2,22 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvx import plugin
 from vllm_kvx.cpu_mode import check_platform, cpu_mode_requested
+from vllm_kvx.errors import serve_command
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,50 @@ def test_register_again_changes_nothing(make_config) -> None:
     ]
 
 
+def test_vllm_serve_ends_with_a_refusals_message(make_config, capsys, monkeypatch) -> None:
+    def start(args: Namespace) -> None:
+        if args.policy is None:
+            raise ValueError("theirs")
+        make_config(args.policy)
+
+    serve = serve_command(start)
+    for policy, message in (
+        ("speed-8", "kv_policy: speed-8: this model has 8 layers; use speed-1 .. speed-7"),
+        ("fastkv", r"fastkv: tsp_layer of this model is not known, .* write tsp_layer=<int>, or"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            serve(Namespace(policy=policy))
+        assert ended.value.code == 2 and ended.value.__suppress_context__
+        [line] = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+        assert re.match(f"vllm serve: error: {message}", line)
+        # In Python it can be caught.
+        with pytest.raises(ValueError, match=message):
+            make_config(policy)
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    with pytest.raises(SystemExit):
+        serve(Namespace(policy="speed-4"))
+    assert "vllm serve: error: vllm-kvx works with" in capsys.readouterr().err
+    # What is not ours, and for who looks for a bug, stays as it is.
+    with pytest.raises(ValueError, match="theirs"):
+        serve(Namespace(policy=None))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    with pytest.raises(RuntimeError, match="vllm-kvx works with"):
+        serve(Namespace(policy="speed-4"))
+
+
+def test_only_the_vllm_serve_command_ends_so(monkeypatch) -> None:
+    parser = FlexibleArgumentParser()
+    monkeypatch.delitem(sys.modules, "vllm.entrypoints.cli.serve", raising=False)
+    EngineArgs.add_cli_args(parser)
+    assert "vllm.entrypoints.cli.serve" not in sys.modules
+    command = SimpleNamespace(
+        ServeSubcommand=type("ServeSubcommand", (), {"cmd": staticmethod(id)})
+    )
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.serve", command)
+    EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert command.ServeSubcommand.cmd is not id
+
+
 def test_another_vllm_without_our_seams_still_works(monkeypatch) -> None:
     def fail(*args):
         raise AttributeError("no such seam")
@@ -131,7 +180,7 @@ INERT = """
     assert vllm.plugins.load_endpoint_plugins is routes
     ours = {name for name in sys.modules if name.startswith("vllm_kvx")}
     assert {name.removeprefix("vllm_kvx").lstrip(".") for name in ours} <= {
-        "", "plugin", "cpu_mode", "environment"
+        "", "plugin", "cpu_mode", "environment", "errors"
     }, ours
     try:
         config(kv_policy="speed-4")

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from world import inside
 from world.configs import engine_args
 
-from vllm_kvx.ops.retrieval import cuda as cuda_ops
+from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.refusals import (
@@ -198,11 +198,12 @@ def test_scales_that_are_not_used_or_one_a_layer(stock) -> None:
 def layers_in_blocks(stock: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The reason that refuses blocks of all layers, where CUDA ops are built; no others are."""
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(cuda_ops, "LIBRARY", tmp_path / "ops.so")
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "ops.so")
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.delenv("KVX_RETRIEVAL_OPS", raising=False)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLNHC")
     assert not reasons(WITH_RETRIEVAL, stock), "Triton's ops run"
-    cuda_ops.LIBRARY.touch()
+    library.LIBRARY.write_text(library.record(library.key_of(), ("90a",)))
     (found,) = reasons(WITH_RETRIEVAL, stock)
     for ops, works in (("cuda", False), ("triton", True)):
         monkeypatch.setenv("KVX_RETRIEVAL_OPS", ops)
@@ -292,11 +293,17 @@ def test_cuda_ops_on_a_gpu_must_be_built(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("KVX_RETRIEVAL_OPS", "cuda")
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
-    library = tmp_path / "ops.so"
-    monkeypatch.setattr(cuda_ops, "LIBRARY", library)
+    built, cache = tmp_path / "package" / "ops.so", tmp_path / "cache"
+    built.parent.mkdir()
+    monkeypatch.setattr(library, "LIBRARY", built)
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(cache))
     (found,) = inside.ops_problems()
-    assert "ops.so is not built: run python -m vllm_kvx.ops.build" in found
-    library.touch()
+    assert f"CUDA ops are not built in {built.parent} or {cache}/ops/" in found
+    assert found.endswith("run `vllm-kvx build-ops`, or unset it")
+    built.write_text(library.record("0123456789abcdef", ("90a",)))
+    (found,) = inside.ops_problems()
+    assert f"{built} is built from other sources than this vllm-kvx: run `vllm-kvx" in found
+    built.write_text(library.record(library.key_of(), ("90a",)))
     assert inside.ops_problems() == []
 
 

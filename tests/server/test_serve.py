@@ -164,6 +164,34 @@ def test_tuned_weights_are_told(server: Server, log: Path) -> None:
     assert server.status()["matches_tuning"]["speed-4:tail=2"] is False
 
 
+def test_the_pool_is_told_beside_vllms_line(server: Server, log: Path) -> None:
+    text = log.read_text()
+    number = r"([\d,]+)"
+
+    def found(pattern: str) -> list[int]:
+        match = re.search(pattern, text)
+        assert match is not None, pattern
+        return [int(re.sub("[,.]", "", each)) for each in match.groups()]
+
+    tokens, longest, fit = found(
+        rf"CPU KV cache size: {number} tokens, Maximum concurrency for {number} tokens per "
+        r"request: (\d+\.\d\d)x"
+    )
+    blocks, prompt, ours, of, stock = found(
+        rf"KV pool: {number} blocks hold {number} prompt tokens under speed-{CUTOFF} once prompts "
+        rf"are in: (\d+\.\d\d) prompts of --max-model-len {number}, and .*x the {number} tokens of"
+    )
+    [named] = found(rf'KV pool: the "KV cache size: {number} tokens" of vLLM')
+    assert named == tokens and of == longest
+    layout = server.status()["layout"]
+    assert blocks == layout["num_blocks"] and prompt == layout["pool_prompt_tokens"]
+    assert stock == layout["stock_pool_tokens"]
+    assert abs(ours / 100 - prompt / longest) < 0.01 and abs(fit / 100 - tokens / longest) < 0.01
+    # Half of the layers store prompts; all of them store what vLLM counts, and a sidecar too.
+    assert 1.9 * tokens < prompt < 2.1 * tokens
+    assert tokens <= stock * 1.01
+
+
 @pytest.mark.parametrize("route", ["completions", "chat/completions", "responses", "messages"])
 def test_a_policy_in_the_wrong_place_is_a_400(server: Server, route: str) -> None:
     messages = [{"role": "user", "content": "hello"}]
@@ -455,16 +483,18 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("flags", "message"),
     [
         (["--kv-policy", "sped-4"], "error: argument --kv-policy: .*did you mean speed-K"),
-        (["--kv-policy", "speed-8"], "speed-8: this model has 8 layers; use speed-1 .. speed-7"),
-        (["--enable-lora"], "LoRA is not supported yet: drop --enable-lora"),
+        (["--kv-policy", "speed-8"], "error: kv_policy: speed-8: this model has 8 layers; use"),
+        (["--enable-lora"], "error: KV policy .*\n.*  - LoRA is not supported yet: drop --enab"),
     ],
     ids=["unknown", "all layers", "refused"],
 )
 def test_a_bad_start_says_what_to_change(flags: list[str], message: str) -> None:
+    """With vLLM's log and nothing else before it."""
     done = run_vllm(*FLAGS, *flags)
-    assert done.returncode != 0
-    last = (done.stdout + done.stderr).strip().splitlines()[-12:]
-    assert re.search(message, "\n".join(last)), "\n".join(last)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    last = "\n".join(done.stderr.strip().splitlines()[-2:])
+    assert re.search(message, last), last
 
 
 def test_help_shows_the_flag() -> None:

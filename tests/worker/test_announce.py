@@ -14,7 +14,11 @@ from vllm_kvx.worker.decode.announce import announce, known, logger
 
 
 def said(
-    monkeypatch: pytest.MonkeyPatch, policy: FIER, crossover: int, backend: str = "cuda"
+    monkeypatch: pytest.MonkeyPatch,
+    policy: FIER,
+    crossover: int,
+    backend: str = "cuda",
+    reason: str = "it is built",
 ) -> tuple[str, str]:
     """The line and the warning, empty if there is none, of a server of 32,768 tokens."""
     lines = {"info": "", "warning": ""}
@@ -22,7 +26,7 @@ def said(
         monkeypatch.setattr(
             logger, level, lambda text, *args, level=level: lines.update({level: text % args})
         )
-    ops = Backends.of(backend, "it is built", torch.bfloat16, 128, 4, "max")
+    ops = Backends.of(backend, reason, torch.bfloat16, 128, 4, "max")
     announce(policy, crossover, ops, 32768)
     assert logger.level in (logging.NOTSET, logging.INFO)
     return lines["info"], lines["warning"]
@@ -49,6 +53,15 @@ def test_a_server_that_never_retrieves(monkeypatch: pytest.MonkeyPatch) -> None:
     # Not the ops' doing.
     warning = said(monkeypatch, FIER(512, dense_below=40000), 16384, "triton")[1]
     assert "from 40000 tokens on. To retrieve" in warning
+
+
+def test_ops_that_could_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose CUDA ops are not built serves, and a warning names the command."""
+    reason = "CUDA ops are not built in /there: run `vllm-kvx build-ops`"
+    line, warning = said(monkeypatch, FIER(2048), 16384, "triton", reason)
+    assert not line and warning.endswith(f"ops: triton ({reason})")
+    line, warning = said(monkeypatch, FIER(2048), 16384, "triton", "KVX_RETRIEVAL_OPS is set")
+    assert line.endswith("ops: triton (KVX_RETRIEVAL_OPS is set)") and not warning
 
 
 def test_servers_whose_own_policy_does_not_retrieve() -> None:

@@ -172,6 +172,28 @@ def tickets(engine: Any) -> Tensor:
     return torch.cat([scratch.histogram.flatten(), scratch.tickets.flatten()])
 
 
+def profiled_scratch(engine: Any) -> int:
+    """The most bytes that a layer's hook takes at once while vLLM profiles memory.
+
+    Layers are as they were before vLLM formed its KV groups, which comes after profiling.
+    """
+    hooks, runner = _state(engine).hooks, engine.runner
+    sizes: list[int] = []
+    take = hooks._take_scratch
+
+    def counted(device: torch.device) -> None:
+        sizes.append(hooks.scratch_bytes)
+        take(device)
+
+    hooks._take_scratch, hooks.is_bound = counted, False
+    try:
+        runner.profile_run()
+    finally:
+        del hooks._take_scratch
+        hooks.is_bound = True
+    return max(sizes, default=0)
+
+
 def limit_pass(engine: Any, tokens: int) -> None:
     """Passes of selected tokens run so many at most."""
     _state(engine).passes.max_tokens = tokens
@@ -607,7 +629,7 @@ def tile_value_norms(monkeypatch: pytest.MonkeyPatch, keys: int, out_bytes: int)
 
 def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[int]:
     """The measured logits may take so many bytes; grows by requests x heads of each launch."""
-    from vllm_kvx.ops.prompt import attention_metrics
+    from vllm_kvx.ops.prompt import attention_metrics, metrics_scratch
 
     sizes: list[int] = []
     launch = attention_metrics._rows_metrics
@@ -617,7 +639,7 @@ def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> li
         launch(turn, queries, *rest)
 
     monkeypatch.setattr(attention_metrics, "_rows_metrics", counted)
-    monkeypatch.setattr(attention_metrics, "_SCRATCH_BYTES", num_bytes)
+    monkeypatch.setattr(metrics_scratch, "SCRATCH_BYTES", num_bytes)
     return sizes
 
 

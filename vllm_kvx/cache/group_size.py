@@ -1,7 +1,13 @@
-"""How many layers a KV group holds: the choice that pads least, and how vLLM is made to take it."""
+"""How many layers a KV group holds: the choice that pads least, and how vLLM is made to take it.
+
+Needs neither torch nor vLLM.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import stored_len
 
 MAX_GROUPS = 8
 # Share of the first stage's layers: what padding may cost to stay within MAX_GROUPS.
@@ -22,6 +28,27 @@ class GroupChoice:
     groups_per_stage: tuple[int, ...]
     padding_layers: int
     first_stage_padding: int
+
+    def says(self, stage_sizes: Sequence[int]) -> str:
+        """How the layers of the stages are shared out, as the log says it."""
+        layers, groups = (" + ".join(map(str, n)) for n in (stage_sizes, self.groups_per_stage))
+        return (
+            f"stages of {layers} layers in {groups} KV groups of {self.size} layers, "
+            f"{self.padding_layers} padding layers"
+        )
+
+
+def blocks_per_token(
+    policy: KVPolicy, prompt_len: int, groups: Sequence[tuple[int, int]], num_layers: int
+) -> float:
+    """KV blocks that a token of a prompt of `prompt_len` tokens takes under `policy`, on average.
+
+    groups: first layer of the stage, and tokens of a block, of every KV group.
+    """
+    return sum(
+        stored_len(policy, prompt_len, prompt_len, start, size, num_layers) / prompt_len / size
+        for start, size in groups
+    )
 
 
 def choose_group_size(stage_sizes: Sequence[int]) -> GroupChoice:

@@ -77,15 +77,7 @@ def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) 
     sizes = settings.layout.stage_sizes(len(attention))
     starts = settings.layout.starts
     buckets = buckets_of(sizes)
-    choice = group_layers(sizes)
-    logger.info(
-        "KV policy %s: stages of %s layers in %s KV groups of %d layers, %d padding layers",
-        settings.policy,
-        " + ".join(map(str, sizes)),
-        " + ".join(map(str, choice.groups_per_stage)),
-        choice.size,
-        choice.padding_layers,
-    )
+    logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
     for stage, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         num_buckets = 1 if buckets is None else buckets[stage]
         for offset, layer in enumerate(attention[start : start + size]):

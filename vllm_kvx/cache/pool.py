@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
+from vllm_kvx.cache.group_size import blocks_per_token
 from vllm_kvx.cache.kv_cache_specs import PolicyAttentionSpec
-from vllm_kvx.policy.storage import stored_len
 from vllm_kvx.settings import KVSettings
 
 
@@ -30,18 +30,38 @@ class PoolTokens:
     policy: int
     stock: int
 
+    def lines(self, policy: str, max_model_len: int, whole: int | None) -> list[str]:
+        """What the log says, beside vLLM's own line, of a server whose policy is `policy`.
+
+        max_model_len: tokens. whole: the tokens of vLLM's line, None if it has none.
+        """
+        lines = [
+            f"KV pool: {self.num_blocks:,} blocks hold {self.policy:,} prompt tokens under "
+            f"{policy} once prompts are in: {self.policy / max_model_len:.2f} prompts of "
+            f"--max-model-len {max_model_len:,}, and {self.policy / max(self.stock, 1):.2f}x the "
+            f"{self.stock:,} tokens of stock vLLM in the same memory."
+        ]
+        if whole is not None:
+            lines.append(
+                f'KV pool: the "KV cache size: {whole:,} tokens" of vLLM\'s line are tokens that '
+                "every layer stores: those of requests under full, and generated ones under any "
+                "policy. Plan long answers by it, and long prompts by the line above."
+            )
+        return lines
+
 
 def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) -> PoolTokens:
     """Counts from the groups that vLLM formed, their padding included."""
     usable = config.num_blocks - 1
-    blocks_per_token = 0.0
-    for group in config.kv_cache_groups:
-        _, start = stage_of(group.kv_cache_spec)
-        size = group.kv_cache_spec.block_size
-        stored = stored_len(
-            settings.policy, prompt_len, prompt_len, start, size, settings.num_layers
-        )
-        blocks_per_token += stored / prompt_len / size
+    needed = blocks_per_token(
+        settings.policy,
+        prompt_len,
+        [
+            (stage_of(group.kv_cache_spec)[1], group.kv_cache_spec.block_size)
+            for group in config.kv_cache_groups
+        ],
+        settings.num_layers,
+    )
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     spec = config.kv_cache_groups[0].kv_cache_spec
     block_size = spec.block_size
@@ -51,6 +71,6 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
         stock_blocks = usable * spec.page_size_bytes // spec.unpadded_page_size_bytes
     return PoolTokens(
         num_blocks=config.num_blocks,
-        policy=int(usable / blocks_per_token),
+        policy=int(usable / needed),
         stock=int(stock_blocks * block_size * group_layers / settings.num_layers),
     )

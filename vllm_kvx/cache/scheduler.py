@@ -53,14 +53,10 @@ class _PolicyScheduling:
             settings,
             self.max_model_len,  # type: ignore[attr-defined]
         )
-        logger.info(
-            "KV pool: %s blocks hold %s prompt tokens under %s, %.2fx the %s of stock vLLM",
-            f"{pool.num_blocks:,}",
-            f"{pool.policy:,}",
-            settings.policy,
-            pool.policy / max(pool.stock, 1),
-            f"{pool.stock:,}",
-        )
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        whole = config.cache_config.kv_cache_size_tokens
+        for line in pool.lines(str(settings.policy), config.model_config.max_model_len, whole):
+            logger.info("%s", line)
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]

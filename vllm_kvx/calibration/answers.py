@@ -198,7 +198,7 @@ def answers_kept(
     steps = decoder.layers(rows, cache=cache)
     for _ in range(layer + 1):
         rows, _ = next(steps)
-    rows = rows.select(seen.chosen[reduction][layer].to(decoder.device))
+    rows = rows.select(seen.chosen[reduction][layer])
     for output, _ in decoder.layers(rows, layer + 1, cache=cache):
         rows = output
     if question.score is not None:

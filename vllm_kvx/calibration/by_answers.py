@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     make(families[0])
     check_cache(args.method)
 
-    decoder = DenseDecoder.load(args.model, args.device, args.dtype, args.revision)
+    decoder = DenseDecoder.load(args.model, args.device, args.dtype, args.revision, spread=True)
     family, seen = ask(decoder, families, make, policy)
     questions = make(family)
     outcome = choose(decoder, questions, seen, reductions, args.target, args.least)

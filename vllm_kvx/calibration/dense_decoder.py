@@ -1,6 +1,7 @@
 """A decoder run layer by layer in plain torch, to look at what its layers see.
 
-The offline tools use it: one prompt at a time, no cache and no vLLM, on CPU or one GPU. Attention
+The offline tools use it: one prompt at a time, no cache and no vLLM, on CPU, on one GPU, or on
+several where the weights need them (placement.py). Attention
 goes through SDPA and everything else through slices of the rows, so that a prompt of 128K tokens
 needs a few times its hidden states beside the weights. Only the attention rows of the prompt's last
 queries are ever materialised.
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from vllm_kvx.calibration.placement import place
 from vllm_kvx.equations.saliency import window_attention
 from vllm_kvx.errors import ToolError
 
@@ -49,7 +51,12 @@ class Rows:
 
     def select(self, indices: Tensor) -> "Rows":
         """The rows at ascending `indices` (m,), with the positions that they had."""
+        indices = indices.to(self.hidden.device)
         return Rows(self.hidden[indices], self.cos[indices], self.sin[indices])
+
+    def to(self, device: torch.device) -> "Rows":
+        """These rows on `device`."""
+        return Rows(self.hidden.to(device), self.cos.to(device), self.sin.to(device))
 
     def then(self, later: "Rows") -> "Rows":
         """These rows and `later` ones, which follow them in the sequence."""
@@ -114,34 +121,45 @@ class DenseDecoder:
     """The layers of a Llama, Mistral, Qwen2 or Qwen3, to be run one after the other.
 
     Sliding windows are not applied: prompts are to be no longer than `sliding_window(config)`.
+    A layer's rows, keys and values are on its device; all else that is returned is on `device`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, devices: Sequence[torch.device] | None = None
+    ) -> None:
+        """devices: of each layer, if they are on several; the first one has all else."""
         self._model: Any = model.eval()
         self.num_layers = len(self._model.model.layers)
         self.num_kv_heads: int = model.config.num_key_value_heads
-        self.device = model.device
+        self.device = devices[0] if devices else model.device
+        self._devices = list(devices or [self.device] * self.num_layers)
         self.stop_tokens = _stop_tokens(model)
 
     @classmethod
     def load(
-        cls, name: str, device: str = "auto", dtype: str = "auto", revision: str | None = None
+        cls,
+        name: str,
+        device: str = "auto",
+        dtype: str = "auto",
+        revision: str | None = None,
+        spread: bool = False,
     ) -> "DenseDecoder":
         """The model of a directory or hub name, with its weights.
 
         device: `auto` is the GPU if there is one.
+        spread: whether `auto` may take further GPUs, if the weights need them.
         dtype: a torch type's name; `auto` is the checkpoint's on a GPU, and float32 on CPU, where
             the narrower types are slow and save only memory.
 
         Raises:
-            ToolError: there is no such device, or the weights cannot be loaded or are not all
-                there.
+            ToolError: there is no such device, or the weights cannot be loaded, are not all there
+                or do not fit.
         """
         target = choose_device(device)
         if dtype == "auto" and target.type == "cpu":
             dtype = "float32"
         model = load_weights(name, revision, dtype if dtype == "auto" else getattr(torch, dtype))
-        return cls(model.to(target))
+        return cls(model, place(model, target, spread=spread and device == "auto"))
 
     def embed(self, token_ids: Sequence[int]) -> Rows:
         """The rows of a whole prompt before layer 0."""
@@ -164,7 +182,7 @@ class DenseDecoder:
     @torch.no_grad()
     def last_state(self, rows: Rows) -> Tensor:
         """(hidden,) float32: the last row of the last layer's output after the final norm."""
-        return self._model.model.norm(rows.hidden[-1:])[0].float()
+        return self._model.model.norm(rows.hidden[-1:].to(self.device))[0].float()
 
     def finish(self, rows: Rows, first: int) -> Tensor:
         """`last_state` after layers `first` to the last."""
@@ -175,7 +193,7 @@ class DenseDecoder:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """(m, vocabulary) float32 of rows (m, hidden) of the last layer's output."""
-        return self._model.lm_head(self._model.model.norm(hidden)).float()
+        return self._model.lm_head(self._model.model.norm(hidden.to(self.device))).float()
 
     def extend(
         self, token_ids: Sequence[int], position: int, cache: Cache
@@ -219,22 +237,24 @@ class DenseDecoder:
     @torch.no_grad()
     def _extension(self, index: int, rows: Rows, cache: Cache) -> tuple[Rows, Tensor]:
         layer, count = self._model.model.layers[index], len(rows)
+        rows = rows.to(self._devices[index])
         query, key, value = _project(layer, rows)
         keys, values = cache.add(index, key, value)
-        later = torch.ones(count, count, dtype=torch.bool, device=self.device).triu(1)
+        later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
         grouped = query.unflatten(0, (len(keys), -1)).float()  # (G, H / G, m, D)
         scores = grouped @ keys[:, None].float().transpose(2, 3) * layer.self_attn.scaling
         scores[..., -count:].masked_fill_(later, float("-inf"))
         attention = scores.softmax(dim=-1)  # (G, H / G, m, n + m)
         mixed = (attention @ values[:, None].float()).to(query.dtype).flatten(0, 1)
         hidden = _finish(layer, rows.hidden, mixed.transpose(0, 1))
-        return replace(rows, hidden=hidden), attention.flatten(0, 1)
+        return replace(rows, hidden=hidden), attention.flatten(0, 1).to(self.device)
 
     @torch.no_grad()
     def _layer(
         self, index: int, rows: Rows, window: int, cache: Cache | None
     ) -> tuple[Rows, Tensor | None]:
         layer = self._model.model.layers[index]
+        rows = rows.to(self._devices[index])
         attn = layer.self_attn
         query, key, value = _project(layer, rows)
         if cache is not None:
@@ -250,7 +270,7 @@ class DenseDecoder:
                     window_attention(query[group, -window:], key[head, None], attn.scaling)
                     for head, group in enumerate(groups)
                 ]
-            )
+            ).to(self.device)
         mixed = query.new_empty(count, heads, head_dim)
         for head, group in enumerate(groups):
             # By KV head too: SDPA's grouped-query path falls back to a full matrix in float32.

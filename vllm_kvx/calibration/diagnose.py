@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_kvx.cache_folder import check_writable
 from vllm_kvx.calibration import figures
 from vllm_kvx.calibration.dense_decoder import DenseDecoder, load_config
 from vllm_kvx.calibration.model_key import model_dir, model_key
@@ -49,7 +50,6 @@ from vllm_kvx.calibration.pivot import (
 from vllm_kvx.calibration.prompts import load_prompts
 from vllm_kvx.calibration.report import (
     Progress,
-    check_writable,
     facts,
     measuring,
     model_name,

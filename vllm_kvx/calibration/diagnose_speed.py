@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+from vllm_kvx.cache_folder import check_writable
 from vllm_kvx.calibration import figures
 from vllm_kvx.calibration.cutoff import Seen, check_finite, look
 from vllm_kvx.calibration.cutoff_report import record_of, table
@@ -26,7 +27,6 @@ from vllm_kvx.calibration.probes import (
 )
 from vllm_kvx.calibration.questions import FAMILIES, load_tokenizer
 from vllm_kvx.calibration.report import (
-    check_writable,
     counter_of,
     facts,
     measuring,

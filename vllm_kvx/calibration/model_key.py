@@ -43,7 +43,7 @@ def model_key(config: Mapping[str, Any], model_dir: Path | None) -> str:
         OSError: weights are there and cannot be read.
     """
     digest = hashlib.sha256(json.dumps(_shape(config), sort_keys=True).encode())
-    for path in _weight_files(model_dir) if model_dir is not None else []:
+    for path in weight_files(model_dir) if model_dir is not None else []:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         for sample in _samples(path):
             digest.update(sample)
@@ -96,7 +96,7 @@ def _number(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights, by name.
 
     An index or the usual name decides: other files may hold the same weights in another form, and

@@ -11,13 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_kvx.cache_folder import CACHE_VARIABLE, cache_root, root_to_read
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.methods.table import METHODS
 
 # A child of vLLM's logger: within a server it is formatted as the rest of the log.
 logger = logging.getLogger("vllm.kvx.calibration")
 
-CACHE_VARIABLE = "KVX_CACHE_ROOT"
+# In the cache folder.
+FOLDER = "calibration"
+
+_MEND = f"Calibrate again, delete it, or set {CACHE_VARIABLE} to another directory."
+
 # Method -> the layer that its calibration finds.
 RESULTS: dict[str, str] = {
     name: method.to_measure.parameter
@@ -38,17 +43,13 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def cache_root() -> Path:
-    """`$KVX_CACHE_ROOT`, else `$XDG_CACHE_HOME/vllm-kvx`, else `~/.cache/vllm-kvx`."""
-    if root := os.environ.get(CACHE_VARIABLE):
-        return Path(root).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "vllm-kvx"
+def record_path(method: str, key: str, root: Path | None = None) -> Path:
+    """The file of a record, whether or not it exists; `root` is the cache folder if not given.
 
-
-def record_path(method: str, key: str) -> Path:
-    """The file of a record, whether or not it exists."""
-    return cache_root() / "calibration" / f"{method}-{key}.json"
+    Raises:
+        CacheFolderError: there is no cache folder.
+    """
+    return (root or cache_root()) / FOLDER / f"{method}-{key}.json"
 
 
 def save(record: Mapping[str, Any]) -> Path:
@@ -57,7 +58,7 @@ def save(record: Mapping[str, Any]) -> Path:
     `record` is fit for JSON and has `method`, `key`, `layers` and what RESULTS names.
 
     Raises:
-        OSError: the cache directory cannot be written.
+        CacheFolderError, OSError: there is no cache folder, or it cannot be written.
         ValueError: the record would not be loaded again.
     """
     path = record_path(record["method"], record["key"])
@@ -74,22 +75,27 @@ def save(record: Mapping[str, Any]) -> Path:
     return path
 
 
-def load(policy: Method, key: str, num_layers: int) -> dict[str, Any] | None:
+def load(
+    policy: Method, key: str, num_layers: int, root: Path | None = None
+) -> dict[str, Any] | None:
     """The stored record of what `policy` leaves to measurement, or None.
 
     One that is not of this model, or was measured with other parameters than the policy's, is
-    ignored with a warning.
+    ignored with a warning. `root` is the cache folder if not given.
     """
-    path = record_path(policy.name, key)
+    root = root or root_to_read()
+    if root is None:
+        return None
+    path = record_path(policy.name, key, root)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("Ignoring calibration %s: %s. Calibrate again or delete it.", path, error)
+        logger.warning("Ignoring calibration %s: %s. %s", path, error, _MEND)
         return None
     if problem := _problem(record, policy.name, key, num_layers, policy):
-        logger.warning("Ignoring calibration %s: %s. Calibrate again or delete it.", path, problem)
+        logger.warning("Ignoring calibration %s: %s. %s", path, problem, _MEND)
         return None
     return record
 

@@ -1,7 +1,6 @@
 """What the tools have in common around a measurement: progress, records and where they go."""
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -12,7 +11,8 @@ import torch
 import transformers
 
 import vllm_kvx
-from vllm_kvx.calibration.records import CACHE_VARIABLE, record_path, save
+from vllm_kvx.cache_folder import WAY_OUT, check_writable
+from vllm_kvx.calibration.records import record_path, save
 from vllm_kvx.errors import ToolError
 
 # Where prompts are from, if from no file.
@@ -38,14 +38,14 @@ def progress_of(head: str, num_layers: int) -> Progress:
 
 
 def counter_of(head: str, count: int) -> Progress:
-    """Shows the number of each step of `count` on a terminal, and one line elsewhere; on stderr."""
+    """Shows the number of each step of `count`, on a terminal in one line; all on stderr."""
 
     def show(index: int) -> None:
+        begin, end = "", "\n"
         if sys.stderr.isatty():
-            end = "\n" if index + 1 == count else ""
-            print(f"\r{head}: {index + 1}/{count}", end=end, file=sys.stderr)
-        elif index == 0:
-            print(head, file=sys.stderr)
+            begin, end = "\r", "\n" if index + 1 == count else ""
+        # A server that measures at start reads these lines (at_start.py).
+        print(f"{begin}{head}: {index + 1}/{count}", end=end, file=sys.stderr)
         sys.stderr.flush()
 
     return show
@@ -95,17 +95,7 @@ def prompts_line(record: Mapping[str, Any]) -> str:
 
 def check_cache(method: str) -> None:
     """Raise ToolError if a record of `method` could not be stored; to be found out beforehand."""
-    hint = f"set {CACHE_VARIABLE} to a directory that can be written"
-    check_writable(record_path(method, "").parent, hint)
-
-
-def check_writable(directory: Path, hint: str) -> None:
-    """Make `directory` and write to it; ToolError, which ends in `hint`, if that cannot be done."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise ToolError(f"cannot write to {directory}: {error.strerror}; {hint}") from error
+    check_writable(record_path(method, "").parent, WAY_OUT)
 
 
 def store(record: Mapping[str, Any]) -> Path:
@@ -117,4 +107,4 @@ def store(record: Mapping[str, Any]) -> Path:
     try:
         return save(record)
     except OSError as error:
-        raise ToolError(f"the result above could not be stored: {error}") from error
+        raise ToolError(f"the result above could not be stored: {error}; {WAY_OUT}") from error

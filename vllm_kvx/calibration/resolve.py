@@ -4,11 +4,14 @@ A layer is found in a record; for FastKV's models also in its paper's table. Oth
 measured now, by the answers to generated lookups, which is done once for a model.
 """
 
-import subprocess
-import sys
+import hashlib
+import json
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_kvx.calibration import at_start
 from vllm_kvx.calibration.model_key import architecture_of, model_dir, model_key
 from vllm_kvx.calibration.records import SETTINGS, load, record_path
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
@@ -90,7 +93,7 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
     lines = []
     # By key, the policy that the layer there was found for.
     found_for: dict[str, Method] = {}
-    for part in _parts(config):
+    for part in parts_of(config):
         wanted = part.unmeasured
         if wanted is None:
             continue
@@ -127,6 +130,7 @@ def layer_of(
     model: str,
     num_layers: int,
     revision: str | None = None,
+    root: Path | None = None,
 ) -> Found | None:
     """The layer that `policy` leaves to measurement, for a model; None if it is not known.
 
@@ -136,19 +140,20 @@ def layer_of(
     config: config.json as transformers reads it (`PretrainedConfig.to_dict()`).
     model: a directory, or a name on the Hugging Face hub; `revision` is the hub's.
     num_layers: the model's decoder layers, counted from 0 in the answer.
+    root: the cache folder that records are looked for in, if not the usual one.
 
     Raises:
         OSError: the model's weights are there and cannot be read.
     """
     assert policy.to_measure is not None
     key = model_key(config, model_dir(model, revision))
-    record = load(policy, key, num_layers)
+    record = load(policy, key, num_layers, root)
     if record is not None:
         measured = "by answers" if record["criterion"] == "answers" else "by the paper's criterion"
-        path = record_path(policy.name, key)
+        where = f": {record_path(policy.name, key)}" if root is None else " for this start alone"
         return Found(
             record[policy.to_measure.parameter],
-            f"calibrated {measured}: {path}",
+            f"calibrated {measured}{where}",
             record.get("reduction", WINDOW_REDUCTIONS[0]),
         )
     if policy.name == "fastkv" and config.get("num_hidden_layers") == num_layers:
@@ -176,7 +181,7 @@ def paper_tsp_layer(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _parts(config: dict[str, Any]) -> list[Method]:
+def parts_of(config: dict[str, Any]) -> list[Method]:
     """The methods that the server was started for; names that do not parse fail elsewhere."""
     names = config.get(LAYOUT_KEY)
     parts: list[Method] = []
@@ -205,46 +210,45 @@ def _layer(vllm_config: "VllmConfig", part: Method, wanted: Measurement) -> Foun
     config, model = model_config.hf_text_config.to_dict(), model_config.model
     revision = model_config.revision
 
-    def known() -> Found | None:
+    def known(root: Path | None = None) -> Found | None:
         num_layers = model_config.get_total_num_hidden_layers()
-        return layer_of(part, config, model, num_layers, revision)
+        return layer_of(part, config, model, num_layers, revision, root)
 
     found = known()
     if found is not None:
         return found
+    arguments = calibrate_arguments(part, model, revision)
     if vllm_config.load_config.load_format == "dummy":
         why = "its weights are dummies"
     else:
-        why = _measure(part, model, revision)
-        found = known()
-        if found is not None:
-            return found
+        from vllm.logger import init_logger
+
+        name = hashlib.sha256(json.dumps([model, revision]).encode()).hexdigest()[:32]
+        measurement = at_start.Measurement(
+            f"{type(part).__name__}'s layer for {model}",
+            # Not the record's name: a hub's weights, which it is made of, may come meanwhile.
+            f"{part.name}-{name}.lock",
+            at_start.command_of(*arguments, "--no-plot"),
+        )
+        try:
+            return at_start.measured(measurement, known, init_logger("vllm.kvx"))
+        except at_start.NotMeasuredError as error:
+            why = str(error)
     raise PolicyError(
-        f"{part}: {wanted.parameter} of this model is not known, and measuring it found no layer "
-        f"({why}): write {wanted.parameter}=<int>, or measure it on your own prompts with "
-        f"`vllm-kvx calibrate MODEL --method {part.name} --prompts FILE`"
+        f"{part}: {wanted.parameter} of this model is not known, and was not measured ({why}): "
+        f"write {wanted.parameter}=<int>, or measure it beforehand with `vllm-kvx "
+        f"{shlex.join(arguments)}`, which takes your own prompts, too (--prompts FILE)"
     )
 
 
-def _measure(part: Method, model: str, revision: str | None) -> str:
-    """Runs the tool on generated lookups, in a process of its own: it needs the device too.
-
-    Returns the last thing that it said.
-    """
-    from vllm.logger import init_logger
-
-    logger = init_logger("vllm.kvx")
-    name = type(part).__name__
-    logger.info("Measuring %s's layer for %s by answers; this is done once.", name, model)
-    command = [sys.executable, "-m", "vllm_kvx.cli", "calibrate", model, "--no-plot"]
-    command += ["--method", part.name]
+def calibrate_arguments(part: Method, model: str, revision: str | None) -> list[str]:
+    """Those of the `vllm-kvx` that measures for `part`, by answers to generated lookups."""
+    arguments = ["calibrate", model, "--method", part.name]
     for parameter in SETTINGS[part.name]["answers"]:
-        command += [f"--{parameter.replace('_', '-')}", str(getattr(part, parameter))]
+        arguments += [f"--{parameter.replace('_', '-')}", str(getattr(part, parameter))]
     wanted = part.to_measure
     if wanted is not None and wanted.reduction and not wanted.chooses_reduction(part):
-        command += ["--reduction", getattr(part, wanted.reduction)]
+        arguments += ["--reduction", getattr(part, wanted.reduction)]
     if revision is not None:
-        command += ["--revision", revision]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said and done.returncode else "the measurement left no result"
+        arguments += ["--revision", revision]
+    return arguments

@@ -15,8 +15,9 @@ from typing import Any
 from tqdm import tqdm
 
 import vllm_kvx
+from vllm_kvx.cache_folder import check_writable
 from vllm_kvx.calibration.model_key import model_dir, model_key
-from vllm_kvx.calibration.report import check_writable, model_name
+from vllm_kvx.calibration.report import model_name
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation import figures, records, report
 from vllm_kvx.evaluation.engine import OwnEngine, on_cpu, own_engine, prepare_environment

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvx.calibration.records import cache_root
+from vllm_kvx.cache_folder import CACHE_VARIABLE, WAY_OUT, cache_root, root_to_read
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.groups import with_retrieval
 from vllm_kvx.evaluation.rows import FULL, is_of_original
@@ -18,11 +18,16 @@ from vllm_kvx.policy.spec import parse_policy
 logger = logging.getLogger("vllm.kvx.evaluation")
 
 _OWN = "this model's right answers"
+_MEND = f"Evaluate again, delete it, or set {CACHE_VARIABLE} to another directory."
 
 
-def record_path(key: str) -> Path:
-    """The file for a model's key, whether or not it exists."""
-    return cache_root() / "evaluation" / f"{key}.json"
+def record_path(key: str, root: Path | None = None) -> Path:
+    """The file for a model's key, whether or not it exists; `root` is the cache folder.
+
+    Raises:
+        CacheFolderError: there is no cache folder.
+    """
+    return (root or cache_root()) / "evaluation" / f"{key}.json"
 
 
 def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
@@ -65,19 +70,23 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
         partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise ToolError(f"cannot write {path}: {error.strerror}") from error
+        raise ToolError(f"cannot write {path}: {error.strerror}; {WAY_OUT}") from error
     return path
 
 
 def load(key: str, policy: KVPolicy) -> dict[str, Any] | None:
     """What was stored of `policy` on that model; None if nothing was."""
-    record = _read(record_path(key))
+    root = root_to_read()
+    if root is None:
+        return None
+    path = record_path(key, root)
+    record = _read(path)
     if record is None:
         return None
     policies = record.get("policies")
     found = policies.get(canonical(policy)) if isinstance(policies, dict) else None
     if found is not None and not _is_whole(found):
-        logger.warning("Ignoring %s: its entry of %s is damaged.", record_path(key), policy)
+        logger.warning("Ignoring %s: its entry of %s is damaged. %s", path, policy, _MEND)
         return None
     return found
 
@@ -126,6 +135,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("Ignoring %s: %s. Evaluate again or delete it.", path, error)
+        logger.warning("Ignoring %s: %s. %s", path, error, _MEND)
         return None
     return record if isinstance(record, dict) else None

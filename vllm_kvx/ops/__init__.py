@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-# Where `python -m vllm_kvx.ops.build` puts the CUDA operators.
+# Where `vllm-kvx build-ops` puts the CUDA operators, if it may.
 LIBRARY = Path(__file__).with_name("_kvx_ops.so")

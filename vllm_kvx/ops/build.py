@@ -1,27 +1,36 @@
-"""Builds the CUDA operators in `csrc/`: python -m vllm_kvx.ops.build
+"""Builds the CUDA operators: `vllm-kvx build-ops`, or python -m vllm_kvx.ops.build
 
-They are optional: without them the Triton kernels do the work. The build needs nvcc and a C++
-compiler, and torch's headers, but no GPU and no CUDA build of torch. It runs on torch 2.10 and
-later, whatever version it was built beside.
+They are optional: without them the Triton kernels do the work. Their sources come with the package,
+in `csrc/`. The build needs nvcc and a C++ compiler, and torch's headers, but no GPU and no CUDA
+build of torch. It runs on torch 2.10 and later, whatever version it was built beside.
 """
 
 import argparse
+import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from vllm_kvx.cache_folder import CACHE_VARIABLE
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.ops import LIBRARY
+from vllm_kvx.ops.library import COMMAND, FLAGS, SOURCES, cache_folder, key_of, record
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 ARCHITECTURES = ("80", "90a")
-SOURCES = Path(__file__).parents[2] / "csrc"
-# torch 2.10, whose stable ABI is the oldest that has all that the operators use.
-_TORCH_TARGET = "0x020a000000000000"
+# Asks which package a server of this environment imports: not the one of the folder it starts in.
+_ASK = "from vllm_kvx.ops import library; print(library.LIBRARY, library.key_of(), sep='\\n')"
 
 
 def build(
@@ -48,14 +57,16 @@ def build(
     compiler = nvcc or _find_nvcc()
     units = sorted([*sources.glob("*.cu"), *sources.glob("*.cpp")])
     if not units:
-        raise ToolError(f"no CUDA sources in {sources}: run this in a checkout of vllm-kvx")
-    flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
-    flags += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    flags += ["-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}"]
+        raise ToolError(f"no CUDA sources in {sources}: install vllm-kvx again")
+    flags = [*FLAGS, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures)]
     flags += [f"-isystem={_torch_folder() / 'include'}"]
     if verbose:
         flags += ["-Xptxas", "-v"]
     with tempfile.TemporaryDirectory() as folder:
+        named = Path(folder) / "record.cpp"
+        text = record(key_of(sources), tuple(architectures))
+        named.write_text(f'__attribute__((used)) static const char record[] = "{text}";\n')
+        units.append(named)
         objects = [Path(folder) / f"{unit.stem}_{unit.suffix[1:]}.o" for unit in units]
         commands = [
             [compiler, *flags, "-c", str(unit), "-o", str(to)]
@@ -68,9 +79,12 @@ def build(
         _run([*command, *_torch_libraries(Path(folder), compiler)])
         output.parent.mkdir(parents=True, exist_ok=True)
         # Not in place: a process that has the old one loaded must go on.
-        staged = output.with_suffix(".new")
-        shutil.copy(linked, staged)
-        staged.replace(output)
+        staged = output.with_suffix(f".{os.getpid()}.new")
+        try:
+            shutil.copy(linked, staged)
+            staged.replace(output)
+        finally:
+            staged.unlink(missing_ok=True)
     return output
 
 
@@ -89,9 +103,11 @@ def _find_nvcc() -> str:
 
 
 def _torch_folder() -> Path:
-    import torch
-
-    return Path(torch.__file__).parent
+    # Not imported: that takes seconds.
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    return Path(spec.origin).parent
 
 
 def _torch_libraries(folder: Path, compiler: str) -> list[str]:
@@ -124,35 +140,143 @@ def _run(command: list[str]) -> None:
         print(said, file=sys.stderr, end="")
 
 
+def place(architectures: Sequence[str]) -> Path:
+    """Where a library goes so that servers of this environment find it.
+
+    That is the package's folder. The cache folder takes its place where the former cannot be
+    written, and where servers import another copy of the package than runs here: with the same
+    sources they look there too.
+
+    Raises:
+        ToolError: neither can be written.
+    """
+    theirs = imported_by_servers()
+    if (theirs is None or theirs[0] == LIBRARY) and _is_writable(LIBRARY.parent):
+        return LIBRARY
+    folder = cache_folder()
+    if folder is None or not _is_writable(folder):
+        raise ToolError(
+            f"neither {LIBRARY.parent} nor {folder or 'a home directory'} can be written: set "
+            f"{CACHE_VARIABLE} to a directory that can, here and for the server"
+        )
+    # Machines that share a cache folder may have other GPUs.
+    return folder / f"{'-'.join(sorted(architectures))}.so"
+
+
+def imported_by_servers() -> tuple[Path, str] | None:
+    """Library and key of the package that servers of this environment import; None without one.
+
+    A checkout that `python -m` runs in need not be that package.
+    """
+    asked = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True)
+    if asked.returncode:
+        return None
+    library, key = asked.stdout.splitlines()
+    return Path(library), key
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _list_as_installed(library: Path) -> None:
+    """Has installers remove `library` with the package that it lies in, if they installed that."""
+    try:
+        files = metadata.distribution("vllm-kvx").files or []
+    except metadata.PackageNotFoundError:
+        return
+    by_path = {Path(str(file.locate())): file for file in files}
+    beside = by_path.get(Path(__file__))
+    records = [path for path in by_path if path.name == "RECORD"]
+    if beside is None or library in by_path or not records:
+        return
+    # Not in place: an installer may have linked the file to its own cache.
+    staged = records[0].with_name(f"RECORD.{os.getpid()}")
+    shutil.copy(records[0], staged)
+    with staged.open("a", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerow([beside.with_name(library.name), "", ""])
+    staged.replace(records[0])
+
+
+def add_build_ops(commands: "_Commands") -> None:
+    """`vllm-kvx build-ops` and its options."""
+    command = commands.add_parser(
+        "build-ops",
+        help="build the CUDA ops of fier and quest",
+        description="Builds the CUDA operators of fier and quest from the sources in the package, "
+        "and puts them where servers of this environment look.",
+    )
+    command.set_defaults(run=run)
+    _add_options(command)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--arch",
+        type=architecture,
+        action="append",
+        metavar="CC",
+        help="compute capability, such as 90a; may be repeated (default: "
+        f"{' and '.join(ARCHITECTURES)})",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help=f"default: {LIBRARY}, or the cache folder if that cannot be written",
+    )
+    parser.add_argument("--nvcc", metavar="PATH", help="default: that of CUDA_HOME, or in PATH")
+    parser.add_argument("--jobs", type=int, metavar="N", help="default: one per CPU core")
+    parser.add_argument("--verbose", action="store_true", help="show registers of each kernel")
+
+
+def architecture(text: str) -> str:
+    """A compute capability as nvcc has it, "90a", also where it is written "9.0a" or "sm_90a"."""
+    name = text.strip().lower().removeprefix("sm_").replace(".", "")
+    if not re.fullmatch(r"\d{2,3}[af]?", name):
+        raise argparse.ArgumentTypeError(f"must be a compute capability such as 90a, got {text!r}")
+    return name
+
+
+def run(args: argparse.Namespace) -> None:
+    """What the command does with its options; prints where the library is.
+
+    Raises:
+        ToolError: see ``build`` and ``place``.
+    """
+    architectures = tuple(dict.fromkeys(args.arch or ARCHITECTURES))
+    output = args.output or place(architectures)
+    build(architectures, output=output, nvcc=args.nvcc, jobs=args.jobs, verbose=args.verbose)
+    if output == LIBRARY:
+        _list_as_installed(output)
+    print(output)
+    theirs = imported_by_servers()
+    if args.output is None and theirs is not None and theirs[1] != key_of():
+        print(
+            f"Servers of this environment import another vllm-kvx, in {theirs[0].parents[1]}, of "
+            f"other sources: to build the CUDA ops for it, run `{COMMAND}`.",
+            file=sys.stderr,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's) and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m vllm_kvx.ops.build", description="Builds the CUDA operators."
     )
-    parser.add_argument(
-        "--arch",
-        action="append",
-        help="compute capability, such as 90a; may be repeated (default: "
-        f"{' and '.join(ARCHITECTURES)})",
-    )
-    parser.add_argument("--output", type=Path, default=LIBRARY, help="default: %(default)s")
-    parser.add_argument("--nvcc", help="default: that of CUDA_HOME, or in PATH")
-    parser.add_argument("--jobs", type=int, help="default: one per CPU core")
-    parser.add_argument("--verbose", action="store_true", help="show registers of each kernel")
+    _add_options(parser)
     args = parser.parse_args(argv)
     try:
         with vllm_needed():
-            built = build(
-                args.arch or ARCHITECTURES,
-                output=args.output,
-                nvcc=args.nvcc,
-                jobs=args.jobs,
-                verbose=args.verbose,
-            )
+            run(args)
     except ToolError as error:
         print(f"build_ops: error: {error}", file=sys.stderr)
         return 2
-    print(built)
     return 0
 
 

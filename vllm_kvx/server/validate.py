@@ -45,7 +45,7 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
         return vllm_config
     problems = reasons(ALWAYS, vllm_config)
     if not settings.stock:
-        problems += _machinery_problems(vllm_config)
+        problems += machinery_problems(vllm_config)
         problems += _retention_problems(vllm_config, settings)
     if problems:
         raise ValueError(
@@ -125,7 +125,8 @@ def _block_size_problems(vllm_config: "VllmConfig", group: int) -> list[str]:
     return []
 
 
-def _machinery_problems(vllm_config: "VllmConfig") -> list[str]:
+def machinery_problems(vllm_config: "VllmConfig") -> list[str]:
+    """What keeps any policy but `full` from running in this configuration, whatever it is."""
     from vllm_kvx.models.registry import SEGMENTED
 
     problems = reasons(WITH_POLICY, vllm_config)

@@ -20,9 +20,9 @@ import torch
 import transformers
 
 import vllm_kvx
+from vllm_kvx.cache_folder import check_writable
 from vllm_kvx.calibration.dense_decoder import choose_device, load_config
 from vllm_kvx.calibration.model_key import model_dir, model_key
-from vllm_kvx.calibration.report import check_writable
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.tuning import figures, merge, sources

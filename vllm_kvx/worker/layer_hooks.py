@@ -35,6 +35,8 @@ class LayerHook:
             layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, *args: Any, **kw: Any
         ) -> Any:
             hooks = self.hooks
+            if not hooks.is_bound:
+                hooks._take_scratch(query.device)
             retrieves = hooks.retrieval_pass if self.index >= DENSE_LAYERS else None
             mode = Mode.DENSE if retrieves is None else retrieves.modes[self.stage]
             out = kw.get("output")
@@ -90,6 +92,8 @@ class LayerHooks:
     """The hooks of a model's layers, and what the running pass does beside them.
 
     layers: by number. work: for the prompts in the pass; None outside of one with work.
+    scratch_bytes: what a layer's work may take for a moment. is_bound: whether vLLM has given the
+    layers their caches; before, it runs them only to see how much memory they take.
     retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
     """
 
@@ -100,6 +104,7 @@ class LayerHooks:
         attention = model.attention_layers()
         self.dtype = dtype
         self.work: PassWork | None = None
+        self.scratch_bytes, self.is_bound = 0, False
         self.retrieval: Retrieval | None = None
         self.retrieval_pass: RetrievalPass | None = None
         self.layers = [
@@ -108,6 +113,14 @@ class LayerHooks:
         ]
         self._projections = model.output_projections() if layout.value_norms else []
         self.read_weights()
+
+    def _take_scratch(self, device: torch.device) -> None:
+        """Take a layer's scratch, and give it back, beside all that a layer's attention holds.
+
+        So vLLM's peak includes it exactly where it is above that of the rest, such as the MLP.
+        """
+        if self.scratch_bytes:
+            torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
 
     @torch.no_grad()
     def read_weights(self) -> None:
@@ -127,6 +140,7 @@ class LayerHooks:
             RuntimeError: keys have to be addressed, or stored without attention, and the attention
                 backend's cannot be, or its kernels split blocks.
         """
+        self.is_bound = True
         groups = config.kv_cache_groups
         names = {name: group for group, spec in enumerate(groups) for name in spec.layer_names}
         known = [

@@ -10,6 +10,7 @@ from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
 from vllm_kvx.cache.states import STATE_BLOCKS
 from vllm_kvx.models.decoder import Build
 from vllm_kvx.models.registry import use_segmented_model
+from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
@@ -32,6 +33,15 @@ class _PolicyWorking:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner = self.model_runner  # type: ignore[attr-defined]
         self._sleeping = SleepingBuffers()
+        if layout.online_cuts:
+            attention = runner.model_state.hooks.layers[0].layer
+            runner.model_state.hooks.scratch_bytes = scratch_bytes(
+                layout.window,
+                runner.max_num_reqs,
+                attention.num_kv_heads,
+                attention.num_heads // attention.num_kv_heads,
+                config.model_config.max_model_len,
+            )
         _keep_prompts_off_graphs(runner)
         if runner.model_state.retrieval is not None:
             capture_each_mode(runner, runner.model_state.retrieval)

@@ -6,14 +6,13 @@ the sums of the softmax rows, once for the probabilities themselves. These go to
 a program per row finds the tenth of them that is largest.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
 from vllm_kvx.equations.pivot import attention_metrics
 from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.prompt.metrics_scratch import ALIGNMENT, parts, row_length
 from vllm_kvx.ops.prompt.select import threshold
 from vllm_kvx.ops.prompt.window_tiles import (
     HIDDEN,
@@ -25,13 +24,9 @@ from vllm_kvx.ops.prompt.window_tiles import (
     turns,
 )
 
-# Probabilities held at a time. Rows of one tile are never parted, so a request of more than 2 ** 20
-# keys needs more if its window has 64 rows, up to 256 bytes a key.
-_SCRATCH_BYTES = 1 << 28
 # Probabilities that the program of one row reads at a time.
 _ROW_BLOCK = 8192
-# Rows of the scratch begin and end at multiples of it, for wide loads and stores.
-_ALIGNMENT: tl.constexpr = tl.constexpr(16)
+_ALIGNMENT = ALIGNMENT
 # Splits whose partial sums are loaded at a time; also rows of the window.
 _MERGED: tl.constexpr = tl.constexpr(64)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -65,10 +60,9 @@ def window_metrics(
         return metrics
     group = num_heads // paged.num_heads
     by_row = metrics.new_empty(num_requests, num_heads, max_window, 3)
-    row_length = triton.cdiv(max_num_keys, _ALIGNMENT.value) * _ALIGNMENT.value
+    length = row_length(max_num_keys)
     for turn in turns(max_window, paged.num_heads, group):
-        parts = _parts(turn, num_requests, paged.num_heads, group, row_length)
-        for requests, kv_heads, heads in parts:
+        for requests, kv_heads, heads in parts(turn, num_requests, paged.num_heads, group, length):
             _rows_metrics(
                 turn,
                 queries[requests, :, heads],
@@ -79,35 +73,10 @@ def window_metrics(
                 max_num_keys,
                 scale * key_scale,
                 by_row[requests, heads],
-                row_length,
+                length,
             )
     _mean_kernel[(num_heads, num_requests)](by_row, windows, metrics, max_window)
     return metrics
-
-
-def _parts(
-    turn: Turn, num_requests: int, num_kv_heads: int, group: int, row_length: int
-) -> Iterator[tuple[slice, slice, slice]]:
-    """Requests, KV heads and their query heads to be handled at a time, for a bounded scratch.
-
-    Whole requests where they fit, else whole KV heads of one, else heads of one KV head, of which
-    no fewer than a tile's are handled at a time.
-
-    row_length: floats per row of the scratch.
-    """
-    fitting = _SCRATCH_BYTES // (turn.num_rows * row_length * 4)
-    num_together = max(fitting // (num_kv_heads * group), 1)
-    kv_heads = max(fitting // group, 1)
-    heads = group if fitting >= group else max(fitting // turn.head_tile, 1) * turn.head_tile
-    for request in range(0, num_requests, num_together):
-        for kv_head in range(0, num_kv_heads, kv_heads):
-            last_kv_head = min(kv_head + kv_heads, num_kv_heads)
-            for head in range(kv_head * group, (kv_head + 1) * group, heads):
-                # More KV heads than one come only with all of their heads.
-                last = last_kv_head * group
-                last = min(head + heads, last) if heads < group else last
-                together = slice(request, request + num_together)
-                yield together, slice(kv_head, last_kv_head), slice(head, last)
 
 
 def _rows_metrics(

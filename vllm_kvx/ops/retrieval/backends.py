@@ -31,7 +31,7 @@ def choose_backend(device: torch.device) -> tuple[str, str]:
         return "torch", "the device is a CPU"
     reason = cuda_ops.why_not()
     if not reason:
-        return "cuda", f"{cuda_ops.LIBRARY.name} is built for this GPU"
+        return "cuda", f"{cuda_ops.loaded()} is built for this GPU"
     if wanted:
         raise ValueError(f"{BACKEND_VARIABLE}=cuda: {reason}")
     return "triton", reason

@@ -1,4 +1,4 @@
-"""Retrieval's CUDA operators, where they have been built: `python -m vllm_kvx.ops.build`.
+"""Retrieval's CUDA operators, where they have been built: `vllm-kvx build-ops`.
 
 R rows are the tokens of a step that retrieve; their tensors keep their addresses, for CUDA graphs.
 A row's *units* are what is selected: its entries for FIER, its pages for Quest. The newest group or
@@ -16,12 +16,13 @@ share G KV heads, up to 16 each; head dimension D is 64, 128 or 256.
 """
 
 import ctypes
-from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_kvx.ops import LIBRARY
+from vllm_kvx.ops import library
 
 HISTOGRAM_BINS = 2048
 MAX_ATTEND_SPLITS = 128
@@ -29,8 +30,6 @@ REDUCTIONS = {"max": 0, "sum": 1}
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 MAX_SHARE = 16
-# That of csrc/binding.cpp.
-_INTERFACE = 2
 
 
 def available() -> bool:
@@ -42,7 +41,7 @@ def why_not() -> str:
     """Why the operators cannot run, empty if they can. Loads them."""
     if not torch.cuda.is_available():
         return "there is no GPU"
-    return _load() or _device_error(torch.cuda.current_device())
+    return _why_not_on(torch.cuda.current_device())
 
 
 def why_not_for(dtype: torch.dtype, head_dim: int, share: int) -> str:
@@ -60,40 +59,43 @@ def why_not_for(dtype: torch.dtype, head_dim: int, share: int) -> str:
 
 
 def not_built() -> str:
-    """What to do if there is no library, else empty; needs no GPU."""
-    if LIBRARY.exists():
-        return ""
-    return f"{LIBRARY} is not built: run python -m vllm_kvx.ops.build"
+    """What to do if no library is built from this package's sources, else empty; needs no GPU."""
+    return library.missing()
 
 
-@cache
-def _load() -> str:
-    if missing := not_built():
+def loaded() -> Path | None:
+    """The library that this process has loaded, if any."""
+    return _loaded[0].library.path if _loaded else None
+
+
+class _Loaded(NamedTuple):
+    library: library.Library
+    handle: ctypes.CDLL
+
+
+# At most one: a second one, or a new file of the same name, would register the same operators.
+_loaded: list[_Loaded] = []
+
+
+def _why_not_on(device: int) -> str:
+    if not _loaded and (missing := not_built()):
         return missing
-    try:
-        torch.ops.load_library(str(LIBRARY))
-        interface = _library().kvx_interface()
-    except (OSError, AttributeError) as error:
-        return f"{LIBRARY} cannot be loaded: {error}"
-    if interface != _INTERFACE:
-        return f"{LIBRARY} is of another version: python -m vllm_kvx.ops.build"
-    return ""
-
-
-@cache
-def _device_error(device: int) -> str:
-    probe = _library().kvx_device_error
+    capability = torch.cuda.get_device_capability(device)
+    there = [each.library for each in _loaded] or library.found()
+    fitting = [each for each in there if each.runs_on(capability)]
+    if not fitting:
+        return library.not_for(there, capability)
+    path = fitting[0].path
+    if not _loaded:
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            return f"{path} cannot be loaded: {error.__cause__ or error}"
+        _loaded.append(_Loaded(fitting[0], ctypes.CDLL(str(path))))
+    probe = _loaded[0].handle.kvx_device_error
     probe.restype = ctypes.c_char_p
-    error = probe(device)
-    if error is None:
-        return ""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{LIBRARY} is not built for compute capability {major}.{minor}: {error.decode()}"
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(LIBRARY))
+    refusal = probe(device)
+    return f"{path} does not run on this GPU: {refusal.decode()}" if refusal is not None else ""
 
 
 def score(

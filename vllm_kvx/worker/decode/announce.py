@@ -2,6 +2,7 @@
 
 from vllm.logger import init_logger
 
+from vllm_kvx.ops.library import COMMAND
 from vllm_kvx.ops.retrieval.backends import Backends
 from vllm_kvx.ops.retrieval.crossover import NEVER
 from vllm_kvx.policy.axes import Retrieve
@@ -16,7 +17,9 @@ def announce(policy: Retrieve, crossover: int, backends: Backends, max_model_len
     """
     floor = policy.floor(crossover)
     begins = f"from {floor} tokens on, and shorter ones whole" if floor < NEVER else "of no length"
-    logger.info(
+    # A warning where faster ops could run, had they been built.
+    log = logger.warning if COMMAND in backends.reason else logger.info
+    log(
         "Retrieval: %s reads parts of contexts %s (dense_below=%s); ops: %s (%s)",
         policy,
         begins,
@@ -27,7 +30,7 @@ def announce(policy: Retrieve, crossover: int, backends: Backends, max_model_len
     if floor <= max_model_len:
         return
     build = (
-        "; CUDA ops pay earlier than Triton ones (`python -m vllm_kvx.ops.build`)"
+        f"; CUDA ops pay earlier than Triton ones (`{COMMAND}`)"
         if backends.score == "triton" and policy.dense_below == "auto"
         else ""
     )

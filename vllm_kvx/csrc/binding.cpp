@@ -7,9 +7,6 @@
 
 #include "params.h"
 
-// What vllm_kvx/ops/retrieval/cuda.py checks; to be raised in both with every change of a signature.
-constexpr int INTERFACE = 2;
-
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -291,8 +288,6 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
 }
 
 }  // namespace
-
-extern "C" __attribute__((visibility("default"))) int kvx_interface() { return INTERFACE; }
 
 extern "C" __attribute__((visibility("default"))) const char* kvx_device_error(int device) {
   return kvx::device_error(device);
