@@ -10,7 +10,7 @@ import pytest
 from reference.fastkv import Keep
 from world import inside
 from world.engine import BLOCK, Engine, running, schedule_ahead
-from world.expected import FULL, Speed, named
+from world.expected import FULL, named
 from world.parity import assert_greedy, assert_identical, assert_logprobs, assert_parity
 from world.prompts import prompts_of
 

@@ -106,7 +106,7 @@ def test_the_next_turn_reads_the_prompt_of_the_last(
     """Prompt, answer and question: all but the answer and the question come from the cache."""
     name = named(policy)
     (start,) = prompts_of((170,), seed=3 + len(name))
-    prompt = [*start, len(name)]
+    prompt, before = [*start, len(name)], 0
     for turn in range(3):
         (answer,) = engine.generate([prompt], max_tokens=12, policies=[name])
         (alone,) = cold(engine, [prompt], [name], max_tokens=12)

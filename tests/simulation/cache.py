@@ -7,7 +7,6 @@ from torch import Tensor
 
 from simulation.live import Ints
 
-
 # Of a token: what its hidden state is made of, its position, and before which layer.
 State = tuple[int, int, int]
 

@@ -8,6 +8,7 @@ Of layers that it skips it needs the anchors' entries, or the states of tokens t
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -44,7 +45,7 @@ class PrefixSharing:
         self._max_tokens = config.scheduler_config.max_num_batched_tokens
         self._is_on = kv_cache_manager.enable_caching
         starts = (*settings.layout.starts, settings.num_layers)
-        self._ends = dict(zip(starts, starts[1:], strict=False))
+        self._ends = dict(pairwise(starts))
         # Where each running request's states enter, of those that select.
         self._resumes: dict[str, int] = {}
         self.states: StateCache | None = None

@@ -99,7 +99,9 @@ class StateCache:
     def holders(self) -> list[str]:
         return list(self._held)
 
-    def publish(self, hashes: Sequence[BlockHash], layer: int, first: int, last: int) -> StateBlocks:
+    def publish(
+        self, hashes: Sequence[BlockHash], layer: int, first: int, last: int
+    ) -> StateBlocks:
         """New blocks for a prompt's states [first, last), counted in blocks, as far as there are.
 
         They are evictable at once: who gets them writes them in a later step.
