@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
+from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.layout import Layout, layout_of
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.table import METHODS
@@ -45,10 +46,6 @@ _MEASURED_KEYS = tuple(m.key for m in MEASUREMENTS) + tuple(
     m.reduction_key for m in MEASUREMENTS if m.reduction
 )
 KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS, DEBUG_KEY, RECALL_KEY, SHARE_KEY)
-
-# Clients choose policies, so what is counted by name is bounded; the rest is counted together.
-MAX_POLICIES = 64
-OTHER = "other"
 
 
 @dataclass(frozen=True)
@@ -215,6 +212,10 @@ class KVSettings:
             recall_every=recall_every,
             shares=share == "on",
         )
+
+    def counted_policies(self) -> CountedPolicies:
+        """Rows for counters by policy; those of the server, and `full`, have theirs for good."""
+        return CountedPolicies([*map(str, self.policies or (self.policy,)), str(KVPolicy())])
 
     def parse(self, name: str) -> KVPolicy:
         """The policy `name` on this server, where words are layers if they are known.

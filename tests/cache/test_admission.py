@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_kvx.cache.admission import SPLIT_WINDOWS, PromptAdmission
-from vllm_kvx.policy.storage import STASH_PAGE
+from vllm_kvx.policy.storage import STASH_PAGE, storage_of
 from vllm_kvx.settings import KVSettings
 
 FASTKV = "fastkv:tsp_layer=3"
@@ -103,3 +103,106 @@ def test_what_was_not_scheduled_after_all_holds_nothing() -> None:
     assert one.used_pages == 2
     one.restart("b")
     assert one.used_pages == 0
+
+
+def schedule(to: PromptAdmission, *waiting: Any) -> list[str]:
+    """One pass of vLLM's loop over its queue; those that begin."""
+    began = []
+    to.new_step()
+    for number, request in enumerate(waiting):
+        if not to.is_passed_over(request, is_ready=True, num_left=len(waiting) - number):
+            if not to.clip(request, 0, 96):
+                break
+            began.append(request.request_id)
+    return began
+
+
+def test_the_queue_goes_on_behind_one_that_waits() -> None:
+    one = admission(stash_tokens=4 * STASH_PAGE)
+    a, b, c, d = (
+        add(one, n, pages * STASH_PAGE) for n, pages in zip("abcd", (2, 3, 1, 1), strict=True)
+    )
+    full, snapkv = add(one, "full", 500, "full"), add(one, "snapkv", 500, "snapkv")
+    assert schedule(one, a, b, c, full, d, snapkv) == ["a", "full", "snapkv"]
+    one.settle(running={"a", "full", "snapkv"})
+    assert schedule(one, b, c, d) == []
+    one.release("a")
+    assert schedule(one, b, c, d) == ["b", "c"]
+
+
+def test_one_that_vllm_passes_over_keeps_its_place() -> None:
+    """For a reason that vLLM looks at later: output of before its preemption is on its way."""
+    one = admission(stash_tokens=4 * STASH_PAGE)
+    a, b, c = (add(one, n, pages * STASH_PAGE) for n, pages in zip("abc", (3, 2, 1), strict=True))
+    one.new_step()
+    assert not one.is_passed_over(a, is_ready=True, num_left=4)
+    assert one.is_passed_over(b, is_ready=True, num_left=3), "a needs three pages of four"
+    assert one.is_passed_over(c, is_ready=True, num_left=2), "b needs the fourth"
+
+
+def test_one_that_is_not_ready_holds_no_place() -> None:
+    """It waits for a grammar, not for the stash."""
+    one = admission(stash_tokens=2 * STASH_PAGE)
+    a, b = (add(one, n, 2 * STASH_PAGE) for n in "ab")
+    one.new_step()
+    assert one.is_passed_over(a, is_ready=False, num_left=2)
+    assert not one.is_passed_over(b, is_ready=True, num_left=1)
+    assert one.clip(b, 0, 96) == 96
+    assert one.stash_waits == 0
+
+
+def test_where_all_wait_the_loop_ends() -> None:
+    """vLLM does not go through a long queue in every step; and all of them count as waiting."""
+    one = admission(stash_tokens=2 * STASH_PAGE)
+    a, b, c = (add(one, n, 2 * STASH_PAGE) for n in "abc")
+    assert schedule(one, a, b, c) == ["a"]
+    assert one.stash_waits == 2
+    one.new_step()
+    assert not one.is_passed_over(b, is_ready=True, num_left=2)
+    assert one.clip(b, 0, 96) == 0
+    assert one.is_passed_over(b, is_ready=True, num_left=3), "a third one, that needs no pages"
+
+
+@pytest.mark.parametrize(
+    "policy", [FASTKV, "snapkv", f"{FASTKV},kv_rate=1+snapkv", "gemfilter:layer=3"]
+)
+def test_a_first_chunk_waits_for_no_window(policy: str) -> None:
+    """A prompt that is no longer than its window keeps all, so that nothing scores it."""
+    one = admission()
+    for number in range(SPLIT_WINDOWS):
+        assert one.clip(add(one, str(number), 20, "snapkv"), 12, 3) == 3
+    settings = KVSettings.of({"kv_policy": policy}, num_layers=8)
+    for length in range(1, 20):
+        request = SimpleNamespace(request_id=f"of {length}", num_prompt_tokens=length)
+        storages = [storage_of(settings.policy, length, start, 4, 8) for start in (0, 4)]
+        one.add_request(request, settings.policy, any(s.changes for s in storages))  # type: ignore[arg-type]
+        assert one.clip(request, 0, 1) == 1  # type: ignore[arg-type]
+
+
+def test_waits_for_the_stash_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts once each, and seconds: of waits that are over, that last, and that were aborted."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    one = admission(stash_tokens=4 * STASH_PAGE)
+    a, b = add(one, "a", 3 * STASH_PAGE), add(one, "b", 2 * STASH_PAGE)
+    assert schedule(one, a) == ["a"]
+    assert (one.stash_waits, one.stash_wait_seconds) == (0, 0)
+    for seconds in (0, 2, 3):
+        now[0] = 100.0 + seconds
+        assert not schedule(one, b)
+    assert (one.stash_waits, one.stash_wait_seconds) == (1, 3)
+    one.release("a")
+    assert schedule(one, b) == ["b"]
+    now[0] = 110.0
+    assert (one.stash_waits, one.stash_wait_seconds) == (1, 3)
+    # Preempted, it waits again: it is the same prompt.
+    one.restart("b")
+    c = add(one, "c", 4 * STASH_PAGE)
+    assert schedule(one, c) == ["c"]
+    assert not schedule(one, b, add(one, "d", STASH_PAGE))
+    now[0] = 114.0
+    assert (one.stash_waits, one.stash_wait_seconds) == (2, 3 + 2 * 4)
+    one.remove_request("b")
+    one.remove_request("d")
+    now[0] = 120.0
+    assert (one.stash_waits, one.stash_wait_seconds) == (2, 11)

@@ -306,14 +306,20 @@ def test_counters_and_recall(tiny: Callable[..., Path], monkeypatch: pytest.Monk
     mass = torch.cat(masses)
     assert stats["retrieval"]["recall_samples"] == len(mass) == 4 * (6 * 2 + 2 * 5 + 6 * 2)
     assert 0 < recall < 1 and recall == pytest.approx(float(mass.mean()), abs=1e-5)
+    # Of each policy its own rows alone.
+    parts = dict(zip(names, torch.split(mass, [4 * 6 * 2, 4 * 2 * 5, 4 * 6 * 2]), strict=False))
+    for name, part in parts.items():
+        assert counters[name]["recall_samples"] == len(part)
+        assert counters[name]["recall"] == pytest.approx(float(part.mean()), abs=1e-5)
+    assert counters["full"]["recall"] is None and counters["full"]["recall_samples"] == 0
 
 
 def test_recall_is_measured_every_so_often() -> None:
-    sampler = RecallSampler(3, torch.device("cpu"))
+    sampler = RecallSampler(3, torch.device("cpu"), 1)
     retrieves = [True, False, True, True, False, True, True, True, True]
     due = [(sampler.is_due, sampler.takes_step(each)) for each in retrieves]
     assert [taken for _, taken in due] == [i in (3, 7) for i in range(9)]
     assert all(is_due for is_due, taken in due if taken)
-    never = RecallSampler(0, torch.device("cpu"))
+    never = RecallSampler(0, torch.device("cpu"), 1)
     assert not any(never.is_due or never.takes_step(True) for _ in range(5))
     assert never.recall is None

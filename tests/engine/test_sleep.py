@@ -48,10 +48,22 @@ def test_level_2(tiny: Callable[..., Path], server: str) -> None:
         before = engine.generate(prompts, policies=policies)
         worker = inside.worker(engine)
         counters = worker.kv_policy_stats()
-        assert counters["kv_bytes_moved"] > 0
+        by_policy = counters["policies"]
+        parsed = [parse_policy(name) for name in policies]
+        assert list(by_policy) == list(dict.fromkeys(map(str, parsed)))
+        for policy in parsed:
+            retain, totals = policy.retain, by_policy[str(policy)]
+            moves = retain is not None and retain.unit == "entry"
+            assert (totals["kv_bytes_moved"] > 0) == moves, f"{policy}: what it caused is its own"
+            if retain is not None:
+                assert totals["seconds_in_retention"] > 0
+        for counter in ("kv_bytes_moved", "seconds_in_retention"):
+            parts = sum(totals[counter] for totals in by_policy.values())
+            assert parts == pytest.approx(counters[counter]) and parts > 0
 
         worker.sleep(level=2)
         assert inside.discard_memory(engine) > 10
+        assert worker.kv_policy_stats() == counters, "a scrape may come while it sleeps"
         worker.wake_up(tags=["weights"])
         worker.reload_weights()
         worker.wake_up(tags=["kv_cache"])

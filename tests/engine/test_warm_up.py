@@ -26,16 +26,23 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu)
     policy = "fier-64:dense_below=0"
     with running(tiny(), "snapkv", config={"kv_layout": [policy]}) as engine:
-        ((during,),) = (totals.values() for totals in counted)
-        assert during["requests"] > 0 and during["prompt_tokens"] > 0
+        (during,) = counted
+        assert set(during) == {"snapkv", policy, "full"}
+        assert during["snapkv"]["requests"] > 0 and during["snapkv"]["prompt_tokens"] > 0
         worker = inside.worker(engine)
         stats = worker.kv_policy_stats()
-        assert not stats["policies"]
+        for totals in stats["policies"].values():
+            lists = ("online_pivots", "entries_retained_by_layer")
+            assert not any(totals[key] for key in totals if key not in lists)
+            assert not any(totals["entries_retained_by_layer"]) and not totals["online_pivots"]
         for counter in ("kv_bytes_moved", "seconds_in_retention", "seconds_in_detector"):
             assert stats[counter] == 0
         assert stats["retrieval"]["seconds_in_sidecar_writes"] == 0
         assert stats["retrieval"]["recall_samples"] == 0
 
         engine.generate([prompt_of(150)], policies=[policy])
-        ((name, totals),) = worker.kv_policy_stats()["policies"].items()
-        assert (name, totals["requests"], totals["prompt_tokens"]) == (policy, 1, 150)
+        counted_now = {
+            name: (totals["requests"], totals["prompt_tokens"])
+            for name, totals in worker.kv_policy_stats()["policies"].items()
+        }
+        assert counted_now == {"snapkv": (0, 0), policy: (1, 150), "full": (0, 0)}

@@ -14,7 +14,7 @@ from vllm_kvx.server.beam_search import refuse_beam_search
 def test_refused_under_a_policy_only(config: dict[str, str], refused: bool) -> None:
     from vllm.sampling_params import BeamSearchParams, SamplingParams
 
-    model_config = SimpleNamespace(get_total_num_hidden_layers=lambda: 8)
+    model_config = SimpleNamespace(get_total_num_hidden_layers=lambda: 8, served_model_name="beams")
     processor = SimpleNamespace(
         vllm_config=SimpleNamespace(additional_config=config, model_config=model_config)
     )

@@ -167,7 +167,7 @@ others = st.dictionaries(keys, values, max_size=4)
 def test_a_request_passes_or_is_a_400(
     server: KVSettings, extra: dict[str, Any] | None, prompt_logprobs: int | None
 ) -> None:
-    check = build_custom_logits_processors_params_validator([class_path(server)])
+    check = build_custom_logits_processors_params_validator([class_path(server, "fuzzed")])
     try:
         params = SamplingParams(extra_args=extra, prompt_logprobs=prompt_logprobs)
         check(params)
@@ -240,7 +240,7 @@ def test_a_server_has_settings_or_does_not_start(config: Any) -> None:
         return
     assert found.policies[0] == found.policy and found.num_layers == LAYERS
     # Front ends get it by name, and know the same server.
-    again = getattr(request_check, class_path(found).split(":")[1]).settings
+    again = getattr(request_check, class_path(found, "fuzzed").split(":")[1]).settings
     assert (again.policy, again.layout, again.stock) == (found.policy, found.layout, found.stock)
 
 

@@ -3,15 +3,18 @@
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from prometheus_client import REGISTRY
 from vllm.entrypoints.launchers.api_server.routers import register_api_routers
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
+from vllm_kvx.server.misplaced import STATUS
 from vllm_kvx.server.route import KVPolicyEndpoint
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -143,3 +146,12 @@ def test_vllms_own_keys_resemble_none_of_ours(app: FastAPI) -> None:
         model = getattr(getattr(route, "body_field", None), "field_info", None)
         fields = getattr(getattr(model, "annotation", None), "model_fields", {})
         assert all(misspelling([name], KEYS) is None for name in fields)
+
+
+def test_it_is_counted(app: FastAPI, post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.state, STATUS, SimpleNamespace(model_name="misplaced"), raising=False)
+    for path, body in BODIES.items():
+        refusal(post(path, json={**body, "kv_policy": "full"}))
+    labels = {"model_name": "misplaced", "reason": "misplaced"}
+    counted = REGISTRY.get_sample_value("vllm_kvx:requests_refused_total", labels)
+    assert counted == len(BODIES)

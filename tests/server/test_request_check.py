@@ -22,6 +22,8 @@ from vllm_kvx.server import request_check
 from vllm_kvx.server.request_check import class_path
 from vllm_kvx.settings import KVSettings
 
+MODEL = "checked"
+
 
 def settings_of(policy: str, *layout: str) -> KVSettings:
     return KVSettings.of({"kv_policy": policy, "kv_layout": list(layout)}, num_layers=8)
@@ -30,7 +32,7 @@ def settings_of(policy: str, *layout: str) -> KVSettings:
 def validator(policy: str, *layout: str) -> Any:
     """What vLLM's front end calls for each request."""
     return build_custom_logits_processors_params_validator(
-        [class_path(settings_of(policy, *layout))]
+        [class_path(settings_of(policy, *layout), MODEL)]
     )
 
 
@@ -216,13 +218,13 @@ SERVERS = ("full", "speed-4", "speed-5", "speed-4:tail=2", "fier-64", "quest-64"
 
 
 def test_the_name_carries_the_server() -> None:
-    paths = {class_path(settings_of(p)) for p in SERVERS}
+    paths = {class_path(settings_of(p), MODEL) for p in SERVERS}
     assert len(paths) == len(SERVERS)
     for path in paths:
         module, name = path.split(":")
         assert module == request_check.__name__
         cls = getattr(request_check, name)
-        assert class_path(cls.settings) == path
+        assert class_path(cls.settings, cls.model_name) == path
         assert issubclass(cls, LogitsProcessor)
         assert cls is getattr(request_check, name)
         assert pickle.loads(pickle.dumps(cls)) is cls
@@ -241,7 +243,7 @@ def test_two_engines_in_one_process_do_not_mix() -> None:
 
 
 def test_the_worker_skips_it() -> None:
-    name = class_path(settings_of("speed-4")).split(":")[1]
+    name = class_path(settings_of("speed-4"), MODEL).split(":")[1]
     processor = getattr(request_check, name)(None, None)
     assert processor.add_request(0, params("full")) is False
     logits = object()

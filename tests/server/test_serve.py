@@ -11,18 +11,22 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+import vllm
 from openai import BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
+from vllm_kvx.policy.counted import MAX_POLICIES
+from vllm_kvx.server.refused import Reason
 from vllm_kvx.tuning.record import Agreement, TunedRecord
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="serves with vLLM's CPU build")
@@ -88,14 +92,22 @@ class Server:
         return {k: n - before.get(k, 0) for k, n in after.items() if isinstance(n, int)}
 
     def metrics(self) -> dict[tuple[str, str], float]:
-        """Our samples, by name and policy."""
-        time.sleep(0.3)
+        """Our samples, by name and what tells them apart within it, if it is one label."""
         return {
-            (sample.name, sample.labels["policy"]): sample.value
+            (name, labels.get("policy", labels.get("reason", labels.get("server_policy")))): value
+            for name, labels, value in self.samples()
+            if "layer" not in labels
+        }
+
+    def samples(self) -> list[tuple[str, dict[str, str], float]]:
+        """Our samples: name, labels and value."""
+        time.sleep(0.3)
+        return [
+            (sample.name, sample.labels, sample.value)
             for family in text_string_to_metric_families(self.http.get("/metrics").text)
             for sample in family.samples
-            if sample.name.startswith("vllm_kvx:")
-        }
+            if sample.name.startswith("vllm_kvx:") and not sample.name.endswith("_created")
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -424,6 +436,9 @@ def test_counters_and_metrics_grow_by_what_was_sent(server: Server) -> None:
             "blocks_held": 0,
             "blocks_saved": 0,
             "prefix_not_shared": spent["prefix_not_shared"],
+            "kv_bytes_moved": 0,
+            "stash_tokens_used": 0,
+            "recall_samples": 0,
         }
         after = server.metrics()
         for name in ("requests", "prompt_tokens", "layer_tokens_computed", "layer_tokens_skipped"):
@@ -465,8 +480,96 @@ def test_retrieval_answers_and_is_counted(server: Server, policy: str) -> None:
     assert (retrieval["policy"], retrieval["dense_below"], retrieval["auto"]) == ("fier-64", 65, 0)
     assert retrieval["recall_samples"] - samples == 3 * choosing * 4  # steps, layers, query heads
     assert 0 < retrieval["recall"] <= 1
-    gauge = after["vllm_kvx:retrieval_recall", f"speed-{CUTOFF}"]
-    assert gauge == pytest.approx(retrieval["recall"])
+    measured = server.status()["counters"][policy]
+    assert measured["recall_samples"] == spent["recall_samples"] == 3 * choosing * 4
+    assert after["vllm_kvx:retrieval_recall", policy] == pytest.approx(measured["recall"])
+    assert after["vllm_kvx:retrieval_crossover_tokens", f"speed-{CUTOFF}"] == 0
+    assert after["vllm_kvx:retrieval_dense_below_tokens", f"speed-{CUTOFF}"] == 65
+    written = after["vllm_kvx:sidecar_write_seconds_total", f"speed-{CUTOFF}"]
+    assert written >= retrieval["seconds_in_sidecar_writes"] > 0
+
+
+def test_the_server_says_what_it_is(server: Server) -> None:
+    infos = {name: labels for name, labels, value in server.samples() if name.endswith("_info")}
+    build = infos["vllm_kvx:build_info"]
+    assert (build["model_name"], build["server_policy"]) == (MODEL, f"speed-{CUTOFF}")
+    assert build["version"] == server.status()["version"]
+    assert build["vllm_version"] == vllm.__version__
+    assert build["torch_version"] == torch.__version__
+    assert "KV groups split at layer 4" in build["layout"]
+    ops = infos["vllm_kvx:retrieval_ops_info"]
+    expected = ("torch", "torch", "the device is a CPU")
+    assert (ops["score"], ops["attend"], ops["reason"]) == expected
+
+
+def test_refusals_are_counted_by_reason(server: Server) -> None:
+    def refused() -> dict[str, float]:
+        name = "vllm_kvx:requests_refused_total"
+        return {labels["reason"]: n for own, labels, n in server.samples() if own == name}
+
+    before = refused()
+    assert set(before) == set(Reason)
+    prompt, _ = server.question(64)
+    for name in ("sped-4", "speed-5", 4):
+        assert server.post(prompt, vllm_xargs={"kv_policy": name}).status_code == 400
+    assert server.post(prompt, prompt_logprobs=1).status_code == 400
+    assert server.post(prompt, kv_policy="full").status_code == 400
+    assert server.post(prompt, use_beam_search=True, n=2).status_code == 400
+    assert server.post(prompt, max_tokens=-1).status_code == 400, "vLLM's own, not counted"
+    now = refused()
+    reasons = ("malformed", "no_room", "not_a_string", "prompt_logprobs", "misplaced")
+    moved = {reason: now[reason] - before[reason] for reason in now}
+    assert moved == dict.fromkeys(Reason, 0) | dict.fromkeys((*reasons, "beam_search"), 1)
+
+
+def test_a_shared_prefix_counts_once(server: Server) -> None:
+    """Ten requests hold one prefix; stock would hold it in every group, and once as well."""
+    prompt, _ = server.question(1000)
+    server.text(prompt)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 900, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    answers = []
+    with ExitStack() as stack:
+        for _ in range(10):
+            stream = server.http.stream("POST", "/v1/completions", json=body)
+            answers.append(stack.enter_context(stream).iter_lines())
+            next(answers[-1])
+        counters = server.counters("speed-4")
+    shared = 998 // BLOCK
+    own = 10 * (1 + 1)  # Of every request the rest of the prompt, and the upper layers' block.
+    # The answers may have grown into further blocks meanwhile.
+    assert shared + own <= counters["blocks_held"] <= shared + own + 10 * 2 * 4
+    stock = 2 * (shared + 10)
+    assert 0 < counters["blocks_saved"] <= stock
+    for _ in range(10):
+        if server.counters("speed-4")["blocks_held"] == 0:
+            break
+    else:
+        pytest.fail("the requests still hold blocks")
+
+
+def test_odd_policies_leave_the_servers_own_alone(server: Server) -> None:
+    """More policies than are kept apart, from any client: rows are bounded, and kept for its own.
+
+    It stands after what counts other policies by name: those that come later are `other`.
+    """
+    names = [f"speed-4:anchors={a},tail={t}" for a in range(2, 12) for t in range(2, 9)]
+    assert len(names) > MAX_POLICIES
+
+    def ask(name: str) -> int:
+        return server.post("a", max_tokens=1, vllm_xargs={"kv_policy": name}).status_code
+
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(ask, names)) == {200}
+    for policy in ("speed-4", "fier-64", "speed-4+fier-64", "full"):
+        body = {"vllm_xargs": {"kv_policy": policy}}
+        spent = server.spent(policy, lambda: server.text("a b", max_tokens=1, extra_body=body))  # noqa: B023
+        assert spent["requests"] == 1
+    counters = server.status()["counters"]
+    assert len(counters) == MAX_POLICIES + 5 and counters["other"]["requests"] >= 6
+    series = [name for name, labels, _ in server.samples() if "policy" in labels]
+    assert series.count("vllm_kvx:requests_total") == MAX_POLICIES + 5
+    assert max(map(series.count, series)) <= (MAX_POLICIES + 5) * LAYERS
 
 
 def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:

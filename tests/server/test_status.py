@@ -13,8 +13,7 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
-from vllm_kvx.server import metrics, route, stats
-from vllm_kvx.server.metrics import PolicyMetrics
+from vllm_kvx.server import route, stats
 from vllm_kvx.server.route import KVPolicyEndpoint
 
 
@@ -82,6 +81,11 @@ def sample(name: str, model: str, policy: str) -> float | None:
     return prometheus_client.REGISTRY.get_sample_value(f"vllm_kvx:{name}", labels)
 
 
+def of_server(name: str, model: str, policy: str) -> float | None:
+    labels = {"model_name": model, "server_policy": policy}
+    return prometheus_client.REGISTRY.get_sample_value(f"vllm_kvx:{name}", labels)
+
+
 def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
     monkeypatch.setattr(stats, "FRESH_S", 60.0)
 
@@ -103,7 +107,8 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
             "matches_tuning": {"speed-4": False},
             "num_layers": 8,
             "layout": {"splits": [4], "sidecar": None, "window": 0, **engine.stats["layout"]},
-            "stash": {"tokens": 0, "tokens_used": 0},
+            "stash": {"tokens": 0, "tokens_used": 0, "waits": 0, "wait_seconds": 0.0},
+            "run_in_full": {},
             "seconds_in_retention": 0.0,
             "seconds_in_detector": 0.0,
             "kv_bytes_moved": 0,
@@ -167,7 +172,7 @@ def test_retrieval_is_told_and_measured() -> None:
         engine = Engine("full", model="retrieval", kv_layout=["quest-79"])
         client = await serve(engine)
         assert "retrieval" not in (await client.get("/v1/kv_policy")).json()
-        own = {"ops": "cuda", "recall": None, "recall_samples": 0}
+        own: dict[str, Any] = {"ops": "cuda", "recall": None, "recall_samples": 0}
         counts = {"entries_held_in_decode": 9, "entries_scored": 7, "entries_read": 5}
         counts |= {"retrieval_steps": 3, "dense_fallbacks": 2}
         engine.stats = {**worker_stats(**{"quest-79": counts}), "retrieval": own}
@@ -176,16 +181,17 @@ def test_retrieval_is_told_and_measured() -> None:
         assert answer["layout"]["sidecar"] == sidecar
         assert answer["retrieval"] == own and answer["counters"] == {"quest-79": counts}
         await client.get("/metrics/")
-        assert sample("retrieval_recall", "retrieval", "full") is None
+        assert sample("retrieval_recall", "retrieval", "quest-79") is None
         assert sample("kv_entries_held_in_decode_total", "retrieval", "quest-79") == 9
         assert sample("kv_entries_scored_total", "retrieval", "quest-79") == 7
         assert sample("kv_entries_read_total", "retrieval", "quest-79") == 5
         assert sample("retrieval_steps_total", "retrieval", "quest-79") == 3
         assert sample("retrieval_dense_fallbacks_total", "retrieval", "quest-79") == 2
-        own |= {"recall": 0.75, "recall_samples": 12}
+        counts |= {"recall": 0.75, "recall_samples": 12}
         await client.get("/metrics/")
-        assert sample("retrieval_recall", "retrieval", "full") == 0.75
-        assert sample("retrieval_recall_samples", "retrieval", "full") == 12
+        assert sample("retrieval_recall", "retrieval", "quest-79") == 0.75
+        assert sample("retrieval_recall_samples", "retrieval", "quest-79") == 12
+        assert sample("retrieval_recall", "retrieval", "full") is None
 
     asyncio.run(main())
 
@@ -201,8 +207,9 @@ def test_metrics_are_those_of_the_scrape() -> None:
             text = (await client.get("/metrics/")).text
             assert f'policy="speed-4"}} {total}.0' in text
         assert sample("kv_blocks_held", "scrape", "speed-4") == 3
-        assert sample("kv_pool_tokens", "scrape", "speed-4") == 200
-        assert sample("stock_kv_pool_tokens", "scrape", "speed-4") == 100
+        assert of_server("kv_pool_tokens", "scrape", "speed-4") == 200
+        assert of_server("stock_kv_pool_tokens", "scrape", "speed-4") == 100
+        assert of_server("kv_pool_blocks", "scrape", "speed-4") == 9
 
     asyncio.run(main())
 
@@ -256,16 +263,24 @@ def test_the_exporter_of_several_polls(monkeypatch) -> None:
     asyncio.run(main())
 
 
+def has_build_info(model: str) -> bool:
+    families = list(prometheus_client.REGISTRY.collect())
+    (info,) = [each for each in families if each.name == "vllm_kvx:build_info"] or [None]
+    return info is not None and any(s.labels["model_name"] == model for s in info.samples)
+
+
 def test_servers_without_a_policy() -> None:
     async def main() -> None:
-        stock = Engine(None)
+        stock = Engine(None, model="none")
         response = await (await serve(stock)).get("/v1/kv_policy")
         assert response.status_code == 404
+        assert not has_build_info("none")
         full = Engine("full", model="full")
         client = await serve(full)
         answer = (await client.get("/v1/kv_policy")).json()
         assert (answer["policy"], answer["counters"], answer["current"]) == ("full", {}, True)
         assert (await client.get("/metrics/")).status_code == 200
+        assert has_build_info("full")
         assert stock.calls == full.calls == 0
         app = FastAPI()
         await KVPolicyEndpoint().init_state(None, app.state, Namespace())
@@ -286,24 +301,3 @@ def test_vllm_takes_the_endpoint_for_a_plugin(make_config) -> None:
     app = FastAPI()
     attach_endpoint_plugins(app, ("generate",))
     assert "/v1/kv_policy" in {getattr(route, "path", None) for route in app.routes}
-
-
-def test_counters_never_fall() -> None:
-    own = PolicyMetrics("monotonic", "speed-4")
-    seen = []
-    for total in (5, 9, 9, 2, 3):
-        own.update(worker_stats(**{"speed-4": {"layer_tokens_skipped": total}}))
-        seen.append(sample("layer_tokens_skipped_total", "monotonic", "speed-4"))
-    assert seen == [5, 9, 9, 11, 12]
-
-
-def test_many_policies_share_a_series(monkeypatch) -> None:
-    monkeypatch.setattr(metrics, "MAX_POLICIES", 2)
-    own = PolicyMetrics("many", "speed-4")
-    names = [f"speed-4:tail={n}" for n in range(2, 6)]
-    own.update(worker_stats(**{n: {"prompt_tokens": 10, "blocks_held": 1} for n in names}))
-    assert sample("prompt_tokens_total", "many", "speed-4") == 0
-    assert sample("prompt_tokens_total", "many", names[0]) == 10
-    assert sample("prompt_tokens_total", "many", names[1]) is None
-    assert sample("prompt_tokens_total", "many", "other") == 30
-    assert sample("kv_blocks_held", "many", "other") == 3

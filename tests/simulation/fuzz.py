@@ -1,6 +1,7 @@
 """Longer runs of the simulation: `python -m simulation.fuzz NAME SEEDS [FIRST]`, from tests/.
 
 NAME is one of `servers.SERVERS`, or `all`. Prints every failure with its seed and goes on.
+For a night: `all` and many seeds, from another FIRST each time.
 """
 
 import os

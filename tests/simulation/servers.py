@@ -68,7 +68,7 @@ class Server:
 def long(**kwargs: Any) -> Server:
     """A server that retrieves."""
     defaults: dict[str, Any] = dict(
-        block_size=32, max_len=512, max_prompt=300, max_answer=120, steps=400
+        block_size=32, max_len=512, max_prompt=300, max_answer=120, steps=340
     )
     return Server(**(defaults | kwargs))
 
@@ -182,6 +182,21 @@ SERVERS: dict[str, Server] = {
             "speed-6+streamingllm:sinks=2,recent=3",
         ),
         stash=200,
+    ),
+    "queue": Server(
+        _FAST,
+        (_ONLINE, "speed-4", "snapkv:window=8"),
+        (
+            _FAST,
+            f"{_FAST},kv_rate=1",
+            _ONLINE,
+            "snapkv:window=8",
+            "full",
+            "full",
+            "speed-4",
+        ),
+        stash=128,
+        max_prompt=120,
     ),
     "block": Server(
         _BLOCK,

@@ -51,6 +51,7 @@ def assert_scheduler_forgot(engine: Any, windows: int) -> None:
     if admission is not None:
         assert not admission._prompts and not admission._pages and not admission._split
         assert admission.used_pages == 0 and admission.free_windows == windows
+        assert not admission._waiting_since and not admission._seekers
         assert not scheduler._to_shrink and not scheduler._counted_unshared
 
 
@@ -62,10 +63,22 @@ def left_in_scheduler(scheduler: Any) -> dict[str, Any]:
         "prompts": admission._prompts,
         "pages": admission.used_pages or admission._pages,
         "windows": admission._split,
+        "waiting": admission._waiting_since or admission._seekers,
         "to shrink": scheduler._to_shrink,
         "counted": scheduler._counted_unshared,
         "managed": any(m.requests or any(m.req_to_blocks.values()) for m in managers),
     }
+
+
+def used_pages(scheduler: Any) -> int:
+    """Stash pages that a scheduler of ours has given to prompts."""
+    pages: int = scheduler.admission.used_pages
+    return pages
+
+
+def stash_seekers(scheduler: Any) -> set[str]:
+    """Requests that a scheduler of ours believes to be in the queue without their stash pages."""
+    return set(scheduler.admission._seekers)
 
 
 def watch_chunks(engine: Any) -> dict[str, list[int]]:

@@ -1,5 +1,6 @@
 """Where a prompt's chunks end, and when a prompt may begin, under policies that score its keys."""
 
+import time
 from dataclasses import dataclass
 
 from vllm.config import SchedulerConfig
@@ -33,17 +34,26 @@ class _Prompt:
     pages: int
     needs_passes: bool
     is_in: bool = False
-    waits: bool = False
+    has_waited: bool = False
 
 
 class PromptAdmission:
-    """Clips chunks, and holds prompts back until the stash has room.
+    """Clips chunks, and says which waiting prompts may begin.
 
     A chunk ends at the end of the prompt, if it reaches it: there entries go. It does not end
     within the window if it can end before, so that the window's queries are in one chunk. Where
     the selected tokens take several passes through the upper layers, the window is a chunk of its
     own: else these passes would come on top of a chunk as long as any other, and running requests
     would wait for both.
+
+    A prompt begins when the stash has room for all of it. vLLM asks for every waiting request in
+    the order of its queue. One that has to wait is passed over, and those behind it that need no
+    room begin. A prompt never takes pages that one ahead of it in the queue needs.
+
+    Attributes:
+        total_pages, free_pages: of the stash, STASH_PAGE tokens each.
+        free_windows: how many more windows may be spread over chunks.
+        stash_waits: prompts so far that had to wait for the stash, each counted once.
     """
 
     def __init__(self, settings: KVSettings, config: SchedulerConfig) -> None:
@@ -55,6 +65,16 @@ class PromptAdmission:
         self._prompts: dict[str, _Prompt] = {}
         self._pages: dict[str, int] = {}
         self._split: set[str] = set()
+        # Prompts without the pages that they need: all of them are in vLLM's queue.
+        self._seekers: dict[str, _Prompt] = {}
+        # Of the step that is being scheduled: how many seekers vLLM has passed over, the pages that
+        # it has to leave for them, and the seeker that it came to last.
+        self._num_passed = self._pages_ahead = 0
+        self._last: str | None = None
+        self.stash_waits = 0
+        self._seconds_waited = 0.0
+        # By request that waits for the stash, since when: seconds of the monotonic clock.
+        self._waiting_since: dict[str, float] = {}
 
     def add_request(self, request: Request, policy: KVPolicy, changes: bool) -> None:
         """`changes`: whether any stage stores something else once the prompt is in."""
@@ -70,13 +90,50 @@ class PromptAdmission:
             self._prompts[request.request_id] = _Prompt(
                 length, min(window, length), pages, needs_passes=propagated > self.max_tokens
             )
+            self._seek(request.request_id)
+
+    def new_step(self) -> None:
+        """vLLM begins to schedule a step."""
+        self._num_passed = self._pages_ahead = 0
+        self._last = None
+
+    def is_passed_over(self, request: Request, is_ready: bool, num_left: int) -> bool:
+        """Whether vLLM has to go on from a waiting request to the next one.
+
+        Ask for each request in the order of vLLM's queue.
+
+        is_ready: whether it may begin, as far as vLLM knows.
+        num_left: waiting requests from this one on.
+        """
+        prompt = self._seekers.get(request.request_id)
+        if prompt is None:
+            return not is_ready
+        if not is_ready:  # It does not wait for pages, so none are left for it.
+            self._num_passed += 1
+            return True
+        if self._last in self._seekers:
+            self._num_passed += 1
+            self._pages_ahead += self._seekers[self._last].pages
+        self._last = request.request_id
+        if self._has_room(prompt):
+            return False
+        if len(self._waiting_since) < len(self._seekers):  # All wait that are behind it, too.
+            for request_id, other in self._seekers.items():
+                if request_id not in self._waiting_since:
+                    self._wait(request_id, other)
+        # Where only seekers are left, vLLM need not go through all of them: its loop ends here, as
+        # this one gets no tokens.
+        return num_left > len(self._seekers) - self._num_passed
+
+    def _has_room(self, prompt: _Prompt) -> bool:
+        return self._pages_ahead + prompt.pages <= self.free_pages
 
     def clip(self, request: Request, start: int, num_new_tokens: int) -> int:
         """How many of `num_new_tokens` from position `start` on may run in this step."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None or start >= prompt.length:
             return num_new_tokens
-        if not self._has_stash(request.request_id, prompt):
+        if not self._take_pages(request.request_id, prompt):
             return 0
         end = min(start + num_new_tokens, prompt.length)
         window_start = prompt.length - prompt.window
@@ -89,22 +146,49 @@ class PromptAdmission:
                 return 0
         return end - start
 
-    def _has_stash(self, request_id: str, prompt: _Prompt) -> bool:
+    def _take_pages(self, request_id: str, prompt: _Prompt) -> bool:
         if prompt.pages == 0 or request_id in self._pages:
             return True
-        if prompt.pages > self.free_pages:
-            if not prompt.waits:
-                prompt.waits = True
-                logger.info(
-                    "Request %s of %d tokens waits: other prompts fill the stash of hidden states "
-                    "(kv_stash_tokens).",
-                    request_id,
-                    prompt.length,
-                )
+        if not self._has_room(prompt):
             return False
+        del self._seekers[request_id]
+        self._end_wait(request_id)
         self._pages[request_id] = prompt.pages
         self.free_pages -= prompt.pages
         return True
+
+    def _seek(self, request_id: str) -> None:
+        prompt = self._prompts.get(request_id)
+        if prompt is not None and prompt.pages:
+            self._seekers[request_id] = prompt
+
+    def _wait(self, request_id: str, prompt: _Prompt) -> None:
+        self._waiting_since[request_id] = time.monotonic()
+        if not prompt.has_waited:
+            prompt.has_waited = True
+            self.stash_waits += 1
+            logger.info(
+                "Request %s of %d tokens waits: other prompts fill the stash of hidden states "
+                "(kv_stash_tokens).",
+                request_id,
+                prompt.length,
+            )
+
+    def _end_wait(self, request_id: str) -> None:
+        since = self._waiting_since.pop(request_id, None)
+        if since is not None:
+            self._seconds_waited += time.monotonic() - since
+
+    @property
+    def stash_wait_seconds(self) -> float:
+        """Seconds that prompts have waited for the stash, those that wait now included.
+
+        A prompt waits from the first step in which the stash has no room for it, or for one ahead
+        of it in the queue, until it gets its pages or its request ends. Prompts that wait at once
+        add up.
+        """
+        now = time.monotonic()
+        return self._seconds_waited + sum(now - since for since in self._waiting_since.values())
 
     def _may_split(self, request_id: str) -> bool:
         if request_id not in self._split:
@@ -137,6 +221,7 @@ class PromptAdmission:
         for request_id in [*self._pages, *self._split]:
             if request_id not in running:
                 self.release(request_id)
+                self._seek(request_id)
 
     def restart(self, request_id: str) -> None:
         """A preempted request: its prompt comes in again."""
@@ -144,10 +229,13 @@ class PromptAdmission:
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             prompt.is_in = False
+            self._seek(request_id)
 
     def remove_request(self, request_id: str) -> None:
         self.release(request_id)
+        self._end_wait(request_id)
         self._prompts.pop(request_id, None)
+        self._seekers.pop(request_id, None)
 
     @property
     def used_pages(self) -> int:

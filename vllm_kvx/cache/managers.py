@@ -12,6 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.request import Request
 
+from vllm_kvx.cache.ledger import BlockLedger
 from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV
 
 
@@ -28,6 +29,18 @@ class SizedByStorage(SingleTypeKVCacheManager):
         self.requests: dict[str, RequestKV] = {}
         self.stage: int = getattr(kv_cache_spec, "stage", 0)
         self.start_layer: int = getattr(kv_cache_spec, "start_layer", 0)
+        self._ledger: BlockLedger | None = None
+        self._group = 0
+
+    def watch(self, ledger: BlockLedger, group: int) -> None:
+        """From now on tells the ledger what it takes, as KV group `group`."""
+        self._ledger, self._group = ledger, group
+
+    def _took(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks that were free are the request's."""
+        kv = self.requests.get(request_id)
+        if self._ledger is not None and kv is not None:
+            self._ledger.take(blocks, self._group, kv.row)
 
     def add_request(self, request_id: str, kv: RequestKV) -> None:
         self.requests[request_id] = kv
@@ -77,18 +90,35 @@ class SizedByStorage(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock]:
         kv = self.requests.get(request_id)
         if kv is None or kv.is_stock:
-            return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+            blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+            self._took(request_id, blocks)
+            return blocks
         blocks = self.req_to_blocks[request_id]
-        new_blocks = self._new_blocks(self._required_blocks(kv, num_tokens) - len(blocks))
+        count = self._required_blocks(kv, num_tokens) - len(blocks)
+        new_blocks = self._new_blocks(request_id, count)
         blocks.extend(new_blocks)
         if kv.compacts_at(num_tokens):
-            self._make_room(kv, blocks)
+            self._make_room(request_id, kv, blocks)
         return new_blocks
 
-    def _new_blocks(self, count: int) -> list[KVCacheBlock]:
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        free = [block for block in new_computed_blocks if block.ref_cnt == 0]
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        self._took(request_id, free)
+
+    def _new_blocks(self, request_id: str, count: int) -> list[KVCacheBlock]:
         if count <= 0:
             return []
         blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(count)
+        self._took(request_id, blocks)
         if self._record_new_block_ids:
             self.new_block_ids.extend(block.block_id for block in blocks)
         return blocks
@@ -108,10 +138,13 @@ class SizedByStorage(SingleTypeKVCacheManager):
             return range(min(kept, kv.storage.prompt_len // self.block_size))
         return [place for place, is_shared in enumerate(shared[:kept]) if is_shared]
 
-    def _make_room(self, kv: RequestKV, blocks: Sequence[KVCacheBlock]) -> None:
+    def _make_room(
+        self, request_id: str, kv: RequestKV, blocks: Sequence[KVCacheBlock]
+    ) -> None:
         """Takes the new blocks for what stays; what is written over leaves the prefix cache."""
         places = self._places(kv, [block.ref_cnt > 1 for block in blocks], kv.moves_out)
-        kv.private = dict(zip(places, self._new_blocks(len(places)), strict=True))
+        new_blocks = self._new_blocks(request_id, len(places))
+        kv.private = dict(zip(places, new_blocks, strict=True))
         kept = cdiv(kv.storage.kept, self.block_size)
         overwritten = [b for place, b in enumerate(blocks[:kept]) if place not in kv.private]
         # Nor may what the step itself fills be published.
@@ -281,6 +314,8 @@ class PolicyKVCacheManager(SizedByStorage):
         if kv is not None and num_local_computed_tokens > 0:
             source = self.find_anchors(kv)
             if source is not None:
+                if source.ref_cnt == 0:
+                    self._took(request_id, [source])
                 self.block_pool.touch([source])
                 self._to_copy[request_id] = source
 

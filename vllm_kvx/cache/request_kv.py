@@ -45,6 +45,7 @@ class RequestKV:
         private: by place in the list of blocks, the new block that takes it; between the step
             that compacts and the next.
         is_overwritten: some of its blocks are written over by that step, and out of the cache.
+        row: its policy's, by which blocks are counted.
     """
 
     storage: Storage
@@ -59,6 +60,7 @@ class RequestKV:
     moves_out: bool = False
     private: dict[int, KVCacheBlock] = field(default_factory=dict)
     is_overwritten: bool = False
+    row: int = 0
 
     @property
     def is_stock(self) -> bool:

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
+from vllm_kvx.cache.facts import RunInFull, SchedulerFacts
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, SizedByStorage
 from vllm_kvx.cache.pool import pool_tokens
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
@@ -46,7 +47,13 @@ class _PolicyScheduling:
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, managers, self.vllm_config)  # type: ignore[attr-defined]
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)  # type: ignore[attr-defined]
         self._to_shrink: list[Request] = []
-        self._unshared: dict[str, int] = {}
+        self.facts = SchedulerFacts(
+            settings,
+            self.kv_cache_manager.block_pool,  # type: ignore[attr-defined]
+            self.lower_managers,
+            self.policy_managers,
+            self.admission,
+        )
         self._counted_unshared: set[str] = set()
         pool = pool_tokens(
             self.kv_cache_config,  # type: ignore[attr-defined]
@@ -61,8 +68,11 @@ class _PolicyScheduling:
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
             if request.resumable:
+                if not self._asks_for_full(request):
+                    self.facts.add_run_in_full(RunInFull.SESSION)
                 _run_in_full(request, "its prompt has no end yet")
             elif problem := self._misfit(request):
+                self.facts.add_run_in_full(RunInFull.MISFIT)
                 _run_in_full(request, problem)
             self._tell_managers(request, self._policy_of(request))
         super().add_request(request)  # type: ignore[misc]
@@ -81,12 +91,19 @@ class _PolicyScheduling:
             return str(error)
         return None
 
+    def _asks_for_full(self, request: Request) -> bool:
+        try:
+            return self._policy_of(request).is_full
+        except PolicyError:
+            return False
+
     def _policy_of(self, request: Request) -> KVPolicy:
         return request_policy(self.kv_settings, request.sampling_params)
 
     def _tell_managers(self, request: Request, policy: KVPolicy) -> None:
         managers: list[SizedByStorage] = [*self.lower_managers, *self.policy_managers]
-        storages = self.sharing.add_request(request, policy, managers)
+        row = self.facts.row_of(str(policy))
+        storages = self.sharing.add_request(request, policy, managers, row)
         self.admission.add_request(request, policy, any(s.changes for s in storages))
 
     def _get_local_prefix_cache_hit(
@@ -100,11 +117,17 @@ class _PolicyScheduling:
         # A waiting request is looked up in every step, and again once preempted.
         if limit is None and request.request_id not in self._counted_unshared:
             self._counted_unshared.add(request.request_id)
-            name = str(policy)
-            self._unshared[name] = self._unshared.get(name, 0) + 1
+            self.facts.add_unshared(str(policy))
         if not limit:
             return manager.empty_kv_cache_blocks, 0, 0, False
         return *self.sharing.find(request, min(limit, *longest, limit)), 0, False
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        # False makes vLLM pass over the request and go on; where its first chunk gets no tokens,
+        # vLLM begins none of those behind it.
+        is_ready = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        num_left = len(self.kv_holding_waiting) + len(self.waiting)  # type: ignore[attr-defined]
+        return not self.admission.is_passed_over(request, is_ready, num_left)
 
     def _mamba_block_aligned_split(
         self,
@@ -122,6 +145,7 @@ class _PolicyScheduling:
         for request in self._to_shrink:
             self._shrink(request)
         self._to_shrink = []
+        self.admission.new_step()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.admission.settle({r.request_id for r in self.running})  # type: ignore[attr-defined]
         self._to_shrink = [
@@ -139,9 +163,7 @@ class _PolicyScheduling:
         states = self.sharing.end_step(output.num_scheduled_tokens, self.requests)  # type: ignore[attr-defined]
         if states:
             setattr(output, STATE_BLOCKS, states)
-        if self._unshared:
-            # Rides to the workers, whose counters the metrics read.
-            output.kv_policy_unshared, self._unshared = self._unshared, {}
+        self.facts.tell(output, self.requests)  # type: ignore[attr-defined]
         return output
 
     def _shrink(self, request: Request) -> None:

@@ -64,9 +64,12 @@ class PrefixSharing:
                 )
 
     def add_request(
-        self, request: Request, policy: KVPolicy, managers: Sequence[SizedByStorage]
+        self, request: Request, policy: KVPolicy, managers: Sequence[SizedByStorage], row: int
     ) -> list[Storage]:
-        """Tells the managers what the request stores and shares; returns what it stores in each."""
+        """Tells the managers what the request stores and shares; returns what it stores in each.
+
+        row: the policy's, by which blocks are counted.
+        """
         prompt_len, num_layers = request.num_prompt_tokens, self._settings.num_layers
         prefix = policy.shared_prefix
         anchors = prefix.anchors if prefix is not None else 0
@@ -79,7 +82,7 @@ class PrefixSharing:
         for manager in managers:
             size = manager.block_size
             storage = storage_of(policy, prompt_len, manager.start_layer, size, num_layers)
-            kv = RequestKV(storage, by_block=by_block)
+            kv = RequestKV(storage, by_block=by_block, row=row)
             # Whether every prompt token is computed in the manager's layers.
             is_whole = not (storage.prefill.size or storage.prefill.grows)
             if selection is not None:

@@ -1,203 +1,343 @@
-"""Prometheus metrics, per policy, in the registry behind the server's ``/metrics``.
+"""Prometheus metrics in the registry behind the server's ``/metrics``.
 
 The workers keep running totals; Prometheus counters are moved up by what was added since. With
-several API server processes only one exports, or their sum would count everything several times.
+several API server processes only one exports these, or their sum would count everything several
+times; what an API process itself counts (``refused``) each exports for its own requests.
+
+A metric has the label ``policy`` where a request's policy caused what it shows, and
+``server_policy``, the policy that the server was started for, where it is the server's own.
 """
 
 import functools
+import math
+import time
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge
 
-from vllm_kvx.settings import MAX_POLICIES, OTHER
+from vllm_kvx.policy.counted import OTHER, CountedPolicies
 
 PREFIX = "vllm_kvx:"
-LABELS = ("model_name", "policy")
+BY_POLICY = ("model_name", "policy")
+BY_LAYER = (*BY_POLICY, "layer")
+OF_SERVER = ("model_name", "server_policy")
+BY_REASON = ("model_name", "reason")
 
-# Field of the workers' statistics -> (metric, help).
+
+class Metric(NamedTuple):
+    """A metric without the prefix of its name; counters get ``_total`` from Prometheus."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...] = BY_POLICY
+
+
+# Field of the workers' statistics of a policy -> metric.
 COUNTERS = {
-    "requests": ("requests", "Requests started under the policy."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens prefilled, at whatever depth."),
-    "layer_tokens_computed": (
+    "requests": Metric("requests", "Requests started under the policy."),
+    "prompt_tokens": Metric("prompt_tokens", "Prompt tokens prefilled, at whatever depth."),
+    "layer_tokens_computed": Metric(
         "layer_tokens_computed",
         "Tokens times the layers that computed them, prompt and generated.",
     ),
-    "layer_tokens_skipped": (
+    "layer_tokens_skipped": Metric(
         "layer_tokens_skipped",
         "Prompt tokens times the layers that the policy spared them.",
     ),
-    "prefix_not_shared": (
+    "prefix_not_shared": Metric(
         "prefix_cache_requests_not_shared",
         "Requests that could not use the prefix cache because of their policy.",
     ),
-    "tokens_propagated": (
+    "tokens_propagated": Metric(
         "tokens_propagated",
         "Prompt tokens chosen by saliency to go on to the upper layers.",
     ),
-    "entries_retained": (
+    "entries_retained": Metric(
         "kv_entries_retained",
         "Prompt entries kept, summed over layers; entries count once for all KV heads.",
     ),
-    "entries_dropped": (
+    "entries_dropped": Metric(
         "kv_entries_dropped",
         "Prompt entries computed and dropped by retention, summed over layers.",
     ),
-    "blocks_freed": ("kv_blocks_freed", "KV cache blocks given back when prompts were in."),
-    "entries_held_in_decode": (
+    "blocks_freed": Metric("kv_blocks_freed", "KV cache blocks given back when prompts were in."),
+    "kv_bytes_moved": Metric(
+        "kv_bytes_moved",
+        "Bytes of keys and values that retention copied to other slots, of one rank.",
+    ),
+    "seconds_in_retention": Metric(
+        "retention_seconds",
+        "Device seconds in saliency, selection and compaction, of one rank.",
+    ),
+    "seconds_in_detector": Metric(
+        "detector_seconds",
+        "Device seconds in StructKV's centrality and detector, of one rank; a part of those in "
+        "retention.",
+    ),
+    "entries_held_in_decode": Metric(
         "kv_entries_held_in_decode",
         "Entries that decode tokens under retrieval could have read, summed over layers.",
     ),
-    "entries_scored": (
+    "entries_scored": Metric(
         "kv_entries_scored",
         "Entries that retrieval scored for decode tokens, summed over layers.",
     ),
-    "entries_read": (
+    "entries_read": Metric(
         "kv_entries_read",
         "Entries that decode tokens under retrieval read per KV head, summed over layers.",
     ),
-    "retrieval_steps": ("retrieval_steps", "Decode tokens that read a selection of entries."),
-    "dense_fallbacks": (
+    "retrieval_steps": Metric("retrieval_steps", "Decode tokens that read a selection of entries."),
+    "dense_fallbacks": Metric(
         "retrieval_dense_fallbacks",
         "Decode tokens under retrieval whose context was short enough to be read whole.",
     ),
 }
-LAYER_COUNTER = (
-    "layer_kv_entries_retained",
-    "Prompt entries that one layer kept of prompts that retention or selection ran on.",
-)
-SECONDS = (
-    "retention_seconds",
-    "Device seconds in saliency, selection and compaction, of one rank.",
-)
-BYTES_MOVED = (
-    "kv_bytes_moved",
-    "Bytes of keys and values that retention copied to other slots, of one rank.",
-)
+# Fields with a total by layer.
+LAYER_COUNTERS = {
+    "entries_retained_by_layer": Metric(
+        "layer_kv_entries_retained",
+        "Prompt entries that one layer kept of prompts that retention or selection ran on.",
+        BY_LAYER,
+    ),
+    "online_pivots": Metric(
+        "online_pivots", "Prompts whose pivot was found online to be the layer.", BY_LAYER
+    ),
+}
 GAUGES = {
-    "blocks_held": ("kv_blocks_held", "KV cache blocks held by running requests."),
-    "blocks_saved": (
+    "blocks_held": Metric(
+        "kv_blocks_held",
+        "KV cache blocks held by requests; one that several share counts once, under the policy "
+        "that brought it in.",
+    ),
+    "blocks_saved": Metric(
         "kv_blocks_saved",
-        "KV cache blocks that running requests would hold besides under full.",
+        "KV cache blocks that stock vLLM would hold besides for these requests, with the same "
+        "prefixes shared.",
+    ),
+    "stash_tokens_used": Metric(
+        "stash_tokens_used",
+        "Prompt tokens that the stash holds or has set aside, in whole pages.",
     ),
 }
-POOL_GAUGES = {
-    "pool_prompt_tokens": (
-        "kv_pool_tokens",
-        "Prompt tokens that the KV cache holds under the server's policy.",
-    ),
-    "stock_pool_tokens": (
-        "stock_kv_pool_tokens",
-        "Prompt tokens that the same memory would hold in stock vLLM.",
-    ),
-}
-RECALL_GAUGES = {
-    "recall": (
+# Fields that are None until something was measured.
+MEASURED = {
+    "recall": Metric(
         "retrieval_recall",
         "Share of exact attention that falls on what retrieval selects, where measured, of one "
         "rank.",
     ),
-    "recall_samples": (
-        "retrieval_recall_samples",
-        "Rows and query heads that the recall is the mean of.",
+    "recall_samples": Metric(
+        "retrieval_recall_samples", "Rows and query heads that the recall is the mean of."
     ),
 }
-
-STASH_GAUGES = {
-    "stash_tokens": (
+# Part of the statistics ("" for their top) and field -> metric.
+SERVER_COUNTERS = {
+    ("", "stash_waits"): Metric(
+        "stash_waits", "Prompts that had to wait for room in the stash.", OF_SERVER
+    ),
+    ("", "stash_wait_seconds"): Metric(
+        "stash_wait_seconds",
+        "Seconds that prompts waited for room in the stash, added up over prompts.",
+        OF_SERVER,
+    ),
+    ("retrieval", "seconds_in_sidecar_writes"): Metric(
+        "sidecar_write_seconds",
+        "Device seconds in writing 1-bit keys or bounds, of one rank.",
+        OF_SERVER,
+    ),
+}
+SERVER_GAUGES = {
+    ("layout", "num_blocks"): Metric(
+        "kv_pool_blocks", "KV cache blocks of the pool, vLLM's null block included.", OF_SERVER
+    ),
+    ("layout", "pool_prompt_tokens"): Metric(
+        "kv_pool_tokens",
+        "Prompt tokens that the KV cache holds under the server's policy.",
+        OF_SERVER,
+    ),
+    ("layout", "stock_pool_tokens"): Metric(
+        "stock_kv_pool_tokens",
+        "Prompt tokens that the same memory would hold in stock vLLM.",
+        OF_SERVER,
+    ),
+    ("", "stash_tokens"): Metric(
         "stash_tokens",
         "Prompt tokens whose hidden states can wait for their prompt's last chunk.",
+        OF_SERVER,
     ),
-    "stash_tokens_used": ("stash_tokens_used", "How many of these are taken, in whole pages."),
+    ("retrieval", "auto"): Metric(
+        "retrieval_crossover_tokens",
+        "Context from which on retrieval pays on this model and machine; +Inf if none.",
+        OF_SERVER,
+    ),
+    ("retrieval", "dense_below"): Metric(
+        "retrieval_dense_below_tokens",
+        "Contexts shorter than this are read whole under the server's policy; +Inf if all are.",
+        OF_SERVER,
+    ),
 }
+RUN_IN_FULL = Metric(
+    "requests_run_in_full",
+    "Requests that run under full in the place of the policy that they or the server name.",
+    BY_REASON,
+)
+REFUSED = Metric(
+    "requests_refused", "Requests that vllm-kvx answered with a 400, by reason.", BY_REASON
+)
+UPDATED = Metric(
+    "counters_updated_timestamp_seconds",
+    "When these metrics were last read from the engine, in seconds since the epoch; 0 for never.",
+    OF_SERVER,
+)
+BUILD_INFO = Metric(
+    "build_info",
+    "Versions, and what the server was started for; always 1.",
+    (*OF_SERVER, "version", "vllm_version", "torch_version", "layout"),
+)
+OPS_INFO = Metric(
+    "retrieval_ops_info",
+    "Which operators retrieve, and why these; 1 for those that run.",
+    (*OF_SERVER, "score", "attend", "reason"),
+)
 
-
-class _Metrics(NamedTuple):
-    counters: dict[str, Counter]
-    gauges: dict[str, Gauge]
-    pool: dict[str, Gauge]
-    stash: dict[str, Gauge]
-    recall: dict[str, Gauge]
-    layers: Counter
-    seconds: Counter
-    moved: Counter
+ALL_COUNTERS = (
+    *COUNTERS.values(),
+    *LAYER_COUNTERS.values(),
+    *SERVER_COUNTERS.values(),
+    RUN_IN_FULL,
+    REFUSED,
+)
+ALL_GAUGES = (
+    *GAUGES.values(),
+    *MEASURED.values(),
+    *SERVER_GAUGES.values(),
+    UPDATED,
+    BUILD_INFO,
+    OPS_INFO,
+)
 
 
 @functools.cache
-def _metrics() -> _Metrics:
-    """The metrics of this process; Prometheus refuses to have them twice."""
+def _counters() -> dict[Metric, Counter]:
+    """The counters of this process; Prometheus refuses to have them twice."""
+    return {m: Counter(PREFIX + m.name, m.text, m.labels) for m in ALL_COUNTERS}
 
-    def gauge(name: str, text: str) -> Gauge:
-        return Gauge(PREFIX + name, text, LABELS, multiprocess_mode="mostrecent")
 
-    return _Metrics(
-        {field: Counter(PREFIX + name, text, LABELS) for field, (name, text) in COUNTERS.items()},
-        {field: gauge(name, text) for field, (name, text) in GAUGES.items()},
-        {field: gauge(name, text) for field, (name, text) in POOL_GAUGES.items()},
-        {field: gauge(name, text) for field, (name, text) in STASH_GAUGES.items()},
-        {field: gauge(name, text) for field, (name, text) in RECALL_GAUGES.items()},
-        Counter(PREFIX + LAYER_COUNTER[0], LAYER_COUNTER[1], (*LABELS, "layer")),
-        Counter(PREFIX + SECONDS[0], SECONDS[1], LABELS),
-        Counter(PREFIX + BYTES_MOVED[0], BYTES_MOVED[1], LABELS),
-    )
+@functools.cache
+def _gauges() -> dict[Metric, Gauge]:
+    """The same of gauges. One process sets them, and what it set last holds."""
+    return {
+        m: Gauge(PREFIX + m.name, m.text, m.labels, multiprocess_mode="mostrecent")
+        for m in ALL_GAUGES
+    }
+
+
+def counter(metric: Metric, *labels: str) -> Counter:
+    """The series of a counter with these labels; there from now on, at 0."""
+    return _counters()[metric].labels(*labels)
+
+
+def gauge(metric: Metric, *labels: str) -> Gauge:
+    """The same of a gauge."""
+    return _gauges()[metric].labels(*labels)
 
 
 class PolicyMetrics:
     """The metrics of one server.
 
-    model_name: the served model name, vLLM's own label.
-    policy: the server's policy; its series are there from the start.
+    model_name: the served model name, vLLM's own label. server_policy: the server's policy.
+    policies: what has series of its own; those that are in it have theirs from the start.
     """
 
-    def __init__(self, model_name: str, policy: str) -> None:
+    def __init__(self, model_name: str, server_policy: str, policies: CountedPolicies) -> None:
         self.model_name = model_name
-        self.policy = policy
-        self._seen: dict[tuple[str, str], float] = {}
+        self.server = (model_name, server_policy)
+        self._policies = policies
+        self._seen: dict[tuple[str, ...], float] = {}
         self._labels: set[str] = set()
-        label = self._label(policy)
-        for metric in (*_metrics().counters.values(), *_metrics().gauges.values()):
-            metric.labels(model_name, label)
+        self._ops: tuple[str, ...] | None = None
+        for name, _ in policies.names:
+            self._label(name)
+        gauge(UPDATED, *self.server)
 
     def update(self, stats: dict[str, Any]) -> None:
         """Takes over the totals in `stats`, as ``kv_policy_stats`` of the worker gives them."""
-        policies = stats.get("policies", {})
-        gauges: dict[tuple[str, str], int] = {}
+        self._update_policies(stats.get("policies", {}))
+        for (part, field), metric in SERVER_COUNTERS.items():
+            values = stats.get(part, {}) if part else stats
+            if field in values:
+                added = self._added((field,), values[field])
+                counter(metric, *self.server).inc(added)
+        for (part, field), metric in SERVER_GAUGES.items():
+            values = stats.get(part, {}) if part else stats
+            if field in values:
+                value = values[field]
+                gauge(metric, *self.server).set(math.inf if value is None else value)
+        for reason, total in stats.get("run_in_full", {}).items():
+            added = self._added(("run in full", reason), total)
+            counter(RUN_IN_FULL, self.model_name, reason).inc(added)
+        self._tell_ops(stats.get("retrieval", {}))
+        gauge(UPDATED, *self.server).set(time.time())
+
+    def _update_policies(self, policies: dict[str, dict[str, Any]]) -> None:
+        now = {(metric, label): 0 for metric in GAUGES.values() for label in self._labels}
         for name, values in policies.items():
             label = self._label(name)
-            for field, counter in _metrics().counters.items():
-                added = self._added(name, field, values.get(field, 0))
-                if added:
-                    counter.labels(self.model_name, label).inc(added)
-            for layer, total in enumerate(values.get("entries_retained_by_layer", ())):
-                added = self._added(name, f"layer {layer}", total)
-                if added:
-                    _metrics().layers.labels(self.model_name, label, str(layer)).inc(added)
-            for field in GAUGES:
-                key = (field, label)
-                gauges[key] = gauges.get(key, 0) + values.get(field, 0)
-        for (field, label), value in gauges.items():
-            _metrics().gauges[field].labels(self.model_name, label).set(value)
-        for field, gauge in _metrics().pool.items():
-            if (tokens := stats.get("layout", {}).get(field)) is not None:
-                gauge.labels(self.model_name, self.policy).set(tokens)
+            for field, metric in COUNTERS.items():
+                if added := self._added((name, field), values.get(field, 0)):
+                    counter(metric, self.model_name, label).inc(added)
+            for field, metric in LAYER_COUNTERS.items():
+                for layer, total in _by_layer(values.get(field, ())):
+                    if added := self._added((name, field, layer), total):
+                        counter(metric, self.model_name, label, layer).inc(added)
+            for field, metric in GAUGES.items():
+                now[metric, label] = now.get((metric, label), 0) + values.get(field, 0)
+            if values.get("recall") is not None:
+                for field, metric in MEASURED.items():
+                    gauge(metric, self.model_name, label).set(values[field])
+        for (metric, label), value in now.items():
+            gauge(metric, self.model_name, label).set(value)
 
-        for field, gauge in _metrics().stash.items():
-            gauge.labels(self.model_name, self.policy).set(stats.get(field, 0))
-        for field, gauge in _metrics().recall.items():
-            if (value := stats.get("retrieval", {}).get(field)) is not None:
-                gauge.labels(self.model_name, self.policy).set(value)
-        added = self._added("", "seconds", stats.get("seconds_in_retention", 0.0))
-        _metrics().seconds.labels(self.model_name, self.policy).inc(added)
-        added = self._added("", "moved", stats.get("kv_bytes_moved", 0))
-        _metrics().moved.labels(self.model_name, self.policy).inc(added)
+    def _tell_ops(self, retrieval: dict[str, Any]) -> None:
+        if "ops_reason" not in retrieval:
+            return
+        ops = tuple(retrieval[field] for field in ("score_ops", "attend_ops", "ops_reason"))
+        if self._ops not in (None, ops):
+            gauge(OPS_INFO, *self.server, *self._ops).set(0)
+        self._ops = ops
+        gauge(OPS_INFO, *self.server, *ops).set(1)
 
-    def _added(self, name: str, field: str, total: float) -> float:
+    def _added(self, key: tuple[str, ...], total: float) -> float:
         """How far a total moved; one that fell was restarted, and counts from 0 again."""
-        seen = self._seen.get((name, field), 0)
-        self._seen[name, field] = total
+        seen = self._seen.get(key, 0)
+        self._seen[key] = total
         return total - seen if total >= seen else total
 
     def _label(self, name: str) -> str:
-        if name in self._labels or len(self._labels) < MAX_POLICIES:
-            self._labels.add(name)
-            return name
-        return OTHER
+        """The label that a policy counts under, whose series are there from now on."""
+        label = OTHER if self._policies.row_of(name) == self._policies.size - 1 else name
+        if label not in self._labels:
+            self._labels.add(label)
+            for metric in COUNTERS.values():
+                counter(metric, self.model_name, label)
+            for metric in GAUGES.values():
+                gauge(metric, self.model_name, label)
+        return label
+
+
+def _by_layer(totals: Any) -> list[tuple[str, int]]:
+    """Totals by layer, in a list or by the layer's number as JSON has it."""
+    if isinstance(totals, dict):
+        return list(totals.items())
+    return [(str(layer), total) for layer, total in enumerate(totals)]
+
+
+def export_build_info(model_name: str, server_policy: str, layout: str) -> None:
+    """Says for good what this server is. layout: what it has room for, in words."""
+    import torch
+    import vllm
+
+    from vllm_kvx import __version__
+
+    versions = (__version__, vllm.__version__, torch.__version__)
+    gauge(BUILD_INFO, model_name, server_policy, *map(str, versions), layout).set(1)

@@ -12,10 +12,13 @@ from fastapi import FastAPI, Request
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 
+from vllm_kvx.server.refused import Reason, count_for
 from vllm_kvx.settings import POLICY_KEY
 from vllm_kvx.spelling import misspelling
 
 XARGS = "vllm_xargs"
+# Where the app's state has what the server says of its policy; see ``route``.
+STATUS = "kv_policy"
 # Routes that take the engine's own parameters, and that take no keys for the engine at all.
 WITH_SAMPLING_PARAMS = ("/inference/v1/generate",)
 WITHOUT_POLICY = ("/cohere/v2/chat", "/v1/systemone", "/generative_scoring")
@@ -34,7 +37,12 @@ async def _validate_json_request(raw_request: Request) -> None:
         body = await raw_request.json()
     except ValueError:  # The route says so in its own words.
         return
-    check_body(body, raw_request.scope["path"])
+    try:
+        check_body(body, raw_request.scope["path"])
+    except VLLMValidationError:
+        if (status := getattr(raw_request.app.state, STATUS, None)) is not None:
+            count_for(status.model_name)(Reason.MISPLACED)
+        raise
 
 
 def check_body(body: Any, path: str) -> None:

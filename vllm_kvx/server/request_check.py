@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+from vllm_kvx.server.refused import OnRefusal, Reason, count_for, refusing
 from vllm_kvx.settings import POLICY_KEY, KVSettings, Measured
 from vllm_kvx.spelling import misspelling
 
@@ -30,6 +31,7 @@ class RequestCheck(LogitsProcessor):
     """A logits processor that checks ``kv_policy`` of a request and leaves logits alone."""
 
     settings: KVSettings
+    model_name: str
 
     @classmethod
     def validate_params(cls, sampling_params: "SamplingParams") -> None:
@@ -40,7 +42,7 @@ class RequestCheck(LogitsProcessor):
             ValueError: a policy that is no string, or one with which the request cannot be
                 answered correctly.
         """
-        check_request(cls.settings, sampling_params)
+        check_request(cls.settings, sampling_params, count_for(cls.model_name))
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         return False  # Not one request of ours needs its logits processed.
@@ -49,8 +51,10 @@ class RequestCheck(LogitsProcessor):
         return logits
 
 
-def check_request(settings: KVSettings, sampling_params: "SamplingParams") -> None:
-    """See ``RequestCheck.validate_params``.
+def check_request(
+    settings: KVSettings, sampling_params: "SamplingParams", on_refusal: OnRefusal
+) -> None:
+    """See ``RequestCheck.validate_params``; `on_refusal` is told the reason first.
 
     Raises:
         PolicyError, ValueError: as there.
@@ -58,19 +62,24 @@ def check_request(settings: KVSettings, sampling_params: "SamplingParams") -> No
     extra = sampling_params.extra_args or {}
     name = extra.get(POLICY_KEY)
     if found := misspelling(extra, (POLICY_KEY,)):
+        on_refusal(Reason.MISSPELLED_KEY)
         raise ValueError(f"unknown key {found.key!r} in vllm_xargs; did you mean {POLICY_KEY!r}?")
     if name is None:
         policy = settings.policy
     else:
         if not isinstance(name, str):
+            on_refusal(Reason.NOT_A_STRING)
             raise ValueError(
                 f"{POLICY_KEY} must be a string such as 'speed-24' or 'full', got {name!r}"
             )
-        policy = _checked(settings, name)
+        with refusing(Reason.MALFORMED, on_refusal):
+            policy = settings.parse(name)
+        _check_fits(settings, policy, on_refusal)
     if policy.propagate is None:
         return
     for parameter in ("prompt_logprobs", "prompt_logprob_token_ids"):
         if getattr(sampling_params, parameter) is not None:
+            on_refusal(Reason.PROMPT_LOGPROBS)
             raise ValueError(
                 f"{parameter} (in completions also echo with logprobs) needs every prompt token "
                 f"at full depth, and KV policy {policy} skips some: "
@@ -78,13 +87,19 @@ def check_request(settings: KVSettings, sampling_params: "SamplingParams") -> No
             )
 
 
-@lru_cache(maxsize=1024)
-def _checked(settings: KVSettings, name: str) -> KVPolicy:
-    policy = settings.parse(name)
+def _check_fits(settings: KVSettings, policy: KVPolicy, on_refusal: OnRefusal) -> None:
     if policy.is_full:
-        return policy
-    check_served(policy)
-    policy.check_model(settings.num_layers)
+        return
+    with refusing(Reason.NOT_SERVED, on_refusal):
+        check_served(policy)
+    with refusing(Reason.NOT_FOR_MODEL, on_refusal):
+        policy.check_model(settings.num_layers)
+    with refusing(Reason.NO_ROOM, on_refusal):
+        _check_room(settings, policy)
+
+
+@lru_cache(maxsize=1024)
+def _check_room(settings: KVSettings, policy: KVPolicy) -> None:
     if settings.stock:
         raise PolicyError(
             f"{policy} does not fit this server, which runs full alone: start it with "
@@ -92,17 +107,20 @@ def _checked(settings: KVSettings, name: str) -> KVPolicy:
             f"""'{json.dumps({"kv_policy": "full", "kv_layout": [str(policy)]})}'"""
         )
     check_fits(policy, settings.layout, settings.num_layers)
-    return policy
 
 
-def class_path(settings: KVSettings) -> str:
-    """Where vLLM finds the check for a server with `settings`."""
+def class_path(settings: KVSettings, model_name: str) -> str:
+    """Where vLLM finds the check for a server with `settings`.
+
+    model_name: the served one, which refusals are counted for.
+    """
     facts = {
         "policy": str(settings.policy),
         "layout": dataclasses.asdict(settings.layout),
         "measured": settings.measured.layers,
         "num_layers": settings.num_layers,
         "stock": settings.stock,
+        "model_name": model_name,
     }
     return f"{__name__}:{_PREFIX}{json.dumps(facts).encode().hex()}"
 
@@ -124,7 +142,8 @@ def _class_of(name: str) -> type[RequestCheck]:
         stock=facts["stock"],
         measured=Measured(tuple((key, layer) for key, layer in facts["measured"])),
     )
-    return type(name, (RequestCheck,), {"settings": settings, "__module__": __name__})
+    own = {"settings": settings, "model_name": facts["model_name"], "__module__": __name__}
+    return type(name, (RequestCheck,), own)
 
 
 def _layout(fields: dict[str, Any]) -> Layout:

@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm_kvx import __version__
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.server.metrics import PolicyMetrics
-from vllm_kvx.server.misplaced import refuse_misplaced
+from vllm_kvx.server import refused
+from vllm_kvx.server.metrics import PolicyMetrics, export_build_info
+from vllm_kvx.server.misplaced import STATUS, refuse_misplaced
 from vllm_kvx.server.stats import StatsReader
 from vllm_kvx.server.trust import Trust
 from vllm_kvx.server.tuning import Tuning
@@ -56,7 +57,7 @@ class KVPolicyEndpoint:
             return
         settings = KVSettings.from_vllm_config(engine_client.vllm_config)
         if settings is not None:
-            state.kv_policy = PolicyStatus(settings, engine_client)
+            setattr(state, STATUS, PolicyStatus(settings, engine_client))
 
 
 class PolicyStatus:
@@ -65,18 +66,22 @@ class PolicyStatus:
     def __init__(self, settings: KVSettings, engine_client: "EngineClient") -> None:
         config = engine_client.vllm_config
         self.settings = settings
+        self.model_name = str(config.model_config.served_model_name)
         self.trust = Trust(config.model_config)
         self.tuning = Tuning(config.model_config)
         self.reader: StatsReader | None = None
         self.exports = config.parallel_config._api_process_rank == 0
         self._poller: asyncio.Task[None] | None = None
+        refused.begin(self.model_name)
+        policy = str(settings.policy)
+        if self.exports:
+            layout = "stock" if settings.stock else str(settings.layout)
+            export_build_info(self.model_name, policy, layout)
         if settings.stock:
             return  # Stock workers count nothing.
         metrics = None
         if self.exports:
-            metrics = PolicyMetrics(
-                str(config.model_config.served_model_name), str(settings.policy)
-            )
+            metrics = PolicyMetrics(self.model_name, policy, settings.counted_policies())
         self.reader = StatsReader(engine_client, metrics.update if metrics else lambda stats: None)
         if self.exports and config.parallel_config._api_process_count > 1:
             # /metrics may be read from another process, which sees what this one last exported.
@@ -116,7 +121,10 @@ class PolicyStatus:
             "stash": {
                 "tokens": stats.get("stash_tokens", 0),
                 "tokens_used": stats.get("stash_tokens_used", 0),
+                "waits": stats.get("stash_waits", 0),
+                "wait_seconds": stats.get("stash_wait_seconds", 0.0),
             },
+            "run_in_full": stats.get("run_in_full", {}),
             "seconds_in_retention": stats.get("seconds_in_retention", 0.0),
             "seconds_in_detector": stats.get("seconds_in_detector", 0.0),
             "kv_bytes_moved": stats.get("kv_bytes_moved", 0),
@@ -149,7 +157,7 @@ class FreshMetrics:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].rstrip("/").endswith(METRICS_PATH):
-            status: PolicyStatus | None = getattr(self.state, "kv_policy", None)
+            status: PolicyStatus | None = getattr(self.state, STATUS, None)
             if status is not None:
                 await status.refresh_metrics()
         await self.app(scope, receive, send)
@@ -157,7 +165,7 @@ class FreshMetrics:
 
 async def kv_policy(request: Request) -> dict[str, Any]:
     """The server's KV policy: parameters, layout, and counters per policy."""
-    status: PolicyStatus | None = getattr(request.app.state, "kv_policy", None)
+    status: PolicyStatus | None = getattr(request.app.state, STATUS, None)
     if status is None:
         raise HTTPException(404, "this server has no KV policy")
     return await status.as_json()

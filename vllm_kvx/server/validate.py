@@ -150,8 +150,9 @@ def machinery_problems(vllm_config: "VllmConfig") -> list[str]:
 def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings) -> None:
     from vllm_kvx.server.request_check import class_path
 
-    others = vllm_config.model_config.logits_processors or []
-    vllm_config.model_config.logits_processors = [*others, class_path(settings)]
+    model = vllm_config.model_config
+    check = class_path(settings, str(model.served_model_name))
+    model.logits_processors = [*(model.logits_processors or []), check]
 
 
 def _log_answers(vllm_config: "VllmConfig", settings: KVSettings) -> None:

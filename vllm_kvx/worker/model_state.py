@@ -7,7 +7,7 @@ model. Counts are known on the host throughout: nothing is read back from the de
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows
 from vllm_kvx.worker.stats import PolicyStats
-from vllm_kvx.worker.status import counters_of, layout_of_pool
 from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step
 
 _Groups = list[list[AttentionGroup]]
@@ -75,7 +74,11 @@ class PolicyModelState(DefaultModelState):
         stages = [layout.stage_of(layer) for layer in range(len(attention))]
         self.hooks = LayerHooks(self.segmented, stages, dtype, layout)
         num_windows = num_split_windows(vllm_config.scheduler_config)
-        self.memory = PromptMemory(attention, num_windows, layout.window, dtype, device)
+        policies = settings.counted_policies()
+        self.stats = PolicyStats(layout.stage_sizes(settings.num_layers), policies)
+        self.memory = PromptMemory(
+            attention, num_windows, layout.window, dtype, device, policies.size
+        )
         self.stash: Stash | None = None
         if layout.stash:
             hidden = self.model_config.get_hidden_size()
@@ -96,9 +99,9 @@ class PolicyModelState(DefaultModelState):
                 graph_modes(settings.policy, self.starts),
                 vllm_config,
                 device,
+                policies.size,
             )
             self.hooks.retrieval = self.retrieval
-        self.stats = PolicyStats(layout.stage_sizes(settings.num_layers))
         self._step: Step | None = None
 
     def initialize_kv_cache(
@@ -140,7 +143,7 @@ class PolicyModelState(DefaultModelState):
         block_size = self.block_tables.block_sizes[0]
         self.requests.add(req_index, req_id, policy, prompt_len, block_size, row)
         if self.retrieval is not None:
-            self.retrieval.add_request(req_index, policy.retrieve)
+            self.retrieval.add_request(req_index, policy.retrieve, row)
         if len(new_req_data.prefill_token_ids or ()) == prompt_len:  # Not one that resumes.
             self.stats.requests[row] += 1
 
@@ -380,27 +383,8 @@ class PolicyModelState(DefaultModelState):
 
     def reset_counters(self) -> None:
         """Forgets what was counted: vLLM's own requests, by which it warms up."""
-        self.stats = PolicyStats(self.stats.stage_sizes.tolist())
+        sizes = self.stats.stage_sizes.tolist()
+        self.stats = PolicyStats(sizes, self.settings.counted_policies())
         self.memory.reset_counters()
         if self.retrieval is not None:
             self.retrieval.reset_counters()
-
-    def kv_policy_stats(self) -> dict[str, Any]:
-        """Layout, pool and cumulative counters, JSON-able."""
-        stash, tables = self.stash, self.block_tables
-        return {
-            "seconds_in_retention": self.memory.timer.seconds,
-            "seconds_in_detector": self.memory.detector_timer.seconds,
-            "kv_bytes_moved": int(self.memory.moved.item()) * self.hooks.layers[0].entry_bytes,
-            **({"retrieval": self.retrieval.stats()} if self.retrieval is not None else {}),
-            "stash_tokens": self.settings.stash_tokens,
-            "stash_tokens_used": stash.used_tokens if stash is not None else 0,
-            "layout": layout_of_pool(
-                self.kv_cache_config,
-                self.settings,
-                self.group_stages,
-                tables.block_sizes,
-                self.max_model_len,
-            ),
-            "policies": counters_of(self.stats, self.requests, tables),
-        }

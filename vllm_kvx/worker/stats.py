@@ -6,63 +6,50 @@ from typing import Any
 import numpy as np
 
 from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.settings import MAX_POLICIES, OTHER
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.step import Step
 
 
 class PolicyStats:
-    """Cumulative counters per policy; a policy gets its row when first seen."""
+    """Cumulative counters per policy; a policy gets its row when first seen.
 
-    def __init__(self, stage_sizes: Sequence[int]) -> None:
+    Attributes:
+        policies: the rows; every array has one for each that there can be.
+        entries_kept, entries_computed: (rows, S) int64, for the layers of every KV stage the
+            entries that prompts kept and had.
+        entries_spared: entries that layers above a pivot found online did not compute.
+        pivots: by row, how many prompts found which pivot online.
+        retrieval: (rows, 5) int64, of decode steps: entries there are, scored and read, and steps
+            of requests that retrieve and that read all.
+        scheduler: what the scheduler last told, see ``SchedulerFacts``; {} before the first time.
+    """
+
+    def __init__(self, stage_sizes: Sequence[int], policies: CountedPolicies | None = None) -> None:
         """stage_sizes: layers of every KV stage."""
         self.stage_sizes = np.array(stage_sizes)
         self.num_layers = sum(stage_sizes)
-        self.names: list[str] = []
-        self._rows: dict[KVPolicy, int] = {}
-        self.requests: list[int] = []
-        self.prompt_tokens = np.zeros(0, dtype=np.int64)
-        self.tokens = np.zeros(0, dtype=np.int64)
-        self.layer_tokens_computed = np.zeros(0, dtype=np.int64)
-        self.layer_tokens_skipped = np.zeros(0, dtype=np.int64)
-        self.tokens_propagated: list[int] = []
-        self.blocks_freed: list[int] = []
-        # By policy, for every layer the entries that prompts kept and had.
-        self.entries_kept: list[np.ndarray] = []
-        self.entries_computed: list[np.ndarray] = []
-        # By policy, entries that layers above a pivot found online did not compute.
-        self.entries_spared: list[int] = []
-        # By policy, how many prompts found which pivot online.
-        self.pivots: list[dict[int, int]] = []
-        self.prefix_not_shared: dict[str, int] = {}
-        # By policy, of decode steps: entries there are, scored and read, and steps of requests
-        # that retrieve and that read all.
-        self.retrieval = np.zeros((0, 5), dtype=np.int64)
+        self.policies = policies if policies is not None else CountedPolicies()
+        size = self.policies.size
+        self.requests = np.zeros(size, dtype=np.int64)
+        self.prompt_tokens = np.zeros(size, dtype=np.int64)
+        self.tokens = np.zeros(size, dtype=np.int64)
+        self.layer_tokens_computed = np.zeros(size, dtype=np.int64)
+        self.layer_tokens_skipped = np.zeros(size, dtype=np.int64)
+        self.tokens_propagated = np.zeros(size, dtype=np.int64)
+        self.blocks_freed = np.zeros(size, dtype=np.int64)
+        self.entries_kept = np.zeros((size, len(self.stage_sizes)), dtype=np.int64)
+        self.entries_computed = np.zeros_like(self.entries_kept)
+        self.entries_spared = np.zeros(size, dtype=np.int64)
+        self.pivots: dict[int, dict[int, int]] = {}
+        self.retrieval = np.zeros((size, 5), dtype=np.int64)
+        self.scheduler: dict[str, Any] = {}
 
     def row_of(self, policy: KVPolicy) -> int:
         """The policy's row in the counters."""
-        row = self._rows.get(policy)
-        if row is None and len(self.names) > MAX_POLICIES:
-            return MAX_POLICIES
-        if row is None:
-            row = self._rows[policy] = len(self.names)
-            self.names.append(str(policy) if row < MAX_POLICIES else OTHER)
-            self.requests.append(0)
-            self.tokens_propagated.append(0)
-            self.blocks_freed.append(0)
-            self.entries_spared.append(0)
-            self.pivots.append({})
-            for entries in (self.entries_kept, self.entries_computed):
-                entries.append(np.zeros(len(self.stage_sizes), dtype=np.int64))
-            grown = np.zeros(1, dtype=np.int64)
-            self.prompt_tokens = np.append(self.prompt_tokens, grown)
-            self.tokens = np.append(self.tokens, grown)
-            self.layer_tokens_computed = np.append(self.layer_tokens_computed, grown)
-            self.layer_tokens_skipped = np.append(self.layer_tokens_skipped, grown)
-            self.retrieval = np.append(self.retrieval, np.zeros((1, 5), dtype=np.int64), axis=0)
-        return row
+        return self.policies.row_of(str(policy))
 
     def add_step(self, step: Step, requests: Requests, counts: Sequence[np.ndarray]) -> None:
         """Adds one step.
@@ -117,7 +104,8 @@ class PolicyStats:
         selection, row = prompt.selection, prompt.stats_row
         assert selection is not None and selection.online is not None
         above = self.num_layers - 1 - pivot
-        self.pivots[row][pivot] = self.pivots[row].get(pivot, 0) + 1
+        pivots = self.pivots.setdefault(row, {})
+        pivots[pivot] = pivots.get(pivot, 0) + 1
         # All its tokens took the layers up to there, the lowest of which are counted already.
         more = prompt.prompt_len * (pivot - selection.online.lowest)
         more += selection.count * above
@@ -168,29 +156,23 @@ class PolicyStats:
         )
         np.add.at(self.retrieval, rows, totals)
 
-    def add_unshared(self, counts: dict[str, int]) -> None:
-        """Requests that could neither read nor publish a prefix, by policy name."""
-        for name, count in counts.items():
-            if name not in self.prefix_not_shared and len(self.prefix_not_shared) >= MAX_POLICIES:
-                name = OTHER
-            self.prefix_not_shared[name] = self.prefix_not_shared.get(name, 0) + count
-
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """JSON-able totals by policy name."""
-        counters = {
+        told = {key: self._by_row(key) for key in ("unshared", "held", "saved")}
+        return {
             name: {
-                "requests": self.requests[row],
+                "requests": int(self.requests[row]),
                 "prompt_tokens": int(self.prompt_tokens[row]),
                 "layer_tokens_computed": int(self.layer_tokens_computed[row]),
                 "layer_tokens_skipped": int(self.layer_tokens_skipped[row]),
-                "tokens_propagated": self.tokens_propagated[row],
+                "tokens_propagated": int(self.tokens_propagated[row]),
                 "blocks_freed": int(self.blocks_freed[row]),
                 "entries_retained": int(self.entries_kept[row] @ self.stage_sizes),
                 "entries_dropped": int(
                     (self.entries_computed[row] - self.entries_kept[row]) @ self.stage_sizes
-                )
-                - self.entries_spared[row],
-                "online_pivots": {str(k): n for k, n in sorted(self.pivots[row].items())},
+                    - self.entries_spared[row]
+                ),
+                "online_pivots": {str(k): n for k, n in sorted(self.pivots.get(row, {}).items())},
                 "entries_retained_by_layer": np.repeat(
                     self.entries_kept[row], self.stage_sizes
                 ).tolist(),
@@ -199,13 +181,20 @@ class PolicyStats:
                 "entries_read": int(self.retrieval[row, 2]),
                 "retrieval_steps": int(self.retrieval[row, 3]),
                 "dense_fallbacks": int(self.retrieval[row, 4]),
-                "blocks_held": 0,
-                "blocks_saved": 0,
-                "prefix_not_shared": 0,
+                "blocks_held": told["held"].get(row, 0),
+                "blocks_saved": told["saved"].get(row, 0),
+                "prefix_not_shared": told["unshared"].get(row, 0),
             }
-            for row, name in enumerate(self.names)
+            for name, row in self.policies.names
         }
-        for name, count in self.prefix_not_shared.items():
-            if name in counters:
-                counters[name]["prefix_not_shared"] = count
-        return counters
+
+    def _by_row(self, key: str) -> dict[int, int]:
+        """What the scheduler counted by policy, by row.
+
+        It may know policies that no request has run under here, or one that has no row here.
+        """
+        rows: dict[int, int] = {}
+        for name, count in self.scheduler.get(key, {}).items():
+            row = self.policies.row_of(name)
+            rows[row] = rows.get(row, 0) + count
+        return rows

@@ -4,25 +4,60 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_kvx.cache.pool import pool_tokens
+from vllm_kvx.policy.storage import STASH_PAGE, stash_pages
 from vllm_kvx.settings import KVSettings
-from vllm_kvx.worker.requests import Requests
-from vllm_kvx.worker.stats import PolicyStats
+from vllm_kvx.worker.model_state import PolicyModelState
 
 
-def counters_of(
-    stats: PolicyStats, requests: Requests, block_tables: BlockTables
-) -> dict[str, dict[str, Any]]:
-    """By policy, what was counted, and the blocks that running requests hold and spare."""
-    policies, sizes = stats.as_dict(), block_tables.block_sizes
-    for index in requests.index.values():
-        counters = policies[stats.names[requests.policy_rows[index]]]
-        held = block_tables.num_blocks.np[:, index]
-        full = [-(-int(requests.seq_lens[index]) // size) for size in sizes]
-        counters["blocks_held"] += int(held.sum())
-        counters["blocks_saved"] += int(sum(full) - held.sum())
+def stats_of(state: PolicyModelState) -> dict[str, Any]:
+    """Layout, pool and cumulative counters of this rank, JSON-able."""
+    memory, stash, told = state.memory, state.stash, state.stats.scheduler
+    policies = _by_policy(state)
+    return {
+        "seconds_in_retention": memory.timer.seconds,
+        "seconds_in_detector": memory.detector_timer.seconds,
+        "kv_bytes_moved": sum(counters["kv_bytes_moved"] for counters in policies.values()),
+        **({"retrieval": state.retrieval.stats()} if state.retrieval is not None else {}),
+        "stash_tokens": state.settings.stash_tokens,
+        "stash_tokens_used": stash.used_tokens if stash is not None else 0,
+        "stash_waits": told.get("stash_waits", 0),
+        "stash_wait_seconds": told.get("stash_wait_seconds", 0.0),
+        "run_in_full": told.get("run_in_full", {}),
+        "layout": layout_of_pool(
+            state.kv_cache_config,
+            state.settings,
+            state.group_stages,
+            state.block_tables.block_sizes,
+            state.max_model_len,
+        ),
+        "policies": policies,
+    }
+
+
+def _by_policy(state: PolicyModelState) -> dict[str, dict[str, Any]]:
+    """By policy name, all that is counted by policy."""
+    memory, stash = state.memory, state.stash
+    moved = (memory.moved * state.hooks.layers[0].entry_bytes).tolist()
+    retention, detector = memory.timer.seconds_by_row, memory.detector_timer.seconds_by_row
+    recall = state.retrieval.sampler.by_row() if state.retrieval is not None else {}
+    stashed: dict[int, int] = {}
+    for prompt in state.requests.prompts.values() if stash is not None else ():
+        if prompt.waits:
+            tokens = stash_pages(prompt.prompt_len) * STASH_PAGE
+            stashed[prompt.stats_row] = stashed.get(prompt.stats_row, 0) + tokens
+    policies = state.stats.as_dict()
+    for name, row in state.stats.policies.names:
+        mean, samples = recall.get(row, (None, 0))
+        policies[name] |= {
+            "seconds_in_retention": retention.get(row, 0.0),
+            "seconds_in_detector": detector.get(row, 0.0),
+            "kv_bytes_moved": moved[row],
+            "stash_tokens_used": stashed.get(row, 0),
+            "recall": mean,
+            "recall_samples": samples,
+        }
     return policies
 
 

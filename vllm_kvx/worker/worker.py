@@ -6,6 +6,7 @@ import numpy as np
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvx.cache.facts import FACTS
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
 from vllm_kvx.cache.states import STATE_BLOCKS
 from vllm_kvx.models.decoder import Build
@@ -15,6 +16,7 @@ from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
 from vllm_kvx.worker.sleep import SleepingBuffers
+from vllm_kvx.worker.status import stats_of
 
 
 class _PolicyWorking:
@@ -22,6 +24,7 @@ class _PolicyWorking:
 
     _kept_blocks: dict[str, dict[int, np.ndarray]]
     _sleeping: SleepingBuffers
+    _asleep_stats: dict[str, Any] | None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         config = self.vllm_config  # type: ignore[attr-defined]
@@ -32,7 +35,7 @@ class _PolicyWorking:
         use_segmented_model(config.model_config, build)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner = self.model_runner  # type: ignore[attr-defined]
-        self._sleeping = SleepingBuffers()
+        self._sleeping, self._asleep_stats = SleepingBuffers(), None
         if layout.online_cuts:
             attention = runner.model_state.hooks.layers[0].layer
             runner.model_state.hooks.scratch_bytes = scratch_bytes(
@@ -47,18 +50,25 @@ class _PolicyWorking:
             capture_each_mode(runner, runner.model_state.retrieval)
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
-        self._sleeping.save(self.model_runner.model_state)  # type: ignore[attr-defined]
+        self._save_buffers()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def discard(self, tags: tuple[str, ...]) -> None:
         if "weights" in tags:
-            self._sleeping.save(self.model_runner.model_state)  # type: ignore[attr-defined]
+            self._save_buffers()
         super().discard(tags)  # type: ignore[misc]
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)  # type: ignore[misc]
         if tags is None or "weights" in tags:
             self._sleeping.restore()
+            self._asleep_stats = None
+
+    def _save_buffers(self) -> None:
+        # What counts on the device cannot be read there until it is back.
+        if self._asleep_stats is None:
+            self._asleep_stats = self.kv_policy_stats()
+        self._sleeping.save(self.model_runner.model_state)  # type: ignore[attr-defined]
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
@@ -78,10 +88,10 @@ class _PolicyWorking:
         return times
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        unshared = getattr(scheduler_output, "kv_policy_unshared", None)
-        if unshared:
-            self.model_runner.model_state.stats.add_unshared(unshared)  # type: ignore[attr-defined]
         state: PolicyModelState = self.model_runner.model_state  # type: ignore[attr-defined]
+        facts = getattr(scheduler_output, FACTS, None)
+        if facts is not None:
+            state.stats.scheduler = facts
         state.memory.private = getattr(scheduler_output, PRIVATE_BLOCKS, {})
         state.prefix_states.in_step = getattr(scheduler_output, STATE_BLOCKS, {})
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -109,8 +119,13 @@ class _PolicyWorking:
         return output
 
     def kv_policy_stats(self) -> dict[str, Any]:
-        """Layout and cumulative counters of this rank, for metrics and the status route."""
-        return self.model_runner.model_state.kv_policy_stats()  # type: ignore[attr-defined]
+        """Layout and cumulative counters of this rank, for metrics and the status route.
+
+        While vLLM sleeps they are those of before: nothing is computed, and a scrape may come.
+        """
+        if self._asleep_stats is not None:
+            return self._asleep_stats
+        return stats_of(self.model_runner.model_state)  # type: ignore[attr-defined]
 
 
 def _keep_prompts_off_graphs(runner: Any) -> None:

@@ -1,5 +1,6 @@
 """Recall: the share of exact attention that falls on what retrieval selects."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,19 +12,21 @@ from vllm_kvx.ops.retrieval.rows import RetrievalRows
 class RecallSampler:
     """Measures every n-th step that retrieves; such a step replays no CUDA graph.
 
-    every: n; 0 measures none. mass: () float64 on the device, the shares added up over layers,
-        rows and query heads. samples: how many shares that are.
+    every: n; 0 measures none. mass: (rows,) float64 on the device, by the policies' rows in the
+        counters, the shares added up over layers, rows and query heads. samples: (rows,) int64 on
+        the host, how many shares that are.
     """
 
-    def __init__(self, every: int, device: torch.device) -> None:
+    def __init__(self, every: int, device: torch.device, num_policies: int) -> None:
         self.every = every
         self._countdown = every
-        self.mass = torch.zeros((), dtype=torch.float64, device=device)
-        self.samples = 0
+        self.mass = torch.zeros(num_policies, dtype=torch.float64, device=device)
+        self.samples = np.zeros(num_policies, dtype=np.int64)
 
     def reset(self) -> None:
         """Forgets what was measured."""
-        self._countdown, self.samples = self.every, 0
+        self._countdown = self.every
+        self.samples[:] = 0
         self.mass.zero_()
 
     @property
@@ -49,8 +52,11 @@ class RecallSampler:
         rows: RetrievalRows,
         scratch: Scratch,
         scale: float,
+        policy_rows: np.ndarray,
     ) -> None:
         """Adds the share of each query head's exact attention that falls on the rows' selection.
+
+        policy_rows: (R,) in the counters, of the batch's requests.
 
         Reads back lengths from the device: for diagnosis, not for speed.
         """
@@ -60,6 +66,7 @@ class RecallSampler:
         for r, length in enumerate(lens):
             if not length:
                 continue
+            row = int(policy_rows[requests[r]])
             keys = paged.dense_keys(block_table[requests[r]], length).float()
             heads = query[tokens[r]].float().unflatten(0, (keys.shape[0], -1))
             for g, (q, k) in enumerate(zip(heads, keys, strict=True)):
@@ -67,10 +74,19 @@ class RecallSampler:
                 units = scratch.indices[r, g, : counts[r][g]].long()
                 chosen = (units[:, None] * unit + torch.arange(unit, device=k.device)).flatten()
                 mass = attention[:, chosen[chosen < length]].sum(dim=-1, dtype=torch.float64)
-                self.mass += mass.sum()
-                self.samples += len(mass)
+                self.mass[row] += mass.sum()
+                self.samples[row] += len(mass)
 
     @property
     def recall(self) -> float | None:
         """Mean share so far; None before the first. Waits for the device."""
-        return self.mass.item() / self.samples if self.samples else None
+        samples = int(self.samples.sum())
+        return self.mass.sum().item() / samples if samples else None
+
+    def by_row(self) -> dict[int, tuple[float, int]]:
+        """By policy row, the mean share and how many it is of. Waits for the device."""
+        measured = np.flatnonzero(self.samples).tolist()
+        if not measured:
+            return {}
+        mass, samples = self.mass.tolist(), self.samples.tolist()
+        return {row: (mass[row] / samples[row], samples[row]) for row in measured}

@@ -43,8 +43,8 @@ from vllm_kvx.worker.timing import PhaseTimer
 class Retrieval:
     """Retrieval of a server.
 
-    budgets, floors: (max requests,) by request state: units to read, 0 where the request does not
-        retrieve, and entries from which on it does.
+    budgets, floors, policy_rows: (max requests,) by request state: units to read, 0 where the
+        request does not retrieve, entries from which on it does, and its row in the counters.
     crossover: entries from which on retrieval pays on this machine.
     graph: the modes whose CUDA graph the running step replays, or which is captured.
     """
@@ -57,8 +57,9 @@ class Retrieval:
         graph_modes: Sequence[Modes],
         vllm_config: VllmConfig,
         device: torch.device,
+        num_policies: int,
     ) -> None:
-        """graph_modes: those of the CUDA graphs, most special first."""
+        """graph_modes: those of the CUDA graphs, most special first. num_policies: rows."""
         max_reqs = vllm_config.scheduler_config.max_num_seqs
         impl, model = layers[0].layer.impl, vllm_config.model_config
         self.layout, self.graph_modes = layout, tuple(graph_modes)
@@ -66,6 +67,7 @@ class Retrieval:
         num_stages = len(self.graph_modes[0])
         self.budgets = np.zeros(max_reqs, dtype=np.int64)
         self.floors = np.zeros(max_reqs, dtype=np.int64)
+        self.policy_rows = np.zeros(max_reqs, dtype=np.int64)
         # Rows of a CUDA graph, by stage, at fixed addresses.
         self._fields = torch.zeros(num_stages, 4, max_reqs, dtype=torch.int32, device=device)
         self._offsets = torch.zeros(num_stages, max_reqs, dtype=torch.int64, device=device)
@@ -102,7 +104,7 @@ class Retrieval:
         self.policy = settings.policy.retrieve or layout.largest
         announce(self.policy, self.crossover, self.backends, model.max_model_len)
         self.sidecars = Sidecars(index, layers, max_reqs, self.backends.score == "torch", device)
-        self.sampler = RecallSampler(settings.recall_every, device)
+        self.sampler = RecallSampler(settings.recall_every, device, num_policies)
         self.graph: Modes = (Mode.DENSE,) * num_stages
 
     def bind(self, spec: AttentionSpec, block_tables: BlockTables) -> None:
@@ -110,8 +112,9 @@ class Retrieval:
         self.sidecars.bind(page_shape(spec, self.layout), block_tables)
         self.beside_stock.bind()
 
-    def add_request(self, req_index: int, policy: Retrieve | None) -> None:
-        """policy: what the request retrieves by, or None."""
+    def add_request(self, req_index: int, policy: Retrieve | None, row: int) -> None:
+        """policy: what the request retrieves by, or None. row: its policy's in the counters."""
+        self.policy_rows[req_index] = row
         self.budgets[req_index] = policy.budget_units if policy is not None else 0
         self.floors[req_index] = policy.floor(self.crossover) if policy is not None else 0
         self.sidecars.add_request(req_index)
@@ -178,7 +181,8 @@ class Retrieval:
         """
         budgets, floors = self.budgets[requests], self.floors[requests]
         step = RetrievalStep.of(budgets, floors, begins, counts, prompt_lens, stored_lens, is_fresh)
-        step.sampled = self.sampler.takes_step(bool(step.lens.any()))
+        if self.sampler.takes_step(bool(step.lens.any())):
+            step.sampled = self.policy_rows[requests]
         return step
 
     def graph_pass(
@@ -267,12 +271,15 @@ class Retrieval:
         """JSON-able figures of this rank."""
         return {
             "ops": str(self.backends),
+            "score_ops": self.backends.score,
+            "attend_ops": self.backends.attend,
+            "ops_reason": self.backends.reason,
             "policy": str(self.policy),
             "dense_below": known(self.policy.floor(self.crossover)),
             "auto": known(self.crossover),
             "seconds_in_sidecar_writes": self.sidecars.timer.seconds,
             "recall": self.sampler.recall,
-            "recall_samples": self.sampler.samples,
+            "recall_samples": int(self.sampler.samples.sum()),
         }
 
     def reset_counters(self) -> None:
@@ -305,6 +312,6 @@ class Retrieval:
                 scale=layer.impl.scale,
                 **scales,
             )
-            if now.sampled:
+            if now.sampled is not None:
                 scale = layer.impl.scale * scales["key_scale"]
-                self.sampler.measure(query, paged, table, rows, self.scratch, scale)
+                self.sampler.measure(query, paged, table, rows, self.scratch, scale, now.sampled)

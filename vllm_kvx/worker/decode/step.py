@@ -64,14 +64,14 @@ class RetrievalPass:
         batches: by stage, rows in batches whose scores fit.
         block_tables: by KV group, (B, max_blocks) int32.
         writes: each layer's groups are quantised beside it, since rows of this pass read them.
-        sampled: recall is measured.
+        sampled: (R,) int64 the requests' policies as rows in the counters, if recall is measured.
     """
 
     modes: Modes
     batches: Sequence[Sequence[RetrievalRows]]
     block_tables: Sequence[Tensor]
     writes: bool = False
-    sampled: bool = False
+    sampled: IntArray | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class RetrievalStep:
     chunks: list[int]
     budgets: IntArray
     floors: IntArray
-    sampled: bool = False
+    sampled: IntArray | None = None
 
     @classmethod
     def of(

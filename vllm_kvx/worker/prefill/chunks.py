@@ -138,6 +138,7 @@ class PromptState:
             ranked_after=self.retain.ranked_after() if self.retain is not None else None,
             blocks=self._blocks() if self.by_block else (),
             measures=self.is_online,
+            stats_row=self.stats_row,
         )
 
     def in_resumed_pass(self, batch_index: int, end_row: int) -> PassPrompt:
@@ -157,6 +158,7 @@ class PromptState:
             longest=window,
             by=None if self.by_block else self.by,
             kept=kept,
+            stats_row=self.stats_row,
         )
 
     def _blocks(self) -> tuple[tuple[int, bool], ...]:
@@ -199,6 +201,7 @@ class ChunkPlan:
     Attributes:
         prompts: those whose last chunk is in the step.
         window_rows, window_slots, window_places: (n,) int64 queries to keep; see ``WindowRows``.
+        windows_by_policy: how many these are, by their policies' rows in the counters.
         stash_rows: (n,) int64 rows of the pass's output whose states wait.
         stash_chunks: the chunks that they are of.
     """
@@ -207,6 +210,7 @@ class ChunkPlan:
     window_rows: list[np.ndarray] = field(default_factory=list)
     window_slots: list[np.ndarray] = field(default_factory=list)
     window_places: list[np.ndarray] = field(default_factory=list)
+    windows_by_policy: dict[int, int] = field(default_factory=dict)
     stash_rows: list[np.ndarray] = field(default_factory=list)
     stash_chunks: list[PromptChunk] = field(default_factory=list)
 
@@ -229,6 +233,8 @@ class ChunkPlan:
             self.window_rows.append(np.arange(begin, chunk.end) - chunk.begin + first_row)
             self.window_places.append(np.arange(begin, chunk.end) - window_start)
             self.window_slots.append(np.full(chunk.end - begin, state.slot))
+            rows = self.windows_by_policy
+            rows[state.stats_row] = rows.get(state.stats_row, 0) + chunk.end - begin
         if chunk.is_last:
             self.prompts.append(
                 state.in_direct_pass(

@@ -4,8 +4,8 @@ Planned on the host from counts alone. A layer's *job* is one scoring of one pro
 that is done by it; layers with the same jobs share one batch of device arrays.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +80,7 @@ class PassPrompt:
         ranked_after: the layer after which whole blocks are ranked; None where entries stay.
         blocks: by stage, as ``Centrality.rank_blocks`` takes it.
         measures: see ``Job``.
+        stats_row: its policy's row in the counters.
     """
 
     req_id: str
@@ -96,6 +97,7 @@ class PassPrompt:
     ranked_after: int | None = None
     blocks: tuple[tuple[int, bool], ...] = ()
     measures: bool = False
+    stats_row: int = 0
 
     def jobs(self, layer: int, stage: int) -> list[Job]:
         """What a layer scores of this prompt."""
@@ -134,18 +136,22 @@ class PassPrompt:
 
 @dataclass(frozen=True)
 class WindowRows:
-    """Window queries of one chunk that a later one needs: rows of the pass, and their places."""
+    """Window queries of one chunk that a later one needs: rows of the pass, and their places.
+
+    by_policy: how many there are, by their policies' rows in the counters.
+    """
 
     rows: Tensor  # (n,) int64
     slots: Tensor  # (n,) int64
     places: Tensor  # (n,) int64, index within the window
+    by_policy: Mapping[int, int] = field(default_factory=dict)
 
 
 class JobBatch:
     """The jobs of one family in a layer, with everything about them on the device.
 
     prompts: block tables apart, which differ by layer. caps: (F,) int32, cap_offsets: (F + 1,).
-    columns: of each job in the scores.
+    columns: of each job in the scores. policy_rows: (F,) int64, in the counters.
     """
 
     def __init__(self, jobs: Sequence[Job], max_window: int, device: torch.device) -> None:
@@ -162,6 +168,7 @@ class JobBatch:
         self.caps = self.ints([job.kept for job in jobs])
         self.cap_offsets = self.sums([job.kept for job in jobs])
         self.indices = self.longs([job.prompt.batch_index for job in jobs])
+        self.policy_rows = self.longs([job.prompt.stats_row for job in jobs])
         # Rows that are not in this pass are read from row 0 and replaced.
         rows = np.zeros((len(jobs), max_window), dtype=np.int64)
         for row, job in zip(rows, jobs, strict=True):
@@ -239,6 +246,7 @@ class PositionMoves:
     Attributes:
         sources, targets: (G, n) int32, num_moves: (G, F) int32, offsets: (F + 1,) int64,
             max_moves: as ``move_entries`` takes them. indices: (F,) int64 places in the batch.
+        policy_rows: (F,) int64, in the counters.
     """
 
     def __init__(
@@ -264,6 +272,8 @@ class PositionMoves:
         self.num_moves = count.expand(num_heads, -1).contiguous()
         self.offsets = async_tensor_h2d(np.cumsum([0, *counts], dtype=np.int64), device=device)
         self.max_moves = max(counts)
-        self.indices = async_tensor_h2d(
-            np.array([prompt.batch_index for prompt, _ in prompts], dtype=np.int64), device=device
+        places = [prompt.batch_index for prompt, _ in prompts]
+        rows = [prompt.stats_row for prompt, _ in prompts]
+        self.indices, self.policy_rows = async_tensor_h2d(
+            np.array([places, rows], dtype=np.int64), device=device
         )

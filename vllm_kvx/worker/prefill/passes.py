@@ -98,10 +98,11 @@ class PassMaker:
     def work_of(self, plan: ChunkPlan, block_tables: Sequence[Tensor]) -> PassWork | None:
         windows = None
         if plan.window_rows:
-            columns = (plan.window_rows, plan.window_slots, plan.window_places)
-            windows = WindowRows(
-                *(to_device(np.concatenate(parts), self.device) for parts in columns)
+            rows, slots, places = (
+                to_device(np.concatenate(parts), self.device)
+                for parts in (plan.window_rows, plan.window_slots, plan.window_places)
             )
+            windows = WindowRows(rows, slots, places, plan.windows_by_policy)
         return PassWork.of(plan.prompts, windows, block_tables, self.memory)
 
     def _plan(

@@ -6,7 +6,7 @@ tokens and the compaction of a layer follow one another there, on the device and
 the scores beyond the layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ from vllm_kvx.scores.base import KeyScores, LayerView, Score, ScoredPrompts
 from vllm_kvx.scores.table import SCORES
 from vllm_kvx.worker.prefill.centrality import Centrality
 from vllm_kvx.worker.prefill.jobs import Job, JobBatch, PassPrompt, PositionMoves, WindowRows
-from vllm_kvx.worker.timing import PhaseTimer
+from vllm_kvx.worker.timing import PhaseTimer, Shares, shares_of
 
 
 class PromptMemory:
@@ -38,7 +38,8 @@ class PromptMemory:
         max_window: W. num_kv_heads: G of this rank.
         private: by request id and KV group, the new blocks of what stays of prompts in the step.
         token_ids: (request states, tokens) int32, vLLM's own; None before the first step.
-        moved: () int64, entries of one KV head that retention copied to another slot.
+        moved: (rows,) int64, entries of one KV head that retention copied to another slot, by the
+            policies' rows in the counters.
         timer, detector_timer: device time of all of it, and of centrality and metrics.
     """
 
@@ -49,8 +50,9 @@ class PromptMemory:
         max_window: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_policies: int,
     ) -> None:
-        """attention: the model's attention layers. split_windows: slots."""
+        """attention: the model's attention layers. split_windows: slots. num_policies: rows."""
         layer, slots = attention[0], split_windows if max_window else 0
         self.max_window, self.num_kv_heads = max_window, layer.num_kv_heads
         shape = (slots, len(attention), max_window, layer.num_heads, layer.head_size)
@@ -58,7 +60,7 @@ class PromptMemory:
         self.token_ids: Tensor | None = None
         self.private: Mapping[str, Sequence[PrivateBlocks | None]] = {}
         self.centrality = Centrality()
-        self.moved = torch.zeros((), dtype=torch.int64, device=device)
+        self.moved = torch.zeros(num_policies, dtype=torch.int64, device=device)
         self.timer, self.detector_timer = PhaseTimer(device), PhaseTimer(device)
         self.device = device
 
@@ -111,6 +113,8 @@ class PassWork:
 
     chosen: by request, the tokens that were chosen to go on, (m,) int32 ascending; written by the
         layer that chooses.
+    shares: of the pass's time by policy, in proportion to the keys of prompts that are in, and to
+        the window queries of others.
     """
 
     def __init__(
@@ -127,6 +131,8 @@ class PassWork:
         self._batches: dict[tuple[Job, ...], list[JobBatch]] = {}
         self._moves: dict[int, PositionMoves | None] = {}
         self._targets: dict[int, _Targets] = {}
+        waiting = windows.by_policy.items() if windows is not None else ()
+        self.shares = shares_of([*((p.stats_row, p.num_keys) for p in prompts), *waiting])
 
     @classmethod
     def of(
@@ -144,7 +150,7 @@ class PassWork:
     def run(self, hook: ScoredLayer, query: Tensor, paged: PagedKV) -> None:
         """One layer; query: (N, H, D) of the pass's rows."""
         memory = self.memory
-        with memory.timer:
+        with memory.timer.of(self.shares):
             if self.windows is not None:
                 rows = query.index_select(0, self.windows.rows)
                 memory.queries[self.windows.slots, hook.index, self.windows.places] = rows
@@ -159,30 +165,29 @@ class PassWork:
             )
             # All scores before the first move: a prompt may be scored by two families.
             moves = [
-                self._decide(batch, batch.at(table), view, targets.tables)
+                (self._decide(batch, batch.at(table), view, targets.tables), batch.policy_rows)
                 for batch in self._batches_of(hook.index, hook.stage)
             ]
             by_position = self._moves_of(hook.stage)
             if by_position is not None:
                 fixed = by_position
-                moves.append(
-                    _Moves(
-                        table.index_select(0, fixed.indices),
-                        fixed.sources,
-                        fixed.targets,
-                        fixed.num_moves,
-                        fixed.offsets,
-                        fixed.max_moves,
-                        targets.tables.index_select(0, fixed.indices),
-                    )
+                by_rule = _Moves(
+                    table.index_select(0, fixed.indices),
+                    fixed.sources,
+                    fixed.targets,
+                    fixed.num_moves,
+                    fixed.offsets,
+                    fixed.max_moves,
+                    targets.tables.index_select(0, fixed.indices),
                 )
+                moves.append((by_rule, fixed.policy_rows))
             if targets.sources is not None and targets.blocks is not None:
                 # With the entries that keep their slots; the others come over them.
                 copy_blocks(paged, targets.sources, targets.blocks)
-            for each in moves:
+            for each, policy_rows in moves:
                 if each is not None:
                     move_entries(paged, *each)
-                    memory.moved += each.num_moves.sum()
+                    memory.moved.index_add_(0, policy_rows, each.num_moves.sum(dim=0))
 
     def targets(self, group: int) -> _Targets:
         """Where entries move to in a KV group: their own blocks, if no others are given."""
@@ -245,7 +250,7 @@ class PassWork:
             total = _over_heads(family, rated, batch.needs_unpooled_total)
         sums: dict[int, Tensor] = {}
         if batch.carries:
-            with memory.detector_timer:
+            with memory.detector_timer.of(_shares(job for job in jobs if job.carried is not None)):
                 for f, job in enumerate(jobs):
                     if job.carried is not None:
                         now = total.scores[0, batch.columns[f]]
@@ -324,7 +329,7 @@ class PassWork:
         measured = [f for f, job in enumerate(batch.jobs) if job.measures]
         device = view.query.device
         index = async_tensor_h2d(np.array(measured, dtype=np.int64), device=device)
-        with self.memory.detector_timer:
+        with self.memory.detector_timer.of(_shares(batch.jobs[f] for f in measured)):
             heads = window_metrics(
                 prompts.window_queries(view)[index],
                 view.paged,
@@ -340,6 +345,11 @@ class PassWork:
         for f, values in zip(measured, means, strict=True):
             req_id = batch.jobs[f].prompt.req_id
             self.memory.centrality.metrics.setdefault(req_id, []).append(values)
+
+
+def _shares(jobs: Iterable[Job]) -> Shares:
+    """Of work on the keys of these jobs, by policy."""
+    return shares_of((job.prompt.stats_row, job.prompt.num_keys) for job in jobs)
 
 
 def _over_heads(family: Score, rated: KeyScores, with_unpooled: bool) -> KeyScores:

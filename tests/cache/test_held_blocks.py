@@ -1,0 +1,147 @@
+"""Blocks held and saved, of requests that share a prefix, without an engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from vllm_kvx.cache import facts as facts_module
+from vllm_kvx.cache.facts import FACTS, RunInFull, SchedulerFacts
+from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
+from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
+from vllm_kvx.cache.request_kv import RequestKV
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.storage import storage_of
+from vllm_kvx.settings import KVSettings
+
+BLOCK, POOL, LAYERS = 4, 140, 8
+PREFIX, PROMPT = 100, 110  # 25 blocks are shared; three are a request's own.
+SPEED, OTHER = "speed-4", "speed-4:tail=3"
+
+
+class Server:
+    """A pool with a group of lower and one of upper layers, and requests that hold blocks of it."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(POOL + 1, enable_caching=True, hash_block_size=BLOCK)
+        sizes: Any = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        common: Any = dict(
+            block_pool=self.pool,
+            enable_caching=True,
+            kv_cache_group_id=0,
+            scheduler_block_size=BLOCK,
+        )
+        self.lower = LowerKVCacheManager(LowerAttentionSpec(**sizes), **common)
+        upper = PolicyAttentionSpec(**sizes, stage=1, start_layer=4)
+        self.upper = PolicyKVCacheManager(upper, **common)
+        waits: Any = SimpleNamespace(stash_waits=2, stash_wait_seconds=0.5)
+        settings = KVSettings.of({"kv_policy": SPEED, "kv_debug": True}, num_layers=LAYERS)
+        self.facts = SchedulerFacts(
+            settings,
+            self.pool,
+            [self.lower],
+            [self.upper],
+            waits,
+        )
+        self.requests: dict[str, Any] = {}
+
+    def start(
+        self, name: str, policy: str = SPEED, prefix: list[KVCacheBlock] | None = None
+    ) -> list[KVCacheBlock]:
+        """Returns its blocks of the prefix; `prefix`: those that it takes over."""
+        for manager in (self.lower, self.upper):
+            start = manager.start_layer
+            storage = storage_of(parse_policy(policy), PROMPT, start, BLOCK, LAYERS)
+            manager.add_request(name, RequestKV(storage, row=self.facts.row_of(policy)))
+        if prefix:
+            self.lower.add_local_computed_blocks(name, prefix, PREFIX, 0)
+            self.upper.add_local_computed_blocks(name, [], PREFIX, 0)
+        for manager in (self.lower, self.upper):
+            manager.allocate_new_blocks(name, PROMPT, PROMPT)
+        self.requests[name] = SimpleNamespace(num_computed_tokens=PROMPT)
+        return self.lower.req_to_blocks[name][: PREFIX // BLOCK]
+
+    def end(self, name: str) -> None:
+        for manager in (self.lower, self.upper):
+            manager.free(name)
+            manager.remove_request(name)
+        del self.requests[name]
+
+    def blocks(self) -> tuple[dict[str, int], dict[str, int]]:
+        """By policy: held and saved. What is held are the blocks that are not free."""
+        told = self.facts.as_dict(self.requests)
+        assert sum(told["held"].values()) == POOL - self.pool.get_num_free_blocks() <= POOL
+        return told["held"], told["saved"]
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def test_a_shared_prefix_is_held_once(server: Server) -> None:
+    """As many as 21 requests of 29 blocks each: more than the pool has, if each counted its own."""
+    prefix = server.start("0")
+    # The anchor and the tail fill a block above the cutoff.
+    assert server.blocks() == ({SPEED: 28 + 1}, {SPEED: 28 - 1})
+    for name in range(1, 21):
+        server.start(str(name), prefix=prefix)
+    assert POOL < 21 * 29
+    held, saved = server.blocks()
+    assert held == {SPEED: 25 + 21 * 4}
+    assert saved == {SPEED: 2 * (25 + 21 * 3) - held[SPEED]}
+    for name in range(21):
+        server.end(str(name))
+    assert server.blocks() == ({}, {})
+
+
+def test_who_brought_a_block_in_counts_it(server: Server) -> None:
+    """Until nobody holds it: the other policy's request, and then nobody's, and then its own."""
+    prefix = server.start("a")
+    server.start("b", OTHER, prefix)
+    assert server.blocks() == ({SPEED: 29, OTHER: 4}, {SPEED: 27, OTHER: 2})
+    server.end("a")
+    assert server.blocks() == ({SPEED: 25, OTHER: 4}, {SPEED: 25, OTHER: 2})
+    server.end("b")
+    assert server.blocks() == ({}, {})
+    # The prefix lies in the pool still, and is the next one's that takes it out.
+    server.start("c", OTHER, prefix)
+    assert server.blocks() == ({OTHER: 29}, {OTHER: 27})
+
+
+def test_facts_ride_when_there_is_news(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once what is counted; blocks every so often, and when nobody holds one any more."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def told() -> Any:
+        output: Any = SimpleNamespace()
+        server.facts.tell(output, server.requests)
+        return getattr(output, FACTS, None)
+
+    server.start("a")
+    assert told()["held"] == {SPEED: 29}
+    server.start("b")
+    assert told() is None
+    now[0] += facts_module.EVERY_S
+    assert told()["held"] == {SPEED: 58}
+    server.facts.add_unshared(SPEED)
+    server.facts.add_run_in_full(RunInFull.SESSION)
+    news = told()
+    assert news["unshared"] == {SPEED: 1} and news["held"] == {SPEED: 58}
+    assert news["run_in_full"] == {"session": 1, "misfit": 0}
+    assert (news["stash_waits"], news["stash_wait_seconds"]) == (2, 0.5)
+    assert told() is None
+    server.end("a")
+    server.end("b")
+    assert told()["held"] == {}
+
+
+def test_debug_finds_blocks_that_nobody_counts(server: Server) -> None:
+    server.start("a")
+    server.pool.get_new_blocks(1)
+    with pytest.raises(RuntimeError, match="30 KV blocks are not free, 29 are counted as held"):
+        server.facts.as_dict(server.requests)

@@ -1,0 +1,96 @@
+"""What a schedule may do with the requests that wait, checked after every one.
+
+Some prompts wait for the stash: their hidden states take pages of it until the prompt is in. Such a
+prompt holds back none but those that need pages too, and none of those overtakes it.
+"""
+
+from collections import Counter
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+from world import inside
+
+from simulation.cache import Mismatch
+from simulation.servers import NUM_LAYERS, Case, Server
+from vllm_kvx.policy.storage import stash_pages
+from vllm_kvx.settings import request_policy
+
+
+class Queue:
+    """The waiting requests of a scheduler.
+
+    counts: how often what happened.
+    """
+
+    def __init__(self, scheduler: Any, server: Server, case: Case) -> None:
+        self._scheduler, self._case = scheduler, case
+        self._total_pages = stash_pages(scheduler.kv_settings.stash_tokens)
+        # Blocks that are enough for any request.
+        self._enough = server.num_groups * -(-server.max_len // server.block_size)
+        self._waiting: list[Request] = []
+        self._holders: set[str] = set()
+        self.counts = Counter[str]()
+
+    def look(self) -> None:
+        """Before a schedule: who waits, in the order of the queue, and who has pages."""
+        scheduler = self._scheduler
+        self._waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
+        self._holders = {
+            request.request_id
+            for request in scheduler.running
+            if request.num_computed_tokens < request.num_prompt_tokens
+        }
+
+    def check(self, output: SchedulerOutput) -> None:
+        """After a schedule.
+
+        Raises:
+            Mismatch: a prompt took pages that one ahead of it waits for; or a request did not
+                begin, though nothing that it needs is short.
+        """
+        scheduler, ran = self._scheduler, output.num_scheduled_tokens
+        begun = {request.request_id for request in self._waiting}
+        used = sum(
+            self._pages(request)
+            for request in scheduler.running
+            if request.request_id in self._holders | begun
+        )
+        if used != inside.used_pages(scheduler):
+            raise Mismatch(f"{used} stash pages are needed, {inside.used_pages(scheduler)} taken")
+        free, ahead = self._total_pages - used, 0
+        lacks = self._lacks_anything(output)
+        waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
+        seekers = {request.request_id for request in waiting if self._pages(request)}
+        if seekers != inside.stash_seekers(scheduler):
+            raise Mismatch(f"{seekers} wait without pages, not {inside.stash_seekers(scheduler)}")
+        for request in self._waiting:
+            pages = self._pages(request)
+            if request.request_id in ran:
+                self.counts["passed ahead"] += ahead > 0
+                if pages and ahead > free:
+                    raise Mismatch(f"{request.request_id} took pages that one ahead waits for")
+                continue
+            waits = pages > 0 and ahead + pages > free
+            ahead += pages
+            self.counts["waited for the stash"] += waits
+            if not (lacks or waits or request.num_stale_output_tokens):
+                raise Mismatch(
+                    f"{request.request_id} waits: {free} stash pages are free, it needs {pages}"
+                )
+
+    def _lacks_anything(self, output: SchedulerOutput) -> bool:
+        """Whether the server may have had no seat, tokens or blocks for one more request."""
+        scheduler = self._scheduler
+        return bool(
+            output.preempted_req_ids
+            or len(scheduler.running) >= self._case.max_seqs
+            or output.total_num_scheduled_tokens >= self._case.max_batch
+            or scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < self._enough
+        )
+
+    def _pages(self, request: Request) -> int:
+        policy = request_policy(self._scheduler.kv_settings, request.sampling_params)
+        selection = policy.selection(request.num_prompt_tokens, NUM_LAYERS)
+        takes = selection is not None and selection.resumes_at > 0
+        return stash_pages(request.num_prompt_tokens) if takes else 0

@@ -1,0 +1,52 @@
+"""Why requests are refused: every 400 of ours has one of these reasons, and is counted by it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """What is wrong with a request; the error's message says more."""
+
+    MISSPELLED_KEY = "misspelled_key"  # A key of vllm_xargs that is nearly ours.
+    MISPLACED = "misplaced"  # A policy in a part of the body that nobody reads.
+    NOT_A_STRING = "not_a_string"
+    MALFORMED = "malformed"  # A name that is no policy's.
+    NOT_SERVED = "not_served"  # A policy, or a composition, that no server runs.
+    NOT_FOR_MODEL = "not_for_model"  # It needs layers that the model does not have.
+    NO_ROOM = "no_room"  # It does not fit the server's layout.
+    PROMPT_LOGPROBS = "prompt_logprobs"  # They need layers that the policy skips.
+    BEAM_SEARCH = "beam_search"
+
+
+OnRefusal = Callable[[Reason], None]
+
+
+def count_for(model_name: str) -> OnRefusal:
+    """Counts refusals of a server's requests in this process."""
+
+    def count(reason: Reason) -> None:
+        # Other processes load what calls this and refuse nothing.
+        from vllm_kvx.server.metrics import REFUSED, counter
+
+        counter(REFUSED, model_name, str(reason)).inc()
+
+    return count
+
+
+def begin(model_name: str) -> None:
+    """Starts every reason's series at 0, so that the first refusal is an increase."""
+    from vllm_kvx.server.metrics import REFUSED, counter
+
+    for reason in Reason:
+        counter(REFUSED, model_name, str(reason))
+
+
+@contextmanager
+def refusing(reason: Reason, on_refusal: OnRefusal) -> Iterator[None]:
+    """Tells `on_refusal` of a ValueError that comes out of the block; it goes on."""
+    try:
+        yield
+    except ValueError:
+        on_refusal(reason)
+        raise
