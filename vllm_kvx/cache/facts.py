@@ -55,6 +55,9 @@ class SchedulerFacts:
         for group, manager in enumerate(self._managers):
             manager.watch(self.ledger, group)
         self._unshared: dict[int, int] = {}
+        self._hits: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._states: dict[int, int] = {}
         self._in_full = dict.fromkeys(map(str, RunInFull), 0)
         self._changed = False
         self._told_at = float("-inf")
@@ -68,6 +71,18 @@ class SchedulerFacts:
         row = self._policies.row_of(policy)
         self._unshared[row] = self._unshared.get(row, 0) + 1
         self._changed = True
+
+    def add_prefix(self, policy: str, hit: int, cached: int) -> None:
+        """A request begins with `hit` tokens of the `cached` ones that its prompt begins with."""
+        row = self._policies.row_of(policy)
+        self._hits[row] = self._hits.get(row, 0) + hit
+        self._cached[row] = self._cached.get(row, 0) + cached
+        self._changed |= cached > 0
+
+    def add_states(self, policy: str, tokens: int) -> None:
+        """Hidden states of so many tokens go into the prefix cache."""
+        row = self._policies.row_of(policy)
+        self._states[row] = self._states.get(row, 0) + tokens
 
     def add_run_in_full(self, why: RunInFull) -> None:
         """A request runs under `full` in the place of its policy."""
@@ -91,6 +106,14 @@ class SchedulerFacts:
         rows = self._policies.names
         return {
             "unshared": {name: self._unshared[row] for name, row in rows if row in self._unshared},
+            **{
+                key: {name: counts[row] for name, row in rows if row in counts}
+                for key, counts in (
+                    ("prefix_hit", self._hits),
+                    ("prefix_cached", self._cached),
+                    ("prefix_states", self._states),
+                )
+            },
             "held": {name: held[row] for name, row in rows if held[row]},
             "saved": {name: saved[row] for name, row in rows if saved[row]},
             "run_in_full": dict(self._in_full),

@@ -15,7 +15,7 @@ from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, S
 from vllm_kvx.cache.pool import pool_tokens
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
 from vllm_kvx.cache.sharing import PrefixSharing
-from vllm_kvx.cache.states import STATE_BLOCKS
+from vllm_kvx.cache.states import STATE_BLOCKS, StateBlocks
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
@@ -163,8 +163,20 @@ class _PolicyScheduling:
         states = self.sharing.end_step(output.num_scheduled_tokens, self.requests)  # type: ignore[attr-defined]
         if states:
             setattr(output, STATE_BLOCKS, states)
+        self._count_prefixes(output.num_scheduled_tokens, states)
         self.facts.tell(output, self.requests)  # type: ignore[attr-defined]
         return output
+
+    def _count_prefixes(self, scheduled: dict[str, int], states: dict[str, StateBlocks]) -> None:
+        looked_up, self.sharing.looked_up = self.sharing.looked_up, {}
+        for request_id, (hit, cached) in looked_up.items():
+            if request_id in scheduled:
+                policy = self._policy_of(self.requests[request_id])  # type: ignore[attr-defined]
+                self.facts.add_prefix(str(policy), hit, cached)
+        for request_id, blocks in states.items():
+            if blocks.write:
+                policy = self._policy_of(self.requests[request_id])  # type: ignore[attr-defined]
+                self.facts.add_states(str(policy), len(blocks.write) * self.sharing.state_tokens)
 
     def _shrink(self, request: Request) -> None:
         """Frees what a request's last prompt chunk, scheduled in the step before, leaves behind."""

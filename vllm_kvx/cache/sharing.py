@@ -48,6 +48,8 @@ class PrefixSharing:
         self._ends = dict(pairwise(starts))
         # Where each running request's states enter, of those that select.
         self._resumes: dict[str, int] = {}
+        # By request that was looked up in this step: tokens that it takes, and that are cached.
+        self.looked_up: dict[str, tuple[int, int]] = {}
         self.states: StateCache | None = None
         if self._is_on and settings.shares and settings.layout.stash:
             rows = StateRows.of(kv_cache_manager.kv_cache_config, config)
@@ -73,7 +75,7 @@ class PrefixSharing:
         prompt_len, num_layers = request.num_prompt_tokens, self._settings.num_layers
         prefix = policy.shared_prefix
         anchors = prefix.anchors if prefix is not None else 0
-        shares = self.shares(request, policy)
+        shares, projects_from = self.shares(request, policy), policy.projects_from
         by_block = policy.retain is not None and policy.retain.unit == "block"
         selection = policy.selection(prompt_len, num_layers)
         if shares and selection is not None:
@@ -85,15 +87,18 @@ class PrefixSharing:
             kv = RequestKV(storage, by_block=by_block, row=row)
             # Whether every prompt token is computed in the manager's layers.
             is_whole = not (storage.prefill.size or storage.prefill.grows)
+            end = self._ends[manager.start_layer]
             if selection is not None:
-                is_whole = self._ends[manager.start_layer] <= selection.resumes_at
+                is_whole = end <= selection.resumes_at
+            elif projects_from is not None:
+                is_whole = end <= projects_from
             kv.reads = shares and is_whole
-            if not kv.reads:
+            if not (is_whole and self.publishes(request, policy)):
                 kv.publishes = 0
             elif policy.is_lossy_decode:
                 # Generated tokens of its own are not what a prompt's would be.
                 kv.publishes = prompt_len // size * size
-            if storage.prefill.size and shares and 0 < anchors <= size:
+            if storage.prefill.size and kv.publishes == 0 and 0 < anchors <= size and self._is_on:
                 kv.anchors = anchors
                 kv.anchor_hash = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
                 kv.first_hash = next(iter(self._hashes(request)), None)
@@ -101,20 +106,24 @@ class PrefixSharing:
             storages.append(storage)
         return storages
 
-    def shares(self, request: Request, policy: KVPolicy) -> bool:
-        """Whether such a request reads prefixes of others, and others read its own."""
-        if not self._is_on or policy.projects_from is not None:
-            return False
+    def publishes(self, request: Request, policy: KVPolicy) -> bool:
+        """Whether others may read what such a request computes in full."""
         selection = policy.selection(request.num_prompt_tokens, self._settings.num_layers)
         if not self._settings.shares and (policy.retain is not None or selection is not None):
             return False
         if selection is not None:
             # Found online, the layer is above some that hold nothing until then; and from layer 0
             # on there are no states.
-            first = self._ends[0]
-            fits = selection.online is None and first <= selection.resumes_at
+            fits = selection.online is None and self._ends[0] <= selection.resumes_at
             return self.states is not None and fits
-        return policy.propagate is None or policy.shared_prefix is not None
+        return self._is_on
+
+    def shares(self, request: Request, policy: KVPolicy) -> bool:
+        """Whether such a request also reads prefixes of others.
+
+        Entries that are projected from below need the states of all tokens, which nobody keeps.
+        """
+        return policy.projects_from is None and self.publishes(request, policy)
 
     def limit(self, request: Request, policy: KVPolicy) -> int | None:
         """Longest prefix that the request may take, in tokens of whole blocks.
@@ -155,30 +164,42 @@ class PrefixSharing:
                 if each.find_anchors(kv) is None:
                     return manager.empty_kv_cache_blocks, 0
         hits: list[list[KVCacheBlock]] = [[] for _ in self._managers]
-        num_blocks, hashes = 0, self._hashes(request)
+        num_blocks, hashes, size = 0, self._hashes(request), self._block_size
         layer = self._resumes.get(request.request_id)
         if layer is not None and self.states is not None:
             limit = self._hold_states(request, hashes, layer, limit, kvs)
-        for block_hash in hashes[: limit // self._block_size]:
+        for block_hash in hashes[: limit // size]:
             cached = self._pool.get_cached_block(block_hash, needed)
             if cached is None:
                 break
             num_blocks += 1
             for group, block in zip(needed, cached, strict=True):
                 hits[group].append(block)
+        in_cache = num_blocks + self._run(hashes[num_blocks : (request.num_tokens - 1) // size])
         if layer is not None and self.states is not None:
             # Whole blocks of states.
-            held = num_blocks * self._block_size // self.states.tokens
+            held = num_blocks * size // self.states.tokens
             self.states.hold(request.request_id, self.states.let_go(request.request_id)[:held])
-            num_blocks = held * self.states.tokens // self._block_size
+            num_blocks = held * self.states.tokens // size
             hits = [blocks[:num_blocks] for blocks in hits]
-        if num_blocks * self._block_size <= max(kv.anchors for kv in kvs):
+        if num_blocks * size <= max(kv.anchors for kv in kvs):
+            num_blocks = 0
+        self.looked_up[request.request_id] = num_blocks * size, in_cache * size
+        if num_blocks == 0:
             return manager.empty_kv_cache_blocks, 0
         if manager.enable_kv_cache_events:
             report: Any = getattr(request, "kv_cache_report_mode", "incremental")
             if report == "full":  # As vLLM's own lookup does.
                 manager.coordinator.emit_cached_block_events(request, tuple(hits))
-        return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * self._block_size
+        return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * size
+
+    def _run(self, hashes: Any) -> int:
+        """How many of these blocks in a row the first stage has in the cache."""
+        groups = [m.kv_cache_group_id for m in self._managers if m.stage == 0]
+        for count, block_hash in enumerate(hashes):
+            if self._pool.get_cached_block(block_hash, groups) is None:
+                return count
+        return len(hashes)
 
     def _hold_states(
         self, request: Request, hashes: Any, layer: int, limit: int, kvs: Sequence[RequestKV]
@@ -198,11 +219,13 @@ class PrefixSharing:
         self.states.hold(request.request_id, blocks)
         return len(blocks) * self.states.tokens
 
-    def end_step(self, scheduled: dict[str, int], requests: dict[str, Request]) -> dict[str, Any]:
+    def end_step(
+        self, scheduled: dict[str, int], requests: dict[str, Request]
+    ) -> dict[str, StateBlocks]:
         """The states that requests of this step read and fill, by request id."""
         if self.states is None:
             return {}
-        found: dict[str, Any] = {}
+        found: dict[str, StateBlocks] = {}
         for request_id in self.states.holders:
             blocks = self.states.let_go(request_id)
             if request_id in scheduled:
@@ -221,6 +244,11 @@ class PrefixSharing:
                     before = found.get(request_id, StateBlocks())
                     found[request_id] = replace(filled, read=before.read)
         return found
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens of a block of states; 0 where none are kept."""
+        return self.states.tokens if self.states is not None else 0
 
     def remove_request(self, request_id: str) -> None:
         """Forgets a request that ended."""
