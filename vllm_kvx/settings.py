@@ -10,6 +10,8 @@ kv_tsp_layer: the layer that FastKV's ``tsp_layer=auto`` stands for with this mo
 kv_pivot: the layer that StructKV's ``pivot=calibrated`` stands for. The server sets both itself
     where it knows them (``calibration/resolve.py``).
 kv_tsp_reduction, kv_struct_reduction: the reduction that goes with such a layer, if not ``sum``.
+kv_share: "on" (the default) or "off": whether prompts whose entries go once they are in read
+    prefixes from vLLM's prefix cache and stay in it.
 kv_recall_every: of the steps that retrieve, every n-th measures recall (default 0, none).
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
 """
@@ -35,6 +37,7 @@ LAYOUT_KEY = "kv_layout"
 STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
+SHARE_KEY = "kv_share"
 # The layers that methods leave to measurement; each has a key.
 MEASUREMENTS: tuple[Measurement, ...] = tuple(
     method.to_measure for method in METHODS.values() if method.to_measure is not None
@@ -42,7 +45,7 @@ MEASUREMENTS: tuple[Measurement, ...] = tuple(
 _MEASURED_KEYS = tuple(m.key for m in MEASUREMENTS) + tuple(
     m.reduction_key for m in MEASUREMENTS if m.reduction
 )
-KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS, DEBUG_KEY, RECALL_KEY)
+KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS, DEBUG_KEY, RECALL_KEY, SHARE_KEY)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class KVSettings:
     stash_tokens: prompt tokens whose hidden states the stash holds; 0 without one.
     recall_every: of the steps that retrieve every n-th measures recall; 0 for none.
     policies: those that the server was started for, `policy` first.
+    shares: whether prompts that retention compacts share prefixes.
     """
 
     policy: KVPolicy
@@ -128,6 +132,7 @@ class KVSettings:
     stash_tokens: int = 0
     recall_every: int = 0
     policies: tuple[KVPolicy, ...] = ()
+    shares: bool = True
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
@@ -176,6 +181,9 @@ class KVSettings:
             raise ValueError(
                 f"{RECALL_KEY} must be a number of decode steps, 0 for never, got {recall_every!r}"
             )
+        share = config.get(SHARE_KEY, "on")
+        if share not in ("on", "off"):
+            raise ValueError(f'{SHARE_KEY} must be "on" or "off", got {share!r}')
         names = config.get(LAYOUT_KEY, [])
         if not isinstance(names, (list, tuple)):
             raise ValueError(
@@ -202,6 +210,7 @@ class KVSettings:
             stock=all(p.is_full for p in policies),
             measured=measured,
             recall_every=recall_every,
+            shares=share == "on",
         )
 
     def counted_policies(self) -> CountedPolicies:

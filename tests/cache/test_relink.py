@@ -8,7 +8,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
-from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, RequestKV
+from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
+from vllm_kvx.cache.request_kv import RequestKV
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 
@@ -42,7 +43,7 @@ class Blocks:
     def add(self, name: str) -> None:
         storage = storage_of(POLICY, PROMPT, self.manager.start_layer, BLOCK, 8)
         assert cdiv(storage.kept, BLOCK) == len(KEPT)
-        self.manager.add_request(name, RequestKV(storage, shares=False, by_block=True))
+        self.manager.add_request(name, RequestKV(storage, reads=False, publishes=0, by_block=True))
 
     def grow(self, num_tokens: int, name: str = "a") -> list[int]:
         """Blocks of the request, by number, with room for these tokens."""

@@ -112,7 +112,7 @@ class Beside:
             for row, slot, place in zip(*(column.tolist() for column in columns), strict=True):
                 kept = self.live[int(rows.requests[row])].queries.setdefault((slot, layer), {})
                 kept[place] = int(rows.positions[row])
-        tables = work.block_tables[hook.group].numpy().astype(np.int64)
+        tables = work.targets(hook.group).tables.numpy().astype(np.int64)
         for prompt in work.prompts:
             jobs = prompt.jobs(layer, hook.stage)
             kept = self._kept(prompt, hook.stage, jobs)

@@ -8,8 +8,8 @@ from simulation.cache import Mismatch
 def check_blocks(scheduler: Any) -> None:
     """After a schedule: what is held is what is not free, and what is saved is what stock holds.
 
-    Stock has a block in every KV group for each of a request's, and shares those that are shared
-    here.
+    Stock has a block in every KV group for each block of a request's tokens, and shares as many as
+    are shared here.
 
     Raises:
         Mismatch: it is not so.
@@ -19,16 +19,14 @@ def check_blocks(scheduler: Any) -> None:
     held, saved = (sum(facts[key].values()) for key in ("held", "saved"))
     managers, stock = scheduler.lower_managers, 0
     for manager in managers:
-        blocks_of_stock: set[Any] = set()
+        held_ids: list[int] = []
         for request_id, blocks in manager.req_to_blocks.items():
-            tokens = scheduler.requests[request_id].num_computed_tokens if blocks else 0
-            length = -(-tokens // manager.block_size)
-            if blocks and manager.requests[request_id].shares:
-                assert len(blocks) == length
-                blocks_of_stock |= {block.block_id for block in blocks}
-            else:
-                blocks_of_stock |= {(request_id, i) for i in range(length)}
-        stock += len(blocks_of_stock)
+            kv = manager.requests.get(request_id)
+            if not blocks or kv is None:
+                continue
+            stock += -(-scheduler.requests[request_id].num_computed_tokens // manager.block_size)
+            held_ids += [b.block_id for b in (*blocks, *kv.undecided, *kv.private.values())]
+        stock -= len(held_ids) - len(set(held_ids))
     # The first stage's groups may have come by different blocks of one prefix.
     stock *= (len(managers) + len(scheduler.policy_managers)) / len(managers)
     given_out = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()

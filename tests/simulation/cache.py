@@ -7,6 +7,9 @@ from torch import Tensor
 
 from simulation.live import Ints
 
+# Of a token: what its hidden state is made of, its position, and before which layer.
+State = tuple[int, int, int]
+
 
 class Mismatch(Exception):
     """Something is not as it has to be; the message says what, of which request and where."""
@@ -30,6 +33,7 @@ class Cache:
         self._slots = np.zeros((num_layers, num_blocks * block_size), dtype=np.int64)
         groups = num_blocks * block_size // group if group else 0
         self._sidecars = np.zeros((num_layers, groups), dtype=np.int64)
+        self._kept: list[list[State]] = []
         self._weights = np.arange(1, 2 * group, 2, dtype=np.int64)
 
     def write(self, layer: int, slots: Ints, entries: Ints) -> None:
@@ -51,6 +55,25 @@ class Cache:
         _copy(self._slots, source, target, self.block_size)
         if self._copies_pages:
             _copy(self._sidecars, source, target, self.num_groups)
+
+    # Hidden states, for which all layers' pages of a block are used.
+
+    def keep_states(self, block: int, states: list[State]) -> None:
+        """Writes over the block in all layers."""
+        self._kept.append(states)
+        self.write_block(block, -len(self._kept))
+
+    def states(self, block: int) -> list[State]:
+        """What `keep_states` wrote, if nothing was written since."""
+        held = np.unique(self._slots[:, block * self.block_size : (block + 1) * self.block_size])
+        if len(held) > 1 or not -len(self._kept) <= held[0] < 0:
+            raise Mismatch(f"block {block} has no states: it was written over")
+        return self._kept[-held[0] - 1]
+
+    def write_block(self, block: int, entry: int) -> None:
+        for layer in range(len(self._slots)):
+            slots = np.arange(block * self.block_size, (block + 1) * self.block_size)
+            self.write(layer, slots, np.full(self.block_size, entry))
 
     # Sidecars.
 

@@ -94,6 +94,13 @@ class Live:
             known.append(hash((known[-1], token)))
         return np.array(known, dtype=np.int64)[positions + 1]
 
+    def state_at(self, position: int) -> int:
+        """What the state of a prompt token below the layer that selects is made of."""
+        online = self.selection is not None and self.selection.online is not None
+        made_of = int(self.shared(np.array([position]))[0])
+        # Found online, the layers between compute the prompt for this request alone.
+        return made_of ^ self.number if online else made_of
+
     def is_projected(self, layer: int) -> bool:
         """Whether the layer's prompt entries are projected from below, instead of computed."""
         first = self.policy.projects_from

@@ -81,8 +81,8 @@ class Model:
         self.hooks, self.beside = hooks, beside
         self.cache, self.expected, self.live, self.starts = cache, expected, live, starts
         self.row_layers = 0
-        # By row of the stash: whose state it is, of which position, before which layer.
-        self._stashed: dict[int, tuple[int, int, int]] = {}
+        # By row of the stash: what its state is made of, of which position, before which layer.
+        self.stashed: dict[int, tuple[int, int, int]] = {}
 
     def run(self, plan: StepPlan, batch: Batch) -> np.ndarray:
         """One forward pass; (R,) bool: whether a request's last row has a final state.
@@ -142,11 +142,11 @@ class Model:
                 raise Mismatch(f"token ids {source.ids.tolist()}, want {tokens}")
             return rows
         assert isinstance(source, Stashed)
-        states = [self._stashed[row] for row in source.rows.tolist()]
-        for request, (number, position, layer) in zip(owners.tolist(), states, strict=True):
+        states = [self.stashed[row] for row in source.rows.tolist()]
+        for request, (made_of, position, layer) in zip(owners.tolist(), states, strict=True):
             one = self.live[request]
-            if number != one.number or layer != now.first:
-                raise Mismatch(f"{one}: its stash holds {position} of {number}, before {layer}")
+            if made_of != one.state_at(position) or layer != now.first:
+                raise Mismatch(f"{one}: its stash holds others' states at {position}, of {layer}")
         return Rows(owners, np.array([position for _, position, _ in states]))
 
     def _start_over(self, rows: Rows) -> None:
@@ -166,7 +166,7 @@ class Model:
             if isinstance(sink, ToStash):
                 columns = (sink.targets.tolist(), out.requests.tolist(), out.positions.tolist())
                 for row, request, at in zip(*columns, strict=True):
-                    self._stashed[row] = self.live[request].number, at, now.last
+                    self.stashed[row] = self.live[request].state_at(at), at, now.last
                 continue
             in_batch = slice(None) if sink.in_batch is None else sink.in_batch.numpy()
             final.requests[in_batch], final.positions[in_batch] = out.requests, out.positions

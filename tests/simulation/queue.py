@@ -50,11 +50,11 @@ class Queue:
                 begin, though nothing that it needs is short.
         """
         scheduler, ran = self._scheduler, output.num_scheduled_tokens
+        begun = {request.request_id for request in self._waiting}
         used = sum(
             self._pages(request)
             for request in scheduler.running
-            if request.request_id in self._holders
-            or request.num_computed_tokens - ran.get(request.request_id, 0) == 0
+            if request.request_id in self._holders | begun
         )
         if used != inside.used_pages(scheduler):
             raise Mismatch(f"{used} stash pages are needed, {inside.used_pages(scheduler)} taken")

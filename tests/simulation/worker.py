@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -18,7 +20,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
-from simulation.live import Expected, Live, Made, storages_of
+from simulation.live import Expected, Ints, Live, Made, storages_of
 from simulation.model import Batch, Model
 from simulation.servers import Case
 from simulation.state import (
@@ -30,7 +32,8 @@ from simulation.state import (
     map_slots_on_host,
 )
 from simulation.traffic import VOCAB, Text
-from vllm_kvx.cache.managers import KEPT_BLOCKS
+from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
+from vllm_kvx.cache.states import STATE_BLOCKS
 from vllm_kvx.models.passes import StepPlan
 from vllm_kvx.settings import request_policy
 from vllm_kvx.worker import model_state
@@ -84,6 +87,8 @@ class Worker:
             by_state,
             self._starts,
         )
+        pages: Any = state.prefix_states
+        pages.copy_in, pages.copy_out = self._states_in, self._states_out
         self._free, self._number = list(range(max_reqs)), 1
         self._num_windows = len(state.requests.free_windows)
         self._salts: dict[str, str | None] = {}
@@ -119,7 +124,23 @@ class Worker:
             self.counts["copies"] += 1
         if not output.num_scheduled_tokens:
             return ModelRunnerOutput([], {})
+        self.state.memory.private = private = getattr(output, PRIVATE_BLOCKS, {})
+        self.counts["moved out"] += len(private)
+        self.state.prefix_states.in_step = getattr(output, STATE_BLOCKS, {})
         return self._step(output.num_scheduled_tokens)
+
+    def _states_in(self, rows: Ints, blocks: Sequence[int]) -> None:
+        self.counts["states read"] += len(rows)
+        self.model.stashed.update(
+            zip(rows.tolist(), chain(*map(self.cache.states, blocks)), strict=True)
+        )
+
+    def _states_out(self, rows: Ints, blocks: Sequence[int]) -> None:
+        self.counts["states kept"] += len(rows)
+        states = [self.model.stashed[row] for row in rows.tolist()]
+        size = len(rows) // len(blocks)
+        for number, block in enumerate(blocks):
+            self.cache.keep_states(block, states[number * size : (number + 1) * size])
 
     def _add(self, new: NewRequestData) -> None:
         index, salt = self._free.pop(), self._salts[new.req_id]

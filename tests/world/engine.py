@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,18 +76,22 @@ class Engine:
         prompts: Sequence[list[int]],
         max_tokens: int = 4,
         policies: Sequence[str | None] | None = None,
-        cache_salt: str | None = None,
+        cache_salt: str | Sequence[str] | None = None,
         **sampling: Any,
     ) -> list[Answer]:
-        """Greedy answers to all prompts, given to the engine at once."""
+        """Greedy answers to all prompts, given to the engine at once.
+
+        cache_salt: of all prompts, or of each.
+        """
         from vllm.inputs import TokensPrompt
 
         policies = policies or [None] * len(prompts)
         params = [greedy(max_tokens, name, **sampling) for name in policies]
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         if cache_salt is not None:
-            for item in inputs:
-                item["cache_salt"] = cache_salt
+            salts = repeat(cache_salt) if isinstance(cache_salt, str) else cache_salt
+            for item, salt in zip(inputs, salts, strict=False):
+                item["cache_salt"] = salt
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return [
             Answer(

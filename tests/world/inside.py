@@ -31,6 +31,11 @@ def used_stash_pages(engine: Any) -> int:
     return _admission(engine).used_pages
 
 
+def state_tokens(engine: Any) -> int:
+    """Tokens of a block of hidden states in the prefix cache."""
+    return engine.scheduler.sharing.states.tokens
+
+
 def upper_managers(engine: Any) -> list[Any]:
     """The managers of KV groups that hold less than their requests' tokens from the start."""
     return engine.scheduler.policy_managers
@@ -362,6 +367,20 @@ def _count_graphs(
     return counts
 
 
+def poison_free_blocks(engine: Any) -> None:
+    """From now on, what nobody holds and nobody may read is overwritten after every schedule."""
+    schedule, pool = engine.scheduler.schedule, engine.pool
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        idle = [b.block_id for b in pool.blocks if not (b.ref_cnt or b.block_hash or b.is_null)]
+        for hook in _state(engine).hooks.layers:
+            hook.layer.kv_cache[idle] = 1e4
+        return output
+
+    engine.scheduler.schedule = poisoned
+
+
 # Operators.
 
 
@@ -414,6 +433,7 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         counts: Tensor,
         offsets: Tensor,
         _: int,
+        target_tables: Tensor | None = None,
     ) -> None:
         moves = [
             [
@@ -422,7 +442,7 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
             ]
             for f, first in enumerate(offsets[: counts.shape[1]].tolist())
         ]
-        move.move_entries_reference(paged, tables, moves)
+        move.move_entries_reference(paged, tables, moves, target_tables)
 
     def window_metrics(
         queries: Tensor,

@@ -13,7 +13,8 @@ from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.ledger import BlockLedger
-from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, RequestKV
+from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
+from vllm_kvx.cache.request_kv import RequestKV
 from vllm_kvx.settings import KVSettings
 
 # Attribute of a step's output.
@@ -54,6 +55,9 @@ class SchedulerFacts:
         for group, manager in enumerate(self._managers):
             manager.watch(self.ledger, group)
         self._unshared: dict[int, int] = {}
+        self._hits: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._states: dict[int, int] = {}
         self._in_full = dict.fromkeys(map(str, RunInFull), 0)
         self._changed = False
         self._told_at = float("-inf")
@@ -67,6 +71,18 @@ class SchedulerFacts:
         row = self._policies.row_of(policy)
         self._unshared[row] = self._unshared.get(row, 0) + 1
         self._changed = True
+
+    def add_prefix(self, policy: str, hit: int, cached: int) -> None:
+        """A request begins with `hit` tokens of the `cached` ones that its prompt begins with."""
+        row = self._policies.row_of(policy)
+        self._hits[row] = self._hits.get(row, 0) + hit
+        self._cached[row] = self._cached.get(row, 0) + cached
+        self._changed |= cached > 0
+
+    def add_states(self, policy: str, tokens: int) -> None:
+        """Hidden states of so many tokens go into the prefix cache."""
+        row = self._policies.row_of(policy)
+        self._states[row] = self._states.get(row, 0) + tokens
 
     def add_run_in_full(self, why: RunInFull) -> None:
         """A request runs under `full` in the place of its policy."""
@@ -90,6 +106,14 @@ class SchedulerFacts:
         rows = self._policies.names
         return {
             "unshared": {name: self._unshared[row] for name, row in rows if row in self._unshared},
+            **{
+                key: {name: counts[row] for name, row in rows if row in counts}
+                for key, counts in (
+                    ("prefix_hit", self._hits),
+                    ("prefix_cached", self._cached),
+                    ("prefix_states", self._states),
+                )
+            },
             "held": {name: held[row] for name, row in rows if held[row]},
             "saved": {name: saved[row] for name, row in rows if saved[row]},
             "run_in_full": dict(self._in_full),
@@ -111,7 +135,7 @@ class SchedulerFacts:
         stock, listed = ([0] * self._policies.size for _ in range(2))
         for manager in self._lower:
             for kv, _, blocks in _holders(manager, requests):
-                listed[kv.row] += len(blocks) + len(kv.undecided)
+                listed[kv.row] += len(blocks) + len(kv.undecided) + len(kv.private)
         for kv, request, _ in _holders(self._lower[0], requests):
             tokens = request.num_computed_tokens
             stock[kv.row] += sum(cdiv(tokens, manager.block_size) for manager in managers)

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
@@ -14,43 +13,16 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.ledger import BlockLedger
-from vllm_kvx.policy.storage import Storage
-
-# Attribute of a step's output, where prompts came in that keep whole blocks: by request and
-# stage, which of their blocks stay, ascending.
-KEPT_BLOCKS = "kv_kept_blocks"
+from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV
 
 
-@dataclass
-class RequestKV:
-    """What a manager must know of a request.
+class SizedByStorage(SingleTypeKVCacheManager):
+    """Allocates by stored entries instead of token positions, where the two differ.
 
-    Attributes:
-        storage: what it stores in the manager's stage.
-        shares: whether its blocks may be read by others, and others' by it.
-        publishes: leading tokens whose blocks others may read; None if all.
-        anchors: leading tokens whose entries a prefix hit must bring along.
-        anchor_hash: key of those entries, by their tokens; ``None`` if they cannot be shared.
-        by_block: retention keeps whole blocks; which, the worker says.
-        is_compact: retention has run, and what it dropped is freed, or is in `undecided`.
-        undecided: blocks that the request holds until the worker has said which of its blocks
-            stay. Until then its list has as many as stay, not yet the right ones.
-        row: its policy's, by which blocks are counted.
+    A prompt that retention compacts is published like any other. In the step that compacts it
+    needs new blocks for what stays: for all of it if the pool has plenty, otherwise only in the
+    place of blocks that others read, and then the rest is taken out of the prefix cache.
     """
-
-    storage: Storage
-    shares: bool = True
-    anchors: int = 0
-    anchor_hash: BlockHash | None = None
-    by_block: bool = False
-    is_compact: bool = False
-    undecided: list[KVCacheBlock] = field(default_factory=list)
-    publishes: int | None = None
-    row: int = 0
-
-
-class _SizedByStorage(SingleTypeKVCacheManager):
-    """Allocates by stored entries instead of token positions, where the two differ."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -76,6 +48,119 @@ class _SizedByStorage(SingleTypeKVCacheManager):
     def remove_request(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
 
+    # Allocation.
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        kv = self.requests.get(request_id)
+        if kv is None or kv.is_stock:
+            return super().get_num_blocks_to_allocate(
+                request_id,
+                num_tokens,
+                new_computed_blocks,
+                total_computed_tokens,
+                num_local_computed_tokens,
+                num_tokens_main_model,
+                apply_admission_cap,
+                prefill_end,
+            )
+        held = self.req_to_blocks.get(request_id, ())
+        there = len(held) + len(new_computed_blocks)
+        num_blocks = max(self._required_blocks(kv, num_tokens) - there, 0)
+        # Touching an evictable block takes it out of the free ones.
+        num_blocks += self._get_num_evictable_blocks(new_computed_blocks)
+        if kv.compacts_at(num_tokens):
+            # Admission asks for the least: what is kept in the cache must not delay anyone.
+            everything = kv.moves_out and not apply_admission_cap
+            shared = [b.ref_cnt > 1 for b in held] + [b.ref_cnt > 0 for b in new_computed_blocks]
+            num_blocks += len(self._places(kv, shared, everything))
+        return num_blocks
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        kv = self.requests.get(request_id)
+        if kv is None or kv.is_stock:
+            blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+            self._took(request_id, blocks)
+            return blocks
+        blocks = self.req_to_blocks[request_id]
+        count = self._required_blocks(kv, num_tokens) - len(blocks)
+        new_blocks = self._new_blocks(request_id, count)
+        blocks.extend(new_blocks)
+        if kv.compacts_at(num_tokens):
+            self._make_room(request_id, kv, blocks)
+        return new_blocks
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        free = [block for block in new_computed_blocks if block.ref_cnt == 0]
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        self._took(request_id, free)
+
+    def _new_blocks(self, request_id: str, count: int) -> list[KVCacheBlock]:
+        if count <= 0:
+            return []
+        blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(count)
+        self._took(request_id, blocks)
+        if self._record_new_block_ids:
+            self.new_block_ids.extend(block.block_id for block in blocks)
+        return blocks
+
+    def _required_blocks(self, kv: RequestKV, num_tokens: int) -> int:
+        length = kv.storage.stored_len if kv.is_compact else kv.storage.peak_len
+        return cdiv(length(num_tokens), self.block_size)
+
+    def _places(self, kv: RequestKV, shared: Sequence[bool], everything: bool) -> Sequence[int]:
+        """The places that need a new block for what stays there.
+
+        shared: of the request's blocks so far, whether others hold them.
+        """
+        kept = cdiv(kv.storage.kept, self.block_size)
+        if everything:
+            # Not the prompt's last block if it is partly filled: nobody else can read it.
+            return range(min(kept, kv.storage.prompt_len // self.block_size))
+        return [place for place, is_shared in enumerate(shared[:kept]) if is_shared]
+
+    def _make_room(
+        self, request_id: str, kv: RequestKV, blocks: Sequence[KVCacheBlock]
+    ) -> None:
+        """Takes the new blocks for what stays; what is written over leaves the prefix cache."""
+        places = self._places(kv, [block.ref_cnt > 1 for block in blocks], kv.moves_out)
+        new_blocks = self._new_blocks(request_id, len(places))
+        kv.private = dict(zip(places, new_blocks, strict=True))
+        kept = cdiv(kv.storage.kept, self.block_size)
+        overwritten = [b for place, b in enumerate(blocks[:kept]) if place not in kv.private]
+        # Nor may what the step itself fills be published.
+        kv.is_overwritten = not kv.moves_out
+        self.block_pool.evict_blocks({b.block_id for b in overwritten if b.block_hash is not None})
+
+    def private_blocks(self, request_id: str) -> PrivateBlocks | None:
+        """The new blocks of the step that compacts the request, if it has any."""
+        kv = self.requests.get(request_id)
+        if kv is None or not kv.private:
+            return None
+        ids = tuple(block.block_id for block in kv.private.values())
+        return PrivateBlocks(tuple(kv.private), ids)
+
+    # Retention.
+
     def shrink(self, request_id: str, num_tokens: int) -> None:
         """Frees what retention dropped of a request with this many computed tokens.
 
@@ -89,8 +174,9 @@ class _SizedByStorage(SingleTypeKVCacheManager):
         kv.is_compact = True
         blocks = self.req_to_blocks[request_id]
         kept = cdiv(kv.storage.stored_len(num_tokens), self.block_size)
-        dropped = blocks[kept:]
-        del blocks[kept:]
+        dropped = [b for place, b in enumerate(blocks) if place >= kept or place in kv.private]
+        blocks[:] = [kv.private.get(place, b) for place, b in enumerate(blocks[:kept])]
+        kv.private = {}
         if kv.by_block:
             kv.undecided = dropped
         else:
@@ -115,96 +201,73 @@ class _SizedByStorage(SingleTypeKVCacheManager):
         stay = set(kept)
         self.block_pool.free_blocks([b for i, b in reversed([*enumerate(prompt)]) if i not in stay])
 
-    def _required_blocks(self, request_id: str, num_tokens: int) -> int:
-        kv = self.requests.get(request_id)
-        if kv is None:
-            return cdiv(num_tokens, self.block_size)
-        length = kv.storage.stored_len if kv.is_compact else kv.storage.peak_len
-        return cdiv(length(num_tokens), self.block_size)
-
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         kv = self.requests.get(request_id)
-        undecided: list[KVCacheBlock] = []
+        beside: list[KVCacheBlock] = []
         if kv is not None:
-            kv.is_compact = False  # A preempted request starts over.
-            undecided, kv.undecided = kv.undecided, []
-        return [*super().pop_blocks_for_free(request_id), *undecided]
+            # A preempted request starts over.
+            beside = [*kv.undecided, *kv.private.values()]
+            kv.is_compact = kv.is_overwritten = False
+            kv.undecided, kv.private = [], {}
+        return [*super().pop_blocks_for_free(request_id), *beside]
 
+    # The prefix cache.
 
-class LowerKVCacheManager(_SizedByStorage, FullAttentionManager):
-    """Blocks of one KV group of the first stage.
-
-    Full attention, except that a request whose entries are dropped by retention, or whose layers
-    above are skipped by saliency, has its blocks to itself.
-    """
-
-    def _is_private(self, request_id: str) -> bool:
-        kv = self.requests.get(request_id)
-        return kv is not None and not kv.shares
-
-    def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
-    ) -> int:
-        if not self._is_private(request_id):
-            return super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
-        held = len(self.req_to_blocks.get(request_id, ()))
-        return max(self._required_blocks(request_id, num_tokens) - held, 0)
-
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
-        if self._is_private(request_id):
-            num_blocks = self._required_blocks(request_id, num_tokens)
-            num_tokens = num_tokens_main_model = num_blocks * self.block_size
-        blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        self._took(request_id, blocks)
-        return blocks
-
-    def add_local_computed_blocks(
+    def cache_blocks(
         self,
-        request_id: str,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
     ) -> None:
-        free = [block for block in new_computed_blocks if block.ref_cnt == 0]
-        super().add_local_computed_blocks(
-            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
-        )
-        self._took(request_id, free)
-
-    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Publishes full blocks under vLLM's own hashes: they hold what stock's would."""
         kv = self.requests.get(request.request_id)
-        if kv is not None and not kv.shares:
+        if kv is None or kv.is_compact or kv.is_overwritten:
             return
-        if kv is not None and kv.publishes is not None:
+        if kv.publishes is not None:
             num_tokens = min(num_tokens, kv.publishes)
-        super().cache_blocks(request, num_tokens, *args, **kwargs)
+        published = self.num_cached_block.get(request.request_id, 0)
+        full = num_tokens // self.block_size
+        if published < full:
+            self.block_pool.cache_full_blocks(
+                request=request,
+                blocks=self.req_to_blocks[request.request_id],
+                num_cached_blocks=published,
+                num_full_blocks=full,
+                block_size=self.block_size,
+                kv_cache_group_id=self.kv_cache_group_id,
+            )
+            self.num_cached_block[request.request_id] = full
 
 
-class PolicyKVCacheManager(_SizedByStorage):
+class LowerKVCacheManager(SizedByStorage, FullAttentionManager):
+    """Blocks of one KV group of the first stage, which every prompt token runs."""
+
+
+class PolicyKVCacheManager(SizedByStorage):
     """Blocks of one KV group above the first stage, sized by stored entries.
 
     On a prefix hit in the lower layers the anchors are not computed, but their entries up here
     depend on their own tokens alone. So the first block of a request that did compute them is
-    published under the anchors' tokens, and a request with a hit copies it into its own.
+    published under the anchors' tokens, and a request with a hit copies it into its own. The
+    first block of a request that stores every token here begins with them as well.
     """
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._to_publish: dict[str, BlockHash] = {}
         self._to_copy: dict[str, KVCacheBlock] = {}
+        # First blocks published in this step: copies run before the forward pass that writes them.
+        self._unwritten: set[int] = set()
 
-    def find_anchors(self, anchor_hash: BlockHash) -> KVCacheBlock | None:
-        """The published block that starts with these anchors, if it is still in the pool."""
-        found = self.block_pool.get_cached_block(anchor_hash, [self.kv_cache_group_id])
-        return found[0] if found else None
-
-    def _anchors_to_copy(self, request_id: str) -> KVCacheBlock | None:
-        kv = self.requests.get(request_id)
-        if kv is None or kv.anchor_hash is None:
-            return None
-        return self.find_anchors(kv.anchor_hash)
+    def find_anchors(self, kv: RequestKV) -> KVCacheBlock | None:
+        """A published block that starts with the request's anchors, if one is in the pool."""
+        for key in () if kv.anchor_hash is None else (kv.anchor_hash, kv.first_hash):
+            found = key and self.block_pool.get_cached_block(key, [self.kv_cache_group_id])
+            if found and found[0].block_id not in self._unwritten:
+                return found[0]
+        return None
 
     def get_num_blocks_to_allocate(
         self,
@@ -217,15 +280,22 @@ class PolicyKVCacheManager(_SizedByStorage):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        assert not new_computed_blocks
-        held = len(self.req_to_blocks.get(request_id, ()))
-        num_new_blocks = max(self._required_blocks(request_id, num_tokens) - held, 0)
-        if held == 0 and num_local_computed_tokens > 0:
-            source = self._anchors_to_copy(request_id)
+        num_blocks = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+            prefill_end,
+        )
+        kv = self.requests.get(request_id)
+        if kv is not None and num_local_computed_tokens and not self.req_to_blocks.get(request_id):
+            source = self.find_anchors(kv)
             if source is not None:
-                # Touching an evictable block takes it out of the free ones.
-                num_new_blocks += self._get_num_evictable_blocks([source])
-        return num_new_blocks
+                num_blocks += self._get_num_evictable_blocks([source])
+        return num_blocks
 
     def add_local_computed_blocks(
         self,
@@ -234,10 +304,15 @@ class PolicyKVCacheManager(_SizedByStorage):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        assert not new_computed_blocks and num_external_computed_tokens == 0
-        self.num_cached_block[request_id] = 0
-        if num_local_computed_tokens > 0:
-            source = self._anchors_to_copy(request_id)
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+        kv = self.requests.get(request_id)
+        if kv is not None and num_local_computed_tokens > 0:
+            source = self.find_anchors(kv)
             if source is not None:
                 if source.ref_cnt == 0:
                     self._took(request_id, [source])
@@ -247,16 +322,8 @@ class PolicyKVCacheManager(_SizedByStorage):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        req_blocks = self.req_to_blocks[request_id]
-        num_new_blocks = self._required_blocks(request_id, num_tokens) - len(req_blocks)
-        if num_new_blocks <= 0:
-            return []
-        new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
-        req_blocks.extend(new_blocks)
-        self._took(request_id, new_blocks)
-        if self._record_new_block_ids:
-            self.new_block_ids.extend(block.block_id for block in new_blocks)
-        source = self._to_copy.pop(request_id, None)
+        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        source = self._to_copy.pop(request_id, None) if new_blocks else None
         if source is not None:
             # The scheduler releases both ends once the copy has run, hence the extra reference.
             self._pending_cow_copies.append((source, new_blocks[0]))
@@ -271,10 +338,16 @@ class PolicyKVCacheManager(_SizedByStorage):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
+        is_first = not self.num_cached_block.get(request.request_id)
+        super().cache_blocks(
+            request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
+        )
+        blocks = self.req_to_blocks.get(request.request_id)
+        if is_first and blocks and self.num_cached_block.get(request.request_id):
+            self._unwritten.add(blocks[0].block_id)
         kv = self.requests.get(request.request_id)
         if kv is None or kv.anchor_hash is None or num_tokens < kv.anchors:
             return
-        blocks = self.req_to_blocks.get(request.request_id)
         if blocks and blocks[0].block_hash is None:
             self._to_publish.setdefault(request.request_id, kv.anchor_hash)
 
@@ -285,11 +358,12 @@ class PolicyKVCacheManager(_SizedByStorage):
         step as the one that computes the anchors would copy an unwritten block.
         """
         super().new_step_starts()
+        self._unwritten.clear()
         for request_id, anchor_hash in self._to_publish.items():
             blocks = self.req_to_blocks.get(request_id)
             if not blocks or blocks[0].block_hash is not None:
                 continue
-            if self.find_anchors(anchor_hash) is None:
+            if not self.block_pool.get_cached_block(anchor_hash, [self.kv_cache_group_id]):
                 key = make_block_hash_with_group_id(anchor_hash, self.kv_cache_group_id)
                 self.block_pool._insert_block_hash(key, blocks[0], num_tokens=self.block_size)
         self._to_publish.clear()

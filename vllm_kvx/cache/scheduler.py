@@ -11,17 +11,13 @@ from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.facts import RunInFull, SchedulerFacts
-from vllm_kvx.cache.managers import (
-    KEPT_BLOCKS,
-    LowerKVCacheManager,
-    PolicyKVCacheManager,
-    RequestKV,
-    anchor_hash,
-)
+from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, SizedByStorage
 from vllm_kvx.cache.pool import pool_tokens
+from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
+from vllm_kvx.cache.sharing import PrefixSharing
+from vllm_kvx.cache.states import STATE_BLOCKS, StateBlocks
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
-from vllm_kvx.policy.storage import storage_of
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
 
 logger = init_logger("vllm.kvx.scheduler")
@@ -47,6 +43,8 @@ class _PolicyScheduling:
         ]
         # vLLM asks here where a chunk of a prompt may end; it does so for Mamba models alone.
         self.need_mamba_block_aligned_split = True
+        managers: list[SizedByStorage] = [*self.lower_managers, *self.policy_managers]
+        self.sharing = PrefixSharing(settings, self.kv_cache_manager, managers, self.vllm_config)  # type: ignore[attr-defined]
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)  # type: ignore[attr-defined]
         self._to_shrink: list[Request] = []
         self.facts = SchedulerFacts(
@@ -66,16 +64,6 @@ class _PolicyScheduling:
         whole = config.cache_config.kv_cache_size_tokens
         for line in pool.lines(str(settings.policy), config.model_config.max_model_len, whole):
             logger.info("%s", line)
-        prefix = settings.policy.shared_prefix
-        if self.kv_cache_manager.enable_caching and prefix is not None:  # type: ignore[attr-defined]
-            lower = [m.start_layer for m in self.policy_managers]
-            if min(lower) < prefix.first_layer:
-                logger.warning(
-                    "%s shares no prefix here: kv_layout splits at layer %d, below its cutoff, "
-                    "and that stage's entries are not in the prefix cache.",
-                    settings.policy,
-                    min(lower),
-                )
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
@@ -113,84 +101,26 @@ class _PolicyScheduling:
         return request_policy(self.kv_settings, request.sampling_params)
 
     def _tell_managers(self, request: Request, policy: KVPolicy) -> None:
-        prompt_len = request.num_prompt_tokens
-        # What retention drops, or saliency leaves out, nobody else can use; see invariant 5.
-        num_layers = self.kv_settings.num_layers
-        lossy = policy.retain is not None or policy.selection(prompt_len, num_layers) is not None
-        prefix = policy.shared_prefix
-        anchors = prefix.anchors if prefix is not None else 0
-        managers = [*self.lower_managers, *self.policy_managers]
-        storages = [
-            storage_of(policy, prompt_len, m.start_layer, m.block_size, num_layers)
-            for m in managers
-        ]
-        by_block = policy.retain is not None and policy.retain.unit == "block"
+        managers: list[SizedByStorage] = [*self.lower_managers, *self.policy_managers]
         row = self.facts.row_of(str(policy))
-        for manager, storage in zip(managers, storages, strict=True):
-            key = None
-            if isinstance(manager, PolicyKVCacheManager):
-                fits = manager.enable_caching and 0 < anchors <= manager.block_size
-                if fits and storage.prefill.size and not lossy:
-                    key = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
-            kv = RequestKV(storage, not lossy, anchors if key else 0, key, by_block, row=row)
-            if policy.is_lossy_decode:
-                kv.publishes = prompt_len // manager.block_size * manager.block_size
-            manager.add_request(request.request_id, kv)
+        storages = self.sharing.add_request(request, policy, managers, row)
         self.admission.add_request(request, policy, any(s.changes for s in storages))
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *longest: int
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         if not manager.prefix_cache_lookup_enabled(request):
-            return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+            return super()._get_local_prefix_cache_hit(request, *longest)  # type: ignore[misc]
         policy = self._policy_of(request)
-        if policy.is_full and not self.policy_managers:
-            return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
-        limit = self._sharable_tokens(request, policy)
+        limit = self.sharing.limit(request, policy)
         # A waiting request is looked up in every step, and again once preempted.
         if limit is None and request.request_id not in self._counted_unshared:
             self._counted_unshared.add(request.request_id)
             self.facts.add_unshared(str(policy))
-        if not limit or not self._anchors_published(request):
+        if not limit:
             return manager.empty_kv_cache_blocks, 0, 0, False
-        blocks, num_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
-        if num_tokens > limit:
-            blocks, num_tokens = manager.truncate_computed_blocks(blocks, limit), limit
-        if num_tokens == 0:
-            return manager.empty_kv_cache_blocks, 0, 0, False
-        return blocks, num_tokens, boundary, diverged
-
-    def _sharable_tokens(self, request: Request, policy: KVPolicy) -> int | None:
-        """Longest prefix, in whole blocks, that the request may take.
-
-        None if its policy cannot share at all: it retains or selects, some stage above the first
-        stores every token (`full`, or a cutoff above that stage), or the anchors do not fit in
-        one block.
-
-        The upper layers of a hit are not computed: every token they must hold has to lie past it,
-        or be an anchor, whose entries are handed over in one block.
-        """
-        block_size: int = self.kv_cache_manager.coordinator.scheduler_block_size  # type: ignore[attr-defined]
-        if policy.retain is not None:
-            return None
-        if policy.propagate is None and not self.policy_managers:
-            # Retrieval alone: generated tokens of its own are not what a prompt's would be.
-            return request.num_prompt_tokens // block_size * block_size
-        prefix = policy.shared_prefix
-        if prefix is None or prefix.anchors > block_size:
-            return None
-        for manager in self.policy_managers:
-            gap = manager.requests[request.request_id].storage.prefill
-            if gap.size == 0 and prefix.first_layer > manager.start_layer:
-                return None  # A stage below the request's cutoff, where it stores everything.
-        limit = max(request.num_prompt_tokens - prefix.tail, 0) // block_size * block_size
-        return limit if limit > prefix.anchors else 0
-
-    def _anchors_published(self, request: Request) -> bool:
-        for manager in self.policy_managers:
-            key = manager.requests[request.request_id].anchor_hash
-            if key is not None and manager.find_anchors(key) is None:
-                return False
-        return True
+        return *self.sharing.find(request, min(limit, *longest, limit)), 0, False
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # False makes vLLM pass over the request and go on; where its first chunk gets no tokens,
@@ -207,7 +137,9 @@ class _PolicyScheduling:
         num_external_computed_tokens: int = 0,
     ) -> int:
         start = request.num_computed_tokens + num_new_local_computed_tokens
-        return self.admission.clip(request, start, num_new_tokens)
+        num_new_tokens = self.admission.clip(request, start, num_new_tokens)
+        self.sharing.choose(request, start + num_new_tokens, len(self.running))  # type: ignore[attr-defined]
+        return num_new_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         for request in self._to_shrink:
@@ -221,8 +153,30 @@ class _PolicyScheduling:
             for request_id in output.num_scheduled_tokens
             if self.admission.is_past_prompt(self.requests[request_id])  # type: ignore[attr-defined]
         ]
+        private = {
+            request.request_id: blocks
+            for request in self._to_shrink
+            if any(blocks := self.sharing.private_blocks(request.request_id))
+        }
+        if private:
+            setattr(output, PRIVATE_BLOCKS, private)
+        states = self.sharing.end_step(output.num_scheduled_tokens, self.requests)  # type: ignore[attr-defined]
+        if states:
+            setattr(output, STATE_BLOCKS, states)
+        self._count_prefixes(output.num_scheduled_tokens, states)
         self.facts.tell(output, self.requests)  # type: ignore[attr-defined]
         return output
+
+    def _count_prefixes(self, scheduled: dict[str, int], states: dict[str, StateBlocks]) -> None:
+        looked_up, self.sharing.looked_up = self.sharing.looked_up, {}
+        for request_id, (hit, cached) in looked_up.items():
+            if request_id in scheduled:
+                policy = self._policy_of(self.requests[request_id])  # type: ignore[attr-defined]
+                self.facts.add_prefix(str(policy), hit, cached)
+        for request_id, blocks in states.items():
+            if blocks.write:
+                policy = self._policy_of(self.requests[request_id])  # type: ignore[attr-defined]
+                self.facts.add_states(str(policy), len(blocks.write) * self.sharing.state_tokens)
 
     def _shrink(self, request: Request) -> None:
         """Frees what a request's last prompt chunk, scheduled in the step before, leaves behind."""
@@ -254,6 +208,7 @@ class _PolicyScheduling:
         super()._free_blocks(request)  # type: ignore[misc]
         self._counted_unshared.discard(request.request_id)
         self.admission.remove_request(request.request_id)
+        self.sharing.remove_request(request.request_id)
         self._to_shrink = [r for r in self._to_shrink if r is not request]
         for manager in (*self.lower_managers, *self.policy_managers):
             manager.remove_request(request.request_id)

@@ -48,6 +48,18 @@ COUNTERS = {
         "prefix_cache_requests_not_shared",
         "Requests that could not use the prefix cache because of their policy.",
     ),
+    "prefix_hit": Metric(
+        "prefix_cache_hit_tokens", "Tokens that requests took from the prefix cache."
+    ),
+    "prefix_cached": Metric(
+        "prefix_cache_found_tokens",
+        "Tokens at the beginning of requests that were in the prefix cache: what stock vLLM would "
+        "take of the same cache.",
+    ),
+    "prefix_states": Metric(
+        "prefix_cache_state_tokens",
+        "Tokens whose hidden states went into the prefix cache, for layers above a selection.",
+    ),
     "tokens_propagated": Metric(
         "tokens_propagated",
         "Prompt tokens chosen by saliency to go on to the upper layers.",

@@ -1,16 +1,18 @@
-"""A request's block tables once its prompt is in: cut short, and re-linked where blocks stay.
+"""A request's block tables once its prompt is in: cut short, and re-linked where blocks stay or go.
 
 The scheduler frees the blocks (``cache/managers``); here only the worker's tables change, never the
 cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.block_table import BlockTables
 
+from vllm_kvx.cache.request_kv import PrivateBlocks
 from vllm_kvx.policy.storage import Storage
 
 
@@ -51,3 +53,24 @@ def relink(
         req_id: {stage: async_copy_to_np(kept) for stage, kept in by_stage.items()}
         for req_id, by_stage in chosen.items()
     }
+
+
+def take_private(
+    tables: BlockTables,
+    private: Mapping[str, Sequence[PrivateBlocks | None]],
+    req_index: dict[str, int],
+) -> None:
+    """After the forward pass: what prompts keep is in new blocks, which take their places.
+
+    private: by request id, a list by KV group.
+    """
+    for req_id, by_group in private.items():
+        for group, moved in enumerate(by_group):
+            if moved is None:
+                continue
+            table = tables.block_tables[group].gpu
+            places, blocks = (
+                async_tensor_h2d(np.array(ints, dtype=kind), device=table.device)
+                for ints, kind in ((moved.places, np.int64), (moved.blocks, np.int32))
+            )
+            table[req_index[req_id], places] = blocks

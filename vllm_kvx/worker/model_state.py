@@ -32,12 +32,13 @@ from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
 from vllm_kvx.worker.batch import PassBatch
-from vllm_kvx.worker.blocks import cut_tables, relink
+from vllm_kvx.worker.blocks import cut_tables, relink, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
 from vllm_kvx.worker.prefill.passes import PassMaker, StepBatch, lens_to_device, run_in_turn
+from vllm_kvx.worker.prefill.prefix_states import PrefixStates
 from vllm_kvx.worker.prefill.score_and_move import PromptMemory
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.requests import Requests
@@ -118,6 +119,9 @@ class PolicyModelState(DefaultModelState):
             spec = groups[0].kv_cache_spec
             assert isinstance(spec, AttentionSpec)
             self.retrieval.bind(spec, block_tables)
+        self.prefix_states = PrefixStates.of(
+            self.stash, kv_cache_config, self.vllm_config, self.hooks
+        )
         self.passes = PassMaker(
             self.hooks,
             self.memory,
@@ -187,8 +191,9 @@ class PolicyModelState(DefaultModelState):
             self.stored_lens,
             input_batch.num_reqs_after_padding,
         )
-        self._step = step = plan_step(input_batch, requests, self.retrieval)
+        self._step = step = plan_step(input_batch, requests, self.retrieval, self.memory.private)
         requests.seq_lens[step.requests] = step.ends
+        self.prefix_states.restore()
         if self.settings.debug:
             check_blocks(step, self.group_stages, tables.block_sizes, tables.num_blocks.np)
         for chunk in step.chunks:
@@ -232,11 +237,7 @@ class PolicyModelState(DefaultModelState):
             step, cudagraph_mode, for_capture, input_batch, block_tables
         )
 
-        def build(
-            batch: InputBatch,
-            groups: _Groups,
-            cut: DeviceRows | None,
-        ) -> AttnMetadata:
+        def build(batch: InputBatch, groups: _Groups, cut: DeviceRows | None) -> AttnMetadata:
             tables, slots = block_tables, slot_mappings
             if cut is not None:
                 if cut.num_rows == 0:
@@ -311,9 +312,14 @@ class PolicyModelState(DefaultModelState):
         return super().prepare_inputs(input_batch, req_states)
 
     def after_forward(self) -> None:
-        """Once the step's forward pass is queued: sidecars of what it stored."""
-        if self.retrieval is not None:
-            self.retrieval.sidecars.write()
+        """Once the step's forward pass is queued: tables of what moved, sidecars of what is new."""
+        self.prefix_states.save()
+        sidecars = self.retrieval.sidecars if self.retrieval is not None else None
+        if sidecars is not None:
+            sidecars.write_left_behind()
+        take_private(self.block_tables, self.memory.private, self.requests.index)
+        if sidecars is not None:
+            sidecars.write()
 
     def relink_blocks(self) -> dict[str, dict[int, np.ndarray]]:
         """After the forward pass: by request and stage, which blocks stay; see ``relink``."""

@@ -158,7 +158,8 @@ class PolicyStats:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """JSON-able totals by policy name."""
-        told = {key: self._by_row(key) for key in ("unshared", "held", "saved")}
+        prefix = ("prefix_hit", "prefix_cached", "prefix_states")
+        told = {key: self._by_row(key) for key in ("unshared", "held", "saved", *prefix)}
         return {
             name: {
                 "requests": int(self.requests[row]),
@@ -184,6 +185,7 @@ class PolicyStats:
                 "blocks_held": told["held"].get(row, 0),
                 "blocks_saved": told["saved"].get(row, 0),
                 "prefix_not_shared": told["unshared"].get(row, 0),
+                **{key: told[key].get(row, 0) for key in prefix},
             }
             for name, row in self.policies.names
         }

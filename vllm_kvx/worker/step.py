@@ -1,6 +1,6 @@
 """One step of the worker, planned on the host: rows, lengths, prompts and retrieval."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,8 +59,13 @@ def ends_of(batch: InputBatch) -> np.ndarray:
     return begins + batch.num_scheduled_tokens[: batch.num_reqs]
 
 
-def plan_step(batch: InputBatch, requests: Requests, retrieval: Retrieval | None) -> Step:
-    """The plan of a real batch."""
+def plan_step(
+    batch: InputBatch,
+    requests: Requests,
+    retrieval: Retrieval | None,
+    moves_out: Container[str] = (),
+) -> Step:
+    """The plan of a real batch. moves_out: ids of prompts that move to new blocks in this step."""
     indices = batch.idx_mapping_np
     begins = batch.num_computed_tokens_np.astype(np.int64)
     counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
@@ -83,14 +88,16 @@ def plan_step(batch: InputBatch, requests: Requests, retrieval: Retrieval | None
         requests.projected(indices, begins, ends),
     )
     if retrieval is not None:
-        step.retrieval = _plan_retrieval(retrieval, step, requests)
+        step.retrieval = _plan_retrieval(retrieval, step, requests, moves_out)
     return step
 
 
-def _plan_retrieval(retrieval: Retrieval, step: Step, requests: Requests) -> RetrievalStep:
+def _plan_retrieval(
+    retrieval: Retrieval, step: Step, requests: Requests, moves_out: Container[str]
+) -> RetrievalStep:
     before = stored_lens(step.begins, *step.gaps)
     after = step.stored_lens.copy()
-    moved = np.zeros(after.shape, dtype=bool)
+    moved, published = np.zeros(after.shape, dtype=bool), np.zeros_like(after)
     for chunk in step.chunks:
         if not chunk.is_last:
             continue
@@ -98,8 +105,10 @@ def _plan_retrieval(retrieval: Retrieval, step: Step, requests: Requests) -> Ret
         # Whole blocks take their sidecars along when they are re-linked.
         after[:, i] = [s.rows if state.by_block else s.kept for s in state.storages]
         moved[:, i] = [state.is_moved(stage) for stage in range(len(state.storages))]
+        if state.req_id in moves_out:
+            published[:, i] = [s.rows if s.compacts else 0 for s in state.storages]
     is_fresh = retrieval.sidecars.is_fresh(step.requests)
-    retrieval.sidecars.plan(step.requests, before, after, moved)
+    retrieval.sidecars.plan(step.requests, before, after, moved, published)
     return retrieval.plan(
         step.requests,
         step.begins,

@@ -7,7 +7,8 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvx.cache.facts import FACTS
-from vllm_kvx.cache.managers import KEPT_BLOCKS
+from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
+from vllm_kvx.cache.states import STATE_BLOCKS
 from vllm_kvx.models.decoder import Build
 from vllm_kvx.models.registry import use_segmented_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
@@ -87,9 +88,12 @@ class _PolicyWorking:
         return times
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        state: PolicyModelState = self.model_runner.model_state  # type: ignore[attr-defined]
         facts = getattr(scheduler_output, FACTS, None)
         if facts is not None:
-            self.model_runner.model_state.stats.scheduler = facts  # type: ignore[attr-defined]
+            state.stats.scheduler = facts
+        state.memory.private = getattr(scheduler_output, PRIVATE_BLOCKS, {})
+        state.prefix_states.in_step = getattr(scheduler_output, STATE_BLOCKS, {})
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.model_runner.model_state.after_forward()  # type: ignore[attr-defined]
         self._kept_blocks = self.model_runner.model_state.relink_blocks()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Kept entries moved to the first slots of the blocks that hold their prompt: keys and values."""
+"""Kept entries moved to the first slots of their request's blocks: keys and values."""
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ def move_entries(
     num_moves: Tensor,
     out_offsets: Tensor,
     max_moves: int,
+    target_tables: Tensor | None = None,
 ) -> None:
     """Copies keys and values of each KV head from source to target entries, bit for bit.
 
@@ -30,7 +31,10 @@ def move_entries(
         num_moves: (G, F) int32, contiguous.
         out_offsets: (F + 1,) int64, first column of each request.
         max_moves: at least the largest of `num_moves`.
+        target_tables: as `block_tables`, where target entries are in other blocks.
     """
+    if target_tables is None:
+        target_tables = block_tables
     if not (max_moves and num_moves.numel()):
         return
     raw = _RAW[paged.keys.element_size()]
@@ -43,6 +47,8 @@ def move_entries(
         *values.stride(),
         block_tables,
         block_tables.stride(0),
+        target_tables,
+        target_tables.stride(0),
         sources,
         targets,
         sources.stride(0),
@@ -59,6 +65,8 @@ def move_entries(
     do_not_specialize=[
         "block_tables",
         "table_stride",
+        "target_tables",
+        "target_table_stride",
         "sources",
         "targets",
         "moves_stride",
@@ -79,6 +87,8 @@ def _move_kernel(
     value_channel_stride,
     block_tables,
     table_stride,
+    target_tables,
+    target_table_stride,
     sources,
     targets,
     moves_stride,
@@ -102,6 +112,7 @@ def _move_kernel(
     target = tl.load(targets + column, mask=exists, other=0)
     table = block_tables + request.to(tl.int64) * table_stride
     source_block = tl.load(table + source // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    table = target_tables + request.to(tl.int64) * target_table_stride
     target_block = tl.load(table + target // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     source = (source % BLOCK_SIZE)[:, None]
     target = (target % BLOCK_SIZE)[:, None]
@@ -125,13 +136,27 @@ def _move_kernel(
 
 
 def move_entries_reference(
-    paged: PagedKV, block_tables: Tensor, moves: list[list[tuple[Tensor, Tensor]]]
+    paged: PagedKV,
+    block_tables: Tensor,
+    moves: list[list[tuple[Tensor, Tensor]]],
+    target_tables: Tensor | None = None,
 ) -> None:
     """`move_entries` in plain torch, for the moves of `select_moves_reference`; in place."""
-    for table, heads in zip(block_tables, moves, strict=True):
+    target_tables = block_tables if target_tables is None else target_tables
+    for table, to, heads in zip(block_tables, target_tables, moves, strict=True):
         for head, (sources, targets) in enumerate(heads):
             for cache in (paged.keys, paged.values):
                 raw = cache.view(_RAW[cache.element_size()])
                 source = (table[sources // paged.block_size].long(), sources % paged.block_size)
-                target = (table[targets // paged.block_size].long(), targets % paged.block_size)
+                target = (to[targets // paged.block_size].long(), targets % paged.block_size)
                 raw[target[0], head, target[1]] = raw[source[0], head, source[1]]
+
+
+def copy_blocks(paged: PagedKV, sources: Tensor, targets: Tensor) -> None:
+    """Copies keys and values of whole blocks, bit for bit; in place.
+
+    sources, targets: (n,) int64 block ids, none in both.
+    """
+    for cache in (paged.keys, paged.values):
+        raw = cache.view(_RAW[cache.element_size()])
+        raw.index_copy_(0, targets, raw.index_select(0, sources))

@@ -46,6 +46,7 @@ class Sidecars:
         self._in_torch = in_torch
         self._is_fresh = np.zeros(max_num_reqs, dtype=bool)
         self._pending: Tensor | np.ndarray | None = None
+        self._left_behind: Tensor | np.ndarray | None = None
         self.timer = PhaseTimer(device)
 
     def bind(self, shape: PageShape, block_tables: BlockTables) -> None:
@@ -83,7 +84,12 @@ class Sidecars:
         return self._is_fresh[requests]
 
     def plan(
-        self, requests: np.ndarray, before: IntArray, after: IntArray, moved: np.ndarray
+        self,
+        requests: np.ndarray,
+        before: IntArray,
+        after: IntArray,
+        moved: np.ndarray,
+        published: IntArray,
     ) -> None:
         """Decides which groups to write after the coming forward pass.
 
@@ -91,37 +97,58 @@ class Sidecars:
             requests: (R,) request states.
             before, after: (S, R) entries in the cache.
             moved: (S, R) bool, where entries that were there get other places.
+            published: (S, R) entries up to which the blocks stay in the prefix cache that the
+                request moves out of; 0 where it does not.
         """
         self.timer.collect()
         first, last = before // self.shape.group, after // self.shape.group
         # Entries that came with a prefix hit are copied anchors above the first stage.
         first[1:, self._is_fresh[requests]] = 0
         self._is_fresh[requests] = False
+        self._left_behind = self._jobs(requests, first, published // self.shape.group)
         first[moved] = 0
+        self._pending = self._jobs(requests, first, last)
+
+    def _jobs(
+        self, requests: np.ndarray, first: IntArray, last: IntArray
+    ) -> Tensor | np.ndarray | None:
+        """(n, 3) int32 stage, request state and group, of groups [first, last); None for none."""
         stages, rows = np.nonzero(last > first)
         counts = (last - first)[stages, rows]
-        self._pending = None
         if not len(counts):
-            return
+            return None
         jobs = np.empty((counts.sum(), 3), dtype=np.int32)
         jobs[:, 0] = np.repeat(stages, counts)
         jobs[:, 1] = np.repeat(requests[rows], counts)
         start = first[stages, rows] - (np.cumsum(counts) - counts)
         jobs[:, 2] = np.arange(len(jobs)) + np.repeat(start, counts)
-        self._pending = jobs if self._in_torch else async_tensor_h2d(jobs, device=self._device)
+        return jobs if self._in_torch else async_tensor_h2d(jobs, device=self._device)
+
+    def write_left_behind(self) -> None:
+        """Writes the groups of blocks that requests are about to move out of."""
+        jobs, self._left_behind = self._left_behind, None
+        self._write(jobs, None)
 
     def write(self, layer: int | None = None) -> None:
-        """Writes the groups of the plan in all layers, or in one."""
-        if self._pending is None:
-            return
-        with self.timer:
-            if isinstance(self._pending, Tensor):
-                pointers, strides = self._tables.block_table_ptrs, self._tables.block_table_strides
-                self.writer.write(self._pending, pointers, strides, layer)
-            else:
-                self._write_in_torch(self._pending, layer)
+        """Writes the groups of the plan in all layers, or in one.
+
+        In one: for rows of the same step, which may read blocks that are about to be left behind.
+        """
+        self._write(self._pending, layer)
         if layer is None:
             self._pending = None
+        else:
+            self._write(self._left_behind, layer)
+
+    def _write(self, jobs: Tensor | np.ndarray | None, layer: int | None) -> None:
+        if jobs is None:
+            return
+        with self.timer:
+            if isinstance(jobs, Tensor):
+                pointers, strides = self._tables.block_table_ptrs, self._tables.block_table_strides
+                self.writer.write(jobs, pointers, strides, layer)
+            else:
+                self._write_in_torch(jobs, layer)
 
     def _write_in_torch(self, jobs: np.ndarray, layer: int | None) -> None:
         for number in range(len(self._layers)) if layer is None else (layer,):

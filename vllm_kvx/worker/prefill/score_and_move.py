@@ -6,7 +6,7 @@ tokens and the compaction of a layer follow one another there, on the device and
 the scores beyond the layer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -17,9 +17,10 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_kvx.cache.request_kv import PrivateBlocks
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
-from vllm_kvx.ops.prompt.move import move_entries
+from vllm_kvx.ops.prompt.move import copy_blocks, move_entries
 from vllm_kvx.ops.prompt.select import select_kept, select_moves
 from vllm_kvx.policy.axes import Positions
 from vllm_kvx.scores.base import KeyScores, LayerView, Score, ScoredPrompts
@@ -35,6 +36,7 @@ class PromptMemory:
     Attributes:
         queries: (slots, L, W, H, D) model dtype, windows that are spread over several chunks.
         max_window: W. num_kv_heads: G of this rank.
+        private: by request id and KV group, the new blocks of what stays of prompts in the step.
         token_ids: (request states, tokens) int32, vLLM's own; None before the first step.
         moved: (rows,) int64, entries of one KV head that retention copied to another slot, by the
             policies' rows in the counters.
@@ -56,6 +58,7 @@ class PromptMemory:
         shape = (slots, len(attention), max_window, layer.num_heads, layer.head_size)
         self.queries = torch.empty(shape, dtype=dtype, device=device)
         self.token_ids: Tensor | None = None
+        self.private: Mapping[str, Sequence[PrivateBlocks | None]] = {}
         self.centrality = Centrality()
         self.moved = torch.zeros(num_policies, dtype=torch.int64, device=device)
         self.timer, self.detector_timer = PhaseTimer(device), PhaseTimer(device)
@@ -90,6 +93,19 @@ class _Moves(NamedTuple):
     num_moves: Tensor
     offsets: Tensor
     max_moves: int
+    target_tables: Tensor
+
+
+class _Targets(NamedTuple):
+    """Where entries of prompts that are in move to, in one KV group.
+
+    tables: (R, B) int32, the batch's block tables with new blocks in their places.
+    sources, blocks: (n,) int64, the blocks whose places are taken, and the new ones.
+    """
+
+    tables: Tensor
+    sources: Tensor | None = None
+    blocks: Tensor | None = None
 
 
 class PassWork:
@@ -114,6 +130,7 @@ class PassWork:
         self.chosen: dict[str, Tensor] = {}
         self._batches: dict[tuple[Job, ...], list[JobBatch]] = {}
         self._moves: dict[int, PositionMoves | None] = {}
+        self._targets: dict[int, _Targets] = {}
         waiting = windows.by_policy.items() if windows is not None else ()
         self.shares = shares_of([*((p.stats_row, p.num_keys) for p in prompts), *waiting])
 
@@ -137,7 +154,7 @@ class PassWork:
             if self.windows is not None:
                 rows = query.index_select(0, self.windows.rows)
                 memory.queries[self.windows.slots, hook.index, self.windows.places] = rows
-            table = self.block_tables[hook.group]
+            table, targets = self.block_tables[hook.group], self.targets(hook.group)
             view = LayerView(
                 query,
                 memory.queries[:, hook.index],
@@ -148,25 +165,52 @@ class PassWork:
             )
             # All scores before the first move: a prompt may be scored by two families.
             moves = [
-                (self._decide(batch, batch.at(table), view), batch.policy_rows)
+                (self._decide(batch, batch.at(table), view, targets.tables), batch.policy_rows)
                 for batch in self._batches_of(hook.index, hook.stage)
             ]
             by_position = self._moves_of(hook.stage)
             if by_position is not None:
                 fixed = by_position
-                in_place = _Moves(
+                by_rule = _Moves(
                     table.index_select(0, fixed.indices),
                     fixed.sources,
                     fixed.targets,
                     fixed.num_moves,
                     fixed.offsets,
                     fixed.max_moves,
+                    targets.tables.index_select(0, fixed.indices),
                 )
-                moves.append((in_place, fixed.policy_rows))
+                moves.append((by_rule, fixed.policy_rows))
+            if targets.sources is not None and targets.blocks is not None:
+                # With the entries that keep their slots; the others come over them.
+                copy_blocks(paged, targets.sources, targets.blocks)
             for each, policy_rows in moves:
                 if each is not None:
                     move_entries(paged, *each)
                     memory.moved.index_add_(0, policy_rows, each.num_moves.sum(dim=0))
+
+    def targets(self, group: int) -> _Targets:
+        """Where entries move to in a KV group: their own blocks, if no others are given."""
+        if group not in self._targets:
+            table, device = self.block_tables[group], self.memory.device
+            moved = [
+                (prompt.batch_index, by_group[group])
+                for prompt in self.prompts
+                if (by_group := self.memory.private.get(prompt.req_id)) is not None
+            ]
+            rows = [np.full(len(at.places), row) for row, at in moved if at is not None]
+            if not rows:
+                return self._targets.setdefault(group, _Targets(table))
+            columns = [np.array(at.places, dtype=np.int64) for _, at in moved if at is not None]
+            blocks = [np.array(at.blocks, dtype=np.int64) for _, at in moved if at is not None]
+            row, column, block = (
+                async_tensor_h2d(np.concatenate(parts), device=device)
+                for parts in (rows, columns, blocks)
+            )
+            tables, sources = table.clone(), table[row, column].long()
+            tables[row, column] = block.int()
+            self._targets[group] = _Targets(tables, sources, block)
+        return self._targets[group]
 
     def _batches_of(self, layer: int, stage: int) -> list[JobBatch]:
         jobs = tuple(job for prompt in self.prompts for job in prompt.jobs(layer, stage))
@@ -193,7 +237,9 @@ class PassWork:
             )
         return self._moves[stage]
 
-    def _decide(self, batch: JobBatch, prompts: ScoredPrompts, view: LayerView) -> _Moves | None:
+    def _decide(
+        self, batch: JobBatch, prompts: ScoredPrompts, view: LayerView, targets: Tensor
+    ) -> _Moves | None:
         """Scores a layer's keys and does all that is decided by them but the moves."""
         memory, jobs = self.memory, batch.jobs
         family = SCORES[jobs[0].spec.family]
@@ -236,7 +282,7 @@ class PassWork:
                 memory.centrality.end(job.prompt.req_id)
         if not batch.max_moves:
             return None
-        return self._moves_by(rated, total, batch, prompts, view.paged.num_heads)
+        return self._moves_by(rated, total, batch, prompts, view.paged.num_heads, targets)
 
     def _moves_by(
         self,
@@ -245,6 +291,7 @@ class PassWork:
         batch: JobBatch,
         prompts: ScoredPrompts,
         num_heads: int,
+        target_tables: Tensor,
     ) -> _Moves:
         if all(job.over_heads for job in batch.jobs):
             rated = total
@@ -275,6 +322,7 @@ class PassWork:
             num_moves.contiguous(),
             batch.cap_offsets,
             batch.max_moves,
+            target_tables.index_select(0, batch.indices),
         )
 
     def _measure(self, batch: JobBatch, prompts: ScoredPrompts, view: LayerView) -> None:

@@ -1,0 +1,221 @@
+"""Prompts that retention compacts share prefixes: a hit answers as a cold run does, bit for bit.
+
+Requests with a cache salt of their own run cold on the same server.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference.criticalkv import Critical
+from reference.fastkv import Keep
+from reference.knorm import Norm
+from reference.pyramidkv import Pyramid
+from reference.structkv import Struct
+from reference.structsnap import StructSnap
+from world import inside
+from world.engine import BLOCK, Answer, Engine, keep_in_process, running
+from world.expected import FULL, Policy, named
+from world.parity import assert_close, assert_parity, room_for
+from world.prompts import prompts_of
+
+RETAIN: list[Policy] = [
+    Keep(kv_rate=0.3),
+    Keep(kv_budget=70, window=4, kernel=1),
+    Norm(kv_rate=0.4),
+    Keep(sinks=4, recent=60),
+    Critical(kv_rate=0.3),
+    Pyramid(kv_rate=0.3, groups=4),
+    FULL,
+]
+SELECT: list[Policy] = [
+    Keep(tsp_layer=3, tsp_rate=0.4, kv_rate=0.2),
+    Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=1.0),
+    Struct(5, struct_rate=0.5, kv_rate=0.3),
+    StructSnap(3, struct_rate=0.5, kv_rate=0.2),
+    Keep(kv_rate=0.3),
+    FULL,
+]
+BLOCKS: list[Policy] = [Struct(3, struct_rate=0.5, kv_rate=0.3, block_size=BLOCK), FULL]
+SERVERS = {"retain": RETAIN, "select": SELECT, "blocks": BLOCKS}
+NAMES = [named(policy) for policy in RETAIN]
+
+
+def each(*servers: str) -> Any:
+    """All policies of these servers, which tests of one server share."""
+    cases = [(server, policy) for server in servers for policy in SERVERS[server]]
+    return pytest.mark.parametrize(
+        ("engine", "policy"),
+        cases,
+        indirect=["engine"],
+        ids=[f"{server}-{named(policy)}" for server, policy in cases],
+    )
+
+
+_RUNS = count()
+
+
+def cold(engine: Engine, prompts: Sequence[list[int]], policies: Any, **kw: Any) -> list[Answer]:
+    """Under salts that nobody shares."""
+    salts = [str(next(_RUNS)) for _ in prompts]
+    answers = engine.generate(prompts, policies=policies, cache_salt=salts, **kw)
+    assert not any(answer.cached for answer in answers)
+    return answers
+
+
+def floor(tokens: int, engine: Engine, policy: Policy) -> int:
+    """In whole blocks of what a prefix consists of: keys and values, or hidden states too."""
+    selects = getattr(policy, "tsp_layer", None) is not None or isinstance(
+        policy, Struct | StructSnap
+    )
+    grain = inside.state_tokens(engine) if selects else BLOCK
+    return max(tokens, 0) // grain * grain
+
+
+def window(policy: Policy) -> int:
+    """Last prompt tokens that a request computes itself."""
+    if policy == FULL or getattr(policy, "sinks", None) is not None:
+        return 1
+    return getattr(policy, "window", 1)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Callable[..., Path], request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """A server, whose pool has room to keep prompts that were compacted."""
+    policies = SERVERS[request.param]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        keep_in_process(monkeypatch)
+        inside.use_dense_ops(monkeypatch)
+        with running(
+            tiny(),
+            named(policies[0]),
+            config=room_for(policies),
+            enable_prefix_caching=True,
+            max_model_len=640,
+        ) as engine:
+            inside.poison_free_blocks(engine)
+            yield engine
+
+
+@each("retain", "select", "blocks")
+def test_the_next_turn_reads_the_prompt_of_the_last(
+    engine: Engine, tiny: Callable[..., Path], policy: Policy
+) -> None:
+    """Prompt, answer and question: all but the answer and the question come from the cache."""
+    name = named(policy)
+    (start,) = prompts_of((170,), seed=3 + len(name))
+    prompt, before = [*start, len(name)], 0
+    for turn in range(3):
+        (answer,) = engine.generate([prompt], max_tokens=12, policies=[name])
+        (alone,) = cold(engine, [prompt], [name], max_tokens=12)
+        assert_close([answer], [alone])
+        assert_parity(tiny(), [answer], [policy], most=1)
+        if turn:
+            # `full` publishes its answers too.
+            end = before if policy is not FULL else len(prompt) - 21
+            assert answer.cached == floor(end, engine, policy), turn
+        before = len(prompt)
+        prompt = [*prompt, *answer.tokens, *prompts_of((20,), seed=turn + 50)[0]]
+    engine.assert_idle()
+
+
+@each("retain", "select", "blocks")
+def test_hits_end_everywhere(engine: Engine, policy: Policy) -> None:
+    """In the middle of a block, before and in the window, at the whole prompt and beyond it."""
+    name = named(policy)
+    (text,) = prompts_of((300,), seed=9 + len(name))
+    engine.generate([text], policies=[name])
+    lengths = [31, 32, 33, 40, 72, 97, 131, 264, 265, 300]
+    prompts = [text[:n] for n in lengths] + [[*text[:n], 5, 4, 3] for n in lengths]
+    hits = engine.generate(prompts, policies=[name] * len(prompts))
+    assert_close(hits, cold(engine, prompts, [name] * len(prompts)))
+    engine.assert_idle()
+    own = window(policy)
+    ends = [n - own for n in lengths] + [min(n, n + 3 - own) for n in lengths]
+    assert [answer.cached for answer in hits] == [floor(n, engine, policy) for n in ends]
+
+
+@each("retain", "select")
+def test_chunks_of_one_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    name = named(policy)
+    (text,) = prompts_of((170,), seed=70 + len(name))
+    engine.generate([text], policies=[name])
+    monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", 1)
+    prompts = [text, [*text[:150], *text[:10]]]
+    hits = engine.generate(prompts, policies=[name] * 2)
+    ends = (170 - window(policy), 150)
+    assert [answer.cached for answer in hits] == [floor(n, engine, policy) for n in ends]
+    assert_close(hits, cold(engine, prompts, [name] * 2))
+
+
+@each("retain", "select", "blocks")
+def test_thrown_out_at_every_step_of_a_hit(engine: Engine, policy: Policy) -> None:
+    name = named(policy)
+    (text,) = prompts_of((150,), seed=90 + len(name))
+    prompts = [text, [*text[:100], 6, 7]]
+    undisturbed = cold(engine, prompts, [name] * 2, max_tokens=6)
+    for steps in range(1, 9):
+        ids = engine.submit(prompts, 6, [name] * 2)
+        engine.step(steps)
+        engine.throw_out()
+        engine.finish()
+        assert [engine.answered[i] for i in ids] == [a.tokens for a in undisturbed], steps
+        engine.assert_idle()
+
+
+@pytest.mark.parametrize("engine", SERVERS, indirect=True)
+def test_all_at_once(engine: Engine, request: pytest.FixtureRequest) -> None:
+    """Everybody races for one prefix in one step, the cache empty and then warm."""
+    (text,) = prompts_of((230,), seed=200)
+    here = [named(p) for p in SERVERS[request.node.callspec.params["engine"]]]
+    prompts = [text[: 200 + 3 * i] for i in range(len(here))] + [text] * len(here)
+    names = [*here, *here]
+    alone = cold(engine, prompts, names)
+    for _ in range(2):
+        assert_close(engine.generate(prompts, policies=names), alone)
+        engine.assert_idle()
+
+
+def test_off(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `kv_share` requests that retain neither read nor publish; `full` ones still do."""
+    keep_in_process(monkeypatch)
+    (text,) = prompts_of((200,), seed=1)
+    with running(
+        tiny(), NAMES[0], config={"kv_share": "off"}, enable_prefix_caching=True
+    ) as engine:
+        names = [None, None, "full", None, "full"]
+        cached = [engine.generate([text], policies=[name])[0].cached for name in names]
+        counters = engine.stats()["policies"]
+        assert [counters[n]["prefix_not_shared"] for n in counters if "snapkv" in n] == [3]
+    assert cached == [0, 0, 0, 0, 192]
+
+
+def test_a_full_pool_keeps_what_it_can(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of one longest prompt: compacted in place, out of the cache; answers stay right."""
+    keep_in_process(monkeypatch)
+    inside.use_dense_ops(monkeypatch)
+    (text,) = prompts_of((300,), seed=4)
+    prompts = [text, text[:200], [*text[:250], 1], text, text[:290]]
+    names = [named(p) for p in (RETAIN[0], RETAIN[2], FULL, RETAIN[3], RETAIN[0])]
+    with running(
+        tiny(),
+        NAMES[0],
+        config={"kv_layout": [named(RETAIN[2]), named(RETAIN[3])]},
+        enable_prefix_caching=True,
+        max_model_len=320,
+        num_gpu_blocks_override=12,
+    ) as engine:
+        inside.poison_free_blocks(engine)
+        alone = cold(engine, prompts, names, max_tokens=8)
+        for order in ((0, 1, 2, 3, 4), (4, 2, 0, 1, 3), (2, 2, 0, 0, 4)):
+            mixed = engine.generate(
+                [prompts[i] for i in order], policies=[names[i] for i in order], max_tokens=8
+            )
+            assert_close(mixed, [alone[i] for i in order])
+            engine.assert_idle()

@@ -1,0 +1,75 @@
+"""What managers know of a request, and what steps carry about its blocks."""
+
+from dataclasses import dataclass, field
+
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+
+from vllm_kvx.policy.storage import Storage
+
+# Attribute of a step's output, where prompts came in that keep whole blocks: by request and
+# stage, which of their blocks stay, ascending.
+KEPT_BLOCKS = "kv_kept_blocks"
+# Attribute of a step: of prompts that come in and move out of their blocks, by request id a list
+# by KV group, each `PrivateBlocks` or None.
+PRIVATE_BLOCKS = "kv_private_blocks"
+
+
+@dataclass(frozen=True)
+class PrivateBlocks:
+    """Where a prompt's kept entries go in one KV group, so that blocks others may read stay as is.
+
+    places: ascending, places in the request's list of blocks. blocks: ids of those that take them.
+    """
+
+    places: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass
+class RequestKV:
+    """What a manager must know of a request.
+
+    Attributes:
+        storage: what it stores in the manager's stage.
+        reads: a prefix hit must bring the blocks of this group; else it never needs them.
+        publishes: leading tokens whose blocks others may read; None if all.
+        anchors: leading tokens whose entries a prefix hit must bring along.
+        anchor_hash: key of those entries, by their tokens; ``None`` if they cannot be shared.
+        first_hash: key of the prompt's first block, which begins with them too.
+        by_block: retention keeps whole blocks; which, the worker says.
+        is_compact: retention has run, and what it dropped is freed, or is in `undecided`.
+        undecided: blocks that the request holds until the worker has said which of its blocks
+            stay. Until then its list has as many as stay, not yet the right ones.
+        moves_out: what retention keeps moves to new blocks, so that those of the prompt stay in
+            the prefix cache; else only where another request reads a block.
+        private: by place in the list of blocks, the new block that takes it; between the step
+            that compacts and the next.
+        is_overwritten: some of its blocks are written over by that step, and out of the cache.
+        row: its policy's, by which blocks are counted.
+    """
+
+    storage: Storage
+    reads: bool = True
+    publishes: int | None = None
+    anchors: int = 0
+    anchor_hash: BlockHash | None = None
+    first_hash: BlockHash | None = None
+    by_block: bool = False
+    is_compact: bool = False
+    undecided: list[KVCacheBlock] = field(default_factory=list)
+    moves_out: bool = False
+    private: dict[int, KVCacheBlock] = field(default_factory=dict)
+    is_overwritten: bool = False
+    row: int = 0
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it stores every token here, as stock vLLM does."""
+        prefill = self.storage.prefill
+        return not (self.storage.changes or prefill.size or prefill.grows)
+
+    def compacts_at(self, num_tokens: int) -> bool:
+        """Whether the step that brings it to `num_tokens` moves what stays to other slots."""
+        if self.is_compact or self.by_block or not self.storage.compacts:
+            return False
+        return num_tokens >= self.storage.prompt_len

@@ -1,0 +1,290 @@
+"""Which cached prefix a request may read, and what becomes of its own in the cache.
+
+A block in the prefix cache holds, for the layers of its KV group, the entries that stock vLLM
+would hold. Who computed it does not matter. A request publishes a group's blocks if it computes
+every prompt token in the group's layers, and reads those groups that it would compute in full.
+Of layers that it skips it needs the anchors' entries, or the states of tokens that are selected.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
+from vllm.v1.request import Request
+
+from vllm_kvx.cache.managers import PolicyKVCacheManager, SizedByStorage, anchor_hash
+from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV
+from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows
+from vllm_kvx.policy.axes import ScoreSpec
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import Storage, storage_of
+from vllm_kvx.settings import KVSettings
+
+logger = init_logger("vllm.kvx.cache")
+
+
+class PrefixSharing:
+    """The rules of one server, over its managers."""
+
+    def __init__(
+        self,
+        settings: KVSettings,
+        kv_cache_manager: KVCacheManager,
+        managers: Sequence[SizedByStorage],
+        config: VllmConfig,
+    ) -> None:
+        self._settings, self._kv_cache_manager = settings, kv_cache_manager
+        self._managers = sorted(managers, key=lambda manager: manager.kv_cache_group_id)
+        self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
+        self._max_tokens = config.scheduler_config.max_num_batched_tokens
+        self._is_on = kv_cache_manager.enable_caching
+        starts = (*settings.layout.starts, settings.num_layers)
+        self._ends = dict(pairwise(starts))
+        # Where each running request's states enter, of those that select.
+        self._resumes: dict[str, int] = {}
+        # By request that was looked up in this step: tokens that it takes, and that are cached.
+        self.looked_up: dict[str, tuple[int, int]] = {}
+        self.states: StateCache | None = None
+        if self._is_on and settings.shares and settings.layout.stash:
+            rows = StateRows.of(kv_cache_manager.kv_cache_config, config)
+            if rows.tokens:
+                self.states = StateCache(self._pool, rows, self._block_size)
+            else:
+                logger.warning(
+                    "Policies that select tokens share no prefix: a KV block of %d tokens has no "
+                    "room for %d states in %d pages of %d; set a larger --block-size.",
+                    self._block_size,
+                    self._block_size,
+                    rows.pages,
+                    rows.per_page,
+                )
+
+    def add_request(
+        self, request: Request, policy: KVPolicy, managers: Sequence[SizedByStorage], row: int
+    ) -> list[Storage]:
+        """Tells the managers what the request stores and shares; returns what it stores in each.
+
+        row: the policy's, by which blocks are counted.
+        """
+        prompt_len, num_layers = request.num_prompt_tokens, self._settings.num_layers
+        prefix = policy.shared_prefix
+        anchors = prefix.anchors if prefix is not None else 0
+        shares, projects_from = self.shares(request, policy), policy.projects_from
+        by_block = policy.retain is not None and policy.retain.unit == "block"
+        selection = policy.selection(prompt_len, num_layers)
+        if shares and selection is not None:
+            self._resumes[request.request_id] = selection.resumes_at
+        storages = []
+        for manager in managers:
+            size = manager.block_size
+            storage = storage_of(policy, prompt_len, manager.start_layer, size, num_layers)
+            kv = RequestKV(storage, by_block=by_block, row=row)
+            # Whether every prompt token is computed in the manager's layers.
+            is_whole = not (storage.prefill.size or storage.prefill.grows)
+            end = self._ends[manager.start_layer]
+            if selection is not None:
+                is_whole = end <= selection.resumes_at
+            elif projects_from is not None:
+                is_whole = end <= projects_from
+            kv.reads = shares and is_whole
+            if not (is_whole and self.publishes(request, policy)):
+                kv.publishes = 0
+            elif policy.is_lossy_decode:
+                # Generated tokens of its own are not what a prompt's would be.
+                kv.publishes = prompt_len // size * size
+            if storage.prefill.size and kv.publishes == 0 and 0 < anchors <= size and self._is_on:
+                kv.anchors = anchors
+                kv.anchor_hash = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
+                kv.first_hash = next(iter(self._hashes(request)), None)
+            manager.add_request(request.request_id, kv)
+            storages.append(storage)
+        return storages
+
+    def publishes(self, request: Request, policy: KVPolicy) -> bool:
+        """Whether others may read what such a request computes in full."""
+        selection = policy.selection(request.num_prompt_tokens, self._settings.num_layers)
+        if not self._settings.shares and (policy.retain is not None or selection is not None):
+            return False
+        if selection is not None:
+            # Found online, the layer is above some that hold nothing until then; and from layer 0
+            # on there are no states.
+            fits = selection.online is None and self._ends[0] <= selection.resumes_at
+            return self.states is not None and fits
+        return self._is_on
+
+    def shares(self, request: Request, policy: KVPolicy) -> bool:
+        """Whether such a request also reads prefixes of others.
+
+        Entries that are projected from below need the states of all tokens, which nobody keeps.
+        """
+        return policy.projects_from is None and self.publishes(request, policy)
+
+    def limit(self, request: Request, policy: KVPolicy) -> int | None:
+        """Longest prefix that the request may take, in tokens of whole blocks.
+
+        None if its policy cannot share at all. What has to be computed by the request itself: the
+        window whose queries score the keys; the tail and all between it and the anchors, which
+        layers above hold; and one token, of which the first answer comes.
+        """
+        if not self.shares(request, policy):
+            return None
+        prompt_len, prefix = request.num_prompt_tokens, policy.shared_prefix
+        end, least = request.num_tokens - 1, 0
+        if policy.is_lossy_decode:
+            end = min(end, prompt_len)
+        if policy.retain is not None:
+            by = policy.retain.keeps_by
+            window = by.window if isinstance(by, ScoreSpec) else 0
+            end = min(end, prompt_len - window, prompt_len - 1)
+        selection = policy.selection(prompt_len, self._settings.num_layers)
+        if selection is not None:
+            end = min(end, prompt_len - selection.score.window, prompt_len - 1)
+        if prefix is not None:
+            if prefix.anchors > self._block_size:
+                return None
+            end, least = min(end, prompt_len - prefix.tail), prefix.anchors
+        limit = max(end, 0) // self._block_size * self._block_size
+        return limit if limit > least else 0
+
+    def find(self, request: Request, limit: int) -> tuple[KVCacheBlocks, int]:
+        """The longest cached prefix of at most `limit` tokens: blocks by KV group, and tokens."""
+        manager = self._kv_cache_manager
+        needed, kvs = [], [m.requests[request.request_id] for m in self._managers]
+        for each, kv in zip(self._managers, kvs, strict=True):
+            if kv.reads:
+                needed.append(each.kv_cache_group_id)
+            elif kv.anchor_hash is not None:
+                assert isinstance(each, PolicyKVCacheManager)
+                if each.find_anchors(kv) is None:
+                    return manager.empty_kv_cache_blocks, 0
+        hits: list[list[KVCacheBlock]] = [[] for _ in self._managers]
+        num_blocks, hashes, size = 0, self._hashes(request), self._block_size
+        layer = self._resumes.get(request.request_id)
+        if layer is not None and self.states is not None:
+            limit = self._hold_states(request, hashes, layer, limit, kvs)
+        for block_hash in hashes[: limit // size]:
+            cached = self._pool.get_cached_block(block_hash, needed)
+            if cached is None:
+                break
+            num_blocks += 1
+            for group, block in zip(needed, cached, strict=True):
+                hits[group].append(block)
+        in_cache = num_blocks + self._run(hashes[num_blocks : (request.num_tokens - 1) // size])
+        if layer is not None and self.states is not None:
+            # Whole blocks of states.
+            held = num_blocks * size // self.states.tokens
+            self.states.hold(request.request_id, self.states.let_go(request.request_id)[:held])
+            num_blocks = held * self.states.tokens // size
+            hits = [blocks[:num_blocks] for blocks in hits]
+        if num_blocks * size <= max(kv.anchors for kv in kvs):
+            num_blocks = 0
+        self.looked_up[request.request_id] = num_blocks * size, in_cache * size
+        if num_blocks == 0:
+            return manager.empty_kv_cache_blocks, 0
+        if manager.enable_kv_cache_events:
+            report: Any = getattr(request, "kv_cache_report_mode", "incremental")
+            if report == "full":  # As vLLM's own lookup does.
+                manager.coordinator.emit_cached_block_events(request, tuple(hits))
+        return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * size
+
+    def _run(self, hashes: Any) -> int:
+        """How many of these blocks in a row the first stage has in the cache."""
+        groups = [m.kv_cache_group_id for m in self._managers if m.stage == 0]
+        for count, block_hash in enumerate(hashes):
+            if self._pool.get_cached_block(block_hash, groups) is None:
+                return count
+        return len(hashes)
+
+    def _hold_states(
+        self, request: Request, hashes: Any, layer: int, limit: int, kvs: Sequence[RequestKV]
+    ) -> int:
+        """Holds cached states for the request; returns how many tokens they are of.
+
+        Held blocks are taken from the free ones. Where the whole prompt would not fit beside them
+        it runs cold, instead of waiting for ever.
+        """
+        assert self.states is not None
+        self.states.let_go(request.request_id)
+        blocks = self.states.find(hashes, layer, limit)
+        needed = sum(cdiv(kv.storage.peak_len(request.num_tokens), self._block_size) for kv in kvs)
+        needed += self._kv_cache_manager.watermark_blocks
+        room = self._pool.get_num_free_blocks() - needed
+        blocks = blocks[: max(room, 0)]
+        self.states.hold(request.request_id, blocks)
+        return len(blocks) * self.states.tokens
+
+    def end_step(
+        self, scheduled: dict[str, int], requests: dict[str, Request]
+    ) -> dict[str, StateBlocks]:
+        """The states that requests of this step read and fill, by request id."""
+        if self.states is None:
+            return {}
+        found: dict[str, StateBlocks] = {}
+        for request_id in self.states.holders:
+            blocks = self.states.let_go(request_id)
+            if request_id in scheduled:
+                found[request_id] = StateBlocks(tuple(block.block_id for block in blocks))
+        for request_id, count in scheduled.items():
+            layer = self._resumes.get(request_id)
+            if layer is None:
+                continue
+            request = requests[request_id]
+            end = min(request.num_computed_tokens, request.num_prompt_tokens)
+            first = (request.num_computed_tokens - count) // self.states.tokens
+            last = end // self.states.tokens
+            if first < last:
+                filled = self.states.publish(self._hashes(request), layer, first, last)
+                if filled.write:
+                    before = found.get(request_id, StateBlocks())
+                    found[request_id] = replace(filled, read=before.read)
+        return found
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens of a block of states; 0 where none are kept."""
+        return self.states.tokens if self.states is not None else 0
+
+    def remove_request(self, request_id: str) -> None:
+        """Forgets a request that ended."""
+        self._resumes.pop(request_id, None)
+        if self.states is not None:
+            self.states.let_go(request_id)
+
+    def choose(self, request: Request, end: int, num_running: int) -> None:
+        """Decides whether a prompt that comes in with this step stays in the cache.
+
+        That takes new blocks for what retention keeps, until the step after frees the prompt's. It
+        must not make anyone wait: there has to be room beside it for all that this step may ask.
+        """
+        if not self._is_on or end != request.num_prompt_tokens:
+            return
+        compacting = [
+            (manager, kv)
+            for manager in self._managers
+            if (kv := manager.requests[request.request_id]).compacts_at(end) and kv.reads
+        ]
+        if not compacting:
+            return
+        each = num_running + 1 + cdiv(self._max_tokens, self._block_size)
+        needed = len(self._managers) * each + self._kv_cache_manager.watermark_blocks
+        for manager, kv in compacting:
+            held = len(manager.req_to_blocks.get(request.request_id, ()))
+            needed += cdiv(kv.storage.rows, self._block_size) - held
+            needed += cdiv(kv.storage.kept, self._block_size)
+        moves_out = needed <= self._pool.get_num_free_blocks()
+        for _, kv in compacting:
+            kv.moves_out = moves_out
+
+    def private_blocks(self, request_id: str) -> list[PrivateBlocks | None]:
+        """By KV group, where what the request keeps goes in the step that compacts it."""
+        return [manager.private_blocks(request_id) for manager in self._managers]
+
+    def _hashes(self, request: Request) -> Any:
+        hashes, size = request.block_hashes, self._pool.hash_block_size
+        return resolve_block_hashes(hashes, size, self._block_size)

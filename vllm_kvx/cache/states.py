@@ -1,0 +1,122 @@
+"""Hidden states of cached prompts: what the layers above a selection need of tokens they skip.
+
+Selected tokens run the upper layers from their states after the layer that selects. A request
+that takes a prefix from the cache does not run the lower layers over it, so their states have to
+come from the cache too. They lie in blocks of the same pool: a block's pages in all layers of a
+KV group hold the states of as many tokens as fit. Such a block is published under the tokens it
+covers, evicted like any other, and held by nobody: the step that schedules it fills it, and a
+request that reads it copies it into the stash before it runs.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+# Attribute of a step: by request id, the `StateBlocks` that it reads and fills.
+STATE_BLOCKS = "kv_state_blocks"
+# Groups take part in the keys of vLLM's cache; states are of the first.
+_GROUP = 0
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """How many tokens' states a block holds.
+
+    per_page: in one layer's page. pages: layers of a KV group. tokens: of the block, whole blocks
+    of the KV cache; 0 if not one fits.
+    """
+
+    per_page: int
+    pages: int
+    tokens: int
+
+    @classmethod
+    def of(cls, kv_cache_config: KVCacheConfig, config: VllmConfig) -> "StateRows":
+        """The same on scheduler and workers."""
+        groups, model = kv_cache_config.kv_cache_groups, config.model_config
+        spec = groups[0].kv_cache_spec
+        assert isinstance(spec, AttentionSpec)
+        state_bytes = model.get_hidden_size() * model.dtype.itemsize  # type: ignore[union-attr]
+        per_page = spec.unpadded_page_size_bytes // state_bytes
+        pages = max(len(group.layer_names) for group in groups)
+        size = spec.block_size
+        return cls(per_page, pages, per_page * pages // size * size)
+
+
+@dataclass(frozen=True)
+class StateBlocks:
+    """Blocks of one request's states in a step.
+
+    read: of the tokens from the prompt's first on. write: to be filled, with the states of the
+    `places`, ascending, counted in blocks.
+    """
+
+    read: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    write: tuple[int, ...] = ()
+
+
+class StateCache:
+    """Finds and publishes blocks of states. block_size: tokens of a KV cache block."""
+
+    def __init__(self, pool: BlockPool, rows: StateRows, block_size: int) -> None:
+        self.tokens = rows.tokens
+        self._pool, self._stride = pool, rows.tokens // block_size
+        self._held: dict[str, list[KVCacheBlock]] = {}
+
+    def find(self, hashes: Sequence[BlockHash], layer: int, num_tokens: int) -> list[KVCacheBlock]:
+        """The longest run of cached blocks, within a prompt's first `num_tokens`.
+
+        hashes: vLLM's, by KV cache block. layer: the first layer that the states enter.
+        """
+        found: list[KVCacheBlock] = []
+        for index in range(num_tokens // self.tokens):
+            cached = self._pool.get_cached_block(self._key(hashes, layer, index), [_GROUP])
+            if not cached:
+                break
+            found += cached
+        return found
+
+    def hold(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
+        """Nobody gets these until the step is scheduled, in place of what the request held."""
+        self.let_go(request_id)
+        if blocks:
+            self._pool.touch(blocks)
+            self._held[request_id] = blocks
+
+    def let_go(self, request_id: str) -> list[KVCacheBlock]:
+        """What the request held; it is evictable again."""
+        blocks = self._held.pop(request_id, [])
+        self._pool.free_blocks(reversed(blocks))
+        return blocks
+
+    @property
+    def holders(self) -> list[str]:
+        return list(self._held)
+
+    def publish(
+        self, hashes: Sequence[BlockHash], layer: int, first: int, last: int
+    ) -> StateBlocks:
+        """New blocks for a prompt's states [first, last), counted in blocks, as far as there are.
+
+        They are evictable at once: who gets them writes them in a later step.
+        """
+        keys = {index: self._key(hashes, layer, index) for index in range(first, last)}
+        keys = {i: k for i, k in keys.items() if not self._pool.get_cached_block(k, [_GROUP])}
+        blocks = self._pool.get_new_blocks(min(len(keys), self._pool.get_num_free_blocks()))
+        for key, block in zip(keys.values(), blocks, strict=False):
+            named = make_block_hash_with_group_id(key, _GROUP)
+            self._pool._insert_block_hash(named, block, num_tokens=self.tokens)
+        self._pool.free_blocks(reversed(blocks))
+        ids = tuple(block.block_id for block in blocks)
+        return StateBlocks(places=tuple(keys)[: len(ids)], write=ids)
+
+    def _key(self, hashes: Sequence[BlockHash], layer: int, index: int) -> BlockHash:
+        """By the tokens up to the block's end, and the layer."""
+        last = hashes[(index + 1) * self._stride - 1]
+        return BlockHash(hashlib.sha256(b"kvx-states %d " % layer + last).digest())
