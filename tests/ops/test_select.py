@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from world.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs
+from world.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs, same_bits
 
 from vllm_kvx.equations import saliency as dense
 from vllm_kvx.ops.paged import PagedKV
@@ -203,12 +203,6 @@ def test_nan_is_no_reason_to_lose_count(pooled: bool, device: str) -> None:
 def clone(paged: PagedKV) -> PagedKV:
     """A copy with strides of its own."""
     return PagedKV(paged.keys.clone(), paged.values.clone())
-
-
-def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """NaN counts as equal to itself."""
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
-    return torch.equal(ours.contiguous().view(kind), theirs.contiguous().view(kind))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -384,6 +384,20 @@ def poison_free_blocks(engine: Any) -> None:
 # Operators.
 
 
+def copy_blocks_of(monkeypatch: pytest.MonkeyPatch, bytes_at_a_time: int) -> None:
+    """Blocks are copied in pieces of this size."""
+    from vllm_kvx.ops.prompt import move
+
+    monkeypatch.setattr(move, "_COPY_BYTES", bytes_at_a_time)
+
+
+def copy_states_of(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Hidden states are copied in pieces of so many tokens."""
+    from vllm_kvx.worker.prefill import prefix_states
+
+    monkeypatch.setattr(prefix_states, "MOST_TOKENS", tokens)
+
+
 def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores and selects by the kernels' torch references: the engine around them is tested.
 

@@ -8,6 +8,7 @@ from vllm_kvx.ops.paged import PagedKV
 
 # An interpreted program costs the same whatever its size.
 _MOVE_BLOCK = {"cuda": 16, "cpu": 512}
+_COPY_BYTES = 64 << 20
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -159,4 +160,7 @@ def copy_blocks(paged: PagedKV, sources: Tensor, targets: Tensor) -> None:
     """
     for cache in (paged.keys, paged.values):
         raw = cache.view(_RAW[cache.element_size()])
-        raw.index_copy_(0, targets, raw.index_select(0, sources))
+        # The copy takes memory for a moment.
+        step = max(_COPY_BYTES // (raw[0].numel() * raw.element_size()), 1)
+        for some, there in zip(sources.split(step), targets.split(step), strict=True):
+            raw.index_copy_(0, there, raw.index_select(0, some))

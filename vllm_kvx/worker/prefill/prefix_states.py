@@ -1,6 +1,6 @@
 """States of cached prompts in the KV cache's blocks: copied into the stash, and out of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_kvx.cache.states import StateBlocks, StateRows
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.stash import Stash
+
+# Tokens whose states are copied at a time.
+MOST_TOKENS = 8192
 
 
 class PrefixStates:
@@ -40,6 +43,7 @@ class PrefixStates:
         layers = [hook.layer for hook in hooks.layers if hook.layer.layer_name in set(names)]
         return cls(stash, rows, [layer.kv_cache for layer in layers])
 
+    @torch.inference_mode()
     def restore(self) -> None:
         """Before the forward pass: the stash holds what requests took from the cache.
 
@@ -56,6 +60,7 @@ class PrefixStates:
                 spans = [stash.rows(req_id, i * size, (i + 1) * size) for i in blocks.places]
                 self._to_save.append((np.concatenate(spans), blocks.write))
 
+    @torch.inference_mode()
     def save(self) -> None:
         """After the forward pass: what it completed goes into blocks."""
         to_save, self._to_save = self._to_save, []
@@ -64,27 +69,35 @@ class PrefixStates:
 
     def copy_in(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
         """Copies the states of whole blocks to rows of the stash, (n * tokens,)."""
-        states, ids = self._states, self._ints(blocks)
-        pages = [cache.index_select(0, ids) for cache in self._caches]
-        flat = torch.stack([page.reshape(len(blocks), -1) for page in pages], dim=1)
-        flat = flat.view(torch.uint8)[:, :, : self._page_bytes].contiguous().view(states.dtype)
-        found = flat.view(len(blocks), -1, states.shape[1])[:, : self._rows.tokens]
-        states.index_copy_(0, self._ints(rows), found.reshape(len(rows), -1))
+        states = self._states
+        for ids, at in self._slices(rows, blocks):
+            pages = [cache.index_select(0, ids).view(len(ids), -1) for cache in self._caches]
+            used = [page.view(torch.uint8)[:, : self._page_bytes] for page in pages]
+            found = torch.stack(used, dim=1).view(states.dtype).view(len(ids), -1, states.shape[1])
+            states.index_copy_(0, at, found[:, : self._rows.tokens].reshape(len(at), -1))
 
     def copy_out(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
         """Copies rows of the stash, (n * tokens,), to whole blocks."""
-        states, ids = self._states, self._ints(blocks)
-        count, room = len(blocks), self._rows.per_page * self._rows.pages
-        found = states.new_zeros(count, room, states.shape[1])
-        found[:, : self._rows.tokens] = states.index_select(0, self._ints(rows)).view(
-            count, -1, states.shape[1]
-        )
-        by_page = found.view(count, self._rows.pages, -1).view(torch.uint8)
-        for number, cache in enumerate(self._caches):
-            page = cache.index_select(0, ids)
-            held = page.view(count, -1).view(torch.uint8)
-            held[:, : self._page_bytes] = by_page[:, number]
-            cache.index_copy_(0, ids, page)
+        states, room = self._states, self._rows.per_page * self._rows.pages
+        for ids, at in self._slices(rows, blocks):
+            found = states.new_zeros(len(ids), room, states.shape[1])
+            taken = states.index_select(0, at).view(len(ids), -1, states.shape[1])
+            found[:, : self._rows.tokens] = taken
+            by_page = found.view(len(ids), self._rows.pages, -1).view(torch.uint8)
+            for number, cache in enumerate(self._caches):
+                page = cache.index_select(0, ids)
+                page.view(len(ids), -1).view(torch.uint8)[:, : self._page_bytes] = by_page[
+                    :, number
+                ]
+                cache.index_copy_(0, ids, page)
+
+    def _slices(self, rows: np.ndarray, blocks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Block ids and rows, a bounded number at a time: the copies take memory for a moment."""
+        size, step = self._rows.tokens, max(MOST_TOKENS // self._rows.tokens, 1)
+        for first in range(0, len(blocks), step):
+            some = blocks[first : first + step]
+            at = rows[first * size : (first + len(some)) * size]
+            yield self._ints(some), self._ints(at)
 
     @property
     def _states(self) -> Tensor:
