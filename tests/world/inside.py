@@ -687,11 +687,11 @@ def ops_problems() -> list[str]:
     return validate._ops_problems()
 
 
-def block_size_problems(config: Any, group: int) -> list[str]:
-    """Why blocks cannot be whole groups; a default size is changed so that they are."""
+def block_size_problems(config: Any, group: int, stock: int) -> list[str]:
+    """Why blocks cannot be whole groups; the `stock` size is changed so that they are."""
     from vllm_kvx.server import validate
 
-    return validate._block_size_problems(config, group)
+    return validate._block_size_problems(config, group, stock)
 
 
 def slice_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
