@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import vllm
+from record_seams import recorded
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -94,7 +95,7 @@ def test_the_table_is_of_this_vllm_and_no_more() -> None:
     here = {(seam.owner, seam.name): seam for seam in seams.all_seams()}
     for (owner, name), seam in here.items():
         assert seam.now, f"{seam.where} is not there"
-        assert line in table[owner][name][seam.now], "python -m vllm_kvx.seams --record"
+        assert line in table[owner][name][seam.now], "run tests/record_seams.py"
     for owner, names in table.items():
         for name, known in names.items():
             assert (owner, name) in here, f"{owner} {name}: nothing depends on it any more"
@@ -116,6 +117,7 @@ def renamed(self: Any, req: Any) -> None: ...
 def with_option(self: Any, request: Any, why: str = "") -> None: ...
 def keyword(self: Any, request: Any, *, why: str = "") -> None: ...
 def fewer(self: Any) -> None: ...
+def between(self: Any, more: int = 0, throttle_prefills: bool = False) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,7 @@ def fewer(self: Any) -> None: ...
         (Scheduler, "add_request", renamed, r"Scheduler.add_request is \(self, req\), and was"),
         (Scheduler, "add_request", with_option, r"add_request is \(self, request, why=\.\.\.\)"),
         (Scheduler, "_free_blocks", keyword, r"_free_blocks is \(self, request, \*, why=\.\.\.\)"),
+        (Scheduler, "schedule", between, r"schedule is \(self, more=\.\.\., throttle_prefills"),
         (Scheduler, "_preempt_request", None, "Scheduler._preempt_request is gone, and was"),
         (DefaultModelState, "remove_request", fewer, "DefaultModelState.remove_request is"),
         (FullAttentionManager, "shrink", nothing, "shrink is new, and .*LowerKVCacheManager would"),
@@ -146,6 +149,19 @@ def test_a_method_that_differs_stops_the_start(
     for part in (vllm.__version__, "0.32.* or 0.33.*"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_wrappers_of_other_packages_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass on what they are given; what they wrap they do not always say."""
+    monkeypatch.setattr(Scheduler, "schedule", lambda *args, **kwargs: None)
+    seams.check_engine(PolicyWorker)
+
+
+def test_a_difference_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_free_blocks", more)
+    with pytest.raises(RuntimeError) as error:
+        seams.check_engine(PolicyWorker)
+    assert str(error.value).count("_free_blocks is") == 1, "two schedulers of ours replace it"
 
 
 def schedule(self: Any, throttle_prefills: bool = False, more: int = 0) -> None: ...
@@ -189,6 +205,6 @@ def test_a_release_is_recorded_beside_the_others() -> None:
     table = {"m:C": {"f": {"(self)": ["0.1", "0.32", "0.33"]}, "g": {"()": ["0.1"]}}}
     seam = seams.Seam("m:C", "f", "v.C.f", "(self, x)")
     gone = seams.Seam("m:C", "h", "v.C.h", None)
-    assert seams.recorded(table, [seam, gone], "0.33") == {
+    assert recorded(table, [seam, gone], "0.33") == {
         "m:C": {"f": {"(self)": ["0.32"], "(self, x)": ["0.33"]}}
     }

@@ -3,21 +3,18 @@
 vllm-kvx replaces methods of vLLM and calls some that are vLLM's own business. A release may change
 any of them; found at the first request, that is a TypeError amid serving. So the version is
 compared first, and then every such method with ``seams.json``: its parameters, by supported
-release. ``python -m vllm_kvx.seams`` compares, and with ``--record`` writes what is installed here
-into that file.
+release. ``tests/record_seams.py`` writes that file.
 
 Three kinds of method are compared. An *override* is found by itself: an attribute of a class of
 ours that a base class of vLLM's has, too. Those that are put in the place of vLLM's one by one are
 in ``REPLACED``, and those of vLLM's own that we call in ``CALLED``.
 """
 
-import argparse
 import functools
 import inspect
 import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -175,7 +172,8 @@ def check(seams: Iterable[Seam]) -> None:
     Raises:
         RuntimeError: methods are gone, new or have other parameters; it names every one.
     """
-    differences = list(_differing(seams, read_table()))
+    # Once, where several classes of ours replace it.
+    differences = list(dict.fromkeys(_differing(seams, read_table())))
     if not differences:
         return
     here = f"vLLM {vllm_version()}"
@@ -224,6 +222,16 @@ def overrides(cls: type) -> list[Seam]:
     return list(found.values())
 
 
+def all_seams() -> list[Seam]:
+    """Those of every process, with every class of worker that can be imported here."""
+    workers = [cls for path in CLASSES["worker"] if (cls := _find(path))]
+    return [
+        *seams_of("server"),
+        *seams_of("engine"),
+        *(seam for cls in workers for seam in overrides(cls)),
+    ]
+
+
 @functools.cache
 def read_table() -> Table:
     """What ``seams.json`` says; nothing if it is not there yet."""
@@ -237,6 +245,8 @@ def _differing(seams: Iterable[Seam], table: Table) -> Iterator[tuple[str, bool]
         known = table.get(seam.owner, {}).get(seam.name)
         if known is None:
             yield f"{seam.where} is new, and {seam.owner} would replace it", False
+        elif seam.now == _ANYTHING:
+            continue
         elif seam.now is None or seam.now not in known:
             was = " or ".join(f"{text} in {' and '.join(by)}" for text, by in known.items())
             harmless = any(_only_adds_options(seam, text) for text in known)
@@ -247,17 +257,13 @@ def _only_adds_options(seam: Seam, known: str) -> bool:
     if seam.now is None:
         return False
     before, now = (text[1:-1].split(", ") for text in (known, seam.now))
-    added = [each for each in now if each not in before and each != "*"]
-    stays = [each for each in now if each in before]
-    if stays != [each for each in before if each != "*" or each in now]:
-        return False
-    if not all(each.endswith("=...") for each in added):
+    added = [each for each in now[len(before) :] if each != "*"]
+    if now[: len(before)] != before or not all(each.endswith("=...") for each in added):
         return False
     if seam.is_call or seam.ours is None:
         return seam.is_call
     taken = inspect.signature(seam.ours).parameters
-    kinds = {each.kind for each in taken.values()}
-    takes_any = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    takes_any = {each.kind for each in taken.values()} >= _TAKES_ANY
     return takes_any or {each.removesuffix("=...") for each in added} <= set(taken)
 
 
@@ -292,6 +298,7 @@ def _where(cls: type, name: str) -> str:
     return f"{cls.__module__}.{cls.__qualname__}.{name}"
 
 
+_TAKES_ANY = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _PROPERTIES = (property, functools.cached_property)
 
 
@@ -308,6 +315,10 @@ def _function(value: Any) -> Any:
     return value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
 
 
+# What a wrapper of somebody else takes, who did not say what it wraps.
+_ANYTHING = "(*anything)"
+
+
 class _Optional:
     def __repr__(self) -> str:
         return "..."
@@ -319,73 +330,12 @@ def _parameters(value: Any) -> str | None:
         return None
     if isinstance(value, _PROPERTIES) or not callable(_function(value)):
         return "no method"
-    empty = inspect.Parameter.empty
+    function, empty = _function(value), inspect.Parameter.empty
     parameters = [
         each.replace(annotation=empty, default=empty if each.default is empty else _Optional())
-        for each in inspect.signature(_function(value)).parameters.values()
+        for each in inspect.signature(function).parameters.values()
     ]
+    is_vllms = getattr(function, "__module__", "vllm").partition(".")[0] == "vllm"
+    if not is_vllms and {each.kind for each in parameters} >= _TAKES_ANY:
+        return _ANYTHING
     return str(inspect.Signature(parameters))
-
-
-# The table.
-
-
-def all_seams() -> list[Seam]:
-    """Those of every process, with every class of worker that can be imported here."""
-    workers = [cls for path in CLASSES["worker"] if (cls := _find(path))]
-    return [
-        *seams_of("server"),
-        *seams_of("engine"),
-        *(seam for cls in workers for seam in overrides(cls)),
-    ]
-
-
-def recorded(table: Table, seams: Sequence[Seam], line: str) -> dict[str, Any]:
-    """`table` with these seams as those of the release `line`, and only of supported ones."""
-    lines = [each for each in SUPPORTED_VLLM if each != line]
-    new: dict[str, Any] = {}
-    for owner, names in table.items():
-        for name, known in names.items():
-            for text, by in known.items():
-                if still := [each for each in by if each in lines]:
-                    new.setdefault(owner, {}).setdefault(name, {})[text] = still
-    for seam in seams:
-        if seam.now is not None:
-            known = new.setdefault(seam.owner, {}).setdefault(seam.name, {})
-            known[seam.now] = sorted({*known.get(seam.now, ()), line})
-    return new
-
-
-def _write(table: Mapping[str, Any]) -> None:
-    owners = []
-    for owner, names in sorted(table.items()):
-        lines = [f"  {json.dumps(n)}: {json.dumps(by)}" for n, by in sorted(names.items())]
-        owners.append(f" {json.dumps(owner)}: {{\n" + ",\n".join(lines) + "\n }")
-    TABLE.write_text("{\n" + ",\n".join(owners) + "\n}\n", encoding="utf-8")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv` (default: the process's) and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvx.seams",
-        description="Compares the methods of the vLLM that is installed with seams.json.",
-    )
-    parser.add_argument(
-        "--record", action="store_true", help="write them into it, as those of this release"
-    )
-    args = parser.parse_args(argv)
-    line, seams = release_line(vllm_version()), all_seams()
-    if args.record:
-        if line not in SUPPORTED_VLLM:
-            parser.error(f"add {line} to SUPPORTED_VLLM first: found vLLM {vllm_version()}")
-        _write(recorded(read_table(), seams, line))
-        print(f"{TABLE}: {len(seams)} methods of vLLM {line}")
-        return 0
-    differences = [text for text, _ in _differing(seams, read_table())]
-    print("\n".join(differences) or f"{len(seams)} methods as in seams.json")
-    return 1 if differences else 0
-
-
-if __name__ == "__main__":
-    # By its own name: the classes that are looked at import it, too.
-    sys.exit(import_module("vllm_kvx.seams").main())
