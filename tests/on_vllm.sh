@@ -11,13 +11,20 @@ source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
 cd "$KVX_ROOT"
 
-# Methods that we depend on, then one engine or two for each way into vLLM: the scheduler's, that
-# of the block managers, the model state's and the worker's.
+# The methods that we depend on, what is refused, and engines for each way into vLLM: scheduler and
+# prefix cache, passes, sidecars, blocks that are kept whole, warm-up, and stock beside ours.
+ENGINES=tests/engine
 SMOKE=(
     tests/test_seams.py
     tests/cache
-    tests/server/test_plugin.py
     tests/server/test_refusals.py
+    "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[policies0]"
+    "$ENGINES/test_speed_cache.py::test_prefix_hit_equals_cold"
+    "$ENGINES/test_fastkv_parity.py::test_layers_and_rates"
+    "$ENGINES/test_fier_cache.py::test_prefixes"
+    "$ENGINES/test_full_is_stock.py::test_server_of_full_alone_is_stock"
+    "$ENGINES/test_prefill_cadence.py"
+    "$ENGINES/test_warm_up.py"
 )
 
 "$KVX_PYTHON" deploy/lay_over.py "$VERSION" ".venv-$VERSION" || kvx_fail \
