@@ -30,10 +30,14 @@ def recorded(table: seams.Table, found: Sequence[seams.Seam], line: str) -> dict
     return new
 
 
+def oldest_first(known: Mapping[str, list[str]]) -> str:
+    return json.dumps(dict(sorted(known.items(), key=lambda item: item[1])))
+
+
 def write(table: Mapping[str, Any]) -> None:
     owners = []
     for owner, names in sorted(table.items()):
-        lines = [f"  {json.dumps(n)}: {json.dumps(by)}" for n, by in sorted(names.items())]
+        lines = [f"  {json.dumps(name)}: {oldest_first(by)}" for name, by in sorted(names.items())]
         owners.append(f" {json.dumps(owner)}: {{\n" + ",\n".join(lines) + "\n }")
     seams.TABLE.write_text("{\n" + ",\n".join(owners) + "\n}\n", encoding="utf-8")
 

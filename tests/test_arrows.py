@@ -80,7 +80,7 @@ RULES = {
     ),
     "doctor": Rule(
         (
-            *("policy", "settings", "spelling", "cpu_mode", "plugin", "cache_folder"),
+            *("policy", "settings", "spelling", "cpu_mode", "plugin", "seams", "cache_folder"),
             *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
             *("ops.retrieval.backends", "ops.retrieval.crossover"),
         ),

@@ -141,9 +141,8 @@ def _with_policy(original: _Function) -> _Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _has_kv_keys(self.additional_config):
             return original(self, *args, **kwargs)
-        from vllm_kvx.settings import policy_is_set
-
         from vllm_kvx.seams import check_server, check_version
+        from vllm_kvx.settings import policy_is_set
 
         with refusing():
             is_set = policy_is_set(self.additional_config)

@@ -14,6 +14,7 @@ import functools
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from importlib import import_module
@@ -25,6 +26,8 @@ from vllm_kvx.environment import is_on
 SUPPORTED_VLLM = ("0.32", "0.33")
 OVERRIDE_VARIABLE = "KVX_ALLOW_UNTESTED_VLLM"
 TABLE = Path(__file__).with_name("seams.json")
+
+COMMAND = "vllm.entrypoints.cli.serve"
 
 # Classes of ours with a base class of vLLM's, by the process that checks them: "server" is the one
 # that reads the configuration; "engine" the worker's, before it loads the model.
@@ -49,8 +52,10 @@ CLASSES = {
         "vllm_kvx.worker.cpu_worker:CPUPolicyWorker",
     ),
 }
-# What something of ours stands in for, on the class or on one object.
+# What something of ours stands in for, on the class or on one object. "command" is replaced where
+# `vllm serve` runs: to import its module would take seconds elsewhere.
 REPLACED = {
+    "command": (f"{COMMAND}:ServeSubcommand.cmd",),
     "server": (
         "vllm.engine.arg_utils:EngineArgs.add_cli_args",
         "vllm.engine.arg_utils:EngineArgs.from_cli_args",
@@ -70,7 +75,6 @@ REPLACED = {
 }
 # What we call of that which vLLM may change without a word, least of all in its release notes.
 CALLED = {
-    "server": (),
     "engine": (
         "vllm.forward_context:override_forward_context",
         "vllm.v1.core.block_pool:BlockPool._insert_block_hash",
@@ -151,7 +155,8 @@ def check_server() -> None:
     Raises:
         RuntimeError: as ``check``.
     """
-    check(seams_of("server"))
+    command = seams_of("command") if COMMAND in sys.modules else []
+    check([*seams_of("server"), *command])
 
 
 def check_engine(worker: type) -> None:
@@ -192,9 +197,9 @@ def check(seams: Iterable[Seam]) -> None:
 
 def seams_of(process: str) -> list[Seam]:
     """What the process named so depends on, less the class of worker that runs."""
-    found = [seam for path in CLASSES[process] for seam in overrides(_class_at(path))]
+    found = [seam for path in CLASSES.get(process, ()) for seam in overrides(_class_at(path))]
     for paths, is_call in ((REPLACED, False), (CALLED, True)):
-        for path in paths[process]:
+        for path in paths.get(process, ()):
             module, _, qualified = path.partition(":")
             owner, _, name = qualified.rpartition(".")
             owner = f"{module}:{owner}" if owner else module
@@ -226,6 +231,7 @@ def all_seams() -> list[Seam]:
     """Those of every process, with every class of worker that can be imported here."""
     workers = [cls for path in CLASSES["worker"] if (cls := _find(path))]
     return [
+        *seams_of("command"),
         *seams_of("server"),
         *seams_of("engine"),
         *(seam for cls in workers for seam in overrides(cls)),

@@ -135,7 +135,7 @@ def test_vllm_serve_ends_with_a_refusals_message(make_config, capsys, monkeypatc
         # In Python it can be caught.
         with pytest.raises(ValueError, match=message):
             make_config(policy)
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    monkeypatch.setattr(vllm, "__version__", "0.34.1")
     with pytest.raises(SystemExit):
         serve(Namespace(policy="speed-4"))
     assert "vllm serve: error: vllm-kvx works with" in capsys.readouterr().err
