@@ -11,12 +11,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
 cd "$KVX_ROOT"
 
-# The methods that we depend on, what is refused, and engines for each way into vLLM: scheduler and
-# prefix cache, passes, sidecars, blocks that are kept whole, warm-up, and stock beside ours.
+# The methods that we depend on, our schedulers over random traffic, what is refused, and engines
+# for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock alone.
 ENGINES=tests/engine
 SMOKE=(
     tests/test_seams.py
     tests/cache
+    tests/simulation
     tests/server/test_refusals.py
     "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[policies0]"
     "$ENGINES/test_speed_cache.py::test_prefix_hit_equals_cold"

@@ -50,6 +50,25 @@ def test_every_class_on_one_of_vllms_is_compared() -> None:
     assert on_vllm <= compared, "add it to CLASSES"
 
 
+def imports_of_vllm() -> Iterator[tuple[str, str]]:
+    """What our source imports of vLLM, in functions too: (module, name)."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("vllm."):
+                yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def test_all_that_is_imported_of_vllm_is_there() -> None:
+    missing = []
+    for module, name in sorted(set(imports_of_vllm())):
+        try:
+            if not hasattr(import_module(module), name):
+                import_module(f"{module}.{name}")
+        except ImportError as error:
+            missing.append(f"from {module} import {name}: {error}")
+    assert not missing
+
+
 def functions_within(tree: ast.AST, within: bool = False) -> Iterator[str]:
     """Names of functions that are made in functions."""
     for node in ast.iter_child_nodes(tree):
