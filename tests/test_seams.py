@@ -109,6 +109,12 @@ def test_every_function_in_the_place_of_one_of_vllms_is_compared() -> None:
     assert found == listed
 
 
+def test_what_is_listed_as_called_is_called() -> None:
+    source = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "seams.py")
+    names = {path.replace(":", ".").split(".")[-1] for p in seams.CALLED.values() for path in p}
+    assert {name for name in names if not re.search(rf"\b{name}\(", source)} == set()
+
+
 def test_the_table_is_of_this_vllm_and_no_more() -> None:
     line, table = seams.release_line(vllm.__version__), seams.read_table()
     here = {(seam.owner, seam.name): seam for seam in seams.all_seams()}

@@ -66,6 +66,7 @@ REPLACED = {
     "engine": (
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         "vllm.v1.attention.backend:AttentionImpl.forward",
+        "vllm.v1.core.block_pool:BlockPool.free_blocks",
         "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output",
         "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.capture",
         "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.run_fullgraph",
@@ -78,12 +79,16 @@ CALLED = {
     "engine": (
         "vllm.forward_context:override_forward_context",
         "vllm.v1.core.block_pool:BlockPool._insert_block_hash",
-        "vllm.v1.core.block_pool:BlockPool.free_blocks",
+        "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
+        "vllm.v1.core.block_pool:BlockPool.evict_blocks",
         "vllm.v1.core.block_pool:BlockPool.get_cached_block",
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
         "vllm.v1.core.block_pool:BlockPool.touch",
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.emit_cached_block_events",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.prefix_cache_lookup_enabled",
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks",
+        "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
         "vllm.v1.core.single_type_kv_cache_manager:"
         "SingleTypeKVCacheManager._get_num_evictable_blocks",
         "vllm.v1.core.single_type_kv_cache_manager:register_all_kvcache_specs",
