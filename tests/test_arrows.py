@@ -42,7 +42,10 @@ RULES = {
         "the scheduler counts blocks; an index says how many bytes of a page are its own",
     ),
     "worker": Rule(
-        ("models", "cache", "policy", "scores", "indexes", "ops", "equations", "settings"),
+        (
+            *("models", "cache", "policy", "scores", "indexes", "ops", "equations", "settings"),
+            "seams",
+        ),
         "the device's side of a step, above all that it drives",
     ),
     "calibration": Rule(
@@ -72,12 +75,12 @@ RULES = {
         "says at start what runs: architectures by name, and which operators there are",
     ),
     "plugin": Rule(
-        ("policy", "settings", "server", "environment", "errors", "cpu_mode"),
+        ("policy", "settings", "server", "seams", "errors", "cpu_mode"),
         "what vLLM loads: it only wires",
     ),
     "doctor": Rule(
         (
-            *("policy", "settings", "spelling", "cpu_mode", "plugin", "cache_folder"),
+            *("policy", "settings", "spelling", "cpu_mode", "plugin", "seams", "cache_folder"),
             *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
             *("ops.retrieval.backends", "ops.retrieval.crossover"),
         ),
@@ -91,6 +94,7 @@ RULES = {
         "reads arguments before it imports a tool",
     ),
     "cpu_mode": Rule(("environment",), "a platform plugin, loaded before all else"),
+    "seams": Rule(("environment",), "what every part needs of vLLM; finds its classes by name"),
     "environment": Rule((), "what a variable means; read in every process"),
     "spelling": Rule((), "which keys resemble ours, at start and in a request"),
 }
@@ -103,7 +107,7 @@ OUTSIDE = {
     ("equations", "vllm"): (),
 }
 # Parts that import these in functions alone: at import time they cost seconds, or a circle.
-LATE = {"plugin": ("policy", "settings", "server"), "cli": ("calibration",)}
+LATE = {"plugin": ("policy", "settings", "server", "seams"), "cli": ("calibration",)}
 # Modules of these that cost nothing: they read options.
 LIGHT = ("calibration.options",)
 

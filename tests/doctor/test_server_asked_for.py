@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from world.configs import vllm_config, write_config
+from world.configs import planned_kv_cache, vllm_config, write_config
 from world.models import LOOKUP
 
 from vllm_kvx import plugin
@@ -190,7 +189,7 @@ def test_the_pool_is_the_servers(tmp_path: Path, name: str) -> None:
     policy_kv_cache_specs(layers, settings)
     specs = {f"l.{i}": layer.get_kv_cache_spec(config) for i, layer in enumerate(layers)}
     config.cache_config.kv_cache_layout = "LBHNC"
-    (planned,) = get_kv_cache_configs(config, [specs], [GIB])
+    planned = planned_kv_cache(config, specs, GIB)
     tokens = pool_tokens(planned, settings, sizes.longest)
     pool = Pool.of(settings.policy, settings.layout, sizes, sizes.longest)
     assert GIB / pool.token_bytes == pytest.approx(tokens.policy, rel=1e-3)

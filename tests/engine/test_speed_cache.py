@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from world.engine import BLOCK, running
 from world.expected import Speed
-from world.inside import watch_rows
+from world.inside import limit_prefix_hits, watch_rows
 from world.parity import assert_parity
 from world.prompts import prompts_of
 
@@ -45,7 +45,14 @@ def test_prefix_hit_equals_cold(tiny: Callable[..., Path]) -> None:
         warm = engine.generate(prompts)
         engine.assert_idle()
         again = engine.generate(prompts[:3])
-    assert_parity(model, [*cold, *warm, *again], Speed(4))
+        limited = []
+        if limit_prefix_hits(engine, 2 * BLOCK):
+            limited = engine.generate(prompts)
+            engine.assert_idle()
+    assert_parity(model, [*cold, *warm, *again, *limited], Speed(4))
+    for answer in limited:
+        # The shorter of vLLM's limit and the policy's.
+        assert answer.cached == min(2 * BLOCK, (len(answer.prompt) - 1) // BLOCK * BLOCK)
     for answer in warm:
         common = min(len(answer.prompt) - 1, len(shared))
         assert answer.cached == common // BLOCK * BLOCK, len(answer.prompt)

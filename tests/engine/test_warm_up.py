@@ -1,6 +1,7 @@
 """vLLM warms up with requests of its own, which are nobody's traffic."""
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
 
     stock, counted = CPUWorker.compile_or_warm_up_model, []
 
+    @wraps(stock)
     def as_on_a_gpu(worker: Any) -> Any:
         times = stock(worker)
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)

@@ -14,8 +14,9 @@ import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvx import plugin
+from vllm_kvx import plugin, seams
 from vllm_kvx.cpu_mode import check_platform, cpu_mode_requested
 from vllm_kvx.errors import serve_command
 
@@ -29,8 +30,10 @@ from vllm_kvx.errors import serve_command
         ("0.32.1.dev5+g0123", True),
         ("0.32", True),
         ("v0.32.0", True),
+        ("0.33.0", True),
+        ("0.33.1+cpu", True),
         ("0.31.9", False),
-        ("0.33.0", False),
+        ("0.34.0", False),
         ("0.320.0", False),
         ("1.0.32", False),
         ("10.32.0", False),
@@ -39,18 +42,25 @@ from vllm_kvx.errors import serve_command
     ],
 )
 def test_supported_versions(version: str, supported: bool) -> None:
-    assert plugin.vllm_is_supported(version) is supported
+    assert seams.vllm_is_supported(version) is supported
 
 
 def test_version_gate_stops_a_policy_alone(make_config, monkeypatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    monkeypatch.setattr(vllm, "__version__", "0.34.1")
     assert make_config().scheduler_config.scheduler_cls is None
     with pytest.raises(RuntimeError) as error:
         make_config("speed-4")
-    for part in ("0.33.1", "0.32", "KVX_ALLOW_UNTESTED_VLLM=1"):
+    for part in ("0.34.1", "0.32.*", "0.33.*", "KVX_ALLOW_UNTESTED_VLLM=1"):
         assert part in str(error.value)
     monkeypatch.setenv("KVX_ALLOW_UNTESTED_VLLM", "1")
     assert make_config("speed-4").scheduler_config.scheduler_cls
+
+
+def test_a_changed_seam_stops_a_policy_alone(make_config, monkeypatch) -> None:
+    monkeypatch.setattr(InputProcessor, "resolve_watermarking", lambda self, request: None)
+    assert make_config().scheduler_config.scheduler_cls is None
+    with pytest.raises(RuntimeError, match=r"resolve_watermarking is \(self, request\), and was"):
+        make_config("speed-4")
 
 
 def test_wrap_once_wraps_each_kind_of_method_once() -> None:
@@ -125,7 +135,7 @@ def test_vllm_serve_ends_with_a_refusals_message(make_config, capsys, monkeypatc
         # In Python it can be caught.
         with pytest.raises(ValueError, match=message):
             make_config(policy)
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    monkeypatch.setattr(vllm, "__version__", "0.34.1")
     with pytest.raises(SystemExit):
         serve(Namespace(policy="speed-4"))
     assert "vllm serve: error: vllm-kvx works with" in capsys.readouterr().err

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from world.configs import kv_cache_groups
 
 from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
@@ -53,7 +53,7 @@ class Worker:
         self.decoder = Decoder(num_layers)
         self.state = state = State(vllm_config, self.decoder)
         specs = {x.layer_name: x.get_kv_cache_spec(vllm_config) for x in self.decoder.layers}
-        groups = get_kv_cache_groups(vllm_config, specs)
+        groups = kv_cache_groups(vllm_config, specs)
         self.kv_cache_config = KVCacheConfig(case.num_blocks, [], groups)
         self._attention_groups = attention_groups(groups)
         block_size, max_reqs = groups[0].kv_cache_spec.block_size, state.max_num_reqs

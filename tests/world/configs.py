@@ -48,3 +48,29 @@ def vllm_config(model: str, policy: Any = None, **kwargs: Any) -> Any:
         config["kv_policy"] = policy
     args = EngineArgs(**engine_args(model, additional_config=config, **kwargs))
     return args.create_engine_config()
+
+
+def kv_cache_groups(config: Any, specs: dict[str, Any]) -> Any:
+    """The KV groups that vLLM forms of layers with these specs."""
+    return _kv_cache_planning().get_kv_cache_groups(config, specs)
+
+
+def planned_kv_cache(config: Any, specs: dict[str, Any], memory: int) -> Any:
+    """The KV cache that vLLM plans for one worker with these specs and bytes."""
+    planning = _kv_cache_planning()
+    # From 0.33 on it is told the groups of all workers.
+    groups = getattr(planning, "get_global_kv_cache_groups", None)
+    more = [] if groups is None else [groups(config, [specs])]
+    (planned,) = planning.get_kv_cache_configs(config, [specs], [memory], *more)
+    return planned
+
+
+def _kv_cache_planning() -> Any:
+    """vLLM's module that forms KV groups and sizes the cache; 0.33 moved it."""
+    import vllm.v1.core.kv_cache_utils as until_032
+
+    try:
+        from vllm.v1.core import kv_cache_planning
+    except ImportError:
+        return until_032
+    return kv_cache_planning

@@ -6,6 +6,7 @@ the functions that need them, so that one name that is gone breaks the tests tha
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -79,6 +80,22 @@ def used_pages(scheduler: Any) -> int:
 def stash_seekers(scheduler: Any) -> set[str]:
     """Requests that a scheduler of ours believes to be in the queue without their stash pages."""
     return set(scheduler.admission._seekers)
+
+
+def limit_prefix_hits(engine: Any, tokens: int) -> bool:
+    """vLLM takes no more than `tokens` of any prefix; False where it has no such limit: 0.32."""
+    stock = engine.scheduler._get_local_prefix_cache_hit
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if "max_cache_hit_length" not in signature(Scheduler._get_local_prefix_cache_hit).parameters:
+        return False
+
+    def limited(request: Any, limit: int | None) -> Any:
+        assert limit is None, "vLLM has a limit of its own in this server"
+        return stock(request, tokens)
+
+    engine.scheduler._get_local_prefix_cache_hit = limited
+    return True
 
 
 def watch_chunks(engine: Any) -> dict[str, list[int]]:
@@ -701,11 +718,11 @@ def ops_problems() -> list[str]:
     return validate._ops_problems()
 
 
-def block_size_problems(config: Any, group: int) -> list[str]:
-    """Why blocks cannot be whole groups; a default size is changed so that they are."""
+def block_size_problems(config: Any, group: int, stock: int) -> list[str]:
+    """Why blocks cannot be whole groups; the `stock` size is changed so that they are."""
     from vllm_kvx.server import validate
 
-    return validate._block_size_problems(config, group)
+    return validate._block_size_problems(config, group, stock)
 
 
 def slice_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:

@@ -107,11 +107,12 @@ class _PolicyScheduling:
         self.admission.add_request(request, policy, any(s.changes for s in storages))
 
     def _get_local_prefix_cache_hit(
-        self, request: Request, *longest: int
+        self, request: Request, *max_cache_hit_length: int | None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """No longer than the policy may share, nor than 0.33's own limit, if it gives one."""
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         if not manager.prefix_cache_lookup_enabled(request):
-            return super()._get_local_prefix_cache_hit(request, *longest)  # type: ignore[misc]
+            return super()._get_local_prefix_cache_hit(request, *max_cache_hit_length)  # type: ignore[misc]
         policy = self._policy_of(request)
         limit = self.sharing.limit(request, policy)
         # A waiting request is looked up in every step, and again once preempted.
@@ -120,7 +121,8 @@ class _PolicyScheduling:
             self.facts.add_unshared(str(policy))
         if not limit:
             return manager.empty_kv_cache_blocks, 0, 0, False
-        return *self.sharing.find(request, min(limit, *longest, limit)), 0, False
+        limit = min([limit, *(most for most in max_cache_hit_length if most is not None)])
+        return *self.sharing.find(request, limit), 0, False
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # False makes vLLM pass over the request and go on; where its first chunk gets no tokens,

