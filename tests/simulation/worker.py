@@ -43,12 +43,13 @@ class Worker:
     """One rank.
 
     live: running requests, by id. finished: texts of the last ones that ended or were preempted.
-    counts: how often what happened.
+    counts: how often what happened. began_at: by request, the tokens that it took from the cache.
     """
 
     def __init__(self, vllm_config: VllmConfig, case: Case, rng: random.Random) -> None:
         self.rng, self.live, self.finished = rng, dict[str, Live](), list[Text]()
         self.counts = Counter[str]()
+        self.began_at: dict[str, int] = {}
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         self.decoder = Decoder(num_layers)
         self.state = state = State(vllm_config, self.decoder)
@@ -149,6 +150,7 @@ class Worker:
         self._number += 1
         one = Live(new, index, self._number, policy, salt, storages)
         self.live[new.req_id] = self._by_state[index] = one
+        self.began_at[new.req_id] = one.done
         self._expect_prefix(one)
         self._ids[index, : len(one.tokens)] = torch.tensor(one.tokens)
         self.state.add_request(index, new)
