@@ -30,3 +30,21 @@ def test_resumes_behind_a_prefix_of_the_same_step(tmp_path: Path, one_thread: No
     assert client.engine.worker.counts["prefix hits"] == hits + 1
     client.order()
     assert client.engine.worker.counts["retrieved"]
+
+
+def test_a_pool_of_any_size_runs_a_prompt_again(tmp_path: Path, one_thread: None) -> None:
+    """Upper layers take half of the prompt at once, in the step that may keep it in the cache."""
+    half = "fastkv:tsp_layer=3,window=3,tsp_rate=0.5,kv_rate=0.5"
+    server = replace(SERVERS["fastkv"], policy=half, layout=())
+    config, prompt = server.config(tmp_path), [number % VOCAB for number in range(64)]
+    kept = []
+    # From what vLLM asks for at start to plenty.
+    for num_blocks in range(server.num_groups * 32 + 2, 130, 5):
+        case = replace(AMPLE, shares_prefixes=True, max_batch=24, num_blocks=num_blocks)
+        client = Client(server, config, case)
+        for name in ("first", "second"):
+            client.send(name, half, prompt)
+            client.order()
+        assert not client.engine.preempted
+        kept.append(client.engine.worker.counts["prefix hits"])
+    assert kept[-1] == 1 and sorted(kept) == kept

@@ -1,5 +1,7 @@
 """Hidden states go through pages of the KV cache bit for bit."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -51,7 +53,7 @@ def test_there_and_back(
     assert 0 < rows.tokens <= PROMPT
     layers = caches(cache_dtype, padded)
     stash = Stash(1024, hidden, state_dtype, torch.device("cpu"))
-    states = PrefixStates(stash, rows, layers)
+    states = PrefixStates(stash, rows, [SimpleNamespace(kv_cache=cache) for cache in layers])
     stash.take("writes", PROMPT)
     torch.manual_seed(0)
     stash.states.normal_()

@@ -138,6 +138,18 @@ class SizedByStorage(SingleTypeKVCacheManager):
             return range(min(kept, kv.storage.prompt_len // self.block_size))
         return [place for place, is_shared in enumerate(shared[:kept]) if is_shared]
 
+    def num_blocks_to_end(self, request_id: str) -> int:
+        """New blocks that bring a running request to the end of its prompt, and compact it there.
+
+        Not those that keep the prompt in the cache.
+        """
+        kv, blocks = self.requests[request_id], self.req_to_blocks.get(request_id, ())
+        length = kv.storage.prompt_len
+        count = max(self._required_blocks(kv, length) - len(blocks), 0)
+        if kv.compacts_at(length):
+            count += len(self._places(kv, [block.ref_cnt > 1 for block in blocks], False))
+        return count
+
     def _make_room(
         self, request_id: str, kv: RequestKV, blocks: Sequence[KVCacheBlock]
     ) -> None:

@@ -120,6 +120,7 @@ class _PolicyScheduling:
             self._counted_unshared.add(request.request_id)
             self.facts.add_unshared(str(policy))
         if not limit:
+            self.sharing.pass_up(request)
             return manager.empty_kv_cache_blocks, 0, 0, False
         limit = min([limit, *(most for most in max_cache_hit_length if most is not None)])
         return *self.sharing.find(request, limit), 0, False
@@ -140,7 +141,7 @@ class _PolicyScheduling:
     ) -> int:
         start = request.num_computed_tokens + num_new_local_computed_tokens
         num_new_tokens = self.admission.clip(request, start, num_new_tokens)
-        self.sharing.choose(request, start + num_new_tokens, len(self.running))  # type: ignore[attr-defined]
+        self.sharing.choose(request, start + num_new_tokens, self.running)  # type: ignore[attr-defined]
         return num_new_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -172,8 +173,9 @@ class _PolicyScheduling:
     def _count_prefixes(self, scheduled: dict[str, int], states: dict[str, StateBlocks]) -> None:
         looked_up, self.sharing.looked_up = self.sharing.looked_up, {}
         for request_id, (hit, cached) in looked_up.items():
-            if request_id in scheduled:
-                policy = self._policy_of(self.requests[request_id])  # type: ignore[attr-defined]
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if request_id in scheduled and not request.num_preemptions:
+                policy = self._policy_of(request)
                 self.facts.add_prefix(str(policy), hit, cached)
         for request_id, blocks in states.items():
             if blocks.write:

@@ -57,12 +57,10 @@ class PrefixSharing:
                 self.states = StateCache(self._pool, rows, self._block_size)
             else:
                 logger.warning(
-                    "Policies that select tokens share no prefix: a KV block of %d tokens has no "
-                    "room for %d states in %d pages of %d; set a larger --block-size.",
+                    "Policies that select tokens share no prefix here: the pages of a KV block of "
+                    "%d tokens do not hold the hidden states of as many. Fewer tensor-parallel "
+                    "ranks or an unquantized KV cache make pages larger.",
                     self._block_size,
-                    self._block_size,
-                    rows.pages,
-                    rows.per_page,
                 )
 
     def add_request(
@@ -162,7 +160,9 @@ class PrefixSharing:
             elif kv.anchor_hash is not None:
                 assert isinstance(each, PolicyKVCacheManager)
                 if each.find_anchors(kv) is None:
+                    self.pass_up(request)
                     return manager.empty_kv_cache_blocks, 0
+        assert needed, "every request that shares runs the first stage whole"
         hits: list[list[KVCacheBlock]] = [[] for _ in self._managers]
         num_blocks, hashes, size = 0, self._hashes(request), self._block_size
         layer = self._resumes.get(request.request_id)
@@ -192,6 +192,11 @@ class PrefixSharing:
             if report == "full":  # As vLLM's own lookup does.
                 manager.coordinator.emit_cached_block_events(request, tuple(hits))
         return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * size
+
+    def pass_up(self, request: Request) -> None:
+        """The request takes nothing of what is cached."""
+        hashes = self._hashes(request)[: (request.num_tokens - 1) // self._block_size]
+        self.looked_up[request.request_id] = 0, self._run(hashes) * self._block_size
 
     def _run(self, hashes: Any) -> int:
         """How many of these blocks in a row the first stage has in the cache."""
@@ -226,8 +231,7 @@ class PrefixSharing:
         if self.states is None:
             return {}
         found: dict[str, StateBlocks] = {}
-        for request_id in self.states.holders:
-            blocks = self.states.let_go(request_id)
+        for request_id, blocks in self.states.held.items():
             if request_id in scheduled:
                 found[request_id] = StateBlocks(tuple(block.block_id for block in blocks))
         for request_id, count in scheduled.items():
@@ -243,6 +247,7 @@ class PrefixSharing:
                 if filled.write:
                     before = found.get(request_id, StateBlocks())
                     found[request_id] = replace(filled, read=before.read)
+        self.states.end_step()
         return found
 
     @property
@@ -256,29 +261,28 @@ class PrefixSharing:
         if self.states is not None:
             self.states.let_go(request_id)
 
-    def choose(self, request: Request, end: int, num_running: int) -> None:
+    def choose(self, request: Request, end: int, running: Sequence[Request]) -> None:
         """Decides whether a prompt that comes in with this step stays in the cache.
 
         That takes new blocks for what retention keeps, until the step after frees the prompt's. It
-        must not make anyone wait: there has to be room beside it for all that this step may ask.
+        must not preempt anyone: there has to be room beside it for all that requests which run may
+        take in this step, prompts that end in it included.
         """
         if not self._is_on or end != request.num_prompt_tokens:
             return
-        compacting = [
-            (manager, kv)
-            for manager in self._managers
-            if (kv := manager.requests[request.request_id]).compacts_at(end) and kv.reads
-        ]
-        if not compacting:
+        kvs = [manager.requests[request.request_id] for manager in self._managers]
+        moving = [kv for kv in kvs if kv.reads and kv.compacts_at(end)]
+        if not moving:
             return
-        each = num_running + 1 + cdiv(self._max_tokens, self._block_size)
+        each = len(running) + 1 + cdiv(self._max_tokens, self._block_size)
         needed = len(self._managers) * each + self._kv_cache_manager.watermark_blocks
-        for manager, kv in compacting:
-            held = len(manager.req_to_blocks.get(request.request_id, ()))
-            needed += cdiv(kv.storage.rows, self._block_size) - held
-            needed += cdiv(kv.storage.kept, self._block_size)
+        needed += sum(cdiv(kv.storage.kept, self._block_size) for kv in moving)
+        for other in (request, *running):
+            left = other.num_prompt_tokens - other.num_computed_tokens
+            if other is request or 0 < left <= self._max_tokens:
+                needed += sum(m.num_blocks_to_end(other.request_id) for m in self._managers)
         moves_out = needed <= self._pool.get_num_free_blocks()
-        for _, kv in compacting:
+        for kv in moving:
             kv.moves_out = moves_out
 
     def private_blocks(self, request_id: str) -> list[PrivateBlocks | None]:

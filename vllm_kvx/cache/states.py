@@ -9,7 +9,7 @@ request that reads it copies it into the stash before it runs.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
@@ -28,7 +28,7 @@ class StateRows:
     """How many tokens' states a block holds.
 
     per_page: in one layer's page. pages: layers of a KV group. tokens: of the block, whole blocks
-    of the KV cache; 0 if not one fits.
+    of the KV cache; 0 if not one fits, or entries are narrower than states.
     """
 
     per_page: int
@@ -41,6 +41,10 @@ class StateRows:
         groups, model = kv_cache_config.kv_cache_groups, config.model_config
         spec = groups[0].kv_cache_spec
         assert isinstance(spec, AttentionSpec)
+        if spec.dtype.itemsize != model.dtype.itemsize:  # type: ignore[union-attr]
+            # Bytes of states may be no numbers in a narrower format, and attention may multiply
+            # what a recycled block holds beyond its last entry with zero.
+            return cls(0, 0, 0)
         state_bytes = model.get_hidden_size() * model.dtype.itemsize  # type: ignore[union-attr]
         per_page = spec.unpadded_page_size_bytes // state_bytes
         pages = max(len(group.layer_names) for group in groups)
@@ -68,6 +72,7 @@ class StateCache:
         self.tokens = rows.tokens
         self._pool, self._stride = pool, rows.tokens // block_size
         self._held: dict[str, list[KVCacheBlock]] = {}
+        self._filled: list[KVCacheBlock] = []
 
     def find(self, hashes: Sequence[BlockHash], layer: int, num_tokens: int) -> list[KVCacheBlock]:
         """The longest run of cached blocks, within a prompt's first `num_tokens`.
@@ -96,15 +101,16 @@ class StateCache:
         return blocks
 
     @property
-    def holders(self) -> list[str]:
-        return list(self._held)
+    def held(self) -> Mapping[str, Sequence[KVCacheBlock]]:
+        """By request, what it reads if it runs in this step."""
+        return self._held
 
     def publish(
         self, hashes: Sequence[BlockHash], layer: int, first: int, last: int
     ) -> StateBlocks:
         """New blocks for a prompt's states [first, last), counted in blocks, as far as there are.
 
-        They are evictable at once: who gets them writes them in a later step.
+        To be followed by `end_step`, once all requests of the step have theirs.
         """
         keys = {index: self._key(hashes, layer, index) for index in range(first, last)}
         keys = {i: k for i, k in keys.items() if not self._pool.get_cached_block(k, [_GROUP])}
@@ -112,9 +118,16 @@ class StateCache:
         for key, block in zip(keys.values(), blocks, strict=False):
             named = make_block_hash_with_group_id(key, _GROUP)
             self._pool._insert_block_hash(named, block, num_tokens=self.tokens)
-        self._pool.free_blocks(reversed(blocks))
+        self._filled += blocks
         ids = tuple(block.block_id for block in blocks)
         return StateBlocks(places=tuple(keys)[: len(ids)], write=ids)
+
+    def end_step(self) -> None:
+        """The step's blocks are evictable: who gets them writes them in a later step."""
+        self._pool.free_blocks(reversed(self._filled))
+        self._filled = []
+        for request_id in list(self._held):
+            self.let_go(request_id)
 
     def _key(self, hashes: Sequence[BlockHash], layer: int, index: int) -> BlockHash:
         """By the tokens up to the block's end, and the layer."""

@@ -106,9 +106,12 @@ def _plan_retrieval(
         after[:, i] = [s.rows if state.by_block else s.kept for s in state.storages]
         moved[:, i] = [state.is_moved(stage) for stage in range(len(state.storages))]
         if state.req_id in moves_out:
-            published[:, i] = [s.rows if s.compacts else 0 for s in state.storages]
+            # The stages that everybody's prompt runs whole.
+            published[:, i] = [
+                s.rows if s.compacts and s.prefill.size == 0 else 0 for s in state.storages
+            ]
     is_fresh = retrieval.sidecars.is_fresh(step.requests)
-    retrieval.sidecars.plan(step.requests, before, after, moved, published)
+    retrieval.sidecars.plan(step.requests, before, after, moved, published, step.gaps[1] > 0)
     return retrieval.plan(
         step.requests,
         step.begins,

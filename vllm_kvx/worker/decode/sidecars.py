@@ -90,6 +90,7 @@ class Sidecars:
         after: IntArray,
         moved: np.ndarray,
         published: IntArray,
+        has_gap: np.ndarray,
     ) -> None:
         """Decides which groups to write after the coming forward pass.
 
@@ -99,11 +100,12 @@ class Sidecars:
             moved: (S, R) bool, where entries that were there get other places.
             published: (S, R) entries up to which the blocks stay in the prefix cache that the
                 request moves out of; 0 where it does not.
+            has_gap: (S, R) bool, where positions are left out.
         """
         self.timer.collect()
         first, last = before // self.shape.group, after // self.shape.group
-        # Entries that came with a prefix hit are copied anchors above the first stage.
-        first[1:, self._is_fresh[requests]] = 0
+        # Where positions are left out, entries that came with a prefix hit are copied anchors.
+        first[has_gap & self._is_fresh[requests]] = 0
         self._is_fresh[requests] = False
         self._left_behind = self._jobs(requests, first, published // self.shape.group)
         first[moved] = 0

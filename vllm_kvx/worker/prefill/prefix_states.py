@@ -1,6 +1,7 @@
 """States of cached prompts in the KV cache's blocks: copied into the stash, and out of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,16 +18,22 @@ from vllm_kvx.worker.prefill.stash import Stash
 MOST_TOKENS = 8192
 
 
+class HasCache(Protocol):
+    """An attention layer, of which vLLM may bind the cache anew."""
+
+    kv_cache: Tensor
+
+
 class PrefixStates:
     """What a server with a stash reads and fills of the blocks of ``cache/states``.
 
     in_step: by request id, what the step reads and fills; set before it begins.
     """
 
-    def __init__(self, stash: Stash | None, rows: StateRows, caches: Sequence[Tensor]) -> None:
-        """caches: the layers' of one KV group, (num_blocks, ...) each, any strides."""
+    def __init__(self, stash: Stash | None, rows: StateRows, layers: Sequence[HasCache]) -> None:
+        """layers: of one KV group; their caches are (num_blocks, ...), any strides."""
         self.in_step: Mapping[str, StateBlocks] = {}
-        self._stash, self._rows, self._caches = stash, rows, caches
+        self._stash, self._rows, self._layers = stash, rows, layers
         self._to_save: list[tuple[np.ndarray, tuple[int, ...]]] = []
 
     @classmethod
@@ -41,7 +48,7 @@ class PrefixStates:
         rows = StateRows.of(kv_cache_config, vllm_config)
         names = max((group.layer_names for group in kv_cache_config.kv_cache_groups), key=len)
         layers = [hook.layer for hook in hooks.layers if hook.layer.layer_name in set(names)]
-        return cls(stash, rows, [layer.kv_cache for layer in layers])
+        return cls(stash, rows, layers)
 
     @torch.inference_mode()
     def restore(self) -> None:
@@ -71,7 +78,9 @@ class PrefixStates:
         """Copies the states of whole blocks to rows of the stash, (n * tokens,)."""
         states = self._states
         for ids, at in self._slices(rows, blocks):
-            pages = [cache.index_select(0, ids).view(len(ids), -1) for cache in self._caches]
+            pages = [
+                layer.kv_cache.index_select(0, ids).view(len(ids), -1) for layer in self._layers
+            ]
             used = [page.view(torch.uint8)[:, : self._page_bytes] for page in pages]
             found = torch.stack(used, dim=1).view(states.dtype).view(len(ids), -1, states.shape[1])
             states.index_copy_(0, at, found[:, : self._rows.tokens].reshape(len(at), -1))
@@ -84,12 +93,12 @@ class PrefixStates:
             taken = states.index_select(0, at).view(len(ids), -1, states.shape[1])
             found[:, : self._rows.tokens] = taken
             by_page = found.view(len(ids), self._rows.pages, -1).view(torch.uint8)
-            for number, cache in enumerate(self._caches):
-                page = cache.index_select(0, ids)
+            for number, layer in enumerate(self._layers):
+                page = layer.kv_cache.index_select(0, ids)
                 page.view(len(ids), -1).view(torch.uint8)[:, : self._page_bytes] = by_page[
                     :, number
                 ]
-                cache.index_copy_(0, ids, page)
+                layer.kv_cache.index_copy_(0, ids, page)
 
     def _slices(self, rows: np.ndarray, blocks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Block ids and rows, a bounded number at a time: the copies take memory for a moment."""

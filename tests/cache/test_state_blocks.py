@@ -1,0 +1,49 @@
+"""Blocks of hidden states in the prefix cache."""
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+from vllm_kvx.cache.states import StateCache, StateRows
+
+BLOCK = 4
+ROWS = StateRows(per_page=4, pages=2, tokens=8)
+
+
+def hashes(name: str, tokens: int) -> list[BlockHash]:
+    return [BlockHash(f"{name} {i}".encode()) for i in range(tokens // BLOCK)]
+
+
+def test_no_block_is_filled_twice_in_a_step() -> None:
+    """The pool has one block: the second prompt of the step gets none, and reads what it held."""
+    pool = BlockPool(2, enable_caching=True, hash_block_size=BLOCK)
+    cache = StateCache(pool, ROWS, BLOCK)
+    first = cache.publish(hashes("a", 8), 4, 0, 1)
+    cache.end_step()
+    assert (first.places, first.write) == ((0,), (1,))
+    found = cache.find(hashes("a", 16), 4, 16)
+    assert [block.block_id for block in found] == [1]
+    cache.hold("a", found)
+    assert cache.publish(hashes("b", 8), 4, 0, 1).write == (), "the only block is read"
+    cache.end_step()
+    assert not cache.held and pool.get_num_free_blocks() == 1
+    written = cache.publish(hashes("b", 8), 4, 0, 1)
+    assert written.write == (1,)
+    assert cache.publish(hashes("c", 8), 4, 0, 1).write == ()
+    cache.end_step()
+    assert not cache.find(hashes("a", 8), 4, 8) and not cache.find(hashes("c", 8), 4, 8)
+    assert cache.find(hashes("b", 8), 4, 8) and not cache.find(hashes("b", 8), 6, 8)
+    assert pool.get_num_free_blocks() == 1
+
+
+def test_what_is_evicted_within_is_filled_again() -> None:
+    pool = BlockPool(20, enable_caching=True, hash_block_size=BLOCK)
+    cache, prompt = StateCache(pool, ROWS, BLOCK), hashes("a", 32)
+    blocks = cache.publish(prompt, 4, 0, 4)
+    cache.end_step()
+    assert blocks.places == (0, 1, 2, 3) and len(set(blocks.write)) == 4
+    pool.evict_blocks({blocks.write[1]})
+    assert len(cache.find(prompt, 4, 32)) == 1
+    again = cache.publish(prompt, 4, 0, 4)
+    cache.end_step()
+    assert again.places == (1,)
+    assert len(cache.find(prompt, 4, 31)) == 3
