@@ -267,9 +267,7 @@ def test_composed_with_speed(tiny: Callable[..., Path]) -> None:
         engine.assert_idle()
     assert_parity(model, answers, keeps)
     assert_close(again, answers[20:])
-    # SPEED alone still shares prefixes on this server; what retains does not.
     assert [a.cached for a in again] == [0, 0, 32, 128]
-    assert all(a.cached == 0 for a in answers[:20])
 
 
 @pytest.mark.usefixtures("dense_ops")

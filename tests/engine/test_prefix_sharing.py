@@ -19,39 +19,40 @@ from world import inside
 from world.engine import BLOCK, Answer, Engine, keep_in_process, running
 from world.expected import FULL, Policy, named
 from world.parity import assert_close, assert_parity, room_for
-from world.prompts import prompts_of
+from world.prompts import prompt_of, prompts_of
 
 RETAIN: list[Policy] = [
     Keep(kv_rate=0.3),
-    Keep(kv_budget=70, window=4, kernel=1),
     Norm(kv_rate=0.4),
     Keep(sinks=4, recent=60),
-    Critical(kv_rate=0.3),
+    Critical(kv_rate=0.3, window=4),
     Pyramid(kv_rate=0.3, groups=4),
     FULL,
 ]
 SELECT: list[Policy] = [
     Keep(tsp_layer=3, tsp_rate=0.4, kv_rate=0.2),
-    Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=1.0),
     Struct(5, struct_rate=0.5, kv_rate=0.3),
     StructSnap(3, struct_rate=0.5, kv_rate=0.2),
-    Keep(kv_rate=0.3),
-    FULL,
 ]
 BLOCKS: list[Policy] = [Struct(3, struct_rate=0.5, kv_rate=0.3, block_size=BLOCK), FULL]
 SERVERS = {"retain": RETAIN, "select": SELECT, "blocks": BLOCKS}
 NAMES = [named(policy) for policy in RETAIN]
 
 
-def each(*servers: str) -> Any:
-    """All policies of these servers, which tests of one server share."""
-    cases = [(server, policy) for server in servers for policy in SERVERS[server]]
+def cases(chosen: Sequence[tuple[str, Policy]]) -> Any:
+    """These policies of these servers; tests of one server share its engine."""
     return pytest.mark.parametrize(
         ("engine", "policy"),
-        cases,
+        chosen,
         indirect=["engine"],
-        ids=[f"{server}-{named(policy)}" for server, policy in cases],
+        ids=[f"{server}-{named(policy)}" for server, policy in chosen],
     )
+
+
+each = cases([(server, policy) for server, policies in SERVERS.items() for policy in policies])
+some = cases(
+    [("retain", RETAIN[2]), ("retain", RETAIN[4]), ("select", SELECT[0]), ("blocks", BLOCKS[0])]
+)
 
 
 _RUNS = count()
@@ -67,11 +68,18 @@ def cold(engine: Engine, prompts: Sequence[list[int]], policies: Any, **kw: Any)
 
 def floor(tokens: int, engine: Engine, policy: Policy) -> int:
     """In whole blocks of what a prefix consists of: keys and values, or hidden states too."""
-    selects = getattr(policy, "tsp_layer", None) is not None or isinstance(
-        policy, Struct | StructSnap
-    )
-    grain = inside.state_tokens(engine) if selects else BLOCK
+    grain = inside.state_tokens(engine) if selects(policy) else BLOCK
     return max(tokens, 0) // grain * grain
+
+
+def selects(policy: Policy) -> bool:
+    """Whether it needs hidden states of the tokens that it takes."""
+    return getattr(policy, "tsp_layer", None) is not None or isinstance(policy, Struct | StructSnap)
+
+
+def text_of(policy: Policy, seed: int) -> list[int]:
+    """A prompt of which a hit may take something."""
+    return prompt_of(290 if selects(policy) else 170, seed + len(named(policy)))
 
 
 def window(policy: Policy) -> int:
@@ -99,14 +107,13 @@ def engine(tiny: Callable[..., Path], request: pytest.FixtureRequest) -> Iterato
             yield engine
 
 
-@each("retain", "select", "blocks")
+@each
 def test_the_next_turn_reads_the_prompt_of_the_last(
     engine: Engine, tiny: Callable[..., Path], policy: Policy
 ) -> None:
     """Prompt, answer and question: all but the answer and the question come from the cache."""
     name = named(policy)
-    (start,) = prompts_of((170,), seed=3 + len(name))
-    prompt, before = [*start, len(name)], 0
+    prompt, before = text_of(policy, 3), 0
     for turn in range(3):
         (answer,) = engine.generate([prompt], max_tokens=12, policies=[name])
         (alone,) = cold(engine, [prompt], [name], max_tokens=12)
@@ -121,11 +128,11 @@ def test_the_next_turn_reads_the_prompt_of_the_last(
     engine.assert_idle()
 
 
-@each("retain", "select", "blocks")
+@each
 def test_hits_end_everywhere(engine: Engine, policy: Policy) -> None:
     """In the middle of a block, before and in the window, at the whole prompt and beyond it."""
     name = named(policy)
-    (text,) = prompts_of((300,), seed=9 + len(name))
+    text = prompt_of(300, 9 + len(name))
     engine.generate([text], policies=[name])
     lengths = [31, 32, 33, 40, 72, 97, 131, 264, 265, 300]
     prompts = [text[:n] for n in lengths] + [[*text[:n], 5, 4, 3] for n in lengths]
@@ -137,26 +144,27 @@ def test_hits_end_everywhere(engine: Engine, policy: Policy) -> None:
     assert [answer.cached for answer in hits] == [floor(n, engine, policy) for n in ends]
 
 
-@each("retain", "select")
+@some
 def test_chunks_of_one_token(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     name = named(policy)
-    (text,) = prompts_of((170,), seed=70 + len(name))
+    text = text_of(policy, 70)
     engine.generate([text], policies=[name])
+    prompts = [text, [*text[:-20], *text[:10]]]
+    alone = cold(engine, prompts, [name] * 2)
     monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", 1)
-    prompts = [text, [*text[:150], *text[:10]]]
     hits = engine.generate(prompts, policies=[name] * 2)
-    ends = (170 - window(policy), 150)
+    ends = (len(text) - window(policy), len(text) - 20)
     assert [answer.cached for answer in hits] == [floor(n, engine, policy) for n in ends]
-    assert_close(hits, cold(engine, prompts, [name] * 2))
+    assert_close(hits, alone)
 
 
-@each("retain", "select", "blocks")
+@some
 def test_thrown_out_at_every_step_of_a_hit(engine: Engine, policy: Policy) -> None:
     name = named(policy)
-    (text,) = prompts_of((150,), seed=90 + len(name))
-    prompts = [text, [*text[:100], 6, 7]]
+    text = text_of(policy, 90)
+    prompts = [text, [*text[:-20], 6, 7]]
     undisturbed = cold(engine, prompts, [name] * 2, max_tokens=6)
     for steps in range(1, 9):
         ids = engine.submit(prompts, 6, [name] * 2)
