@@ -69,9 +69,11 @@ def lay_over(version: str, folder: Path, wheel: Path | None = None) -> Path:
     return python
 
 
+# Guarded: the engine's process is spawned, and imports this again.
 _VLLM_COMMAND = """import sys
 from vllm.entrypoints.cli.main import main
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
 """
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
