@@ -17,7 +17,9 @@ ENGINES=tests/engine
 SMOKE=(
     tests/test_seams.py
     tests/cache
-    tests/simulation
+    "tests/simulation/test_simulation.py::test_all_read_what_they_should[fastkv]"
+    "tests/simulation/test_simulation.py::test_all_read_what_they_should[speed]"
+    "tests/simulation/test_simulation.py::test_all_read_what_they_should[pyramid]"
     tests/server/test_refusals.py
     "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[policies0]"
     "$ENGINES/test_speed_cache.py::test_prefix_hit_equals_cold"
