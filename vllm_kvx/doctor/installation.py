@@ -48,11 +48,12 @@ def package(_: Context) -> Iterator[Finding]:
             "that starts in another folder, or without PYTHONPATH, may run that",
             f"cd to another folder and unset PYTHONPATH, or {_REINSTALL}",
         )
-    for other in others:
-        if _place(other) != _place(first):
+    # A checkout may have two that are one: the editable install's, and what building it left.
+    for place, other in {_place(other): other for other in reversed(others)}.items():
+        if place != _place(first):
             yield problem(
-                f"a second vllm-kvx {other.version} is installed, in {_place(other)}; Python takes "
-                f"the first one, {first.version} in {_place(first)}",
+                f"a second vllm-kvx {other.version} is installed, in {place}; Python takes the "
+                f"first one, {first.version} in {_place(first)}",
                 _REINSTALL,
             )
 
