@@ -78,6 +78,8 @@ class SizedByStorage(SingleTypeKVCacheManager):
         num_blocks = max(self._required_blocks(kv, num_tokens) - there, 0)
         # Touching an evictable block takes it out of the free ones.
         num_blocks += self._get_num_evictable_blocks(new_computed_blocks)
+        if num_local_computed_tokens and not held:
+            num_blocks += self._num_evictable_beside(request_id)
         if kv.compacts_at(num_tokens):
             # Admission asks for the least: what is kept in the cache must not delay anyone.
             everything = kv.moves_out and not apply_admission_cap
@@ -113,6 +115,10 @@ class SizedByStorage(SingleTypeKVCacheManager):
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
         self._took(request_id, free)
+
+    def _num_evictable_beside(self, request_id: str) -> int:
+        """Evictable blocks that a prefix hit takes besides those that it brings."""
+        return 0
 
     def _new_blocks(self, request_id: str, count: int) -> list[KVCacheBlock]:
         if count <= 0:
@@ -281,33 +287,9 @@ class PolicyKVCacheManager(SizedByStorage):
                 return found[0]
         return None
 
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        apply_admission_cap: bool = False,
-        prefill_end: int = 0,
-    ) -> int:
-        num_blocks = super().get_num_blocks_to_allocate(
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            total_computed_tokens,
-            num_local_computed_tokens,
-            num_tokens_main_model,
-            apply_admission_cap,
-            prefill_end,
-        )
-        kv = self.requests.get(request_id)
-        if kv is not None and num_local_computed_tokens and not self.req_to_blocks.get(request_id):
-            source = self.find_anchors(kv)
-            if source is not None:
-                num_blocks += self._get_num_evictable_blocks([source])
-        return num_blocks
+    def _num_evictable_beside(self, request_id: str) -> int:
+        source = self.find_anchors(self.requests[request_id])
+        return 0 if source is None else self._get_num_evictable_blocks([source])
 
     def add_local_computed_blocks(
         self,

@@ -101,9 +101,8 @@ class _PolicyScheduling:
         return request_policy(self.kv_settings, request.sampling_params)
 
     def _tell_managers(self, request: Request, policy: KVPolicy) -> None:
-        managers: list[SizedByStorage] = [*self.lower_managers, *self.policy_managers]
         row = self.facts.row_of(str(policy))
-        storages = self.sharing.add_request(request, policy, managers, row)
+        storages = self.sharing.add_request(request, policy, row)
         self.admission.add_request(request, policy, any(s.changes for s in storages))
 
     def _get_local_prefix_cache_hit(

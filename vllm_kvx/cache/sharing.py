@@ -63,9 +63,7 @@ class PrefixSharing:
                     self._block_size,
                 )
 
-    def add_request(
-        self, request: Request, policy: KVPolicy, managers: Sequence[SizedByStorage], row: int
-    ) -> list[Storage]:
+    def add_request(self, request: Request, policy: KVPolicy, row: int) -> list[Storage]:
         """Tells the managers what the request stores and shares; returns what it stores in each.
 
         row: the policy's, by which blocks are counted.
@@ -73,13 +71,14 @@ class PrefixSharing:
         prompt_len, num_layers = request.num_prompt_tokens, self._settings.num_layers
         prefix = policy.shared_prefix
         anchors = prefix.anchors if prefix is not None else 0
-        shares, projects_from = self.shares(request, policy), policy.projects_from
+        publishes, shares = self.publishes(request, policy), self.shares(request, policy)
+        projects_from = policy.projects_from
         by_block = policy.retain is not None and policy.retain.unit == "block"
         selection = policy.selection(prompt_len, num_layers)
         if shares and selection is not None:
             self._resumes[request.request_id] = selection.resumes_at
         storages = []
-        for manager in managers:
+        for manager in self._managers:
             size = manager.block_size
             storage = storage_of(policy, prompt_len, manager.start_layer, size, num_layers)
             kv = RequestKV(storage, by_block=by_block, row=row)
@@ -91,7 +90,7 @@ class PrefixSharing:
             elif projects_from is not None:
                 is_whole = end <= projects_from
             kv.reads = shares and is_whole
-            if not (is_whole and self.publishes(request, policy)):
+            if not (is_whole and publishes):
                 kv.publishes = 0
             elif policy.is_lossy_decode:
                 # Generated tokens of its own are not what a prompt's would be.
@@ -167,7 +166,8 @@ class PrefixSharing:
         num_blocks, hashes, size = 0, self._hashes(request), self._block_size
         layer = self._resumes.get(request.request_id)
         if layer is not None and self.states is not None:
-            limit = self._hold_states(request, hashes, layer, limit, kvs)
+            states = self._find_states(request, hashes, layer, limit, kvs)
+            limit = len(states) * self.states.tokens
         for block_hash in hashes[: limit // size]:
             cached = self._pool.get_cached_block(block_hash, needed)
             if cached is None:
@@ -179,7 +179,7 @@ class PrefixSharing:
         if layer is not None and self.states is not None:
             # Whole blocks of states.
             held = num_blocks * size // self.states.tokens
-            self.states.hold(request.request_id, self.states.let_go(request.request_id)[:held])
+            self.states.hold(request.request_id, states[:held])
             num_blocks = held * self.states.tokens // size
             hits = [blocks[:num_blocks] for blocks in hits]
         if num_blocks * size <= max(kv.anchors for kv in kvs):
@@ -206,10 +206,10 @@ class PrefixSharing:
                 return count
         return len(hashes)
 
-    def _hold_states(
+    def _find_states(
         self, request: Request, hashes: Any, layer: int, limit: int, kvs: Sequence[RequestKV]
-    ) -> int:
-        """Holds cached states for the request; returns how many tokens they are of.
+    ) -> list[KVCacheBlock]:
+        """The cached states that the request may hold.
 
         Held blocks are taken from the free ones. Where the whole prompt would not fit beside them
         it runs cold, instead of waiting for ever.
@@ -220,9 +220,7 @@ class PrefixSharing:
         needed = sum(cdiv(kv.storage.peak_len(request.num_tokens), self._block_size) for kv in kvs)
         needed += self._kv_cache_manager.watermark_blocks
         room = self._pool.get_num_free_blocks() - needed
-        blocks = blocks[: max(room, 0)]
-        self.states.hold(request.request_id, blocks)
-        return len(blocks) * self.states.tokens
+        return blocks[: max(room, 0)]
 
     def end_step(
         self, scheduled: dict[str, int], requests: dict[str, Request]

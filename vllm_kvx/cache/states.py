@@ -94,11 +94,9 @@ class StateCache:
             self._pool.touch(blocks)
             self._held[request_id] = blocks
 
-    def let_go(self, request_id: str) -> list[KVCacheBlock]:
-        """What the request held; it is evictable again."""
-        blocks = self._held.pop(request_id, [])
-        self._pool.free_blocks(reversed(blocks))
-        return blocks
+    def let_go(self, request_id: str) -> None:
+        """What the request held is evictable again."""
+        self._pool.free_blocks(reversed(self._held.pop(request_id, [])))
 
     @property
     def held(self) -> Mapping[str, Sequence[KVCacheBlock]]:
