@@ -275,10 +275,12 @@ class PrefixSharing:
         each = len(running) + 1 + cdiv(self._max_tokens, self._block_size)
         needed = len(self._managers) * each + self._kv_cache_manager.watermark_blocks
         needed += sum(cdiv(kv.storage.kept, self._block_size) for kv in moving)
-        for other in (request, *running):
+        ending = [request.request_id]
+        for other in running:
             left = other.num_prompt_tokens - other.num_computed_tokens
-            if other is request or 0 < left <= self._max_tokens:
-                needed += sum(m.num_blocks_to_end(other.request_id) for m in self._managers)
+            if other is not request and 0 < left <= self._max_tokens:
+                ending.append(other.request_id)
+        needed += sum(m.num_blocks_to_end(name) for m in self._managers for name in ending)
         moves_out = needed <= self._pool.get_num_free_blocks()
         for kv in moving:
             kv.moves_out = moves_out
