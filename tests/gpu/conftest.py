@@ -1,9 +1,13 @@
-"""What every GPU test needs."""
+"""What every GPU test needs: the plugin, engines in this process, float32 that is float32."""
 
+import os
 from importlib.metadata import entry_points
 
 import pytest
 from world.engine import keep_in_process
+
+# Triton multiplies float32 in TF32 unless told otherwise, three digits short of exact.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -398,6 +398,20 @@ def poison_free_blocks(engine: Any) -> None:
     engine.scheduler.schedule = poisoned
 
 
+def fill_free_blocks(engine: Any, byte: int) -> None:
+    """Overwrites every byte of all free blocks of an idle engine with an 8-bit KV cache."""
+    free = [b.block_id for b in engine.pool.blocks if not (b.ref_cnt or b.is_null)]
+    for hook in _state(engine).hooks.layers:
+        hook.layer.kv_cache.view(torch.uint8)[free] = byte
+
+
+def keep_states_in_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states are kept in the prefix cache whatever the KV cache's type."""
+    from vllm_kvx.cache import states
+
+    monkeypatch.setattr(states, "leaves_numbers", lambda *_: True)
+
+
 # Operators.
 
 

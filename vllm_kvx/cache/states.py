@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
@@ -41,15 +42,22 @@ class StateRows:
         groups, model = kv_cache_config.kv_cache_groups, config.model_config
         spec = groups[0].kv_cache_spec
         assert isinstance(spec, AttentionSpec)
-        if spec.dtype.itemsize != model.dtype.itemsize:  # type: ignore[union-attr]
-            # Bytes of states may be no numbers in a narrower format, and attention may multiply
-            # what a recycled block holds beyond its last entry with zero.
+        if not leaves_numbers(spec.dtype, model.dtype):  # type: ignore[arg-type]
             return cls(0, 0, 0)
         state_bytes = model.get_hidden_size() * model.dtype.itemsize  # type: ignore[union-attr]
         per_page = spec.unpadded_page_size_bytes // state_bytes
         pages = max(len(group.layer_names) for group in groups)
         size = spec.block_size
         return cls(per_page, pages, per_page * pages // size * size)
+
+
+def leaves_numbers(cache_dtype: torch.dtype, state_dtype: torch.dtype) -> bool:
+    """Whether the bytes of states are numbers as entries of the KV cache.
+
+    They may be none in a narrower format, and attention may multiply what a recycled block holds
+    beyond its last entry with zero.
+    """
+    return cache_dtype.itemsize == state_dtype.itemsize
 
 
 @dataclass(frozen=True)
