@@ -1,0 +1,36 @@
+"""Sessions of many turns in a pool too small for them: nothing is lost, and nothing is left.
+
+Every entry that a request sees is held against what a cold run would see, so its answer is a cold
+run's. `KVX_SIM_TURNS` sets how many turns, `KVX_SIM_SEEDS` how many runs of a server.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from simulation.servers import SERVERS
+from simulation.sessions import Sessions
+
+TURNS = int(os.environ.get("KVX_SIM_TURNS", 40))
+SEEDS = int(os.environ.get("KVX_SIM_SEEDS", 1))
+
+
+@pytest.mark.parametrize("name", ["fastkv", "block", "pyramid", "speed"])
+def test_sessions_in_a_third_of_their_pool(name: str, tmp_path: Path, one_thread: None) -> None:
+    server = replace(
+        SERVERS[name], max_len=256, max_answer=12, stash=400 * bool(SERVERS[name].stash)
+    )
+    config = server.config(tmp_path)
+    for seed in range(SEEDS):
+        sessions = Sessions(server, config, seed)
+        try:
+            sessions.run(TURNS)
+        except Exception as error:
+            error.add_note(f"{name}, seed {seed}, {sessions.turns} turns: {sessions.case}")
+            raise
+        counts, engine = sessions.engine.worker.counts, sessions.engine
+        happened = {"turns": sessions.turns, "preempted": engine.preempted, **counts}
+        print(name, seed, happened)
+        assert counts["prefix hits"], happened
