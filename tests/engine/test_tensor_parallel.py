@@ -14,9 +14,10 @@ from reference.pyramidkv import Pyramid
 from reference.selfonly import Alone
 from reference.structsnap import StructSnap
 from reference.swiftkv import Swift
+from world import inside
 from world.engine import running
 from world.expected import FULL, Policy, Read, Speed, is_served, named
-from world.parity import ask, assert_parity, room_for
+from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import distinct_prompts, prompts_of
 
 
@@ -58,10 +59,24 @@ def test_tp2_selects_retains_and_reads_what_one_rank_does(
     keeps = [fast, Keep(), fast, fast, Keep(kv_rate=0.3), fast]
     reads = ["fier-64:reduction=sum", "snapkv:kv_rate=0.4+fier-64:reduction=sum"]
     config = {"kv_layout": reads, "kv_debug": True}
-    with running(model, "fastkv:tsp_layer=3", config=config, tensor_parallel_size=2) as engine:
+    with running(
+        model,
+        "fastkv:tsp_layer=3",
+        config=config,
+        tensor_parallel_size=2,
+        enable_prefix_caching=True,
+    ) as engine:
         answers = engine.generate(prompts, policies=names + reads)
+        # Each rank keeps all hidden states, in its smaller pages.
+        nexts = [[*prompts[5], 5, 6, 7], [*prompts[4], 5, 6, 7]]
+        hits = engine.generate(nexts, policies=[None, names[4]])
+        cold = engine.generate(nexts, policies=[None, names[4]], cache_salt="cold")
+        grain = inside.state_tokens(engine)
         counters = counters_by_rank(engine)
         engine.assert_idle()
+    assert [answer.cached for answer in hits] == [301 // grain * grain, 128]
+    assert_close(hits, cold)
+    assert_parity(model, hits, [fast, keeps[4]], most=0)
     answers, read, kept = answers[:6], answers[6:7], answers[7:]
     retrieve = Retrieve(64, reduction="sum")
     assert_parity(model, read, Read(retrieve))
