@@ -5,8 +5,10 @@
         --evaluate "--tasks lookups,short --lengths 4096,16384"
 
 Every cutoff runs `vllm-kvx tune-speed` and `vllm-kvx evaluate --original` on a GPU of its own, with
-the same examples; without --gpus one after the other on the CPU. What is there already is taken up
-again. `--summary NAME` writes benchmarks/results/NAME.json and .png of what DIR holds.
+the same examples, and the original is asked once for all; a GPU that is named twice has two at a
+time, and without --gpus they run one after the other on the CPU. --trial adds a run with options of
+its own, such as `--trial full-18 18 "--method full"`. What is there already is taken up again.
+`--summary NAME` writes benchmarks/results/NAME.json and .png of what DIR holds.
 """
 
 import argparse
@@ -22,6 +24,8 @@ from queue import Queue
 from typing import Any
 
 from vllm_kvx.calibration.figures import draw
+from vllm_kvx.evaluation.rows import row_of_original
+from vllm_kvx.evaluation.store import ANSWERS_FILE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = [sys.executable, "-m", "vllm_kvx.cli"]
@@ -40,48 +44,85 @@ def run(command: Sequence[str], log: Path, gpu: str | None) -> int:
         ).returncode
 
 
+def runs_of(args: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
+    """Names, cutoffs and options of what is tuned: the cutoffs first, then the trials."""
+    plain = [(f"speed-{cutoff}", cutoff, "") for cutoff in args.cutoffs]
+    trials = [(name, int(cutoff), options) for name, cutoff, options in args.trial]
+    return [(name, cutoff, shlex.split(options)) for name, cutoff, options in plain + trials]
+
+
+def seed(original: Path, evaluation: Path) -> None:
+    """What the original answered, as `evaluate --original` would have stored it."""
+    if (evaluation / ANSWERS_FILE).exists():
+        return
+    evaluation.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for line in (original / ANSWERS_FILE).read_text(encoding="utf-8").split("\n")[:-1]:
+        answer = json.loads(line)
+        answer["question"]["policy"] = row_of_original(answer["question"]["policy"])
+        lines.append(json.dumps(answer, ensure_ascii=False) + "\n")
+    (evaluation / ANSWERS_FILE).write_text("".join(lines), encoding="utf-8")
+
+
 def sweep(args: argparse.Namespace) -> list[str]:
     """Tunes and evaluates; what failed."""
     args.directory.mkdir(parents=True, exist_ok=True)
-    examples, tune = args.directory / "examples", shlex.split(args.tune)
+    examples, original = args.directory / "examples", args.directory / "original"
+    tune, ask = shlex.split(args.tune), [*shlex.split(args.evaluate), "--no-plot"]
+    slots = args.gpus or [None]
     gpus: Queue[str | None] = Queue()
-    for gpu in args.gpus or [None]:
+    for gpu in slots:
         gpus.put(gpu)
-    if not (examples / "tuning" / "examples.jsonl").exists():
+
+    def answered() -> int:
+        if (examples / "tuning" / "examples.jsonl").exists():
+            return 0
         first = ["tune-speed", args.model, "--cutoff", str(args.cutoffs[0]), *tune]
-        gpu = (args.gpus or [None])[0]
         more = [*shlex.split(args.data), "--out", str(examples), "--only-examples"]
-        if run([*first, *more], args.directory / "examples.log", gpu):
+        return run([*first, *more], args.directory / "examples.log", slots[0])
+
+    def asked() -> int:
+        command = ["evaluate", args.model, "--output", str(original), *ask, "--policies"]
+        names = dict.fromkeys(n.format(K=k) for _, k, _ in runs_of(args) for n in args.policies)
+        return run([*command, *names], args.directory / "original.log", slots[-1])
+
+    with ThreadPoolExecutor(len(slots)) as pool:
+        asking, answering = pool.submit(asked), pool.submit(answered)
+        if answering.result():
             return ["examples"]
 
-    def one(cutoff: int) -> str | None:
-        gpu = gpus.get()
-        try:
-            out, log = args.directory / f"speed-{cutoff}", args.directory / f"speed-{cutoff}.log"
-            command = ["tune-speed", args.model, "--cutoff", str(cutoff), "--out", str(out), *tune]
-            if run([*command, "--examples", str(examples)], log, gpu):
-                return f"tuning for speed-{cutoff}"
-            policies = [name.format(K=cutoff) for name in args.policies]
-            command = ["evaluate", str(out), "--original", args.model, "--policies", *policies]
-            command += ["--output", str(args.directory / f"evaluate-{cutoff}"), "--no-plot"]
-            if run([*command, *shlex.split(args.evaluate)], log, gpu):
-                return f"evaluating speed-{cutoff}"
-            return None
-        finally:
-            gpus.put(gpu)
+        def one(wanted: tuple[str, int, list[str]]) -> str | None:
+            name, cutoff, options = wanted
+            out, log = args.directory / name, args.directory / f"{name}.log"
+            evaluation = args.directory / f"evaluate-{name}"
+            gpu = gpus.get()
+            try:
+                command = ["tune-speed", args.model, "--cutoff", str(cutoff), "--out", str(out)]
+                if run([*command, *tune, *options, "--examples", str(examples)], log, gpu):
+                    return f"tuning {name}"
+                if asking.result():
+                    return "the original"
+                seed(original, evaluation)
+                policies = [each.format(K=cutoff) for each in args.policies]
+                command = ["evaluate", str(out), "--original", args.model, "--policies", *policies]
+                if run([*command, "--output", str(evaluation), *ask], log, gpu):
+                    return f"evaluating {name}"
+                return None
+            finally:
+                gpus.put(gpu)
 
-    with ThreadPoolExecutor(len(args.gpus or [None])) as pool:
-        return [failure for failure in pool.map(one, args.cutoffs) if failure]
+        failures = list(pool.map(one, runs_of(args)))
+    return list(dict.fromkeys(failure for failure in failures if failure))
 
 
-def summary(directory: Path, cutoffs: Sequence[int]) -> dict[str, Any]:
-    """Records, losses and reports of a sweep's directory, by cutoff."""
+def summary(directory: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Records, losses and reports of a directory: by cutoff, and of trials by their names."""
     found: dict[str, Any] = {}
-    for cutoff in cutoffs:
+    for name in names:
         files = {
-            "record": directory / f"speed-{cutoff}" / "kvx_tuned.json",
-            "losses": directory / f"speed-{cutoff}" / "tuning" / "losses.json",
-            "report": directory / f"evaluate-{cutoff}" / "report.json",
+            "record": directory / name / "kvx_tuned.json",
+            "losses": directory / name / "tuning" / "losses.json",
+            "report": directory / f"evaluate-{name}" / "report.json",
         }
         entry = {
             name: json.loads(path.read_text(encoding="utf-8"))
@@ -93,7 +134,7 @@ def summary(directory: Path, cutoffs: Sequence[int]) -> dict[str, Any]:
             for logged in entry["losses"]["log"]:
                 logged.pop("by", None)
         if entry:
-            found[str(cutoff)] = entry
+            found[name.removeprefix("speed-")] = entry
     return {"cutoffs": found}
 
 
@@ -102,9 +143,8 @@ def curves(pyplot: Any, result: dict[str, Any]) -> Any:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for cutoff, entry in result["cutoffs"].items():
         logged = [e for e in entry.get("losses", {}).get("log", ()) if "loss" in e]
-        left.plot(
-            [e["step"] for e in logged], [e["loss"] for e in logged], label=f"K = {cutoff}", lw=1
-        )
+        label = f"K = {cutoff}" if cutoff.isdecimal() else cutoff
+        left.plot([e["step"] for e in logged], [e["loss"] for e in logged], label=label, lw=1)
     left.set(xlabel="step", ylabel="loss (nats a token)", yscale="log", title="tuning")
     left.legend()
     lines: dict[str, list[tuple[int, float]]] = {}
@@ -134,10 +174,18 @@ def main() -> None:
     parser.add_argument(
         "--policies", nargs="+", default=["speed-{K}"], help="{K} stands for the cutoff"
     )
+    parser.add_argument(
+        "--trial",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("NAME", "K", "OPTIONS"),
+        help="another run of tune-speed",
+    )
     parser.add_argument("--summary", metavar="NAME", help="only write results of what is there")
     args = parser.parse_args()
     if args.summary:
-        result = summary(args.directory, args.cutoffs)
+        result = summary(args.directory, [name for name, *_ in runs_of(args)])
         path = RESULTS / f"{args.summary}.json"
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(draw(path.with_suffix(".png"), curves, result))
