@@ -39,11 +39,11 @@ def draw(
             rows,
             COLUMNS,
             figure,
-            left=0.02,
+            left=0.035,
             right=0.995,
             top=0.985,
             bottom=0.02,
-            wspace=1.6,
+            wspace=2.6,
             hspace=1.2,
         )
         for panel in board["panels"]:
@@ -55,6 +55,7 @@ def draw(
                 axes.axis("off")
                 axes.text(0, 0.2, panel["title"], fontsize=11, weight="bold")
                 continue
+            axes.tick_params(labelsize=6)
             axes.set_title(panel["title"], loc="left", fontsize=8)
             mine = [(q, found) for q, found in answers if q.panel == panel["title"]]
             {"stat": _stat, "table": _table}.get(panel["type"], _lines)(axes, panel, mine)
@@ -123,4 +124,5 @@ def _value(value: float, panel: Mapping[str, Any]) -> str:
         return f"{value:.0%}"
     if unit == "s":
         return f"{value:.3g} s"
-    return f"{value:,.3g}" + (" req/s" if unit == "reqps" else "")
+    number = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return number + (" req/s" if unit == "reqps" else "")

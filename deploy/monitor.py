@@ -33,7 +33,7 @@ from deploy.server import CHECKPOINT, HOST, ServerError, cpu_environment, free_p
 
 MODEL = "lookup-8l"
 POLICY = "fastkv:tsp_layer=4"
-POLICIES = (POLICY, "full", "snapkv", "fier-128:dense_below=0", "speed-4")
+POLICIES = (POLICY, POLICY, "full", "snapkv", "fier-128:dense_below=0", "speed-4")
 CONFIG = {
     "kv_layout": ["speed-4", "snapkv", "fier-128:dense_below=0"],
     # Room for one prompt, so that others wait.
@@ -44,6 +44,8 @@ FLAGS = (
     *("--served-model-name", MODEL, "--kv-policy", POLICY),
     *("--additional-config", json.dumps(CONFIG)),
     *("--max-model-len", "2048", "--max-num-batched-tokens", "512", "--max-num-seqs", "8"),
+    # A pool that the load half fills.
+    *("--num-gpu-blocks-override", "1200"),
     *("--dtype", "float32", "--block-size", "32", "--enforce-eager"),
 )
 # Requests that are answered with a 400, by their bodies' difference.
@@ -52,7 +54,8 @@ REFUSED = (
     {"vllm_xargs": {"kv_policy": "speed"}},
     {"kv_policy": "full"},
 )
-CLIENTS = 3
+CLIENTS = 4
+LENGTHS = (300, 700, 1200, 1800)
 SCRAPE_S = 2
 
 
@@ -136,19 +139,17 @@ def watching(program: str, url: str, folder: Path) -> Iterator[Prometheus]:
 def load(url: str, seconds: int) -> int:
     """Sends requests under every policy; how many were answered."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    prompts = [
-        make_prompt(seed, length, tokenizer)[0]
-        for seed, length in enumerate((300, 700, 1200, 1800, 1800, 600))
-    ]
     end = time.monotonic() + seconds
     counts = [0] * CLIENTS
 
     def client(number: int) -> None:
         rng = random.Random(number)
         while time.monotonic() < end:
+            # Some are new, some were asked before.
+            seed, length = rng.randrange(40), rng.choice(LENGTHS)
             body: dict[str, Any] = {
                 "model": MODEL,
-                "prompt": rng.choice(prompts),
+                "prompt": make_prompt(seed, length, tokenizer)[0],
                 "max_tokens": rng.randint(4, 24),
                 "ignore_eos": True,
                 "temperature": 0,

@@ -48,9 +48,6 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- fail (printf "additionalConfig.%s: set `policy` and `layout` of the chart instead" $key) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (gt (int .Values.replicas) 1) (not .Values.router.enabled) (not .Values.autoscaling.enabled) -}}
-{{- /* A Service spreads connections evenly: allowed, and NOTES.txt says what it costs. */ -}}
-{{- end -}}
 {{- end -}}
 
 {{- /* Variables, volume and memory that servers and the job have in common. */ -}}
