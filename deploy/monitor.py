@@ -146,7 +146,7 @@ def load(url: str, seconds: int) -> int:
         rng = random.Random(number)
         while time.monotonic() < end:
             # Some are new, some were asked before.
-            seed, length = rng.randrange(40), rng.choice(LENGTHS)
+            seed, length = rng.randrange(6), rng.choice(LENGTHS)
             body: dict[str, Any] = {
                 "model": MODEL,
                 "prompt": make_prompt(seed, length, tokenizer)[0],

@@ -14,6 +14,7 @@ from helm_python.chart import Chart, lint
 from helm_python.errors import HelmError
 
 from vllm_kvx import cli
+from vllm_kvx.policy.spec import parse_policy
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm"
 # The oldest release that Chart.yaml allows and whose schema is at hand, and a new one.
@@ -249,3 +250,24 @@ def test_the_autoscalers_metrics_are_the_adapters() -> None:
     scaler = one(render("values-replicas.yaml"), "HorizontalPodAutoscaler")
     asked = {each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]}
     assert asked == {rule["name"]["as"] for rule in rules}
+
+
+def test_values_for_production_stack() -> None:
+    """Keys that its chart requires of a model, and flags that are ours."""
+    path = CHART.parent / "production-stack" / "values.yaml"
+    values = yaml.safe_load(path.read_text())
+    (model,) = values["servingEngineSpec"]["modelSpec"]
+    required = "name repository tag modelURL replicaCount requestCPU requestMemory requestGPU"
+    assert {*required.split(), "pvcStorage"} <= set(model)
+    assert {"pvcAccessMode": ["ReadWriteMany"]}.items() <= model.items()
+    (flag,) = (a for a in model["vllmConfig"]["extraArgs"] if a.startswith("--kv-policy="))
+    parse_policy(flag.partition("=")[2])
+    assert model["vllmConfig"]["enablePrefixCaching"] is True
+    env = {each["name"]: each["value"] for each in model["env"]}
+    assert env["KVX_CACHE_ROOT"].startswith("/data/"), "the chart mounts its volume at /data"
+
+
+def test_policies_of_the_values_are_policies() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name in (values["policy"], *values["layout"], *values["prepare"]["evaluate"]):
+        parse_policy(name)
