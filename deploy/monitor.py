@@ -3,9 +3,9 @@
     python -m deploy.monitor --seconds 180 --draw dashboard.png
 
 Serves the demo checkpoint with room for several policies, sends requests under each of them, and
-starts `prometheus` with the alerts and the scrape settings of deploy/compose. Then it evaluates
-every expression of the dashboard there, as Grafana would, and ends with 1 if one has no data. With
---draw it draws the panels by matplotlib: the data is Grafana's, the picture is not.
+starts `prometheus`, which scrapes it and has the alerts. Then it evaluates every expression of the
+dashboard there, as Grafana would, and ends with 1 if one has no data. With --draw it draws the
+panels by matplotlib: the data is what Grafana would get, the picture is not Grafana's.
 """
 
 import argparse
