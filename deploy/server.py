@@ -48,7 +48,7 @@ def serving(
     Raises:
         ServerError: the server ended, or was not up after `timeout_s` seconds.
     """
-    port = _free_port()
+    port = free_port()
     command = [vllm_command(), "serve", *flags, "--host", HOST, "--port", str(port)]
     with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
@@ -89,7 +89,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])

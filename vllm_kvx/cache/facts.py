@@ -1,7 +1,7 @@
 """What the scheduler knows and the metrics show: it rides to the workers on a step's output."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -9,9 +9,11 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
+from vllm_kvx.cache.latency import Latencies
 from vllm_kvx.cache.ledger import BlockLedger
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
@@ -59,6 +61,7 @@ class SchedulerFacts:
         self._cached: dict[int, int] = {}
         self._states: dict[int, int] = {}
         self._in_full = dict.fromkeys(map(str, RunInFull), 0)
+        self._latencies = Latencies()
         self._changed = False
         self._told_at = float("-inf")
 
@@ -89,6 +92,19 @@ class SchedulerFacts:
         self._in_full[why] += 1
         self._changed = True
 
+    def add_request(self, request: Request, policy: str) -> None:
+        """A request came, whose latencies count under `policy`."""
+        self._latencies.begin(request, self._policies.row_of(policy))
+
+    def add_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """What a step gave its requests."""
+        self._changed |= self._latencies.add_step(outputs)
+
+    def end_request(self, request: Request) -> None:
+        """A request ended, by itself or not."""
+        self._latencies.end(request)
+        self._changed = True
+
     def tell(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Puts the facts on a step's output, if it is time.
 
@@ -117,6 +133,7 @@ class SchedulerFacts:
             "held": {name: held[row] for name, row in rows if held[row]},
             "saved": {name: saved[row] for name, row in rows if saved[row]},
             "run_in_full": dict(self._in_full),
+            **self._latencies.as_dict(rows),
             "stash_waits": self._admission.stash_waits,
             "stash_wait_seconds": self._admission.stash_wait_seconds,
         }

@@ -1,5 +1,6 @@
 """vLLM's schedulers, told what each request's policy stores and shares."""
 
+from itertools import chain
 from typing import Any
 
 from vllm.logger import init_logger
@@ -74,7 +75,10 @@ class _PolicyScheduling:
             elif problem := self._misfit(request):
                 self.facts.add_run_in_full(RunInFull.MISFIT)
                 _run_in_full(request, problem)
-            self._tell_managers(request, self._policy_of(request))
+            policy = self._policy_of(request)
+            self._tell_managers(request, policy)
+            if not request.resumable:  # A session's later prompts have no arrival of their own.
+                self.facts.add_request(request, str(policy))
         super().add_request(request)  # type: ignore[misc]
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
@@ -200,7 +204,9 @@ class _PolicyScheduling:
                         manager.relink(
                             request_id, request.num_computed_tokens, kept[manager.stage]
                         )
-        return super().update_from_output(scheduler_output, output)  # type: ignore[misc]
+        by_client = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
+        self.facts.add_outputs(chain.from_iterable(each.outputs for each in by_client.values()))
+        return by_client
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -209,6 +215,7 @@ class _PolicyScheduling:
 
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)  # type: ignore[misc]
+        self.facts.end_request(request)
         self._counted_unshared.discard(request.request_id)
         self.admission.remove_request(request.request_id)
         self.sharing.remove_request(request.request_id)

@@ -20,6 +20,8 @@ from vllm_kvx.policy.counted import OTHER, CountedPolicies
 PREFIX = "vllm_kvx:"
 BY_POLICY = ("model_name", "policy")
 BY_LAYER = (*BY_POLICY, "layer")
+# As in a histogram of Prometheus: `histogram_quantile` takes them.
+BY_BOUND = (*BY_POLICY, "le")
 OF_SERVER = ("model_name", "server_policy")
 BY_REASON = ("model_name", "reason")
 
@@ -103,6 +105,13 @@ COUNTERS = {
         "retrieval_dense_fallbacks",
         "Decode tokens under retrieval whose context was short enough to be read whole.",
     ),
+    "first_token_seconds": Metric(
+        "first_token_seconds", "Seconds that requests waited for their first token, added up."
+    ),
+    "per_token_seconds": Metric(
+        "per_token_seconds",
+        "Mean seconds of each token after a request's first, added up over requests.",
+    ),
 }
 # Fields with a total by layer.
 LAYER_COUNTERS = {
@@ -113,6 +122,19 @@ LAYER_COUNTERS = {
     ),
     "online_pivots": Metric(
         "online_pivots", "Prompts whose pivot was found online to be the layer.", BY_LAYER
+    ),
+}
+# Fields with a total by upper bound in seconds, each of which has the smaller ones in it.
+BUCKET_COUNTERS = {
+    "first_token_buckets": Metric(
+        "first_token_bucket",
+        "Requests whose first token came within so many seconds after they did.",
+        BY_BOUND,
+    ),
+    "per_token_buckets": Metric(
+        "per_token_bucket",
+        "Requests whose later tokens took so many seconds each, on average.",
+        BY_BOUND,
     ),
 }
 GAUGES = {
@@ -188,6 +210,11 @@ SERVER_GAUGES = {
         OF_SERVER,
     ),
 }
+EVALUATED = Metric(
+    "policy_evaluated",
+    "Whether `vllm-kvx evaluate --save` had measured the policy's answers on these weights when "
+    "the server started.",
+)
 RUN_IN_FULL = Metric(
     "requests_run_in_full",
     "Requests that run under full in the place of the policy that they or the server name.",
@@ -215,6 +242,7 @@ OPS_INFO = Metric(
 ALL_COUNTERS = (
     *COUNTERS.values(),
     *LAYER_COUNTERS.values(),
+    *BUCKET_COUNTERS.values(),
     *SERVER_COUNTERS.values(),
     RUN_IN_FULL,
     REFUSED,
@@ -223,6 +251,7 @@ ALL_GAUGES = (
     *GAUGES.values(),
     *MEASURED.values(),
     *SERVER_GAUGES.values(),
+    EVALUATED,
     UPDATED,
     BUILD_INFO,
     OPS_INFO,
@@ -302,6 +331,11 @@ class PolicyMetrics:
                 for layer, total in _by_layer(values.get(field, ())):
                     if added := self._added((name, field, layer), total):
                         counter(metric, self.model_name, label, layer).inc(added)
+            for field, metric in BUCKET_COUNTERS.items():
+                # All bounds from the first request on, also those that none kept.
+                for bound, total in values.get(field, {}).items():
+                    added = self._added((name, field, bound), total)
+                    counter(metric, self.model_name, label, bound).inc(added)
             for field, metric in GAUGES.items():
                 now[metric, label] = now.get((metric, label), 0) + values.get(field, 0)
             if values.get("recall") is not None:
@@ -353,3 +387,8 @@ def export_build_info(model_name: str, server_policy: str, layout: str) -> None:
 
     versions = (__version__, vllm.__version__, torch.__version__)
     gauge(BUILD_INFO, model_name, server_policy, *map(str, versions), layout).set(1)
+
+
+def export_evaluated(model_name: str, policy: str, evaluated: bool) -> None:
+    """Says for good whether a server's policy was evaluated on its weights."""
+    gauge(EVALUATED, model_name, policy).set(evaluated)

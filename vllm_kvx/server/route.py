@@ -17,7 +17,7 @@ from vllm_kvx import __version__
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server import refused
-from vllm_kvx.server.metrics import PolicyMetrics, export_build_info
+from vllm_kvx.server.metrics import PolicyMetrics, export_build_info, export_evaluated
 from vllm_kvx.server.misplaced import STATUS, refuse_misplaced
 from vllm_kvx.server.stats import StatsReader
 from vllm_kvx.server.trust import Trust
@@ -77,6 +77,10 @@ class PolicyStatus:
         if self.exports:
             layout = "stock" if settings.stock else str(settings.layout)
             export_build_info(self.model_name, policy, layout)
+            for own in settings.policies:
+                if not own.is_full:
+                    found = self.trust.as_json(own)
+                    export_evaluated(self.model_name, str(own), found["measured"])
         if settings.stock:
             return  # Stock workers count nothing.
         metrics = None

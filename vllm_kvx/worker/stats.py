@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvx.policy.axes import DENSE_LAYERS
-from vllm_kvx.policy.counted import CountedPolicies
+from vllm_kvx.policy.counted import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS, CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
@@ -160,6 +160,7 @@ class PolicyStats:
         """JSON-able totals by policy name."""
         prefix = ("prefix_hit", "prefix_cached", "prefix_states")
         told = {key: self._by_row(key) for key in ("unshared", "held", "saved", *prefix)}
+        first, later = (self._histograms(key) for key in ("first_token", "per_token"))
         return {
             name: {
                 "requests": int(self.requests[row]),
@@ -186,6 +187,8 @@ class PolicyStats:
                 "blocks_saved": told["saved"].get(row, 0),
                 "prefix_not_shared": told["unshared"].get(row, 0),
                 **{key: told[key].get(row, 0) for key in prefix},
+                **_latencies("first_token", FIRST_TOKEN_BOUNDS, first.get(row)),
+                **_latencies("per_token", PER_TOKEN_BOUNDS, later.get(row)),
             }
             for name, row in self.policies.names
         }
@@ -200,3 +203,22 @@ class PolicyStats:
             row = self.policies.row_of(name)
             rows[row] = rows.get(row, 0) + count
         return rows
+
+    def _histograms(self, key: str) -> dict[int, np.ndarray]:
+        """The scheduler's counts up to each bound and sum of seconds, by row; see `_by_row`."""
+        rows: dict[int, np.ndarray] = {}
+        for name, values in self.scheduler.get(key, {}).items():
+            row = self.policies.row_of(name)
+            rows[row] = rows.get(row, 0) + np.array(values)
+        return rows
+
+
+def _latencies(
+    name: str, bounds: tuple[float, ...], values: np.ndarray | None
+) -> dict[str, dict[str, int] | float]:
+    """A histogram in the words of Prometheus: its label `le`, and how many took no longer."""
+    if values is None:
+        return {f"{name}_buckets": {}, f"{name}_seconds": 0.0}
+    labels = [*map(str, bounds), "+Inf"]
+    counts = dict(zip(labels, map(int, values[:-1]), strict=True))
+    return {f"{name}_buckets": counts, f"{name}_seconds": float(values[-1])}

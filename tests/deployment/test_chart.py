@@ -1,0 +1,273 @@
+"""The Helm chart, rendered by Helm's own engine: valid for Kubernetes, and right for vLLM."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python.chart import Chart, lint
+from helm_python.errors import HelmError
+
+from vllm_kvx import cli
+from vllm_kvx.policy.spec import parse_policy
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm"
+# The oldest release that Chart.yaml allows and whose schema is at hand, and a new one.
+KUBERNETES = ("1.27", "1.34")
+# Of the Prometheus operator: not Kubernetes' own.
+CUSTOM = {"PodMonitor", "PrometheusRule"}
+KINDS = {"PersistentVolumeClaim", "Deployment", "Service", "Job", "ConfigMap", *CUSTOM}
+ROUTER = {"ServiceAccount", "Role", "RoleBinding"}
+SETS = {
+    "defaults": ((), KINDS),
+    "a100": (("values-a100.yaml",), KINDS),
+    "h100": (("values-h100.yaml",), KINDS),
+    "replicas": (
+        ("values-h100.yaml", "values-replicas.yaml"),
+        KINDS | ROUTER | {"HorizontalPodAutoscaler"},
+    ),
+}
+
+
+def merged(into: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """As `helm --values` lays one file over another."""
+    for key, value in values.items():
+        both = isinstance(value, dict) and isinstance(into.get(key), dict)
+        into[key] = merged(into[key], value) if both else value
+    return into
+
+
+def render(*files: str, **values: Any) -> list[dict[str, Any]]:
+    """The objects of a release named kvx in the namespace llm."""
+    total: dict[str, Any] = {}
+    for file in files:
+        merged(total, yaml.safe_load((CHART / file).read_text()))
+    merged(total, values)
+    texts = Chart.load(CHART).render(total, name="kvx", namespace="llm")
+    manifests = [text for path, text in texts.items() if path.endswith(".yaml")]
+    return [each for text in manifests for each in yaml.safe_load_all(text) if each]
+
+
+def one(objects: list[dict[str, Any]], kind: str, name: str = "kvx") -> dict[str, Any]:
+    (found,) = (o for o in objects if o["kind"] == kind and o["metadata"]["name"].startswith(name))
+    return found
+
+
+def server(objects: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The server's pod and its container."""
+    (deployment,) = (
+        o for o in objects if o["kind"] == "Deployment" and o["metadata"]["name"] == "kvx"
+    )
+    pod = deployment["spec"]["template"]["spec"]
+    return pod, pod["containers"][0]
+
+
+def test_helm_finds_nothing_to_mend() -> None:
+    report = lint(CHART, strict=True)
+    assert report["errors"] == []
+    assert [m for m in report["messages"] if m["severity"] >= 2] == []
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_objects_are_valid(name: str) -> None:
+    files, kinds = SETS[name]
+    objects = render(*files)
+    assert {each["kind"] for each in objects} == kinds
+    for each in objects:
+        assert each["metadata"]["namespace"] == "llm"
+        for version in KUBERNETES:
+            if each["kind"] not in CUSTOM:
+                kubernetes_validate.validate(each, version, strict=True)
+    keys = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_names_meet(name: str) -> None:
+    """What objects say of each other: labels, ports, volumes, claims."""
+    objects = render(*SETS[name][0])
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]
+        for each in objects
+        if each["kind"] in ("Deployment", "Job")
+    }
+
+    def selected(labels: dict[str, str]) -> list[dict[str, Any]]:
+        return [
+            p["spec"] for p in pods.values() if labels.items() <= p["metadata"]["labels"].items()
+        ]
+
+    def ports(pod: dict[str, Any]) -> set[str]:
+        return {port["name"] for c in pod["containers"] for port in c.get("ports", ())}
+
+    service = one(objects, "Service")["spec"]
+    (behind,) = selected(service["selector"])
+    assert service["ports"][0]["targetPort"] in ports(behind)
+    is_routed = "router" in behind["containers"][0]["name"]
+    assert is_routed == (name == "replicas")
+    monitor = one(objects, "PodMonitor")["spec"]
+    (watched,) = selected(monitor["selector"]["matchLabels"])
+    assert [e["port"] for e in monitor["podMetricsEndpoints"]] == ["http"] and "http" in ports(
+        watched
+    )
+    for deployment in (each for each in objects if each["kind"] == "Deployment"):
+        assert len(selected(deployment["spec"]["selector"]["matchLabels"])) == 1
+    claim = one(objects, "PersistentVolumeClaim")["metadata"]["name"]
+    for pod in (pod["spec"] for pod in pods.values()):
+        volumes = {v["name"]: v for v in pod.get("volumes", ())}
+        mounts = [m for c in pod["containers"] for m in c.get("volumeMounts", ())]
+        assert {m["name"] for m in mounts} == set(volumes)
+        if volumes:
+            assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == claim
+            assert {m["mountPath"] for m in mounts} == {"/cache", "/dev/shm"}
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    if is_routed:
+        args = behind["containers"][0]["args"]
+        labels = dict(arg.split("=") for arg in args[args.index("--selector") + 1 :])
+        assert len(selected(labels)) == 1 and selected(labels)[0] is watched
+        scaled = one(objects, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"]
+        assert pods[scaled]["spec"] is watched
+
+
+def test_a_server_has_its_flags() -> None:
+    objects = render(
+        "values-h100.yaml",
+        model="org/model",
+        policy="snapkv:kv_rate=0.2",
+        layout=["speed-24", "fier-2048"],
+        additionalConfig={"kv_share": "off"},
+        tensorParallelSize=4,
+        extraArgs=["--kv-cache-dtype=fp8"],
+        huggingfaceToken={"name": "hub", "key": "token"},
+    )
+    pod, container = server(objects)
+    args = container["args"]
+    assert args[0] == "org/model" and args[-1] == "--kv-cache-dtype=fp8"
+    assert {"--kv-policy=snapkv:kv_rate=0.2", "--tensor-parallel-size=4"} <= set(args)
+    (config,) = (a.partition("=")[2] for a in args if a.startswith("--additional-config="))
+    assert json.loads(config) == {"kv_share": "off", "kv_layout": ["speed-24", "fier-2048"]}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert container["resources"]["requests"]["nvidia.com/gpu"] == 4
+    env = {each["name"]: each for each in container["env"]}
+    assert env["KVX_CACHE_ROOT"]["value"].startswith("/cache/")
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ][0]["matchExpressions"]
+    assert all("H100" in p or "H200" in p for p in term["values"])
+
+
+def test_the_startup_probe_has_time() -> None:
+    """A server may take the seconds it is given, and those of a measurement besides."""
+    for limit, seconds in ((0, 900), (1800, 2700), (5, 905)):
+        pod, container = server(render(calibrationLimit=limit))
+        probe = container["startupProbe"]
+        assert 0 <= probe["periodSeconds"] * probe["failureThreshold"] - seconds < 10
+        assert pod["restartPolicy"] == "Always"
+        env = {each["name"]: each.get("value") for each in container["env"]}
+        assert env["KVX_CALIBRATION_LIMIT"] == str(limit)
+
+
+def test_the_job_measures_what_the_servers_run() -> None:
+    objects = render(
+        prepare={"calibrate": ["fastkv"], "evaluate": ["fastkv", "snapkv:kv_rate=0.2"]}
+    )
+    job = one(objects, "Job")
+    pod = job["spec"]["template"]["spec"]
+    script = pod["containers"][0]["args"][0]
+    assert pod["restartPolicy"] == "OnFailure"
+    assert 'vllm-kvx calibrate "$MODEL" --method fastkv' in script
+    assert "--policies 'fastkv' 'snapkv:kv_rate=0.2'" in script and "--save" in script
+    _, container = server(objects)
+    assert pod["containers"][0]["image"] == container["image"]
+    names = {o["metadata"]["name"] for o in render() + objects if o["kind"] == "Job"}
+    assert len(names) == 2, "other work is another job: a job's template cannot change"
+    assert not [o for o in render(prepare={"enabled": False}) if o["kind"] == "Job"]
+
+
+def commands(script: str) -> Iterator[list[str]]:
+    for line in script.replace("\\\n", " ").splitlines():
+        if line.strip():
+            yield shlex.split(line.replace('"$MODEL"', "org/model"))
+
+
+def test_the_jobs_commands_parse() -> None:
+    """By the parser of `vllm-kvx` itself."""
+    job = one(render(prepare={"calibrate": ["fastkv", "structkv"]}), "Job")
+    script = job["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    parsed = [cli.parser().parse_args(words[1:]) for words in commands(script)]
+    assert [each.model for each in parsed] == ["org/model"] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"polcy": "full"}, "polcy"),
+        ({"policy": "Speed 24"}, "policy"),
+        ({"tensorParallelSize": 0}, "tensorParallelSize"),
+        ({"replicas": 2, "cache": {"accessModes": ["ReadWriteOnce"]}}, "ReadWriteMany"),
+        ({"additionalConfig": {"kv_layout": ["full"]}}, "set `policy` and `layout`"),
+        ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is greater"),
+        ({"huggingfaceToken": {"name": "hub"}}, "key"),
+        ({"router": {"policy": "sessions"}}, "router"),
+    ],
+)
+def test_bad_values_are_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(says)):
+        Chart.load(CHART).validate_schema(values)
+        render(**values)
+
+
+def test_one_replica_may_have_a_volume_of_its_own() -> None:
+    objects = render(prepare={"enabled": False}, cache={"accessModes": ["ReadWriteOnce"]})
+    claim = one(objects, "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+
+def test_custom_objects() -> None:
+    """Kubernetes has no schema of these: the fields that the Prometheus operator documents."""
+    objects = render(monitoring={"labels": {"release": "prometheus"}})
+    monitor, rule = one(objects, "PodMonitor"), one(objects, "PrometheusRule")
+    for each in (monitor, rule):
+        assert each["apiVersion"] == "monitoring.coreos.com/v1"
+        assert each["metadata"]["labels"]["release"] == "prometheus"
+    assert set(monitor["spec"]) == {"selector", "podMetricsEndpoints"}
+    assert set(monitor["spec"]["podMetricsEndpoints"][0]) == {"port", "path", "interval"}
+    assert rule["spec"] == yaml.safe_load((CHART / "monitoring" / "alerts.yaml").read_text())
+    board = one(objects, "ConfigMap")["data"]["vllm-kvx.json"]
+    assert json.loads(board) == json.loads((CHART / "monitoring" / "dashboard.json").read_text())
+
+
+def test_the_autoscalers_metrics_are_the_adapters() -> None:
+    rules = yaml.safe_load((CHART / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    scaler = one(render("values-replicas.yaml"), "HorizontalPodAutoscaler")
+    asked = {each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]}
+    assert asked == {rule["name"]["as"] for rule in rules}
+
+
+def test_values_for_production_stack() -> None:
+    """Keys that its chart requires of a model, and flags that are ours."""
+    path = CHART.parent / "production-stack" / "values.yaml"
+    values = yaml.safe_load(path.read_text())
+    (model,) = values["servingEngineSpec"]["modelSpec"]
+    required = "name repository tag modelURL replicaCount requestCPU requestMemory requestGPU"
+    assert {*required.split(), "pvcStorage"} <= set(model)
+    assert {"pvcAccessMode": ["ReadWriteMany"]}.items() <= model.items()
+    (flag,) = (a for a in model["vllmConfig"]["extraArgs"] if a.startswith("--kv-policy="))
+    parse_policy(flag.partition("=")[2])
+    assert model["vllmConfig"]["enablePrefixCaching"] is True
+    env = {each["name"]: each["value"] for each in model["env"]}
+    assert env["KVX_CACHE_ROOT"].startswith("/data/"), "the chart mounts its volume at /data"
+
+
+def test_policies_of_the_values_are_policies() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name in (values["policy"], *values["layout"], *values["prepare"]["evaluate"]):
+        parse_policy(name)

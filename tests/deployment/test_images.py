@@ -1,0 +1,198 @@
+"""The images and compose files: linted, made of files that there are, and what checks images."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm_kvx.ops import library
+from vllm_kvx.seams import SUPPORTED_VLLM
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "docker").glob("Dockerfile*"))
+COMPOSE = ROOT / "deploy" / "compose"
+CHECK = ROOT / "docker" / "check_image.py"
+
+
+@pytest.fixture(scope="module")
+def check_image() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_image", CHECK)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_hadolint_finds_nothing() -> None:
+    assert [path.name for path in FILES] == ["Dockerfile", "Dockerfile.cpu", "Dockerfile.router"]
+    hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
+    done = subprocess.run([hadolint, *FILES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_is_copied_is_there(path: Path) -> None:
+    """And reaches the builder: .dockerignore lets nothing pass but what it names."""
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignored[1] == "*"
+    allowed = [line[1:] for line in ignored if line.startswith("!")]
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", path.read_text(), re.MULTILINE)
+    assert copied
+    for source in " ".join(copied).split():
+        assert (ROOT / source).exists(), source
+        assert any(source == name or source.startswith(f"{name}/") for name in allowed), source
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_image_ends_as_a_user_and_has_labels(path: Path) -> None:
+    last = path.read_text().split("\nFROM ")[-1]
+    assert re.findall(r"^USER (\S+)$", last, re.MULTILINE)[-1] == "10001:0"
+    for label in ("title", "description", "licenses", "version", "revision"):
+        assert f"org.opencontainers.image.{label}=" in last
+    assert "HEALTHCHECK" in last and "ENTRYPOINT" in last
+
+
+def test_the_default_release_is_served() -> None:
+    for name in ("Dockerfile", "Dockerfile.cpu"):
+        (version,) = set(re.findall(r"VLLM_VERSION=(\d+\.\d+)", _arguments(name)))
+        assert version in SUPPORTED_VLLM
+
+
+def _arguments(name: str) -> str:
+    text = (ROOT / "docker" / name).read_text()
+    return "\n".join(re.findall(r"^ARG .*$", text, re.MULTILINE))
+
+
+# What an image checks of itself.
+
+
+def test_this_environment_passes(check_image: ModuleType) -> None:
+    assert check_image.problems("0", "") == []
+
+
+def test_a_wrong_release(check_image: ModuleType) -> None:
+    (says,) = check_image.problems("0", "0.1.2")
+    assert says.endswith("and 0.1.2 was asked for")
+
+
+def test_ops(check_image: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built = tmp_path / "_kvx_ops.so"
+    monkeypatch.setattr(library, "LIBRARY", built)
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
+    (says,) = check_image.problems("80,90a", "")
+    assert "not built" in says and "KVX_BUILD_OPS=0" in says
+    assert check_image.problems("off", "") == []
+    built.write_text(library.record(library.key_of(), ("80",)))
+    assert check_image.problems("80", "") == []
+    for asked in ("80,90a", "1"):
+        assert check_image.problems(asked, "") == ["no CUDA ops for sm_90a, only for 80"]
+    built.write_text(library.record("0123456789abcdef", ("80", "90a")))
+    (says,) = check_image.problems("80,90a", "")
+    assert "other sources" in says
+
+
+@pytest.fixture
+def answering() -> Iterator[tuple[str, list[int]]]:
+    """A server's address, and the status that it answers with."""
+    status = [200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status[0])
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/health", status
+    server.shutdown()
+    server.server_close()
+
+
+def test_health(answering: tuple[str, list[int]]) -> None:
+    """vLLM answers 503 once its engine is dead."""
+    url, status = answering
+
+    def run(url: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "HEALTH_URL": url}
+        command = [sys.executable, str(CHECK), "--health"]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    assert run(url).returncode == 0
+    status[0] = 503
+    done = run(url)
+    assert done.returncode == 1 and "503" in done.stderr
+    assert run("http://127.0.0.1:9/health").returncode == 1
+
+
+# Compose.
+
+
+class _Loader(yaml.SafeLoader):
+    """Knows compose's own tags."""
+
+
+_Loader.add_multi_constructor("!", lambda loader, tag, node: None)
+
+
+def compose(name: str) -> dict[str, Any]:
+    return yaml.load((COMPOSE / name).read_text(), _Loader)["services"]
+
+
+def test_mounted_files_are_there() -> None:
+    for service in compose("compose.yaml").values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (COMPOSE / source).exists(), source
+    for name in ("compose.yaml", "cpu.yaml", "replicas.yaml"):
+        for service in compose(name).values():
+            if "build" in service:
+                folder = COMPOSE / service["build"]["context"]
+                assert (folder / service["build"]["dockerfile"]).is_file()
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    services = compose("compose.yaml")
+    mounts = dict(v.split(":")[:2] for v in services["grafana"]["volumes"])
+    provisioning = COMPOSE / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in services
+    (provider,) = yaml.safe_load((provisioning / "dashboards/vllm-kvx.yaml").read_text())[
+        "providers"
+    ]
+    target = mounts["../helm/monitoring/dashboard.json"]
+    assert target.startswith(provider["options"]["path"])
+    assert services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == target
+
+
+def test_prometheus_finds_servers_and_alerts() -> None:
+    services = compose("compose.yaml")
+    settings = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())
+    mounts = dict(v.split(":")[:2] for v in services["prometheus"]["volumes"])
+    assert settings["rule_files"] == [mounts["../helm/monitoring/alerts.yaml"]]
+    (job,) = settings["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    for service in (services["vllm"], compose("replicas.yaml")["vllm-1"]):
+        assert service["networks"]["default"]["aliases"] == found["names"]
+
+
+def test_the_router_has_every_replica() -> None:
+    services = compose("replicas.yaml")
+    urls = [a for a in services["router"]["command"] if a.startswith("http")]
+    assert urls == ["http://vllm:8000", "http://vllm-1:8000"]
+    assert {*services["router"]["depends_on"]} == {"vllm", "vllm-1"}
