@@ -96,6 +96,12 @@ def _policy_name(text: str) -> str:
     return text
 
 
+def _request_policies() -> tuple[str, ...]:
+    from vllm_kvx.settings import REQUEST_POLICIES
+
+    return REQUEST_POLICIES
+
+
 def _flag_help() -> str:
     from vllm_kvx.policy.methods.table import METHODS
 
@@ -117,6 +123,14 @@ def _with_flag(original: _Function) -> _Function:
         group.add_argument(
             "--kv-policy", type=_policy_name, default=None, metavar="POLICY", help=_flag_help()
         )
+        group.add_argument(
+            "--kv-request-policies",
+            choices=_request_policies(),
+            default=None,
+            help="Which policies requests may name: off, none but the server's; layout, any that "
+            "fits the server's layout (the default); list, those in kv_policy and kv_layout. The "
+            'same as --additional-config \'{"kv_request_policies": "..."}\'.',
+        )
         return parser
 
     return add_cli_args
@@ -125,13 +139,15 @@ def _with_flag(original: _Function) -> _Function:
 def _with_flag_value(original: _Function) -> _Function:
     def from_cli_args(cls: type, args: Namespace) -> Any:
         flag = getattr(args, "kv_policy", None)
-        if flag is not None:
-            from vllm_kvx.settings import merge_flag
+        requests = getattr(args, "kv_request_policies", None)
+        if flag is not None or requests is not None:
+            from vllm_kvx.settings import merge_flags
 
             # Into the namespace itself: further API server processes get it pickled, and call
             # from_cli_args before vLLM has loaded its plugins there.
             with refusing():
-                args.additional_config = merge_flag(flag, getattr(args, "additional_config", None))
+                config = getattr(args, "additional_config", None)
+                args.additional_config = merge_flags(flag, requests, config)
         return original(cls, args)
 
     return from_cli_args

@@ -4,6 +4,8 @@
 
 kv_policy: the policy of every request that does not name one. The others need it.
 kv_layout: a list of further policies that the server makes room for.
+kv_request_policies: what requests may name: "off", nothing but the server's policy; "layout" (the
+    default), any policy that fits; "list", those in kv_policy and kv_layout.
 kv_stash_tokens: how many prompt tokens the stash holds, which wait there until the last chunk of
     their prompt selects some (default: --max-model-len plus --max-num-batched-tokens).
 kv_tsp_layer: the layer that FastKV's ``tsp_layer=auto`` stands for with this model.
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 POLICY_KEY = "kv_policy"
 LAYOUT_KEY = "kv_layout"
+REQUESTS_KEY = "kv_request_policies"
 STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
@@ -45,7 +48,13 @@ MEASUREMENTS: tuple[Measurement, ...] = tuple(
 _MEASURED_KEYS = tuple(m.key for m in MEASUREMENTS) + tuple(
     m.reduction_key for m in MEASUREMENTS if m.reduction
 )
-KEYS = (POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS, DEBUG_KEY, RECALL_KEY, SHARE_KEY)
+KEYS = (
+    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS),
+    *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, REQUESTS_KEY),
+)
+# What REQUESTS_KEY may be.
+NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
+REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ class KVSettings:
     recall_every: of the steps that retrieve every n-th measures recall; 0 for none.
     policies: those that the server was started for, `policy` first.
     shares: whether prompts that retention compacts share prefixes.
+    request_policies: which policies requests may name, one of `REQUEST_POLICIES`.
     """
 
     policy: KVPolicy
@@ -133,6 +143,7 @@ class KVSettings:
     recall_every: int = 0
     policies: tuple[KVPolicy, ...] = ()
     shares: bool = True
+    request_policies: str = ANY_THAT_FITS
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
@@ -184,6 +195,12 @@ class KVSettings:
         share = config.get(SHARE_KEY, "on")
         if share not in ("on", "off"):
             raise ValueError(f'{SHARE_KEY} must be "on" or "off", got {share!r}')
+        requests = config.get(REQUESTS_KEY, ANY_THAT_FITS)
+        if requests not in REQUEST_POLICIES:
+            raise ValueError(
+                f"{REQUESTS_KEY} must be one of {', '.join(REQUEST_POLICIES)}, got {requests!r}; "
+                f"{THOSE_NAMED} lets requests name the policies in {POLICY_KEY} and {LAYOUT_KEY}"
+            )
         names = config.get(LAYOUT_KEY, [])
         if not isinstance(names, (list, tuple)):
             raise ValueError(
@@ -211,7 +228,23 @@ class KVSettings:
             measured=measured,
             recall_every=recall_every,
             shares=share == "on",
+            request_policies=requests,
         )
+
+    def allows(self, policy: KVPolicy) -> bool:
+        """Whether the operator lets requests name `policy`, if it fits."""
+        if self.request_policies == ANY_THAT_FITS:
+            return True
+        named = self.policies if self.request_policies == THOSE_NAMED else ()
+        return policy == self.policy or policy in named
+
+    def names_allowed(self) -> str:
+        """What requests may name, in words."""
+        if self.stock or self.request_policies == NO_POLICY:
+            return "no other policy"
+        if self.request_policies == ANY_THAT_FITS:
+            return "any policy that fits"
+        return f"these policies alone: {', '.join(dict.fromkeys(map(str, self.policies)))}"
 
     def counted_policies(self) -> CountedPolicies:
         """Rows for counters by policy; those of the server, and `full`, have theirs for good."""
@@ -255,15 +288,26 @@ def policy_is_set(config: Any) -> bool:
     return is_set
 
 
-def merge_flag(flag: str, config: Any) -> dict[str, Any]:
-    """`config`, the user's ``--additional-config``, with the policy of ``--kv-policy`` in it.
+def merge_flags(flag: str | None, requests: str | None, config: Any) -> dict[str, Any]:
+    """`config`, the user's ``--additional-config``, with what the flags say in it.
+
+    flag: of ``--kv-policy``; requests: of ``--kv-request-policies``; None where not given.
 
     Raises:
-        ValueError: the two name different policies, or `config` is not a JSON object.
+        ValueError: a flag and `config` differ, or `config` is not a JSON object.
     """
     config = {} if config is None else config
     if not isinstance(config, dict):
         raise ValueError(f"--additional-config must be a JSON object, got {config!r}")
+    if requests is not None:
+        if config.get(REQUESTS_KEY, requests) != requests:
+            raise ValueError(
+                f"--kv-request-policies {requests} and --additional-config with {REQUESTS_KEY} "
+                f"{config[REQUESTS_KEY]!r} differ; drop one of them"
+            )
+        config = {**config, REQUESTS_KEY: requests}
+    if flag is None:
+        return config
     other = config.get(POLICY_KEY)
     if other is not None and other != flag and parse_policy(other) != parse_policy(flag):
         raise ValueError(

@@ -145,6 +145,17 @@ def test_two_policies_are_refused_as_the_server_does(doctor) -> None:
     assert problem.status == "problem" and "name different policies" in problem.says
 
 
+def test_what_requests_may_name_is_told(doctor) -> None:
+    asked = doctor("speed-4", request_policies="list", serve_args=ON_CPU)
+    assert lines(asked("model", "flags"), "problem") == []
+    assert "requests may name these policies alone: speed-4 (kv_request_policies)" in lines(
+        asked("policy"), "ok"
+    )
+    asked = doctor("speed-4", additional_config={"kv_request_policies": "none"})
+    (problem,) = asked("model", "policy")[1:]
+    assert problem.status == "problem" and "must be one of off, layout, list" in problem.says
+
+
 def test_flags_without_a_policy(doctor) -> None:
     asked = doctor(serve_args=("--enable-lora", *ON_CPU))
     taken, refused = asked("model", "flags")

@@ -57,6 +57,30 @@ def test_two_policies_are_an_error(parser, llama: str) -> None:
     parsed(parser, llama, "--kv-policy", "speed-4", *spelled_out)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-request-policies", "list"],
+        ["--additional-config.kv_request_policies", "list"],
+        ["--kv-request-policies", "list", "--additional-config.kv_request_policies", "list"],
+    ],
+)
+def test_what_requests_may_name_has_a_flag(parser, llama: str, flags: list[str]) -> None:
+    expected = {"kv_policy": "speed-4", "kv_request_policies": "list"}
+    assert parsed(parser, llama, "--kv-policy", "speed-4", *flags).additional_config == expected
+
+
+def test_what_requests_may_name_is_said_once(parser, llama: str) -> None:
+    flags = ["--kv-policy", "speed-4", "--kv-request-policies", "off"]
+    config = ["--additional-config.kv_request_policies", "list"]
+    with pytest.raises(ValueError, match=r"--kv-request-policies off.*'list' differ; drop one"):
+        parsed(parser, llama, *flags, *config)
+    with pytest.raises(ValueError, match=r"kv_request_policies.*without kv_policy"):
+        parsed(parser, llama, *flags[2:]).create_engine_config()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-request-policies", "some"])
+
+
 def test_further_api_servers_see_the_flag(parser, llama: str) -> None:
     # They get the namespace pickled and read it before plugins are loaded there.
     args = parser.parse_args(["--model", llama, "--skip-tokenizer-init", "--kv-policy", "speed-4"])
@@ -156,6 +180,11 @@ def test_no_policy_is_set(config) -> None:
         ({"kv_layout": ["speed-4"]}, "kv_layout.*without kv_policy"),
         ({"kv_debug": True}, "kv_debug.*without kv_policy"),
         ({"kv_recall_every": 8}, "kv_recall_every.*without kv_policy"),
+        ({"kv_request_policies": "off"}, "kv_request_policies.*without kv_policy"),
+        (
+            {"kv_policy": "full", "kv_requests_policies": "off"},
+            "'kv_requests_policies'.*'kv_request_policies'",
+        ),
     ],
 )
 def test_a_misspelled_key_is_an_error(make_config, config: dict, names: str) -> None:
@@ -216,6 +245,10 @@ def test_a_misspelled_key_of_a_flag_is_an_error(parser, llama: str, flags: list[
         ({"kv_policy": "full", "kv_layout": [3]}, r"^kv_layout\[0\]: .*string"),
         ({"kv_policy": "full", "kv_layout": "speed-2"}, "kv_layout must be a list"),
         ({"kv_policy": "full", "kv_debug": "yes"}, "kv_debug must be true or false"),
+        (
+            {"kv_policy": "full", "kv_request_policies": ["speed-4"]},
+            r"kv_request_policies must be one of off, layout, list, got \['speed-4'\]; list lets",
+        ),
     ],
 )
 def test_a_bad_value_is_an_error(config: dict, names: str) -> None:

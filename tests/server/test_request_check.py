@@ -25,14 +25,15 @@ from vllm_kvx.settings import KVSettings
 MODEL = "checked"
 
 
-def settings_of(policy: str, *layout: str) -> KVSettings:
-    return KVSettings.of({"kv_policy": policy, "kv_layout": list(layout)}, num_layers=8)
+def settings_of(policy: str, *layout: str, requests: str = "layout") -> KVSettings:
+    config = {"kv_policy": policy, "kv_layout": list(layout), "kv_request_policies": requests}
+    return KVSettings.of(config, num_layers=8)
 
 
-def validator(policy: str, *layout: str) -> Any:
+def validator(policy: str, *layout: str, requests: str = "layout") -> Any:
     """What vLLM's front end calls for each request."""
     return build_custom_logits_processors_params_validator(
-        [class_path(settings_of(policy, *layout), MODEL)]
+        [class_path(settings_of(policy, *layout, requests=requests), MODEL)]
     )
 
 
@@ -179,6 +180,39 @@ def test_a_full_server_runs_full_alone() -> None:
         check(params("speed-4"))
 
 
+@pytest.mark.parametrize("server", ["speed-4", "full", "fier-64"])
+def test_an_operator_may_let_requests_choose_nothing(server: str) -> None:
+    check = validator(server, "speed-4", "quest-64" if server == "full" else "full", requests="off")
+    for passes in (None, server):
+        check(params(passes))
+    check(SamplingParams(extra_args={"kv_policy": None}))
+    for name in {"full", "speed-4", "speed-4:tail=2"} - {server}:
+        with pytest.raises(VLLMValidationError, match=rf"{name}: .*every request under {server}, "):
+            check(params(name))
+    with pytest.raises(VLLMValidationError, match="did you mean speed-K"):
+        check(params("sped-4"))
+
+
+def test_an_operator_may_let_requests_choose_from_a_list() -> None:
+    check = validator("speed-4", "speed-4:tail=2", "fier-64", requests="list")
+    for passes in (None, "speed-4", "speed-4:anchors=1", "speed-4:tail=2", "fier-64"):
+        check(params(passes))
+    allowed = r"lets requests name these policies alone: speed-4, speed-4:tail=2, fier-64 \("
+    for name in ("full", "fier-32", "speed-4:tail=3", "speed-4+fier-64", "speed-5"):
+        with pytest.raises(VLLMValidationError, match=allowed):
+            check(params(name))
+    validator("speed-4", "full", requests="list")(params("full"))
+
+
+def test_full_is_no_advice_where_it_may_not_be_named() -> None:
+    for requests, more in (("off", ["full"]), ("list", [])):
+        check = validator("speed-4", *more, requests=requests)
+        with pytest.raises(VLLMValidationError, match="skips some: ask without it"):
+            check(params(prompt_logprobs=1))
+    with pytest.raises(VLLMValidationError, match=r'send vllm_xargs={"kv_policy": "full"} too'):
+        validator("speed-4", "full", requests="list")(params(prompt_logprobs=1))
+
+
 @pytest.mark.parametrize(
     "key", ["kv_polcy", "kv-policy", "kvpolicy", "KV_policy", "kv_policies", "kvPolicy"]
 )
@@ -219,7 +253,8 @@ SERVERS = ("full", "speed-4", "speed-5", "speed-4:tail=2", "fier-64", "quest-64"
 
 def test_the_name_carries_the_server() -> None:
     paths = {class_path(settings_of(p), MODEL) for p in SERVERS}
-    assert len(paths) == len(SERVERS)
+    paths |= {class_path(settings_of("speed-4", requests=r), MODEL) for r in ("off", "list")}
+    assert len(paths) == len(SERVERS) + 2
     for path in paths:
         module, name = path.split(":")
         assert module == request_check.__name__

@@ -7,20 +7,19 @@ from vllm_kvx.doctor.findings import Context
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, merge_flag, policy_is_set
+from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, merge_flags, policy_is_set
 
 
 def additional_config(context: Context) -> dict[str, Any]:
     """``additional_config`` as the server makes it of its flags, as far as it is known.
 
     Raises:
-        ValueError: as ``settings.merge_flag``.
+        ValueError: as ``settings.merge_flags``.
     """
     if context.additional_config is not None:
         return dict(context.additional_config)
-    given = context.request.additional_config
-    policy = context.request.policy
-    return dict(given) if policy is None else merge_flag(policy, given)
+    request = context.request
+    return dict(merge_flags(request.policy, request.request_policies, request.additional_config))
 
 
 def left_to_measurement(config: dict[str, Any]) -> list[Method]:

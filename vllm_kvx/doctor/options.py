@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import check_served, parse_policy
+from vllm_kvx.settings import REQUEST_POLICIES
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -35,6 +36,11 @@ def add_doctor(commands: "_Commands") -> None:
     )
     command.add_argument(
         "--kv-policy", type=_policy, metavar="POLICY", help="as the server's (default: none)"
+    )
+    command.add_argument(
+        "--kv-request-policies",
+        choices=REQUEST_POLICIES,
+        help="as the server's (default: layout)",
     )
     command.add_argument(
         "--additional-config",

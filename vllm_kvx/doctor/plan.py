@@ -10,7 +10,7 @@ from vllm_kvx.doctor.sizes import Pool, Sizes, memory_of, size_of
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of
-from vllm_kvx.settings import POLICY_KEY, KVSettings
+from vllm_kvx.settings import POLICY_KEY, REQUESTS_KEY, KVSettings
 
 _NAME_POLICY = "vllm-kvx doctor MODEL --kv-policy POLICY"
 
@@ -39,6 +39,7 @@ def policy(context: Context) -> Iterator[Finding]:
     assert settings is not None
     if settings.stock:
         return
+    yield ok(f"requests may name {settings.names_allowed()} ({REQUESTS_KEY})")
     yield ok(f"layout on {settings.num_layers} layers: {settings.layout}")
     try:
         sizes = Sizes.of(context)

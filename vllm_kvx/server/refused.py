@@ -14,6 +14,7 @@ class Reason(StrEnum):
     MALFORMED = "malformed"  # A name that is no policy's.
     NOT_SERVED = "not_served"  # A policy, or a composition, that no server runs.
     NOT_FOR_MODEL = "not_for_model"  # It needs layers that the model does not have.
+    NOT_ALLOWED = "not_allowed"  # The operator lets no request name it.
     NO_ROOM = "no_room"  # It does not fit the server's layout.
     PROMPT_LOGPROBS = "prompt_logprobs"  # They need layers that the policy skips.
     BEAM_SEARCH = "beam_search"

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
 from vllm_kvx.server.refused import OnRefusal, Reason, count_for, refusing
-from vllm_kvx.settings import POLICY_KEY, KVSettings, Measured
+from vllm_kvx.settings import NO_POLICY, POLICY_KEY, REQUESTS_KEY, KVSettings, Measured
 from vllm_kvx.spelling import misspelling
 
 if TYPE_CHECKING:
@@ -74,17 +74,35 @@ def check_request(
             )
         with refusing(Reason.MALFORMED, on_refusal):
             policy = settings.parse(name)
+        with refusing(Reason.NOT_ALLOWED, on_refusal):
+            _check_allowed(settings, policy)
         _check_fits(settings, policy, on_refusal)
     if policy.propagate is None:
         return
     for parameter in ("prompt_logprobs", "prompt_logprob_token_ids"):
         if getattr(sampling_params, parameter) is not None:
             on_refusal(Reason.PROMPT_LOGPROBS)
+            instead = "ask without it"
+            if settings.allows(KVPolicy()):
+                instead = f"""send vllm_xargs={{"{POLICY_KEY}": "full"}} too, or {instead}"""
             raise ValueError(
                 f"{parameter} (in completions also echo with logprobs) needs every prompt token "
-                f"at full depth, and KV policy {policy} skips some: "
-                f"""send vllm_xargs={{"{POLICY_KEY}": "full"}} too, or ask without it"""
+                f"at full depth, and KV policy {policy} skips some: {instead}"
             )
+
+
+def _check_allowed(settings: KVSettings, policy: KVPolicy) -> None:
+    if settings.allows(policy):
+        return
+    if settings.request_policies == NO_POLICY:
+        raise PolicyError(
+            f"{policy}: this server runs every request under {settings.policy}, and its operator "
+            f"lets requests choose no other ({REQUESTS_KEY}={NO_POLICY}): leave {POLICY_KEY} out"
+        )
+    raise PolicyError(
+        f"{policy}: this server's operator lets requests name {settings.names_allowed()} "
+        f"({REQUESTS_KEY}={settings.request_policies})"
+    )
 
 
 def _check_fits(settings: KVSettings, policy: KVPolicy, on_refusal: OnRefusal) -> None:
@@ -116,6 +134,8 @@ def class_path(settings: KVSettings, model_name: str) -> str:
     """
     facts = {
         "policy": str(settings.policy),
+        "policies": [str(policy) for policy in settings.policies],
+        "request_policies": settings.request_policies,
         "layout": dataclasses.asdict(settings.layout),
         "measured": settings.measured.layers,
         "num_layers": settings.num_layers,
@@ -136,6 +156,8 @@ def _class_of(name: str) -> type[RequestCheck]:
     facts = json.loads(bytes.fromhex(name.removeprefix(_PREFIX)))
     settings = KVSettings(
         policy=parse_policy(facts["policy"]),
+        policies=tuple(map(parse_policy, facts["policies"])),
+        request_policies=facts["request_policies"],
         layout=_layout(facts["layout"]),
         num_layers=facts["num_layers"],
         debug=False,

@@ -107,6 +107,7 @@ class PolicyStatus:
             "version": __version__,
             "policy": str(settings.policy),
             "parameters": settings.policy.parameters(),
+            "request_policies": settings.request_policies,
             "measured": settings.measured.as_dict(),
             "measured_config": settings.measured.as_config(),
             "model_key": self.trust.model_key,

@@ -216,11 +216,12 @@ def _log(settings: KVSettings, sources: list[str]) -> None:
         )
         return
     logger.info(
-        "vllm-kvx %s: KV policy %s on %d layers: %s. Requests may name any policy that fits.",
+        "vllm-kvx %s: KV policy %s on %d layers: %s. Requests may name %s.",
         __version__,
         policy,
         settings.num_layers,
         settings.layout,
+        settings.names_allowed(),
     )
     for source in sources:
         logger.info(source)
