@@ -118,7 +118,7 @@ def _flag_help() -> str:
 def _with_flag(original: _Function) -> _Function:
     def add_cli_args(parser: Any) -> Any:
         parser = original(parser)
-        _say_refusals_in_a_line()
+        _wrap_serve_command()
         group = parser.add_argument_group(title="KVPolicy", description=_GROUP_HELP)
         group.add_argument(
             "--kv-policy", type=_policy_name, default=None, metavar="POLICY", help=_flag_help()
@@ -138,19 +138,36 @@ def _with_flag(original: _Function) -> _Function:
 
 def _with_flag_value(original: _Function) -> _Function:
     def from_cli_args(cls: type, args: Namespace) -> Any:
-        flag = getattr(args, "kv_policy", None)
-        requests = getattr(args, "kv_request_policies", None)
-        if flag is not None or requests is not None:
-            from vllm_kvx.settings import merge_flags
-
-            # Into the namespace itself: further API server processes get it pickled, and call
-            # from_cli_args before vLLM has loaded its plugins there.
-            with refusing():
-                config = getattr(args, "additional_config", None)
-                args.additional_config = merge_flags(flag, requests, config)
+        _merge_flags_into(args)
         return original(cls, args)
 
     return from_cli_args
+
+
+def _merge_flags_into(args: Namespace) -> None:
+    """What our flags say goes into ``additional_config``, of the namespace itself.
+
+    Further API server processes get it pickled, and call from_cli_args before vLLM has loaded its
+    plugins there.
+    """
+    flag = getattr(args, "kv_policy", None)
+    requests = getattr(args, "kv_request_policies", None)
+    if flag is not None or requests is not None:
+        from vllm_kvx.settings import merge_flags
+
+        with refusing():
+            config = getattr(args, "additional_config", None)
+            args.additional_config = merge_flags(flag, requests, config)
+
+
+def _with_merged_flags(original: _Function) -> _Function:
+    """`vllm serve`, which may start servers of several ports before it reads any argument."""
+
+    def cmd(args: Namespace) -> None:
+        _merge_flags_into(args)
+        original(args)
+
+    return serve_command(cmd)
 
 
 def _with_policy(original: _Function) -> _Function:
@@ -200,11 +217,11 @@ def _refuse_beam_search() -> None:
     wrap_once(InputProcessor, "resolve_watermarking", refuse_beam_search)
 
 
-def _say_refusals_in_a_line() -> None:
+def _wrap_serve_command() -> None:
     """For `vllm serve`, whose module is loaded by now where it runs; everybody else may catch."""
     serve = sys.modules.get("vllm.entrypoints.cli.serve")
     if serve is not None:
-        wrap_once(serve.ServeSubcommand, "cmd", serve_command)
+        wrap_once(serve.ServeSubcommand, "cmd", _with_merged_flags)
 
 
 def _plugins_module() -> Any:

@@ -76,6 +76,7 @@ REPLACED = {
 }
 # What we call of that which vLLM may change without a word, least of all in its release notes.
 CALLED = {
+    "server": ("vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async",),
     "engine": (
         "vllm.forward_context:override_forward_context",
         "vllm.v1.core.block_pool:BlockPool._insert_block_hash",

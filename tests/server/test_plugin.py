@@ -152,12 +152,21 @@ def test_only_the_vllm_serve_command_ends_so(monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, "vllm.entrypoints.cli.serve", raising=False)
     EngineArgs.add_cli_args(parser)
     assert "vllm.entrypoints.cli.serve" not in sys.modules
+    served: list[Namespace] = []
     command = SimpleNamespace(
-        ServeSubcommand=type("ServeSubcommand", (), {"cmd": staticmethod(id)})
+        ServeSubcommand=type("ServeSubcommand", (), {"cmd": staticmethod(served.append)})
     )
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.serve", command)
-    EngineArgs.add_cli_args(FlexibleArgumentParser())
-    assert command.ServeSubcommand.cmd is not id
+    EngineArgs.add_cli_args(parser := FlexibleArgumentParser())
+    args = parser.parse_args(["--kv-policy", "speed-4", "--kv-request-policies", "off"])
+    command.ServeSubcommand.cmd(args)
+    # Before it runs: it may start servers of several ports, which get these arguments pickled.
+    assert served == [args]
+    assert args.additional_config == {"kv_policy": "speed-4", "kv_request_policies": "off"}
+    other = parser.parse_args(["--kv-policy", "speed-4", "--additional-config.kv_policy", "full"])
+    with pytest.raises(SystemExit):
+        command.ServeSubcommand.cmd(other)
+    assert served == [args]
 
 
 def test_another_vllm_without_our_seams_still_works(monkeypatch) -> None:

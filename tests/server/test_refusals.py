@@ -57,7 +57,6 @@ CASES = [
     ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
     ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 1"),
     ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 1"),
-    ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1"),
     ("parallel_config.enable_elastic_ep", True, "--enable-elastic-ep"),
     ("parallel_config.use_ubatching", True, "--enable-dbo"),
     ("parallel_config.enable_hc_sp", True, "--enable-hc-sp"),
@@ -119,7 +118,19 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
     older = "vllm.v1.executor.ray_executor.RayDistributedExecutor"
     refused |= set(reasons(WITH_POLICY, changed(stock, EXECUTOR, older)))
+    refused |= set(reasons(WITH_POLICY, several_engines(stock, "ray")))
     assert refused == {row.reason for row in WITH_POLICY}
+
+
+def several_engines(config: Any, backend: str) -> Any:
+    config = changed(config, "parallel_config.data_parallel_size", 2)
+    return changed(config, "parallel_config.data_parallel_backend", backend)
+
+
+def test_engines_of_one_server(stock) -> None:
+    assert not reasons(WITH_POLICY, several_engines(stock, "mp"))
+    (reason,) = reasons(WITH_POLICY, several_engines(stock, "ray"))
+    assert "--data-parallel-backend mp" in reason
 
 
 def test_rays_older_executor(stock, monkeypatch) -> None:

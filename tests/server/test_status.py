@@ -49,7 +49,9 @@ class Engine:
                 hf_text_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 8}),
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
-            parallel_config=SimpleNamespace(_api_process_rank=rank, _api_process_count=count),
+            parallel_config=SimpleNamespace(
+                _api_process_rank=rank, _api_process_count=count, data_parallel_size=1
+            ),
         )
 
     async def collective_rpc(self, method: str) -> list:
@@ -113,6 +115,7 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
             "seconds_in_retention": 0.0,
             "seconds_in_detector": 0.0,
             "kv_bytes_moved": 0,
+            "engines": 1,
             "counters": {"speed-4": {"prompt_tokens": 5}},
             "current": True,
         }

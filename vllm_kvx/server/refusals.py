@@ -76,9 +76,11 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "prefill context parallelism is not supported yet: set --prefill-context-parallel-size 1",
     ),
     Refusal(
-        lambda c: c.parallel_config.data_parallel_size > 1,
-        "data parallelism is not supported yet: set --data-parallel-size 1 and run one server for "
-        "each replica",
+        lambda c: (
+            c.parallel_config.data_parallel_size > 1
+            and c.parallel_config.data_parallel_backend == "ray"
+        ),
+        "data parallelism by Ray's actors is not supported yet: set --data-parallel-backend mp",
     ),
     Refusal(
         lambda c: _executor_runs_without_worker(c),

@@ -17,6 +17,7 @@ from vllm_kvx import __version__
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server import refused
+from vllm_kvx.server.engines import ENGINES
 from vllm_kvx.server.metrics import PolicyMetrics, export_build_info, export_evaluated
 from vllm_kvx.server.misplaced import STATUS, refuse_misplaced
 from vllm_kvx.server.stats import StatsReader
@@ -134,6 +135,7 @@ class PolicyStatus:
             "seconds_in_detector": stats.get("seconds_in_detector", 0.0),
             "kv_bytes_moved": stats.get("kv_bytes_moved", 0),
             **({"retrieval": stats["retrieval"]} if "retrieval" in stats else {}),
+            "engines": stats.get(ENGINES, 1),
             "counters": stats.get("policies", {}),
             "current": self.reader is None or self.reader.is_current,
         }

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_kvx.server.engines import read_stats
+
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
@@ -40,7 +42,7 @@ class StatsReader:
         return time.monotonic() - self._read_at < 2 * FRESH_S
 
     async def read(self) -> dict[str, Any]:
-        """The counters of rank 0: see ``kv_policy_stats`` of the worker; {} before the first."""
+        """The counters, see ``engines.read_stats``; {} before the first time."""
         if self._call is None and time.monotonic() - self._read_at >= FRESH_S:
             self._call = asyncio.create_task(self._read())
         if self._call is not None:
@@ -50,7 +52,7 @@ class StatsReader:
 
     async def _read(self) -> None:
         try:
-            stats = (await self.engine_client.collective_rpc("kv_policy_stats"))[0]
+            stats = await read_stats(self.engine_client)
             self.on_read(stats)
             self.latest, self._read_at = stats, time.monotonic()
             self._failing = False

@@ -1,0 +1,80 @@
+"""Two engines on two GPUs behind one address. Skipped without two GPUs."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoTokenizer
+
+from benchmarks.checkpoint.prompts import make_prompt
+from deploy.server import CHECKPOINT, serving
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+MODEL = "lookup"
+POLICIES = ("speed-4", "full", "fier-64:dense_below=0", "snapkv", "speed-4:tail=2")
+
+
+def answers(
+    url: str, asked: list[tuple[str, str]]
+) -> tuple[list[str], dict[str, Any], dict[str, float]]:
+    """The answers to all at once, what the server says then, and by engine how many it gave."""
+    with httpx.Client(base_url=url, timeout=300) as http:
+
+        def ask(each: tuple[str, str]) -> str:
+            policy, prompt = each
+            body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 8}
+            reply = http.post("/v1/completions", json=body | {"vllm_xargs": {"kv_policy": policy}})
+            assert reply.status_code == 200, reply.text
+            return str(reply.json()["choices"][0]["text"])
+
+        with ThreadPoolExecutor(16) as pool:
+            texts = list(pool.map(ask, asked))
+        time.sleep(1)
+        told = http.get("/v1/kv_policy").raise_for_status().json()
+        by_engine = {
+            sample.labels["engine"]: 0.0
+            for family in text_string_to_metric_families(http.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == "vllm:request_success_total"
+        }
+        for family in text_string_to_metric_families(http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == "vllm:request_success_total":
+                    by_engine[sample.labels["engine"]] += sample.value
+    return texts, told, by_engine
+
+
+def test_two_engines_answer_as_one(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    lengths = [200 + 31 * i for i in range(40)]
+    asked = [
+        (POLICIES[i % len(POLICIES)], make_prompt(2000 + i, length, tokenizer)[0])
+        for i, length in enumerate(lengths)
+    ]
+    flags = [
+        *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", "speed-4"),
+        *("--additional-config", '{"kv_layout": ["fier-64", "snapkv"], "kv_debug": true}'),
+        *("--dtype", "float32", "--attention-config.backend", "TRITON_ATTN"),
+        *("--max-model-len", "2048", "--gpu-memory-utilization", "0.3"),
+    ]
+    found = {}
+    for engines in (1, 2):
+        log = tmp_path / f"server-{engines}.log"
+        more = ["--data-parallel-size", str(engines)]
+        with serving([*flags, *more], log, os.environ, timeout_s=420.0) as url:
+            found[engines] = answers(url, asked)
+    (alone, one, _), (together, two, by_engine) = found[1], found[2]
+    assert together == alone
+    assert (one["engines"], two["engines"]) == (1, 2)
+    assert set(by_engine) == {"0", "1"} and min(by_engine.values()) >= 10
+    for policy in POLICIES:
+        for field in ("requests", "prompt_tokens", "layer_tokens_skipped", "entries_retained"):
+            assert two["counters"][policy][field] == one["counters"][policy][field], (policy, field)
+        assert two["counters"][policy]["blocks_held"] == 0
