@@ -78,6 +78,7 @@ RULES = {
         ("policy", "settings", "server", "seams", "errors", "cpu_mode"),
         "what vLLM loads: it only wires",
     ),
+    "batch": Rule(("errors",), "asks a server over HTTP, and knows nothing of policies"),
     "doctor": Rule(
         (
             *("policy", "settings", "spelling", "cpu_mode", "plugin", "seams", "cache_folder"),
@@ -89,7 +90,8 @@ RULES = {
     "cli": Rule(
         (
             *("policy", "errors", "calibration"),
-            *("evaluation.options", "tuning.options", "doctor.options", "ops.build"),
+            *("evaluation.options", "tuning.options", "doctor.options", "batch.options"),
+            "ops.build",
         ),
         "reads arguments before it imports a tool",
     ),

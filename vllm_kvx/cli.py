@@ -7,10 +7,11 @@ vllm-kvx diagnose MODEL --method speed        draws where a model's prompt may b
 vllm-kvx evaluate MODEL                       shows what policies keep of a model's answers
 vllm-kvx tune-speed MODEL                     tunes a checkpoint for --kv-policy speed-K
 vllm-kvx build-ops                            builds the CUDA ops of fier and quest
+vllm-kvx batch IN.jsonl OUT.jsonl MODEL       answers a file of requests
 vllm-kvx doctor [MODEL]                       looks at what works here, and what a server would do
 
 This module reads the options, for which it needs neither torch nor vLLM; the modules of
-``calibration/``, ``evaluation/`` and ``tuning/`` do the work.
+``calibration/``, ``evaluation/``, ``tuning/`` and ``batch/`` do the work.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx import __version__
+from vllm_kvx.batch.options import add_batch
 from vllm_kvx.calibration.options import (
     FASTKV,
     STRUCTKV,
@@ -108,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
     add_evaluate(commands)
     add_tune_speed(commands)
     add_build_ops(commands)
+    add_batch(commands)
     add_doctor(commands)
     return top
 

@@ -109,7 +109,9 @@ def test_a_client_that_leaves_frees_its_engines_blocks(http: httpx.Client) -> No
     body |= {"prompt": "a b c " * 40, "vllm_xargs": {"kv_policy": "full"}}
     for _ in range(2):  # One for each engine.
         with http.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
+            assert response.status_code == 200, response.read()
+            lines = response.iter_lines()  # Once it is collected, the connection is closed.
+            next(lines)
             assert status(http)["counters"]["full"]["blocks_held"] > 0
     end = time.monotonic() + 20
     while status(http)["counters"]["full"]["blocks_held"]:

@@ -1,0 +1,207 @@
+"""``vllm-kvx batch`` as a process of its own: killed, begun again, and given what is no request."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.checkpoint.prompts import make_prompt
+from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="serves with vLLM's CPU build")
+
+MODEL = "lookup"
+POLICIES = ("speed-4", "full", "fier-64", None)
+FLAGS = [
+    *("--served-model-name", MODEL, "--kv-policy", "speed-4", "--kv-request-policies", "list"),
+    *("--additional-config", '{"kv_layout": ["fier-64", "full"]}', "--max-model-len", "1024"),
+    *("--dtype", "float32", "--block-size", "32", "--enforce-eager"),
+]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("batch") / "server.log"
+    with serving([str(CHECKPOINT), *FLAGS], log, cpu_environment()) as url:
+        yield url
+
+
+def batch_process(*arguments: Any) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "vllm_kvx.cli", "batch", *map(str, arguments)]
+    return subprocess.Popen(command, env=cpu_environment(), stderr=subprocess.PIPE)
+
+
+def run(*arguments: Any) -> tuple[int, str]:
+    """Exit code and what was said."""
+    process = batch_process(*arguments)
+    said = process.communicate(timeout=240)[1].decode()
+    return process.returncode, said
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of answers."""
+    text = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in text.split(b"\n")[:-1]]
+
+
+def write_batch(path: Path, count: int, length: int = 100) -> dict[str, str]:
+    """A batch of lookups under a policy each; their answers by custom_id."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    expected = {}
+    with path.open("w") as file:
+        for i in range(count):
+            prompt, expected[f"q-{i}"] = make_prompt(5000 + i, length + 3 * i, tokenizer)
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            if (policy := POLICIES[i % len(POLICIES)]) is not None:
+                body["vllm_xargs"] = {"kv_policy": policy}
+            line = {"custom_id": f"q-{i}", "method": "POST", "url": "/v1/completions", "body": body}
+            print(json.dumps(line), file=file)
+    return expected
+
+
+def kill_at(process: "subprocess.Popen[bytes]", path: Path, lines: int) -> None:
+    """Ends the process by SIGKILL as soon as so many lines are written."""
+    end = time.monotonic() + 240
+    while len(written(path)) < lines:
+        assert process.poll() is None and time.monotonic() < end, process.stderr
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def assert_answered(path: Path, expected: dict[str, str]) -> None:
+    """Every line once, with its answer."""
+    found = written(path)
+    assert sorted(each["custom_id"] for each in found) == sorted(expected)
+    for each in found:
+        response = each["response"]
+        assert (response["status_code"], each["error"]) == (200, None)
+        assert response["request_id"]
+        assert response["body"]["choices"][0]["text"] == expected[each["custom_id"]]
+
+
+def test_killed_again_and_again_no_line_is_lost_or_there_twice(url: str, tmp_path: Path) -> None:
+    batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    expected = write_batch(batch, 40)
+    for lines in (3, 11, 24):
+        process = batch_process(batch, path, "--base-url", url, "--concurrency", "4")
+        kill_at(process, path, lines)
+        before = len(written(path))
+        assert lines <= before < 40
+    with path.open("ab") as file:
+        file.write(b'{"id": "line-40-')  # As a write that was cut off leaves it.
+    code, said = run(batch, path, "--base-url", f"{url}/v1", "--progress", "1")
+    assert code == 0, said
+    assert f"40 of 40 lines, {before} by earlier runs, 0 errors; " in said
+    assert_answered(path, expected)
+    text = path.read_bytes()
+    code, said = run(batch, path, "--base-url", url)
+    assert code == 0 and "40 lines, all answered already" in said
+    assert path.read_bytes() == text
+
+
+def test_what_is_no_request_or_is_refused_has_a_line(url: str, tmp_path: Path) -> None:
+    batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def line(custom_id: str, body: dict[str, Any], where: str = "/v1/chat/completions") -> str:
+        request = {"custom_id": custom_id, "method": "POST", "url": where, "body": body}
+        return json.dumps(request)
+
+    messages = [{"role": "user", "content": "hello"}]
+    chat = {"model": MODEL, "messages": messages, "max_tokens": 2}
+    lines = [
+        line("good", chat),
+        "{",
+        line("bad policy", chat | {"vllm_xargs": {"kv_policy": "sped-4"}}),
+        line("not allowed", chat | {"vllm_xargs": {"kv_policy": "speed-4:tail=2"}}),
+        line("misplaced", chat | {"kv_policy": "full"}),
+        line("stream", chat | {"stream": True}),
+        line("no such route", chat, "/v1/embeddings"),
+        line("good", chat),
+        line("too long", chat | {"messages": [{"role": "user", "content": "a b " * 2000}]}),
+        line("responses", {"model": MODEL, "input": "hi", "max_output_tokens": 2}, "/v1/responses"),
+    ]
+    batch.write_text("\n".join(lines) + "\n")
+    code, said = run(batch, path, "--base-url", url)
+    assert code == 0 and "10 of 10 lines, 8 errors" in said, said
+    found = {each["id"].split("-")[1]: each for each in written(path)}
+    assert set(found) == {str(n) for n in range(1, 11)}
+    codes = {n: each["error"] and each["error"]["code"] for n, each in found.items()}
+    statuses = {
+        n: each["response"] and each["response"]["status_code"] for n, each in found.items()
+    }
+    assert {n: code for n, code in codes.items() if code} == {
+        "2": "invalid_json_line",
+        "6": "invalid_body",
+        "7": "invalid_url",
+        "8": "duplicate_custom_id",
+    }
+    answered = {"1": 200, "3": 400, "4": 400, "5": 400, "9": 400, "10": 200}
+    assert {n: status for n, status in statuses.items() if status} == answered
+    for number, says in (("3", "did you mean"), ("4", "lets requests name"), ("5", "is not read")):
+        assert says in found[number]["response"]["body"]["error"]["message"]
+
+
+def processes_of(group: str) -> list[str]:
+    """Commands that run and have `group` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if group.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def test_its_own_server_ends_with_it(url: str, tmp_path: Path) -> None:
+    """Killed with its own server, and finished by another: an answer is an answer."""
+    batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    expected = write_batch(batch, 60)
+    mark = f"KVX_TEST_MARK={os.getpid()}"
+    command = [sys.executable, "-m", "vllm_kvx.cli", "batch", str(batch), str(path)]
+    command += [str(CHECKPOINT), *FLAGS, "--concurrency", "2"]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        env = cpu_environment() | {"KVX_TEST_MARK": str(os.getpid())}
+        process = subprocess.Popen(command, env=env, stderr=output)
+        try:
+            kill_at(process, path, 5)
+        except AssertionError:
+            pytest.fail(log_tail(log))
+        finally:
+            process.kill()
+    end = time.monotonic() + 60
+    while left := processes_of(mark):
+        assert time.monotonic() < end, left
+        time.sleep(0.5)
+    assert 5 <= len(written(path)) < 60
+    code, said = run(batch, path, "--base-url", url)
+    assert code == 0, said
+    assert_answered(path, expected)
+
+
+def test_a_server_that_is_not_there_loses_nothing(tmp_path: Path) -> None:
+    batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_batch(batch, 2)
+    code, said = run(batch, path, "--base-url", "http://127.0.0.1:9")
+    assert code == 1 and "cannot be reached" in said and "goes on from here" in said
+    assert written(path) == []
+    for arguments, says in (
+        ([batch, path], "name either MODEL"),
+        ([batch, batch, "--base-url", "http://127.0.0.1:9"], "is the batch itself"),
+        ([tmp_path / "none", path, "--base-url", "http://127.0.0.1:9"], "none: No such file"),
+        ([batch, path, "--base-url", "http://a", "--kv-policy", "full"], "takes no flags: --kv"),
+        ([batch, path, CHECKPOINT, "--kv-policy", "sped-4"], "ended with code 2 before it was up"),
+    ):
+        code, said = run(*arguments)
+        assert code == 2 and says in said, said

@@ -1,0 +1,133 @@
+"""Lines of a batch file, and of its answers, in OpenAI's batch format.
+
+A line of input is ``{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}``. Each has one
+line of output, whatever it holds: an answer, the server's refusal, or what is wrong with the line.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+# The routes of a server that generate, and answer one body with one body.
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of input that is not blank.
+
+    number: counted from 1. id: names the line and its text, in the output. custom_id: as given, if
+    it is a string. url, body: the request, the body as JSON. error: OpenAI's code and what is wrong
+    with the line, which then is no request.
+    """
+
+    number: int
+    id: str
+    custom_id: str | None = None
+    url: str = ""
+    body: bytes = b""
+    error: tuple[str, str] | None = None
+
+
+class _Invalid(ValueError):
+    """What is wrong with a line; code: OpenAI's word for it."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def id_of(number: int, raw: bytes) -> str:
+    """What a line's answer is found by again: its number, and a digest of its text."""
+    return f"line-{number}-{hashlib.sha256(raw.strip()).hexdigest()[:16]}"
+
+
+def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and text of each line that is not blank."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if raw.strip():
+                yield number, raw.strip()
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a batch file, in order."""
+    seen: set[str] = set()
+    for number, raw in raw_lines(path):
+        line = parse(number, raw)
+        if line.custom_id is not None and line.error is None:
+            if line.custom_id in seen:
+                message = f"an earlier line has the custom_id {line.custom_id!r} too"
+                line = Line(number, line.id, line.custom_id, error=("duplicate_custom_id", message))
+            seen.add(line.custom_id or "")
+        yield line
+
+
+def parse(number: int, raw: bytes) -> Line:
+    """The line in `raw`; what is wrong with it is in the line's `error`."""
+    name, custom_id = id_of(number, raw), None
+    try:
+        fields = _object(raw)
+        if isinstance(fields.get("custom_id"), str):
+            custom_id = fields["custom_id"]
+        url, body = _request(fields)
+        return Line(number, name, custom_id, url, body)
+    except _Invalid as error:
+        return Line(number, name, custom_id, error=(error.code, f"line {number}: {error}"))
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(raw, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise _Invalid("invalid_json_line", f"is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _Invalid("invalid_json_line", f"is no JSON object, but {type(found).__name__}")
+    return found
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _request(fields: dict[str, Any]) -> tuple[str, bytes]:
+    """Where the request goes, and its body as JSON."""
+    for key in ("custom_id", "method", "url", "body"):
+        if key not in fields:
+            raise _Invalid("missing_required_parameter", f"has no {key!r}")
+    if not isinstance(fields["custom_id"], str) or not fields["custom_id"]:
+        message = f"custom_id must be a string that is not empty, got {fields['custom_id']!r}"
+        raise _Invalid("invalid_custom_id", message)
+    if fields["method"] != "POST":
+        raise _Invalid("invalid_method", f'method must be "POST", got {fields["method"]!r}')
+    if fields["url"] not in URLS:
+        message = f"url must be one of {', '.join(URLS)}, got {fields['url']!r}"
+        raise _Invalid("invalid_url", message)
+    body = fields["body"]
+    if not isinstance(body, dict):
+        raise _Invalid("invalid_body", f"body must be an object, got {type(body).__name__}")
+    for key in ("stream", "background"):
+        if body.get(key):
+            raise _Invalid("invalid_body", f"a line has one answer, in one piece: drop {key!r}")
+    return fields["url"], json.dumps(body).encode()
+
+
+def answer_line(line: Line, status: int, request_id: str, body: Any) -> bytes:
+    """The output for a request that the server answered, be it with a refusal."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _output(line, response, None)
+
+
+def error_line(line: Line) -> bytes:
+    """The output for a line that is no request."""
+    assert line.error is not None
+    code, message = line.error
+    return _output(line, None, {"code": code, "message": message})
+
+
+def _output(line: Line, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
+    fields = {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
+    return json.dumps(fields).encode() + b"\n"

@@ -1,0 +1,242 @@
+"""`vllm-kvx batch`: asks a server for every line's answer, and writes what it says."""
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from vllm_kvx.batch.answers import Answers
+from vllm_kvx.batch.lines import Line, answer_line, error_line, read_lines
+from vllm_kvx.batch.server import own_server
+from vllm_kvx.errors import ToolError
+
+SYNC_S = 1.0
+# Waits before a request is sent again, where the server is busy or cannot be reached.
+RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+_BUSY = (429, 503)
+
+
+class ServerGoneError(Exception):
+    """The server does not answer any more, or its engine is dead."""
+
+
+@dataclass
+class Progress:
+    """What was done, in this run and before.
+
+    total: lines of the batch. before: answered by earlier runs. answered, refused: in this one,
+    with a status below 400 and others, lines that are no requests among them. prompt, generated:
+    tokens of its answers, as the server counts them.
+    """
+
+    total: int
+    before: int
+    answered: int = 0
+    refused: int = 0
+    prompt: int = 0
+    generated: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def add(self, status: int, body: Any) -> None:
+        """Counts one answer."""
+        if status >= 400:
+            self.refused += 1
+            return
+        self.answered += 1
+        usage = body.get("usage") if isinstance(body, dict) else None
+        if isinstance(usage, dict):
+            # The second of each pair is the name in /v1/responses.
+            self.prompt += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+            self.generated += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
+    @property
+    def done(self) -> int:
+        """Lines that have their answer."""
+        return self.before + self.answered + self.refused
+
+    def __str__(self) -> str:
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        here = self.answered + self.refused
+        text = f"{self.done:,} of {self.total:,} lines"
+        if self.before:
+            text += f", {self.before:,} by earlier runs"
+        text += (
+            f", {self.refused:,} errors; {here / seconds:.2f} lines/s, {self.prompt / seconds:,.0f}"
+            f" prompt and {self.generated / seconds:,.0f} generated tokens/s in {seconds:,.0f} s"
+        )
+        if here > 0 and self.done < self.total:
+            text += f"; about {(self.total - self.done) * seconds / here:,.0f} s left"
+        return text
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does what the command line asks; returns its exit code.
+
+    Raises:
+        ToolError: it cannot be done as asked.
+    """
+    if (args.model is None) == (args.base_url is None):
+        raise ToolError("name either MODEL, to serve it, or --base-url, of a running server")
+    if args.serve_args and args.base_url is not None:
+        raise ToolError(f"a running server takes no flags: {' '.join(args.serve_args)}")
+    batch, path = Path(args.batch), Path(args.answers)
+    if path.exists() and batch.exists() and path.samefile(batch):
+        raise ToolError(f"{path} is the batch itself: name another file for the answers")
+    try:
+        with batch.open("rb"):
+            pass
+    except OSError as error:
+        raise ToolError(f"{batch}: {error.strerror}") from error
+    answers = Answers(path)
+    try:
+        progress = Progress(answers.check(batch), len(answers.done))
+        if progress.done == progress.total:
+            _say(f"{progress.total:,} lines, all answered already in {path}")
+            return 0
+        with _transport(args) as (url, transport):
+            progress.began = time.monotonic()
+            client = httpx.AsyncClient(
+                base_url=url, transport=transport, timeout=None, headers=_headers()
+            )
+            return asyncio.run(_run(args, client, batch, answers, progress))
+    finally:
+        answers.close()
+
+
+@contextmanager
+def _transport(args: argparse.Namespace) -> Iterator[tuple[str, httpx.AsyncHTTPTransport]]:
+    """The server's address, and how it is reached."""
+    limits = httpx.Limits(max_connections=args.concurrency + 1)
+    if args.base_url is not None:
+        url = args.base_url.rstrip("/").removesuffix("/v1")
+        yield url, httpx.AsyncHTTPTransport(limits=limits)
+        return
+    with own_server(args.model, args.serve_args) as socket:
+        yield "http://server", httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
+
+
+def _headers() -> dict[str, str]:
+    """As vLLM's server and OpenAI's client, which take the key from variables."""
+    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    return {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
+
+
+async def _run(
+    args: argparse.Namespace,
+    client: httpx.AsyncClient,
+    batch: Path,
+    answers: Answers,
+    progress: Progress,
+) -> int:
+    asking = _Asking(client, answers, progress)
+    beside = [
+        asyncio.create_task(_every(SYNC_S, answers.sync)),
+        asyncio.create_task(_every(args.progress, lambda: _say(str(progress)))),
+    ]
+    gone: ServerGoneError | None = None
+    try:
+        async with client:
+            await asking.ask_all(batch, args.concurrency)
+    except* ServerGoneError as failures:
+        gone = failures.exceptions[0]  # type: ignore[assignment]
+    finally:
+        for task in beside:
+            task.cancel()
+        answers.sync()
+    if gone is not None:
+        _say(f"stopped: {gone}. {progress}. The same command goes on from here.")
+        return 1
+    _say(f"{progress}. Answers: {answers.path}")
+    return 0
+
+
+class _Asking:
+    """Asks for the answers that are missing, some at a time."""
+
+    def __init__(self, client: httpx.AsyncClient, answers: Answers, progress: Progress) -> None:
+        self.client = client
+        self.answers = answers
+        self.progress = progress
+
+    async def ask_all(self, batch: Path, concurrency: int) -> None:
+        """Every line of `batch` that is not done.
+
+        Raises:
+            ExceptionGroup: of ServerGoneError.
+        """
+        free = asyncio.Semaphore(concurrency)
+
+        async def ask(line: Line) -> None:
+            try:
+                await self.ask(line)
+            finally:
+                free.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            for line in read_lines(batch):
+                if line.number in self.answers.done:
+                    continue
+                if line.error is not None:
+                    self.answers.add(error_line(line))
+                    self.progress.add(400, None)
+                    continue
+                await free.acquire()
+                tasks.create_task(ask(line))
+
+    async def ask(self, line: Line) -> None:
+        """One request, sent again where the server is busy; writes its answer."""
+        for attempt in count():
+            try:
+                reply = await self.client.post(line.url, content=line.body)
+            except httpx.HTTPError as error:
+                why = f"{self.client.base_url} cannot be reached: {error or type(error).__name__}"
+            else:
+                if reply.status_code < 500 and reply.status_code not in _BUSY:
+                    return self._write(line, reply)
+                why = f"the server answers {reply.status_code}: {reply.text[:300]}"
+                if reply.status_code not in _BUSY and await self._is_healthy():
+                    # This request's own failure, and the answer to it.
+                    return self._write(line, reply)
+            if attempt == len(RETRY_S):
+                raise ServerGoneError(why)
+            await asyncio.sleep(RETRY_S[attempt])
+        return None
+
+    async def _is_healthy(self) -> bool:
+        """Whether the engine lives; asked a moment later, since its death takes one to be known."""
+        await asyncio.sleep(RETRY_S[0])
+        with suppress(httpx.HTTPError):
+            return (await self.client.get("/health")).status_code == 200
+        return False
+
+    def _write(self, line: Line, reply: httpx.Response) -> None:
+        try:
+            body = reply.json()
+        except ValueError:
+            body = {"error": {"message": reply.text[:1000], "code": reply.status_code}}
+        request_id = reply.headers.get("x-request-id") or (
+            body.get("id", "") if isinstance(body, dict) else ""
+        )
+        self.answers.add(answer_line(line, reply.status_code, str(request_id), body))
+        self.progress.add(reply.status_code, body)
+
+
+async def _every(seconds: float, do: Any) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        do()
+
+
+def _say(text: str) -> None:
+    print(f"vllm-kvx batch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,66 @@
+"""A ``vllm serve`` of a batch's own, behind a Unix socket; it ends with this process."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+from vllm_kvx.errors import ToolError
+
+_POLL_S, _STOP_S = 0.5, 30.0
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl's
+
+
+@contextmanager
+def own_server(model: str, flags: Sequence[str]) -> Iterator[Path]:
+    """Runs ``vllm serve MODEL`` with `flags`; yields its socket once it is up.
+
+    Raises:
+        ToolError: the server ends before it is up. What it says goes to stderr.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvx-batch-") as folder:
+        socket = Path(folder) / "socket"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags]
+        command += ["--uds", str(socket), "--disable-uvicorn-access-log"]
+        # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
+        process = subprocess.Popen(
+            command, stdout=sys.stderr, start_new_session=True, preexec_fn=_end_with_parent
+        )
+        try:
+            _wait(process, socket)
+            yield socket
+        finally:
+            _stop(process)
+
+
+def _end_with_parent() -> None:
+    """In the child: it is asked to end when this process is killed."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _wait(process: "subprocess.Popen[bytes]", socket: Path) -> None:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=5) as client:
+        while process.poll() is None:
+            with suppress(httpx.HTTPError):
+                if client.get("http://server/health").status_code == 200:
+                    return
+            time.sleep(_POLL_S)
+    raise ToolError(f"the server ended with code {process.returncode} before it was up: see above")
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    # Engines and workers outlive a server that crashed.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
