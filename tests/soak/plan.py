@@ -1,0 +1,112 @@
+"""What the soak asks for: conversations under mixed policies, with faults that are drawn before.
+
+Everything follows from a seed. A conversation's next prompt holds the prompt and the answer before
+it, so it is known once each request was run alone.
+"""
+
+import os
+import random
+from dataclasses import dataclass, field
+
+from transformers import AutoTokenizer
+from world.models import LOOKUP
+
+from benchmarks.checkpoint.prompts import make_prompt
+
+LAYERS, BLOCK = 8, 32
+MAX_LEN = 640
+LONGEST_PROMPT = 460
+# Those of one layout: a split at layer 4, a stash, windows of 8, and a sidecar of 1-bit keys.
+POLICIES = (
+    "full",
+    "speed-4",
+    "speed-4:anchors=2,tail=3",
+    "fastkv:tsp_layer=3,kv_rate=0.3",
+    "fastkv:tsp_layer=3,tsp_rate=0.5,kv_budget=64",
+    "structkv:pivot=3,kv_rate=0.4",
+    "snapkv:kv_rate=0.25",
+    "snapkv:kv_budget=96",
+    "streamingllm:sinks=4,recent=60",
+    "knorm:kv_rate=0.5",
+    "fier-64:dense_below=0",
+    "speed-4+fier-96:dense_below=0",
+    "snapkv:kv_rate=0.5+fier-64:dense_below=0",
+)
+SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
+
+
+def requests_wanted() -> int:
+    """KVX_SOAK_REQUESTS: how many requests, 60 unless told."""
+    return int(os.environ.get("KVX_SOAK_REQUESTS", "60"))
+
+
+@dataclass
+class Turn:
+    """One request.
+
+    adds: tokens that follow what was said before. policy: by name. max_tokens: of the answer.
+    abort_after: engine steps, or answer tokens of a client, after which it is given up; None to
+    wait for the answer.
+    prompt, answer, gaps: known once it was run alone; gaps: by token, how much likelier it was than
+    the next one, in nats.
+    """
+
+    adds: list[int]
+    policy: str
+    max_tokens: int
+    abort_after: int | None
+    prompt: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+
+def conversations(count: int, seed: int) -> list[list[Turn]]:
+    """Of `count` requests together; half of the conversations have one turn."""
+    rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(LOOKUP)
+    found: list[list[Turn]] = []
+    left = count
+    while left:
+        turns = min(rng.choice((1, 1, 1, 2, 3, 4)), left)
+        left -= turns
+        lengths = [rng.randint(48, LONGEST_PROMPT // 2 if turns > 1 else LONGEST_PROMPT)]
+        lengths += [rng.randint(8, 56) for _ in range(turns - 1)]
+        policy = rng.choice(POLICIES)
+        talk = []
+        for length in lengths:
+            text, _ = make_prompt(rng.randrange(1 << 30), max(length, 48), tokenizer)
+            ids = tokenizer(text).input_ids[-length:]
+            # Most clients keep to a policy.
+            name = policy if rng.random() < 0.7 else rng.choice(POLICIES)
+            abort = rng.randint(0, 12) if rng.random() < 0.2 else None
+            # Most answers are short; the others grow into further blocks.
+            most = rng.randint(1, 8) if rng.random() < 0.85 else rng.randint(9, 32)
+            talk.append(Turn(ids, name, most, abort))
+        found.append(talk)
+    return found
+
+
+@dataclass
+class Comparison:
+    """How answers under load compare with those of the same requests alone.
+
+    near_ties: requests that differ first where alone two tokens were equally likely but for
+    rounding.
+    """
+
+    equal: int = 0
+    near_ties: int = 0
+    mismatches: list[str] = field(default_factory=list)
+
+    def add(self, turn: Turn, tokens: list[int]) -> None:
+        """One finished answer; tokens: as far as it came."""
+        if tokens == turn.answer:
+            self.equal += 1
+            return
+        pairs = zip(tokens, turn.answer, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if first is not None and turn.gaps and turn.gaps[first] < 1e-3:
+            self.near_ties += 1
+            return
+        self.mismatches.append(
+            f"{turn.policy}, {len(turn.prompt)} tokens: {tokens} under load, {turn.answer} alone"
+        )

@@ -1,0 +1,170 @@
+"""An engine under load: mixed policies and turns, a pool that preempts constantly, random aborts.
+
+Each request runs alone first, on an engine with room. Then all run on one whose pool holds a few of
+them, and every answer must be the one it had alone. The kernels' torch references score and select
+(``inside.use_dense_ops``); ``test_soak_server`` runs the kernels.
+"""
+
+import ctypes
+import gc
+import random
+import time
+
+import pytest
+import torch
+from world import inside, interpreter
+from world.engine import Engine, greedy, keep_in_process, running
+from world.models import LOOKUP
+
+from soak import report
+from soak.plan import (
+    MAX_LEN,
+    ROOM,
+    SERVER_POLICY,
+    Comparison,
+    Turn,
+    conversations,
+    requests_wanted,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
+
+SEED = 0
+# Of KV groups together; a prompt of the greatest length needs 40.
+BLOCKS = 46
+IN_FLIGHT = 24
+# Growth that a thousand requests may cause: what the allocator keeps, not what leaks.
+MOST_GROWTH_MIB = 48.0
+OPTIONS = dict(
+    config={"kv_layout": list(ROOM)},
+    max_model_len=MAX_LEN,
+    max_num_batched_tokens=192,
+    disable_log_stats=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_in_process(monkeypatch)
+    interpreter.quicken()
+    inside.use_dense_ops(monkeypatch)
+
+
+def run_alone(talks: list[list[Turn]]) -> None:
+    """Fills in prompts and answers: one request at a time, nothing shared, room for all."""
+    from vllm.inputs import TokensPrompt
+
+    with running(LOOKUP, SERVER_POLICY, max_num_seqs=1, **OPTIONS) as engine:
+        for depth in range(max(map(len, talks))):
+            turns = []
+            for talk in talks:
+                if depth < len(talk):
+                    before = talk[depth - 1] if depth else None
+                    said = before.prompt + before.answer if before else []
+                    talk[depth].prompt = said + talk[depth].adds
+                    turns.append(talk[depth])
+            outputs = engine.llm.generate(
+                [TokensPrompt(prompt_token_ids=turn.prompt) for turn in turns],
+                [greedy(turn.max_tokens, turn.policy, logprobs=2) for turn in turns],
+                use_tqdm=False,
+            )
+            for turn, output in zip(turns, outputs, strict=True):
+                (choice,) = output.outputs
+                turn.answer = list(choice.token_ids)
+                for entry in choice.logprobs:
+                    best, second = sorted((each.logprob for each in entry.values()), reverse=True)[
+                        :2
+                    ]
+                    turn.gaps.append(best - second)
+        engine.assert_idle()
+
+
+def memory_mib() -> float:
+    """What this process holds, less what its allocator keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return report.rss_mib()
+
+
+def test_answers_are_those_of_requests_alone() -> None:
+    count = requests_wanted()
+    talks = conversations(count, SEED)
+    run_alone(talks)
+    began = time.monotonic()
+    with running(
+        LOOKUP,
+        SERVER_POLICY,
+        max_num_seqs=16,
+        enable_prefix_caching=True,
+        scheduler_reserve_full_isl=False,  # Prompts begin that the pool cannot hold to their end.
+        num_gpu_blocks_override=BLOCKS,
+        **OPTIONS,
+    ) as engine:
+        done, aborted, memory = under_load(engine, talks)
+        preempted, stats = engine.preemptions(), engine.stats()
+        blocks = engine.pool.num_gpu_blocks
+    compared = Comparison()
+    for turn, tokens in done:
+        compared.add(turn, tokens)
+    counters = stats["policies"].values()
+    report.add(
+        "engine",
+        requests=count,
+        policies=len({turn.policy for talk in talks for turn in talk}),
+        pool_blocks=blocks,
+        aborts=aborted,
+        preemptions=preempted,
+        prefix_hit_tokens=sum(each["prefix_hit"] for each in counters),
+        equal=compared.equal,
+        near_ties=compared.near_ties,
+        mismatches=len(compared.mismatches),
+        leaked_blocks=sum(each["blocks_held"] for each in counters),
+        memory_mib=[round(each, 1) for each in memory],
+        seconds=round(time.monotonic() - began),
+    )
+    assert not compared.mismatches, "\n".join(compared.mismatches)
+    assert compared.near_ties <= max(count // 50, 1)
+    assert compared.equal + compared.near_ties + aborted == count
+    assert aborted and preempted >= count // 10, (aborted, preempted)
+    # The first part of a run fills caches of the engine's own.
+    assert max(memory[-2:]) - memory[len(memory) // 3] < MOST_GROWTH_MIB, memory
+
+
+def under_load(
+    engine: Engine, talks: list[list[Turn]]
+) -> tuple[list[tuple[Turn, list[int]]], int, list[float]]:
+    """Runs all; the answers, how many requests were aborted, and memory along the way."""
+    rng = random.Random(SEED)
+    waiting = [list(talk) for talk in talks]
+    rng.shuffle(waiting)
+    open_talks: dict[str, tuple[Turn, list[Turn], int]] = {}
+    done: list[tuple[Turn, list[int]]] = []
+    aborted, steps, memory = 0, 0, [memory_mib()]
+    every = max(sum(map(len, talks)) // 10, 1)
+    while waiting or open_talks:
+        while waiting and len(open_talks) < IN_FLIGHT and rng.random() < 0.6:
+            talk = waiting.pop()
+            turn, *rest = talk
+            (name,) = engine.submit([turn.prompt], turn.max_tokens, [turn.policy])
+            open_talks[name] = (turn, rest, steps)
+        if open_talks:
+            engine.step()
+        steps += 1
+        for name, (turn, rest, since) in list(open_talks.items()):
+            tokens = engine.answered.pop(name, None)
+            if tokens is not None:
+                done.append((turn, tokens))
+            elif turn.abort_after is not None and steps - since > turn.abort_after:
+                engine.llm.llm_engine.abort_request([name])
+                aborted += 1
+            else:
+                continue
+            del open_talks[name]
+            if rest:  # The next turn, at once or later.
+                waiting.insert(rng.randrange(len(waiting) + 1), rest)
+            if (len(done) + aborted) % every == 0:
+                memory.append(memory_mib())
+        if not open_talks and rng.random() < 0.2:
+            engine.assert_idle()
+    engine.assert_idle()
+    return done, aborted, memory
