@@ -16,6 +16,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+from vllm_kvx.batch.server import own_server
+from vllm_kvx.errors import ToolError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="serves with vLLM's CPU build")
 
@@ -190,18 +192,19 @@ def test_its_own_server_ends_with_it(url: str, tmp_path: Path) -> None:
     assert_answered(path, expected)
 
 
-def test_a_server_that_is_not_there_loses_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_done_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_batch(batch, 2)
-    code, said = run(batch, path, "--base-url", "http://127.0.0.1:9")
-    assert code == 1 and "cannot be reached" in said and "goes on from here" in said
-    assert written(path) == []
     for arguments, says in (
         ([batch, path], "name either MODEL"),
         ([batch, batch, "--base-url", "http://127.0.0.1:9"], "is the batch itself"),
         ([tmp_path / "none", path, "--base-url", "http://127.0.0.1:9"], "none: No such file"),
         ([batch, path, "--base-url", "http://a", "--kv-policy", "full"], "takes no flags: --kv"),
-        ([batch, path, CHECKPOINT, "--kv-policy", "sped-4"], "ended with code 2 before it was up"),
+        ([batch, path, "--base-url", "http://127.0.0.1:9"], "no server answers at http://127.0.0."),
     ):
         code, said = run(*arguments)
         assert code == 2 and says in said, said
+    assert written(path) == []
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ToolError, match="the server ended with code 1 before it was up"):
+        own_server(str(CHECKPOINT), ["--kv-policy", "full"]).__enter__()

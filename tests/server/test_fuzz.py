@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 )
 
 from vllm_kvx.policy.layout import check_fits
+from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import METHODS, PolicyError, check_served, parse_policy
 from vllm_kvx.server import request_check
 from vllm_kvx.server.misplaced import check_body
@@ -210,6 +211,7 @@ good_config = st.fixed_dictionaries(
         "kv_stash_tokens": st.integers(500, 600),
         "kv_recall_every": st.integers(-1, 2),
         "kv_debug": st.booleans(),
+        "kv_request_policies": st.sampled_from(["off", "layout", "list", "none"]),
     },
 )
 
@@ -242,6 +244,9 @@ def test_a_server_has_settings_or_does_not_start(config: Any) -> None:
     # Front ends get it by name, and know the same server.
     again = getattr(request_check, class_path(found, "fuzzed").split(":")[1]).settings
     assert (again.policy, again.layout, again.stock) == (found.policy, found.layout, found.stock)
+    assert again.request_policies == found.request_policies
+    for policy in (*found.policies, KVPolicy()):
+        assert again.allows(policy) == found.allows(policy)
 
 
 @pytest.mark.parametrize("text", ["k" * 100_000, "speed-4+" * 100, "+" * 500, "=" * 512, "-" * 512])

@@ -21,7 +21,7 @@ from vllm_kvx.errors import ToolError
 
 SYNC_S = 1.0
 # Waits before a request is sent again, where the server is busy or cannot be reached.
-RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+RETRY_S = (1.0, 2.0, 4.0, 8.0)
 _BUSY = (429, 503)
 
 
@@ -118,6 +118,10 @@ def _transport(args: argparse.Namespace) -> Iterator[tuple[str, httpx.AsyncHTTPT
     limits = httpx.Limits(max_connections=args.concurrency + 1)
     if args.base_url is not None:
         url = args.base_url.rstrip("/").removesuffix("/v1")
+        try:
+            httpx.get(f"{url}/health", headers=_headers(), timeout=30)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ToolError(f"no server answers at {url}: {error}") from error
         yield url, httpx.AsyncHTTPTransport(limits=limits)
         return
     with own_server(args.model, args.serve_args) as socket:

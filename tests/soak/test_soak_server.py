@@ -1,0 +1,246 @@
+"""A server under load: clients that leave, requests that are none, and at last a killed engine.
+
+Every answer must be the one that its request had alone, on the same server before. The kernels run,
+interpreted, so that requests are fewer than ``test_soak_engine`` has.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+from soak import report
+from soak.plan import (
+    BLOCK,
+    MAX_LEN,
+    ROOM,
+    SERVER_POLICY,
+    Comparison,
+    Turn,
+    conversations,
+    requests_wanted,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
+
+MODEL, SEED, CLIENTS = "lookup", 1, 12
+# Of the engine's requests, since they take so much longer here.
+SHARE = 5
+MOST_GROWTH_MIB = 64.0
+FLAGS = [
+    *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", SERVER_POLICY),
+    *("--additional-config", json.dumps({"kv_layout": ROOM, "kv_debug": True})),
+    *("--num-gpu-blocks-override", "46", "--max-num-seqs", "8", "--max-num-batched-tokens", "192"),
+    *("--no-scheduler-reserve-full-isl", "--max-model-len", str(MAX_LEN)),
+    *("--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"),
+]
+# Bodies that no server should answer with 200, or be hurt by.
+MALFORMED: tuple[bytes, ...] = (
+    b"{",
+    b"[]",
+    b"\xff\xfe\x00",
+    b'{"model": "lookup"}',
+    b'{"model": "none", "prompt": "a"}',
+    b'{"model": "lookup", "prompt": "a", "max_tokens": -1}',
+    b'{"model": "lookup", "prompt": "a", "max_tokens": 100000}',
+    b'{"model": "lookup", "prompt": [1, 2, 999999]}',
+    b'{"model": "lookup", "prompt": "a", "vllm_xargs": {"kv_policy": "sped-4"}}',
+    b'{"model": "lookup", "prompt": "a", "vllm_xargs": {"kv_policy": "speed-5"}}',
+    b'{"model": "lookup", "prompt": "a", "vllm_xargs": {"kv_polcy": "full"}}',
+    b'{"model": "lookup", "prompt": "a", "kv_policy": "full"}',
+    b'{"model": "lookup", "prompt": "a", "prompt_logprobs": 1}',
+    b'{"model": "lookup", "prompt": "a", "use_beam_search": true, "n": 2}',
+)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("soak") / "server.log"
+
+
+@pytest.fixture(scope="module")
+def url(log: Path) -> Iterator[str]:
+    with serving(FLAGS, log, cpu_environment(), timeout_s=500.0) as url:
+        yield url
+
+
+def body(turn: Turn, salt: str | None = None) -> dict[str, Any]:
+    found = {"model": MODEL, "prompt": turn.prompt, "temperature": 0, "ignore_eos": True}
+    found |= {"max_tokens": turn.max_tokens, "return_token_ids": True, "logprobs": 2}
+    found |= {"vllm_xargs": {"kv_policy": turn.policy}}
+    return found | ({} if salt is None else {"cache_salt": salt})
+
+
+def run_alone(http: httpx.Client, talks: list[list[Turn]]) -> None:
+    """Fills in prompts and answers: one request at a time, and no prefix that another left."""
+    for number, talk in enumerate(talks):
+        said: list[int] = []
+        for depth, turn in enumerate(talk):
+            turn.prompt = said + turn.adds
+            reply = http.post("/v1/completions", json=body(turn, f"alone-{number}-{depth}"))
+            (choice,) = reply.raise_for_status().json()["choices"]
+            turn.answer = choice["token_ids"]
+            for top in choice["logprobs"]["top_logprobs"]:
+                best, second = sorted(top.values(), reverse=True)[:2]
+                turn.gaps.append(best - second)
+            said = turn.prompt + turn.answer
+
+
+def ask(http: httpx.Client, turn: Turn) -> list[int] | None:
+    """The tokens of the streamed answer; None if the client left before its end."""
+    tokens: list[int] = []
+    with http.stream("POST", "/v1/completions", json=body(turn) | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        if turn.abort_after == 0:
+            return None
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                tokens += choice["token_ids"] or []
+            if turn.abort_after is not None and len(tokens) >= turn.abort_after:
+                return None
+    return tokens
+
+
+def samples(http: httpx.Client, name: str) -> float:
+    """A metric, added up over its labels."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == name
+    )
+
+
+def tree(url: str) -> list[int]:
+    """The server's processes: those that have its socket's port in their ancestors' command."""
+    port, parents, roots = url.rpartition(":")[2], {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            if f"--port\0{port}\0".encode() in (folder / "cmdline").read_bytes():
+                roots.append(int(folder.name))
+        except OSError:
+            continue
+    found = set(roots)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found)
+
+
+def held(http: httpx.Client) -> int:
+    counters = http.get("/v1/kv_policy").json()["counters"].values()
+    return sum(each["blocks_held"] for each in counters)
+
+
+def test_answers_are_those_of_requests_alone(url: str, log: Path) -> None:
+    count = max(requests_wanted() // SHARE, 8)
+    talks = conversations(count, SEED)
+    compared, rng = Comparison(), random.Random(SEED)
+    left = refused = 0
+    with httpx.Client(base_url=url, timeout=300) as http:
+        run_alone(http, talks)
+        processes, memory = tree(url), []
+
+        def talk_through(talk: list[Turn]) -> list[tuple[Turn, list[int] | None]]:
+            return [(turn, ask(http, turn)) for turn in talk]
+
+        def send(bad: bytes) -> int:
+            headers = {"Content-Type": "application/json"}
+            return http.post("/v1/completions", content=bad, headers=headers).status_code
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            asked, statuses = [], []
+            for number, talk in enumerate(talks):
+                asked.append(pool.submit(talk_through, talk))
+                if rng.random() < 0.5 or number < len(MALFORMED):
+                    statuses.append(pool.submit(send, MALFORMED[number % len(MALFORMED)]))
+            for number, future in enumerate(asked):
+                for turn, tokens in future.result():
+                    if tokens is None:
+                        left += 1
+                    else:
+                        compared.add(turn, tokens)
+                if number % max(len(asked) // 10, 1) == 0:
+                    memory.append(sum(map(report.rss_mib, processes)))
+        for status in statuses:
+            assert status.result() in (400, 404, 422), (status.result(), log_tail(log))
+            refused += 1
+        end = time.monotonic() + 30
+        while (leaked := held(http)) and time.monotonic() < end:
+            time.sleep(0.3)
+        preempted = samples(http, "vllm:num_preemptions_total")
+        used = samples(http, "vllm:kv_cache_usage_perc")
+    report.add(
+        "server",
+        requests=count,
+        malformed=refused,
+        disconnects=left,
+        preemptions=int(preempted),
+        equal=compared.equal,
+        near_ties=compared.near_ties,
+        mismatches=len(compared.mismatches),
+        leaked_blocks=leaked,
+        memory_mib=[round(each, 1) for each in memory],
+        seconds=round(time.monotonic() - began),
+    )
+    assert not compared.mismatches, "\n".join(compared.mismatches)
+    assert compared.near_ties <= max(count // 50, 1)
+    assert compared.equal + compared.near_ties + left == count
+    assert leaked == 0 and used == 0
+    assert max(memory[-2:]) - memory[len(memory) // 3] < MOST_GROWTH_MIB, memory
+
+
+def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log: Path) -> None:
+    """What was answered stays, nothing else is written, and the client does not wait for ever.
+
+    It stands last: the server is gone then.
+    """
+    talks = [turn for talk in conversations(30, SEED + 1) for turn in talk]
+    batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with batch.open("w") as file:
+        for number, turn in enumerate(talks):
+            turn.prompt = turn.adds
+            request = {"method": "POST", "url": "/v1/completions", "body": body(turn)}
+            print(json.dumps({"custom_id": str(number), **request}), file=file)
+    command = [sys.executable, "-m", "vllm_kvx.cli", "batch", str(batch), str(path)]
+    process = subprocess.Popen(
+        [*command, "--base-url", url, "--concurrency", "4"], stderr=subprocess.PIPE
+    )
+    end = time.monotonic() + 200
+    while not path.exists() or path.read_bytes().count(b"\n") < 4:
+        assert process.poll() is None and time.monotonic() < end, log_tail(log)
+        time.sleep(0.02)
+    engines = [
+        pid for pid in tree(url) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert engines
+    os.kill(engines[0], signal.SIGKILL)
+    said = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 1 and "goes on from here" in said, said
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert 4 <= len(lines) < len(talks)
+    assert {line["response"]["status_code"] for line in lines} == {200}
+    end = time.monotonic() + 60
+    while tree(url):
+        assert time.monotonic() < end, "the server outlives its engine"
+        time.sleep(0.5)
+    report.add("engine_kill", lines=len(talks), answered_before=len(lines), wrong=0)
