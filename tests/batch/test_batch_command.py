@@ -101,8 +101,15 @@ def test_killed_again_and_again_no_line_is_lost_or_there_twice(url: str, tmp_pat
         assert lines <= before < 40
     with path.open("ab") as file:
         file.write(b'{"id": "line-40-')  # As a write that was cut off leaves it.
-    code, said = run(batch, path, "--base-url", f"{url}/v1", "--progress", "1")
+    summary = tmp_path / "summary.json"
+    code, said = run(
+        batch, path, "--base-url", f"{url}/v1", "--progress", "1", "--summary", summary
+    )
     assert code == 0, said
+    told = json.loads(summary.read_text())
+    assert (told["lines"], told["by_earlier_runs"], told["errors"]) == (40, before, 0)
+    assert told["answered"] == 40 - before and told["prompt_tokens"] > 100 * (40 - before)
+    assert told["generated_tokens"] > 0 and told["seconds"] > 0
     assert f"40 of 40 lines, {before} by earlier runs, 0 errors; " in said
     assert_answered(path, expected)
     text = path.read_bytes()

@@ -43,6 +43,11 @@ def add_batch(commands: "_Commands") -> None:
         help="requests that the server has at one time (default: %(default)s)",
     )
     command.add_argument(
+        "--summary",
+        metavar="FILE",
+        help="where to write this run's lines, tokens and seconds, as JSON",
+    )
+    command.add_argument(
         "--progress",
         type=float,
         default=PROGRESS_S,

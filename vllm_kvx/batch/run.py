@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import time
@@ -62,6 +63,18 @@ class Progress:
     def done(self) -> int:
         """Lines that have their answer."""
         return self.before + self.answered + self.refused
+
+    def as_json(self) -> dict[str, float]:
+        """What this run did; seconds: from when the server was up."""
+        return {
+            "lines": self.total,
+            "by_earlier_runs": self.before,
+            "answered": self.answered,
+            "errors": self.refused,
+            "prompt_tokens": self.prompt,
+            "generated_tokens": self.generated,
+            "seconds": round(time.monotonic() - self.began, 3),
+        }
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-9)
@@ -158,6 +171,8 @@ async def _run(
         for task in beside:
             task.cancel()
         answers.sync()
+    if args.summary is not None:
+        Path(args.summary).write_text(json.dumps(progress.as_json(), indent=1) + "\n")
     if gone is not None:
         _say(f"stopped: {gone}. {progress}. The same command goes on from here.")
         return 1
