@@ -36,7 +36,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def http(log: Path) -> Iterator[httpx.Client]:
     with (
-        serving(FLAGS, log, cpu_environment()) as url,
+        serving(FLAGS, log, cpu_environment(), timeout_s=560.0) as url,
         httpx.Client(base_url=url, timeout=120) as client,
     ):
         yield client
