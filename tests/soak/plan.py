@@ -61,8 +61,12 @@ class Turn:
 
 
 def conversations(count: int, seed: int) -> list[list[Turn]]:
-    """Of `count` requests together; half of the conversations have one turn."""
+    """Of `count` requests together; half of the conversations have one turn.
+
+    Half of them begin with the same document, which a prefix cache shares.
+    """
     rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(LOOKUP)
+    document = tokenizer(make_prompt(0, 140, tokenizer)[0]).input_ids
     found: list[list[Turn]] = []
     left = count
     while left:
@@ -70,11 +74,13 @@ def conversations(count: int, seed: int) -> list[list[Turn]]:
         left -= turns
         lengths = [rng.randint(48, LONGEST_PROMPT // 2 if turns > 1 else LONGEST_PROMPT)]
         lengths += [rng.randint(8, 56) for _ in range(turns - 1)]
+        begin = document if rng.random() < 0.5 else []
+        lengths[0] = min(lengths[0], LONGEST_PROMPT - len(begin))
         policy = rng.choice(POLICIES)
-        talk = []
+        talk: list[Turn] = []
         for length in lengths:
             text, _ = make_prompt(rng.randrange(1 << 30), max(length, 48), tokenizer)
-            ids = tokenizer(text).input_ids[-length:]
+            ids = ([] if talk else begin) + tokenizer(text).input_ids[-length:]
             # Most clients keep to a policy.
             name = policy if rng.random() < 0.7 else rng.choice(POLICIES)
             abort = rng.randint(0, 12) if rng.random() < 0.2 else None

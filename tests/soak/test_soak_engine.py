@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load"
 
 SEED = 0
 # Of KV groups together; a prompt of the greatest length needs 40.
-BLOCKS = 46
+BLOCKS = 60
 IN_FLIGHT = 24
 # Growth that a thousand requests may cause: what the allocator keeps, not what leaks.
 MOST_GROWTH_MIB = 48.0
@@ -107,6 +107,7 @@ def test_answers_are_those_of_requests_alone() -> None:
     for turn, tokens in done:
         compared.add(turn, tokens)
     counters = stats["policies"].values()
+    hits = sum(each["prefix_hit"] for each in counters)
     report.add(
         "engine",
         requests=count,
@@ -114,7 +115,7 @@ def test_answers_are_those_of_requests_alone() -> None:
         pool_blocks=blocks,
         aborts=aborted,
         preemptions=preempted,
-        prefix_hit_tokens=sum(each["prefix_hit"] for each in counters),
+        prefix_hit_tokens=hits,
         equal=compared.equal,
         near_ties=compared.near_ties,
         mismatches=len(compared.mismatches),
@@ -125,7 +126,8 @@ def test_answers_are_those_of_requests_alone() -> None:
     assert not compared.mismatches, "\n".join(compared.mismatches)
     assert compared.near_ties <= max(count // 50, 1)
     assert compared.equal + compared.near_ties + aborted == count
-    assert aborted and preempted >= count // 10, (aborted, preempted)
+    assert aborted and preempted >= count // 20, (aborted, preempted)
+    assert hits, "no request found the prefix of another"
     # The first part of a run fills caches of the engine's own.
     assert max(memory[-2:]) - memory[len(memory) // 3] < MOST_GROWTH_MIB, memory
 
@@ -160,8 +162,8 @@ def under_load(
             else:
                 continue
             del open_talks[name]
-            if rest:  # The next turn, at once or later.
-                waiting.insert(rng.randrange(len(waiting) + 1), rest)
+            if rest:  # The next turn, at once or soon.
+                waiting.insert(len(waiting) - rng.randint(0, min(len(waiting), 3)), rest)
             if (len(done) + aborted) % every == 0:
                 memory.append(memory_mib())
         if not open_talks and rng.random() < 0.2:
