@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ def write() -> None:
     import torch
     import vllm
 
-    from vllm_kvx import __version__
-
     requests = os.environ.get("KVX_SOAK_REQUESTS", "60")
     found = {
         "command": f"KVX_SOAK_REQUESTS={requests} KVX_SOAK_OUTPUT={Path(path).name} "
@@ -32,7 +31,7 @@ def write() -> None:
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU",
         "versions": {
-            "vllm-kvx": __version__,
+            "vllm-kvx": metadata.version("vllm-kvx"),
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
