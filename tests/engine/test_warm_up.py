@@ -10,6 +10,9 @@ from world import inside
 from world.engine import running
 from world.prompts import prompt_of
 
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.worker.warm_up import warm_up
+
 
 @pytest.mark.usefixtures("dense_ops")
 def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,11 +20,16 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
     stock, counted = CPUWorker.compile_or_warm_up_model, []
+    ran: list[KVPolicy] = []
 
     @wraps(stock)
     def as_on_a_gpu(worker: Any) -> Any:
         times = stock(worker)
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        settings = worker.model_runner.model_state.settings
+        ran.extend(
+            warm_up(worker.model_runner, worker.execute_model, worker.sample_tokens, settings)
+        )
         counted.append(worker.kv_policy_stats()["policies"])
         return times
 
@@ -31,6 +39,9 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
         (during,) = counted
         assert set(during) == {"snapkv", policy, "full"}
         assert during["snapkv"]["requests"] > 0 and during["snapkv"]["prompt_tokens"] > 0
+        # Each has run a prompt long enough to give something up, before the first request.
+        assert [str(each) for each in ran] == ["snapkv", policy]
+        assert during[policy]["requests"] > 0 and any(during["snapkv"]["entries_retained_by_layer"])
         worker = inside.worker(engine)
         stats = worker.kv_policy_stats()
         for totals in stats["policies"].values():

@@ -63,6 +63,7 @@ class PolicyModelState(DefaultModelState):
         settings = KVSettings.from_vllm_config(vllm_config)
         assert settings is not None
         self.settings, layout = settings, settings.layout
+        self.checks_blocks = settings.debug
         self.segmented, self.starts = cast(SegmentedModel, model), layout.starts
         # The segment of the decoder that each KV stage is in.
         self.stage_segments = [
@@ -194,7 +195,7 @@ class PolicyModelState(DefaultModelState):
         self._step = step = plan_step(input_batch, requests, self.retrieval, self.memory.private)
         requests.seq_lens[step.requests] = step.ends
         self.prefix_states.restore()
-        if self.settings.debug:
+        if self.checks_blocks:
             check_blocks(step, self.group_stages, tables.block_sizes, tables.num_blocks.np)
         for chunk in step.chunks:
             if chunk.is_last:

@@ -18,6 +18,7 @@ from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
 from vllm_kvx.worker.sleep import SleepingBuffers
 from vllm_kvx.worker.status import stats_of
+from vllm_kvx.worker.warm_up import warm_up
 
 
 class _PolicyWorking:
@@ -149,3 +150,10 @@ def _keep_prompts_off_graphs(runner: Any) -> None:
 
 class PolicyWorker(_PolicyWorking, Worker):
     """GPU worker under a KV policy."""
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        # From here on vLLM calls a kernel that is compiled a surprise.
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            runner: Any = self.model_runner
+            warm_up(runner, self.execute_model, self.sample_tokens, runner.model_state.settings)
+        super()._maybe_activate_jit_monitor()

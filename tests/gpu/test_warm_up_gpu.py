@@ -1,0 +1,53 @@
+"""No kernel is compiled while serving: vLLM's monitor makes one that is an error."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from world.engine import running
+from world.gpu import COMPILED
+from world.prompts import prompts_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# By the server's policy, what else it makes room for.
+SERVERS = {
+    "snapkv": ["criticalkv", "pyramidkv", "knorm", "streamingllm"],
+    "fastkv:tsp_layer=3": ["structkv:pivot=3", "gemfilter:layer=3"],
+    "structkv:pivot=online": [],
+    "structkv:pivot=3,granularity=block": [],
+    "speed-4+fier-64": ["fier-64"],
+    "quest-64": [],
+}
+
+
+@pytest.fixture(autouse=True)
+def monitor_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one for all engines of a process, and never ends."""
+    monkeypatch.setattr("vllm.utils.jit_monitor._active", False)
+    monkeypatch.setattr("vllm.utils.jit_monitor._mode", "warn")
+
+
+@pytest.mark.parametrize("policy", SERVERS)
+def test_nothing_is_compiled_while_serving(tiny: Callable[..., Path], policy: str) -> None:
+    """Short and long prompts, in one chunk and in several, beside decodes, under each policy."""
+    model = tiny(head_dim=64, hidden=128)
+    names = [policy, *SERVERS[policy], "full"]
+    options = COMPILED | {
+        "dtype": "bfloat16",
+        "max_num_batched_tokens": 512,
+        "jit_monitor_mode": "error",
+    }
+    lengths = (1, 2, 5, 16, 33, 64, 65, 130, 300, 511, 512, 513, 700, 1024, 1500, 2048)
+    prompts = prompts_of(lengths)
+    with running(
+        model, policy, config={"kv_layout": SERVERS[policy]}, max_num_seqs=32, **options
+    ) as engine:
+        for name in names:
+            engine.generate(prompts[::3], 40, [name] * len(prompts[::3]))
+        mixed = [names[i % len(names)] for i in range(len(prompts))]
+        engine.generate(prompts, 40, mixed)
+        for prompt, name in zip(prompts, mixed, strict=True):
+            engine.generate([prompt], 3, [name])
+        engine.assert_idle()

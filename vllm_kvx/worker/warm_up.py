@@ -1,0 +1,78 @@
+"""Every policy of a server runs before the server is ready: no request waits for a compiler."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.settings import POLICY_KEY, KVSettings
+
+logger = init_logger("vllm.kvx.worker")
+
+# Tokens of the prompts, where a step takes as many: more than windows and floors that are in use,
+# so that something is selected and given up.
+PROMPT_TOKENS = 4096
+# Below this, windows fill a prompt and nothing would be selected.
+_FEWEST = 64
+
+
+def warm_up(
+    runner: Any,
+    execute: Callable[[Any], Any],
+    sample: Callable[[Any], Any],
+    settings: KVSettings,
+) -> list[KVPolicy]:
+    """Runs a prompt, and a decode beside it, under each of the server's policies but `full`.
+
+    Triton compiles a kernel at its first launch, which takes up to a second each. vLLM's own
+    warm-up has prompts of a few tokens, shorter than any window. Run before vLLM begins to watch
+    for kernels that are compiled while serving, after its KV cache and graphs are there.
+
+    runner: vLLM's GPUModelRunner. execute, sample: the worker's, through which steps go.
+    Returns the policies that ran: those for which a step, the KV cache and the stash have room.
+    """
+    # vLLM's steps give every KV group blocks for every token.
+    state, ran = runner.model_state, []
+    checked, state.checks_blocks = state.checks_blocks, False
+    policies = dict.fromkeys(policy for policy in settings.policies if not policy.is_full)
+    for number, policy in enumerate(policies):
+        tokens = _tokens(runner, settings)
+        while tokens >= _FEWEST and not run_mixed_prefill_decode_warmup(
+            runner,
+            _under(policy, execute),
+            sample,
+            tokens,
+            req_id_prefix=f"_kvx_warm_up_{number}",
+        ):
+            # vLLM says so in the log: the KV cache has too few blocks.
+            tokens //= 2
+        if tokens >= _FEWEST:
+            ran.append(policy)
+    state.checks_blocks = checked
+    if len(ran) < len(policies):
+        missing = ", ".join(str(policy) for policy in policies if policy not in ran)
+        logger.warning(
+            "No room to run %s before the first request, which will wait for its kernels.", missing
+        )
+    return ran
+
+
+def _tokens(runner: Any, settings: KVSettings) -> int:
+    """Of a step with a whole prompt and a decode."""
+    longest = min(PROMPT_TOKENS, runner.max_num_tokens, runner.max_model_len)
+    if settings.layout.stash:
+        longest = min(longest, settings.stash_tokens)
+    return int(longest)
+
+
+def _under(policy: KVPolicy, execute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`execute` for steps whose new requests name the policy."""
+
+    def run(scheduler_output: Any) -> Any:
+        for request in scheduler_output.scheduled_new_reqs:
+            request.sampling_params.extra_args = {POLICY_KEY: str(policy)}
+        return execute(scheduler_output)
+
+    return run
