@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer
+from world.nightly import nightly
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
@@ -172,6 +173,7 @@ def processes_of(group: str) -> list[str]:
     return found
 
 
+@nightly
 def test_its_own_server_ends_with_it(url: str, tmp_path: Path) -> None:
     """Killed with its own server, and finished by another: an answer is an answer."""
     batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

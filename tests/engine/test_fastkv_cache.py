@@ -11,6 +11,7 @@ from reference.fastkv import Keep
 from world import inside
 from world.engine import BLOCK, Engine, running, schedule_ahead
 from world.expected import FULL, named
+from world.nightly import nightly
 from world.parity import (
     assert_close,
     assert_greedy,
@@ -120,6 +121,7 @@ def test_preempted_in_decode_equals_uninterrupted(tiny: Callable[..., Path]) -> 
     assert_parity(model, answers, keeps)
 
 
+@nightly
 def test_preempted_in_prefill_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     """Short chunks: running answers take the blocks that an admitted prompt still needs."""
     model = tiny()

@@ -10,6 +10,7 @@ from reference.fastkv import Keep
 from world import inside
 from world.engine import running
 from world.expected import FULL, named
+from world.nightly import nightly
 from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import EDGES, prompts_of
 
@@ -108,6 +109,7 @@ def test_lengths_around_every_edge(tiny: Callable[..., Path]) -> None:
     assert_close(alone, [together[i] for i in picked])
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
     """Steps with less room than a window: running requests leave two to eight tokens of ten."""

@@ -18,6 +18,7 @@ from reference.structsnap import StructSnap
 from world import inside
 from world.engine import Engine, keep_in_process, running
 from world.expected import FULL, Policy, is_served, named
+from world.nightly import nightly
 from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import EDGES, distinct_prompts
 
@@ -192,6 +193,7 @@ def test_mixed_batch_by_the_kernels(tiny: Callable[..., Path]) -> None:
     assert_parity(tiny(), answers, policies)
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     """A pool that is too small: prompts come in anew, and generated tokens after them."""

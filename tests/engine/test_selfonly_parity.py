@@ -9,6 +9,7 @@ from reference.swiftkv import Swift
 from world import inside
 from world.engine import BLOCK, running
 from world.expected import FULL, Policy, Speed, named
+from world.nightly import nightly
 from world.parity import ask, assert_close, assert_greedy, assert_parity, room_for
 from world.prompts import EDGES, prompts_of
 
@@ -78,6 +79,7 @@ def test_one_server_in_every_way(
             engine.assert_idle()
 
 
+@nightly
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     """Answers longer than a chunk: a chunk may hold generated tokens alone."""
     model = tiny()

@@ -7,6 +7,7 @@ import pytest
 from world.engine import BLOCK, running
 from world.expected import Speed
 from world.inside import limit_prefix_hits, watch_rows
+from world.nightly import nightly
 from world.parity import assert_parity
 from world.prompts import prompts_of
 
@@ -113,6 +114,7 @@ def test_full_never_reads_a_prefix_without_upper_layers(tiny: Callable[..., Path
     assert_parity(model, after_full, Speed(4))
 
 
+@nightly
 def test_prefix_survives_preemption_and_eviction(tiny: Callable[..., Path]) -> None:
     """Hits, evictions of anchors and resumed requests in a pool that is too small."""
     model = tiny()

@@ -11,6 +11,7 @@ from reference.structkv import Struct
 from world import inside
 from world.engine import BLOCK, Engine, running, schedule_ahead
 from world.expected import FULL, Below, Policy, named
+from world.nightly import nightly
 from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import EDGES, prompts_of
 
@@ -22,6 +23,7 @@ def blocks(pivot: int = 3, struct_rate: float = 0.2, kv_rate: float = 0.1) -> St
     return Struct(pivot, struct_rate, kv_rate, block_size=BLOCK)
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_pivots_and_rates(tiny: Callable[..., Path]) -> None:
     """First, middle and last pivots, rates in any relation, mixed with other policies."""
@@ -69,6 +71,7 @@ MIXED: list[Policy] = [
 ]
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_interrupted_at_any_time(tiny: Callable[..., Path]) -> None:
     """Chunks shorter than a block, thrown out by hand after k steps: as in one shot."""
@@ -165,6 +168,7 @@ def test_reset_while_a_report_is_under_way(tiny: Callable[..., Path], scheduling
             engine.assert_idle()
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_composed_and_retained_alone(tiny: Callable[..., Path]) -> None:
     """Below a SPEED cutoff, and with every token going on; in a batch and alone."""

@@ -11,6 +11,7 @@ from reference.structkv import Struct
 from world import inside
 from world.engine import running
 from world.expected import FULL, Policy, named
+from world.nightly import nightly
 from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import EDGES, prompts_of
 
@@ -23,6 +24,7 @@ SNAP = Keep(kv_rate=0.1)
 STREAM = Keep(sinks=4, recent=20)
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_pivots_and_rates(tiny: Callable[..., Path]) -> None:
     """The first, a middle and the last pivots with rates in any relation, on one server."""
@@ -77,6 +79,7 @@ def test_rates_of_one(tiny: Callable[..., Path]) -> None:
     assert_parity(model, answers, [retains] * 3 + [propagates] + [FULL] * 3 + [STRUCT])
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
     """Windows from one token to longer than the prompt, lengths around w, cap and M; kernels."""
@@ -302,6 +305,7 @@ def test_retention_is_snapkv(tiny: Callable[..., Path], kv_heads: int, heads: st
     assert_parity(model, answers, [*snapkv, *(replace(keep, cutoff=4) for keep in snapkv)])
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     """A pool that is too small: prompts come in anew, and generated tokens after them."""

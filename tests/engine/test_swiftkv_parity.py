@@ -10,6 +10,7 @@ from reference.swiftkv import Swift
 from world import inside
 from world.engine import running
 from world.expected import FULL, Policy, Read, Speed, named
+from world.nightly import nightly
 from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import EDGES, distinct_prompts, prompts_of
 
@@ -126,6 +127,7 @@ def test_retrieval_reads_what_is_projected(tiny: Callable[..., Path]) -> None:
     assert_parity(model, answers, policies * 3)
 
 
+@nightly
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     """A pool that is too small: prompts come in anew, and generated tokens after them."""
     model = tiny()

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 from world.engine import keep_in_process
 from world.models import LOOKUP
+from world.nightly import nightly
 
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
@@ -161,6 +162,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
 
 
+@nightly
 @pytest.mark.usefixtures("in_process")
 def test_a_model_beside_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

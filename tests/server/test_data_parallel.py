@@ -12,11 +12,15 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
+from world.nightly import nightly
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has one for GPUs")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has one for GPUs"),
+    nightly,
+]
 
 MODEL = "lookup"
 POLICIES = ("speed-4", "full", "fier-64", "snapkv")
@@ -35,8 +39,10 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def http(log: Path) -> Iterator[httpx.Client]:
+    # Its log is read; tests before this one may have asked for less of it.
+    environment = cpu_environment() | {"VLLM_LOGGING_LEVEL": "INFO"}
     with (
-        serving(FLAGS, log, cpu_environment(), timeout_s=560.0) as url,
+        serving(FLAGS, log, environment, timeout_s=560.0) as url,
         httpx.Client(base_url=url, timeout=120) as client,
     ):
         yield client

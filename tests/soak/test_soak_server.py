@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from world.nightly import nightly
 
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
 from soak import report
@@ -34,7 +35,7 @@ from soak.plan import (
     requests_wanted,
 )
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load"), nightly]
 
 MODEL, SEED, CLIENTS = "lookup", 1, 12
 # Of the engine's requests, since they take so much longer here.
