@@ -18,8 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from transformers import AutoTokenizer
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy import dashboard
 from deploy.dashboard import Prometheus, Query, Series
-from deploy.server import CHECKPOINT, HOST, ServerError, cpu_environment, free_port, serving
+from deploy.server import CHECKPOINT, HOST, ServerError, cpu_environment, free_port, post, serving
 
 MODEL = "lookup-8l"
 POLICY = "fastkv:tsp_layer=4"
@@ -181,18 +179,6 @@ def load(url: str, seconds: int) -> int:
     if failures:
         raise ServerError(f"a client failed: {failures[0]}")
     return sum(counts)
-
-
-def post(url: str, body: dict[str, Any]) -> int:
-    """The status that a JSON body is answered with."""
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            answer.read()
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 def report(server: Prometheus, seconds: int, picture: Path | None) -> int:

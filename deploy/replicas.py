@@ -18,14 +18,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
-from deploy.server import CHECKPOINT, HOST, ServerError, cpu_environment, free_port, serving
+from deploy.server import CHECKPOINT, HOST, ServerError, cpu_environment, free_port, post, serving
 
 MODEL = "lookup-8l"
 # A turn each.
@@ -111,10 +111,10 @@ def show(routing: str, url: str, replicas: list[str], first_seed: int) -> bool:
         prompt, _ = make_prompt(first_seed + session, TOKENS, tokenizer)
         for policy in POLICIES:
             body = {"prompt": prompt, "vllm_xargs": {"kv_policy": policy}}
-            status = post(url, body, {"x-session-id": f"session-{session}"})
+            status = complete(url, body, {"x-session-id": f"session-{session}"})
             if status != 200:
                 raise ServerError(f"{routing}: status {status} under {policy}")
-    refused = post(url, {"prompt": "a", "vllm_xargs": {"kv_policy": "speed-6"}}, {})
+    refused = complete(url, {"prompt": "a", "vllm_xargs": {"kv_policy": "speed-6"}}, {})
     if refused != 400:
         raise ServerError(f"{routing}: a policy that no replica has room for got {refused}")
     after = [counted(replica) for replica in replicas]
@@ -145,17 +145,10 @@ def _less(now: Counted, then: Counted) -> Counted:
     return Counted(requests, now.found - then.found)
 
 
-def post(url: str, body: dict[str, Any], headers: dict[str, str]) -> int:
+def complete(url: str, body: dict[str, Any], headers: Mapping[str, str]) -> int:
     """The status that a completion of two tokens is answered with."""
-    data = json.dumps({"model": MODEL, "max_tokens": 2, "temperature": 0, **body}).encode()
-    headers = {"Content-Type": "application/json", **headers}
-    request = urllib.request.Request(f"{url}/v1/completions", data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            answer.read()
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
+    common = {"model": MODEL, "max_tokens": 2, "temperature": 0}
+    return post(f"{url}/v1/completions", {**common, **body}, headers)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A ``vllm serve`` in the background, for the demo and the tests."""
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "tests" / "checkpoints" / "lookup-8l"
@@ -94,3 +96,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
+
+
+def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> int:
+    """The status that a JSON body is answered with."""
+    data = json.dumps(body).encode()
+    sent = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, data, sent)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
+            status: int = answer.status
+            return status
+    except urllib.error.HTTPError as error:
+        return error.code

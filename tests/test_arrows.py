@@ -27,6 +27,7 @@ class Rule(NamedTuple):
 # module of one with all below it.
 RULES = {
     "errors": Rule((), "the ground floor: an exception"),
+    "arguments": Rule((), "types of arguments that several commands have"),
     "cache_folder": Rule(("errors",), "where measurements are kept, for tools and servers alike"),
     "policy": Rule((), "the ground floor: counts and names, which both sides of the engine ask"),
     "settings": Rule(("policy", "spelling"), "what additional_config means, read in every process"),
@@ -51,17 +52,18 @@ RULES = {
     "calibration": Rule(
         (
             *("policy", "equations", "settings", "errors", "cache_folder"),
-            *("evaluation.tasks", "evaluation.prompts", "evaluation.options"),
+            *("evaluation.tasks", "evaluation.prompts", "arguments"),
         ),
         "tools measure models without an engine, by lookups whose answers are known",
     ),
     "evaluation": Rule(
-        ("policy", "calibration", "settings", "errors", "cache_folder", "cpu_mode"),
+        ("policy", "calibration", "settings", "errors", "cache_folder", "cpu_mode", "arguments"),
         "asks engines from outside, as a user does; the rest is counting",
     ),
     "tuning": Rule(
         (
             *("policy", "settings", "equations", "calibration", "errors", "cache_folder"),
+            "arguments",
             *("evaluation.engine", "evaluation.options"),
         ),
         "makes weights for a policy, with transformers; a record beside them says which",
@@ -78,12 +80,14 @@ RULES = {
         ("policy", "settings", "server", "seams", "errors", "cpu_mode"),
         "what vLLM loads: it only wires",
     ),
-    "batch": Rule(("errors",), "asks a server over HTTP, and knows nothing of policies"),
+    "batch": Rule(
+        ("errors", "arguments"), "asks a server over HTTP, and knows nothing of policies"
+    ),
     "doctor": Rule(
         (
             *("policy", "settings", "spelling", "cpu_mode", "plugin", "seams", "cache_folder"),
             *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
-            *("ops.retrieval.backends", "ops.retrieval.crossover"),
+            *("ops.retrieval.backends", "ops.retrieval.crossover", "arguments"),
         ),
         "asks what servers and tools ask, before either runs; nothing asks it",
     ),

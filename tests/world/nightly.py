@@ -1,10 +1,8 @@
 """What the nightly run has besides: longer repetitions of what shorter tests show."""
 
-import os
-
 import pytest
 
+from vllm_kvx.environment import is_on
+
 # KVX_NIGHTLY=1 runs them too.
-nightly = pytest.mark.skipif(
-    os.environ.get("KVX_NIGHTLY", "0") in ("", "0"), reason="nightly: set KVX_NIGHTLY=1"
-)
+nightly = pytest.mark.skipif(not is_on("KVX_NIGHTLY"), reason="nightly: set KVX_NIGHTLY=1")

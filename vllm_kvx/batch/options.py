@@ -4,6 +4,8 @@ import argparse
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from vllm_kvx.arguments import positive
+
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -37,7 +39,7 @@ def add_batch(commands: "_Commands") -> None:
     command.add_argument("--base-url", metavar="URL", help="a running server, in its place")
     command.add_argument(
         "--concurrency",
-        type=_positive,
+        type=positive,
         default=CONCURRENCY,
         metavar="N",
         help="requests that the server has at one time (default: %(default)s)",
@@ -59,10 +61,3 @@ def add_batch(commands: "_Commands") -> None:
 def _batch(args: argparse.Namespace) -> int:
     code: int = import_module("vllm_kvx.batch.run").run(args)
     return code
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_kvx.arguments import positive
 from vllm_kvx.errors import ToolError
-from vllm_kvx.evaluation.options import positive
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.methods.structkv import StructKV

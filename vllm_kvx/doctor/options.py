@@ -5,6 +5,7 @@ import json
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.arguments import positive
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import check_served, parse_policy
 from vllm_kvx.settings import REQUEST_POLICIES
@@ -61,7 +62,7 @@ def add_doctor(commands: "_Commands") -> None:
     )
     command.add_argument(
         "--prompt-len",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="tokens of the prompt that rows and bytes are told for (default: the longest)",
     )
@@ -95,13 +96,6 @@ def _json_object(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
 
 

@@ -5,6 +5,7 @@ import json
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.arguments import positive
 from vllm_kvx.errors import ToolError
 
 if TYPE_CHECKING:
@@ -138,14 +139,6 @@ def _lengths(text: str) -> list[int]:
     if not lengths or lengths[0] < 1:
         raise argparse.ArgumentTypeError(f"must be lengths in tokens such as 4096,16384: {text!r}")
     return lengths
-
-
-def positive(text: str) -> int:
-    """The argparse type of counts."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.arguments import positive
 from vllm_kvx.errors import ToolError
-from vllm_kvx.evaluation.options import json_object, positive
+from vllm_kvx.evaluation.options import json_object
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
