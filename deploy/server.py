@@ -41,17 +41,22 @@ def cpu_environment() -> dict[str, str]:
 
 @contextmanager
 def serving(
-    flags: Sequence[str], log: Path, env: Mapping[str, str], timeout_s: float = 300.0
+    flags: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    timeout_s: float = 300.0,
+    vllm: Sequence[str] = (),
 ) -> Iterator[str]:
     """Runs ``vllm serve`` with `flags` on a free port; yields its address, stops it in any case.
 
     log: file that takes the server's output.
+    vllm: the command, where it is not `vllm_command`.
 
     Raises:
         ServerError: the server ended, or was not up after `timeout_s` seconds.
     """
     port = free_port()
-    command = [vllm_command(), "serve", *flags, "--host", HOST, "--port", str(port)]
+    command = [*(vllm or [vllm_command()]), "serve", *flags, "--host", HOST, "--port", str(port)]
     with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
         process = subprocess.Popen(

@@ -2,12 +2,16 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -38,14 +42,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def batch_process(*arguments: Any) -> "subprocess.Popen[bytes]":
+def batch_process(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "vllm_kvx.cli", "batch", *map(str, arguments)]
-    return subprocess.Popen(command, env=cpu_environment(), stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env=cpu_environment(), stderr=subprocess.PIPE, **options)
 
 
-def run(*arguments: Any) -> tuple[int, str]:
+def run(*arguments: Any, **options: Any) -> tuple[int, str]:
     """Exit code and what was said."""
-    process = batch_process(*arguments)
+    process = batch_process(*arguments, **options)
     said = process.communicate(timeout=240)[1].decode()
     return process.returncode, said
 
@@ -114,9 +118,63 @@ def test_killed_again_and_again_no_line_is_lost_or_there_twice(url: str, tmp_pat
     assert f"40 of 40 lines, {before} by earlier runs, 0 errors; " in said
     assert_answered(path, expected)
     text = path.read_bytes()
-    code, said = run(batch, path, "--base-url", url)
+    code, said = run(batch, path, "--base-url", url, "--summary", summary)
     assert code == 0 and "40 lines, all answered already" in said
     assert path.read_bytes() == text
+    told = json.loads(summary.read_text())
+    assert (told["lines"], told["by_earlier_runs"], told["answered"]) == (40, 40, 0)
+
+
+def test_a_full_disk_ends_a_run_and_loses_nothing(url: str, tmp_path: Path) -> None:
+    batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    expected = write_batch(batch, 12)
+
+    def few_bytes() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+    code, said = run(batch, path, "--base-url", url, preexec_fn=few_bytes)
+    assert code == 1 and f"stopped: {path}: File too large." in said, said
+    assert "Traceback" not in said and 1 <= len(written(path)) < 12
+    code, said = run(batch, path, "--base-url", url)
+    assert code == 0, said
+    assert_answered(path, expected)
+
+
+@contextmanager
+def answering(statuses: dict[str, int]) -> Iterator[str]:
+    """The address of what answers with these statuses, by path, and with 404 elsewhere."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(statuses.get(self.path, 404))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_what_is_wrong_with_the_server_is_no_lines_answer(tmp_path: Path) -> None:
+    """Else a batch without its key, or of another port, would be done at once, and wrongly."""
+    batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_batch(batch, 4)
+    for statuses, says in (
+        ({}, "/health answers 404"),
+        ({"/health": 503}, "/health answers 503"),
+        ({"/health": 200, "/v1/completions": 401}, "answers 401: set VLLM_API_KEY"),
+    ):
+        with answering(statuses) as elsewhere:
+            code, said = run(batch, path, "--base-url", elsewhere)
+        assert code == 2 and says in said and "Traceback" not in said, said
+        assert written(path) == []
 
 
 def test_what_is_no_request_or_is_refused_has_a_line(url: str, tmp_path: Path) -> None:
@@ -210,6 +268,10 @@ def test_what_cannot_be_done_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
         ([tmp_path / "none", path, "--base-url", "http://127.0.0.1:9"], "none: No such file"),
         ([batch, path, "--base-url", "http://a", "--kv-policy", "full"], "takes no flags: --kv"),
         ([batch, path, "--base-url", "http://127.0.0.1:9"], "no server answers at http://127.0.0."),
+        ([batch, path, "--base-url", "http://a", "--progress", "0"], "must be seconds above 0"),
+        ([batch, path, "--base-url", "http://a", "--summary", tmp_path], "Is a directory"),
+        ([batch, path, "m", "--api-key", "k"], "behind a Unix socket: drop --api-key"),
+        ([batch, path, "m", "--ssl_keyfile=f"], "behind a Unix socket: drop --ssl-keyfile"),
     ):
         code, said = run(*arguments)
         assert code == 2 and says in said, said

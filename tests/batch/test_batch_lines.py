@@ -1,6 +1,8 @@
 """Lines of a batch file, and the file of its answers."""
 
 import json
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,30 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(ToolError, match=says):
             answers.check(batch)
         answers.close()
+
+
+def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    """As on a full disk: other lines come after it, and none may follow half of one."""
+    path = tmp_path / "out.jsonl"
+    answers = Answers(path)
+    line = error_line(parse(1, b"{"))
+    answers.add(line)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(line) + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            answers.add(error_line(parse(2, b"{")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == line
+    answers.add(error_line(parse(3, b"{")))
+    answers.close()
+    assert set(Answers(path).done) == {1, 3}
+
+
+def test_what_is_no_file_is_refused() -> None:
+    with pytest.raises(ToolError, match="/dev/null is no regular file"):
+        Answers(Path(os.devnull))
 
 
 def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:

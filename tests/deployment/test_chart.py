@@ -14,6 +14,7 @@ from helm_python.chart import Chart, lint
 from helm_python.errors import HelmError
 
 from vllm_kvx import cli
+from vllm_kvx.calibration.resolve import calibrate_arguments
 from vllm_kvx.policy.spec import parse_policy
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm"
@@ -192,6 +193,61 @@ def test_the_job_measures_what_the_servers_run() -> None:
     assert not [o for o in render(prepare={"enabled": False}) if o["kind"] == "Job"]
 
 
+@pytest.mark.parametrize(
+    ("values", "parts", "evaluated"),
+    [
+        ({"policy": "fier-2048"}, [], ["fier-2048"]),
+        ({"policy": "fastkv"}, ["fastkv"], ["fastkv"]),
+        (
+            {"policy": "fastkv:tsp_rate=0.3,window=16+fier-2048", "layout": ["full", "structkv"]},
+            ["fastkv:tsp_rate=0.3,window=16", "structkv"],
+            ["fastkv:tsp_rate=0.3,window=16+fier-2048", "structkv"],
+        ),
+        (
+            {
+                "policy": "structkv:pivot=online",
+                "layout": ["structkv:pivot=3", "fastkv:tsp_rate=1"],
+            },
+            [],
+            ["structkv:pivot=online", "structkv:pivot=3", "fastkv:tsp_rate=1"],
+        ),
+        (
+            {
+                "policy": "speed-24+structkv:decay=0.8,pivot=calibrated,struct_reduction=max",
+                "layout": ["fastkv:tsp_layer=auto", "fastkv:tsp_layer=15", "fastkv:kv_rate=1"],
+                "prepare": {"evaluate": []},
+            },
+            ["structkv:decay=0.8,struct_reduction=max", "fastkv"],
+            [],
+        ),
+        ({"policy": "fastkv", "calibrationLimit": 1800}, [], ["fastkv"]),
+        ({"policy": "fastkv", "prepare": {"calibrate": []}}, [], ["fastkv"]),
+        ({"policy": "fastkv", "additionalConfig": {"kv_tsp_layer": 15}}, [], ["fastkv"]),
+    ],
+)
+def test_the_job_measures_what_is_left_to_it(
+    values: dict[str, Any], parts: list[str], evaluated: list[str]
+) -> None:
+    """By the parameters that a server looks for: else none would ever start."""
+    jobs = [each for each in render(**values) if each["kind"] == "Job"]
+    if not parts and not evaluated:
+        assert not jobs
+        return
+    script = jobs[0]["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    parsed = [cli.parser().parse_args(words[1:]) for words in commands(script)]
+    for asked, name in zip(parsed, parts, strict=False):
+        (part,) = parse_policy(name).parts
+        wanted = cli.parser().parse_args(calibrate_arguments(part, "org/model", None))
+        settings = {**vars(wanted), "no_plot": True}
+        for parameter, option in cli._CALIBRATE.items():
+            if vars(asked)[parameter] is None:
+                setattr(asked, parameter, option.default)
+            if settings[parameter] is None:
+                settings[parameter] = option.default
+        assert vars(asked) == settings
+    assert [each.policies for each in parsed[len(parts) :]] == [evaluated] * bool(evaluated)
+
+
 def commands(script: str) -> Iterator[list[str]]:
     for line in script.replace("\\\n", " ").splitlines():
         if line.strip():
@@ -216,6 +272,14 @@ def test_the_jobs_commands_parse() -> None:
         ({"additionalConfig": {"kv_layout": ["full"]}}, "set `policy` and `layout`"),
         ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is greater"),
         ({"huggingfaceToken": {"name": "hub"}}, "key"),
+        # Without a name there would be no key at all.
+        ({"apiKey": {"key": "token"}}, "name"),
+        # What YAML makes of off without quotes.
+        ({"additionalConfig": {"kv_request_policies": False}}, "'off', 'layout', 'list'"),
+        ({"additionalConfig": {"kv_share": False}}, "'on', 'off'"),
+        ({"extraArgs": ["--port=9000"]}, "--port is the chart's own"),
+        ({"extraArgs": ["--additional_config.kv_share=off"]}, "is the chart's own"),
+        ({"maxModelLen": 16384}, "prepare.lengths: prompts of 16384 tokens"),
         ({"router": {"policy": "sessions"}}, "router"),
     ],
 )
@@ -269,5 +333,5 @@ def test_values_for_production_stack() -> None:
 
 def test_policies_of_the_values_are_policies() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    for name in (values["policy"], *values["layout"], *values["prepare"]["evaluate"]):
+    for name in (values["policy"], *values["layout"]):
         parse_policy(name)

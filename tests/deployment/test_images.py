@@ -164,6 +164,15 @@ def test_mounted_files_are_there() -> None:
                 assert (folder / service["build"]["dockerfile"]).is_file()
 
 
+def test_variables_have_a_default_or_say_what_is_missing() -> None:
+    """Else compose puts nothing in their place, with a warning among others."""
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    for path in COMPOSE.glob("*.yaml"):
+        for name, rest in re.findall(r"\$\{?(\w+)([^}]*)", path.read_text()):
+            assert rest.startswith((":-", ":?")), f"{path.name}: {name}"
+            assert name in page, f"{name} is not on the page"
+
+
 def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     services = compose("compose.yaml")
     mounts = dict(v.split(":")[:2] for v in services["grafana"]["volumes"])

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 from pathlib import Path
 
 from vllm_kvx.batch.lines import id_of, raw_lines
@@ -35,6 +36,9 @@ class Answers:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise ToolError(f"{path}: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            self.close()
+            raise ToolError(f"{path} is no regular file, in which a run could find its answers")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -69,9 +73,19 @@ class Answers:
         return count
 
     def add(self, line: bytes) -> None:
-        """Appends one line, newline included."""
-        while line:
-            line = line[os.write(self._file, line) :]
+        """Appends one line, newline included.
+
+        Raises:
+            OSError: it could not be written, as on a full disk; nothing of it is in the file then.
+        """
+        end = os.fstat(self._file).st_size
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError:
+            # Others add lines until all have heard of it; none may follow half a line.
+            os.ftruncate(self._file, end)
+            raise
 
     def sync(self) -> None:
         """Has what was added written to the disk."""

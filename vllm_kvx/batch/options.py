@@ -4,7 +4,7 @@ import argparse
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from vllm_kvx.arguments import positive
+from vllm_kvx.arguments import positive, seconds
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,7 +24,7 @@ def add_batch(commands: "_Commands") -> None:
         '"vllm_xargs": {"kv_policy": "..."}. The same command again goes on after a run that '
         "ended or was killed; no line is lost, and none is answered twice.",
         epilog="Exit code: 0 if every line has its answer, errors included; 1 if the server went "
-        "away before; 2 if the command cannot be done as asked.",
+        "away before, or an answer could not be written; 2 if the command cannot be done as asked.",
         allow_abbrev=False,
     )
     command.set_defaults(run=_batch, serve_args=[])
@@ -51,7 +51,7 @@ def add_batch(commands: "_Commands") -> None:
     )
     command.add_argument(
         "--progress",
-        type=float,
+        type=seconds,
         default=PROGRESS_S,
         metavar="SECONDS",
         help="how often to say how far it is (default: %(default)g)",

@@ -24,6 +24,8 @@ SYNC_S = 1.0
 # Waits before a request is sent again, where the server is busy or cannot be reached.
 RETRY_S = (1.0, 2.0, 4.0, 8.0)
 _BUSY = (429, 503)
+# What is wrong is the key, and so with every line.
+_NO_KEY = (401, 403)
 
 
 class ServerGoneError(Exception):
@@ -112,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     answers = Answers(path)
     try:
         progress = Progress(answers.check(batch), len(answers.done))
+        # Before hours of work, not after.
+        _write_summary(args.summary, progress)
         if progress.done == progress.total:
             _say(f"{progress.total:,} lines, all answered already in {path}")
             return 0
@@ -132,13 +136,25 @@ def _transport(args: argparse.Namespace) -> Iterator[tuple[str, httpx.AsyncHTTPT
     if args.base_url is not None:
         url = args.base_url.rstrip("/").removesuffix("/v1")
         try:
-            httpx.get(f"{url}/health", headers=_headers(), timeout=30)
+            health = httpx.get(f"{url}/health", headers=_headers(), timeout=30)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ToolError(f"no server answers at {url}: {error}") from error
+        # Another server's 404 would be taken for the answer to every line.
+        if health.status_code != 200:
+            raise ToolError(f"no vLLM is ready there: {url}/health answers {health.status_code}")
         yield url, httpx.AsyncHTTPTransport(limits=limits)
         return
     with own_server(args.model, args.serve_args) as socket:
         yield "http://server", httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
+
+
+def _write_summary(path: str | None, progress: Progress) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(progress.as_json(), indent=1) + "\n")
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from error
 
 
 def _headers() -> dict[str, str]:
@@ -161,20 +177,22 @@ async def _run(
         asyncio.create_task(_every(SYNC_S, answers.sync)),
         asyncio.create_task(_every(args.progress, lambda: _say(str(progress)))),
     ]
-    gone: ServerGoneError | None = None
+    ended: Exception | None = None
     try:
         async with client:
             await asking.ask_all(batch, args.concurrency)
-    except* ServerGoneError as failures:
-        gone = failures.exceptions[0]  # type: ignore[assignment]
+        answers.sync()
+    except* (ServerGoneError, ToolError, OSError) as failures:
+        ended = failures.exceptions[0]
     finally:
         for task in beside:
             task.cancel()
-        answers.sync()
-    if args.summary is not None:
-        Path(args.summary).write_text(json.dumps(progress.as_json(), indent=1) + "\n")
-    if gone is not None:
-        _say(f"stopped: {gone}. {progress}. The same command goes on from here.")
+    _write_summary(args.summary, progress)
+    if isinstance(ended, ToolError):
+        raise ended
+    if ended is not None:
+        why = f"{answers.path}: {ended.strerror}" if isinstance(ended, OSError) else ended
+        _say(f"stopped: {why}. {progress}. The same command goes on from here.")
         return 1
     _say(f"{progress}. Answers: {answers.path}")
     return 0
@@ -192,7 +210,8 @@ class _Asking:
         """Every line of `batch` that is not done.
 
         Raises:
-            ExceptionGroup: of ServerGoneError.
+            ExceptionGroup: of ServerGoneError; of ToolError, where the server wants another key;
+                of OSError, where an answer cannot be written.
         """
         free = asyncio.Semaphore(concurrency)
 
@@ -221,6 +240,10 @@ class _Asking:
             except httpx.HTTPError as error:
                 why = f"{self.client.base_url} cannot be reached: {error or type(error).__name__}"
             else:
+                if reply.status_code in _NO_KEY:
+                    raise ToolError(
+                        f"the server answers {reply.status_code}: set VLLM_API_KEY to its key"
+                    )
                 if reply.status_code < 500 and reply.status_code not in _BUSY:
                     return self._write(line, reply)
                 why = f"the server answers {reply.status_code}: {reply.text[:300]}"

@@ -17,6 +17,9 @@ from vllm_kvx.errors import ToolError
 
 _POLL_S, _STOP_S = 0.5, 30.0
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl's
+# Flags with which nothing would answer at the socket, or not to this process; and such as would
+# have no effect there.
+_NOT_AT_A_SOCKET = ("--api-key", "--grpc", "--headless", "--host", "--port", "--uds")
 
 
 @contextmanager
@@ -24,8 +27,12 @@ def own_server(model: str, flags: Sequence[str]) -> Iterator[Path]:
     """Runs ``vllm serve MODEL`` with `flags`; yields its socket once it is up.
 
     Raises:
-        ToolError: the server ends before it is up. What it says goes to stderr.
+        ToolError: a flag is not for a server behind a socket, or the server ends before it is up.
+            What it says goes to stderr.
     """
+    for name in (flag.partition("=")[0].replace("_", "-") for flag in flags):
+        if name in _NOT_AT_A_SOCKET or name.startswith("--ssl-"):
+            raise ToolError(f"a batch's own server is behind a Unix socket: drop {name}")
     with tempfile.TemporaryDirectory(prefix="kvx-batch-") as folder:
         socket = Path(folder) / "socket"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags]

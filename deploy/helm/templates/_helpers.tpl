@@ -30,8 +30,43 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{- define "kvx.policies" -}}
-{{ prepend .Values.layout .Values.policy | join " " }}
+{{- /* JSON: arguments of `vllm-kvx calibrate` for each layer that the policies leave to a measurement. */ -}}
+{{- define "kvx.unmeasured" -}}
+{{- $found := list -}}
+{{- $flags := dict "fastkv" (dict "window" "--window" "kernel" "--kernel" "tsp_rate" "--tsp-rate" "tsp_reduction" "--reduction") "structkv" (dict "window" "--window" "struct_rate" "--struct-rate" "decay" "--decay" "struct_reduction" "--reduction") -}}
+{{- $layers := dict "fastkv" "tsp_layer" "structkv" "pivot" -}}
+{{- $keys := dict "fastkv" "kv_tsp_layer" "structkv" "kv_pivot" -}}
+{{- $words := dict "fastkv" "auto" "structkv" "calibrated" -}}
+{{- range $part := splitList "+" (prepend .Values.layout .Values.policy | join "+") -}}
+{{- $name := splitList ":" $part | first -}}
+{{- if hasKey $layers $name -}}
+{{- $arguments := list "--method" $name -}}
+{{- $known := hasKey $.Values.additionalConfig (get $keys $name) -}}
+{{- range $parameter := splitList "," (trimPrefix $name $part | trimPrefix ":") -}}
+{{- $pair := splitList "=" $parameter -}}
+{{- if and (eq (first $pair) (get $layers $name)) (ne (last $pair) (get $words $name)) -}}{{- $known = true -}}{{- end -}}
+{{- if and (has (first $pair) (list "tsp_rate" "struct_rate")) (eq (float64 (last $pair)) 1.0) -}}{{- $known = true -}}{{- end -}}
+{{- with get (get $flags $name) (first $pair) -}}{{- $arguments = concat $arguments (list . (last $pair)) -}}{{- end -}}
+{{- end -}}
+{{- if not $known -}}{{- $found = append $found (join " " $arguments) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- uniq $found | toJson -}}
+{{- end -}}
+
+{{- /* JSON: what the job does, for `calibrate` and `evaluate`. */ -}}
+{{- define "kvx.work" -}}
+{{- $calibrate := list -}}
+{{- if not (kindIs "invalid" .Values.prepare.calibrate) -}}
+{{- range .Values.prepare.calibrate }}{{- $calibrate = append $calibrate (printf "--method %s" .) -}}{{- end -}}
+{{- else if not .Values.calibrationLimit -}}
+{{- $calibrate = include "kvx.unmeasured" . | fromJsonArray -}}
+{{- end -}}
+{{- $evaluate := .Values.prepare.evaluate -}}
+{{- if kindIs "invalid" $evaluate -}}
+{{- $evaluate = without (prepend .Values.layout .Values.policy | uniq) "full" -}}
+{{- end -}}
+{{- dict "calibrate" $calibrate "evaluate" $evaluate | toJson -}}
 {{- end -}}
 
 {{- /* What one release cannot be, said before anything is made. */ -}}
@@ -42,6 +77,19 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
 {{- fail "autoscaling.minReplicas is greater than autoscaling.maxReplicas" -}}
+{{- end -}}
+{{- range .Values.extraArgs -}}
+{{- $flag := splitList "=" . | first | replace "_" "-" -}}
+{{- if or (has $flag (list "--host" "--port" "--uds" "--kv-policy" "--additional-config")) (hasPrefix "--additional-config." $flag) -}}
+{{- fail (printf "extraArgs: %s is the chart's own: use its values" $flag) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.prepare.enabled (include "kvx.work" . | fromJson).evaluate -}}
+{{- range .Values.prepare.lengths -}}
+{{- if ge (int .) (int $.Values.maxModelLen) -}}
+{{- fail (printf "prepare.lengths: prompts of %d tokens and their answers do not fit maxModelLen=%d" (int .) (int $.Values.maxModelLen)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- range $key, $value := .Values.additionalConfig -}}
 {{- if has $key (list "kv_policy" "kv_layout") -}}
