@@ -11,8 +11,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
 cd "$KVX_ROOT"
 
-# The methods that we depend on, our schedulers over random traffic, what is refused, and engines
-# for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock alone.
+# The methods and routes that we depend on, our schedulers over random traffic, what is refused, and
+# engines for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock
+# alone.
 ENGINES=tests/engine
 SMOKE=(
     tests/test_seams.py
@@ -20,6 +21,7 @@ SMOKE=(
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[fastkv]"
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[speed]"
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[pyramid]"
+    tests/server/test_misplaced.py
     tests/server/test_refusals.py
     "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[policies0]"
     "$ENGINES/test_speed_cache.py::test_prefix_hit_equals_cold"

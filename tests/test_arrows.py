@@ -45,7 +45,7 @@ RULES = {
     "worker": Rule(
         (
             *("models", "cache", "policy", "scores", "indexes", "ops", "equations", "settings"),
-            "seams",
+            *("seams", "environment"),
         ),
         "the device's side of a step, above all that it drives",
     ),
@@ -87,7 +87,12 @@ RULES = {
         (
             *("policy", "settings", "spelling", "cpu_mode", "plugin", "seams", "cache_folder"),
             *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
-            *("ops.retrieval.backends", "ops.retrieval.crossover", "arguments"),
+            *(
+                "ops.retrieval.backends",
+                "ops.retrieval.costs",
+                "ops.retrieval.crossover",
+                "arguments",
+            ),
         ),
         "asks what servers and tools ask, before either runs; nothing asks it",
     ),

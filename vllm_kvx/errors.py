@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 # vLLM is an extra of this package, and the others come with it.
-_COME_WITH_VLLM = ("torch", "transformers", "vllm")
+_COME_WITH_VLLM = ("httpx", "torch", "transformers", "vllm")
 
 
 class ToolError(Exception):

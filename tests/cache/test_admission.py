@@ -84,7 +84,7 @@ def test_a_full_stash_makes_prompts_wait() -> None:
     # Retention alone needs no stash.
     assert one.clip(add(one, "c", 500, "snapkv"), 0, 96) == 96
     first.num_computed_tokens = 3 * STASH_PAGE
-    assert one.is_past_prompt(first) and not one.is_past_prompt(first)
+    assert one.past_prompt() == [first] and not one.past_prompt()
     one.release("a")
     assert one.clip(second, 0, 96) == 96
     one.remove_request("b")
@@ -96,12 +96,12 @@ def test_what_was_not_scheduled_after_all_holds_nothing() -> None:
     one = admission(stash_tokens=4 * STASH_PAGE)
     waits, preempted = add(one, "a", 3 * STASH_PAGE), add(one, "b", 2 * STASH_PAGE)
     assert one.clip(waits, 0, 96) == 96
-    one.settle(running=set())
+    one.settle(running=[])
     assert one.used_pages == 0
     assert one.clip(preempted, 0, 96) == 96
-    one.settle(running={"b"})
+    one.settle(running=[preempted])
     assert one.used_pages == 2
-    one.restart("b")
+    one.restart(preempted)
     assert one.used_pages == 0
 
 
@@ -124,7 +124,7 @@ def test_the_queue_goes_on_behind_one_that_waits() -> None:
     )
     full, snapkv = add(one, "full", 500, "full"), add(one, "snapkv", 500, "snapkv")
     assert schedule(one, a, b, c, full, d, snapkv) == ["a", "full", "snapkv"]
-    one.settle(running={"a", "full", "snapkv"})
+    one.settle(running=[a, full, snapkv])
     assert schedule(one, b, c, d) == []
     one.release("a")
     assert schedule(one, b, c, d) == ["b", "c"]
@@ -196,7 +196,7 @@ def test_waits_for_the_stash_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     now[0] = 110.0
     assert (one.stash_waits, one.stash_wait_seconds) == (1, 3)
     # Preempted, it waits again: it is the same prompt.
-    one.restart("b")
+    one.restart(b)
     c = add(one, "c", 4 * STASH_PAGE)
     assert schedule(one, c) == ["c"]
     assert not schedule(one, b, add(one, "d", STASH_PAGE))

@@ -3,7 +3,7 @@
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from vllm_kvx.cache.states import StateCache, StateRows
+from vllm_kvx.cache.states import StateCache, StateRows, overlays
 
 BLOCK = 4
 ROWS = StateRows(per_page=4, pages=2, tokens=8)
@@ -47,3 +47,8 @@ def test_what_is_evicted_within_is_filled_again() -> None:
     cache.end_step()
     assert again.places == (1,)
     assert len(cache.find(prompt, 4, 31)) == 3
+
+
+def test_states_lie_under_entries_of_types_that_ran_on_a_gpu() -> None:
+    assert all(map(overlays, ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")))
+    assert not overlays("fp8_e5m2")

@@ -55,7 +55,8 @@ def test_vllm_itself_missing() -> None:
     """Whatever imports it, one line says so; another module's lack stays an error of its own."""
     from vllm_kvx.errors import ToolError, vllm_needed
 
-    with pytest.raises(ToolError, match="vllm is missing: pip install"), vllm_needed():
-        raise ModuleNotFoundError(name="vllm")
+    for name in ("vllm", "httpx"):  # A batch's client has nothing but the latter from vLLM.
+        with pytest.raises(ToolError, match=f"{name} is missing: pip install"), vllm_needed():
+            raise ModuleNotFoundError(name=name)
     with pytest.raises(ModuleNotFoundError), vllm_needed():
         raise ModuleNotFoundError(name="numpy")

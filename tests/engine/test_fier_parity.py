@@ -11,6 +11,8 @@ from world.expected import Read, Speed, named
 from world.parity import assert_identical, assert_parity
 from world.prompts import prompts_of
 
+from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, Costs
+from vllm_kvx.ops.retrieval.crossover import CROSSOVERS
 from vllm_kvx.policy.spec import parse_policy
 
 # Around the edges of groups, blocks, chunks and the budgets of 64, 100 and 128.
@@ -72,6 +74,32 @@ def test_one_shot_and_budgets_of_all(tiny: Callable[..., Path]) -> None:
     assert_identical(both[:4], both[4:])
     assert counters["retrieval_steps"] == counters["entries_scored"] == 0
     assert counters["dense_fallbacks"] == 4 * 5
+
+
+def test_the_batch_decides(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `auto` one request reads everything where three of its length retrieve: 300 entries pay
+    for retrieval, and 400 of one request. A number in `dense_below` is by length alone."""
+    pays = Costs(whole=0, whole_entry=KI, fixed=300 - IN_ENGINE_US, scored=0, read=0)
+    monkeypatch.setitem(COSTS, "torch", {(1, 1): pays})
+    monkeypatch.setitem(CROSSOVERS, "torch", {(1, 1): 400})
+    model = tiny()
+    prompts = prompts_of((120, 121, 127, 410))
+    by_length = "fier-64:dense_below=200"
+    with running(model, "fier-64", max_num_batched_tokens=2304, max_num_seqs=5) as engine:
+        told = engine.stats()["retrieval"]
+        alone = engine.generate(prompts[:1], max_tokens=6)
+        engine.generate(prompts[:3], max_tokens=6, policies=[by_length] * 3)
+        whole = engine.stats()["policies"]
+        together = engine.generate(prompts[:3], max_tokens=6)
+        beside = engine.generate(prompts[2:], max_tokens=6)
+        counters = engine.stats()["policies"]["fier-64"]
+        engine.assert_idle()
+    assert (told["auto"], told["dense_below"], told["dense_below_batch"]) == (400, 400, 65)
+    assert [whole[name]["retrieval_steps"] for name in ("fier-64", by_length)] == [0, 0]
+    assert [whole[name]["dense_fallbacks"] for name in ("fier-64", by_length)] == [5, 15]
+    assert (counters["retrieval_steps"], counters["dense_fallbacks"]) == (5 * 5, 5)
+    assert_parity(model, alone, Speed())
+    assert_parity(model, [*together, *beside], Read(Retrieve(64)))
 
 
 def test_token_by_token(tiny: Callable[..., Path]) -> None:

@@ -58,7 +58,8 @@ def test_two_engines_answer_as_one(tmp_path: Path) -> None:
         *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", "speed-4"),
         *("--additional-config", '{"kv_layout": ["fier-64", "snapkv"], "kv_debug": true}'),
         *("--dtype", "float32", "--attention-backend", "TRITON_ATTN"),
-        *("--max-model-len", "2048", "--gpu-memory-utilization", "0.3"),
+        *("--max-model-len", "2048", "--gpu-memory-utilization", "0.1"),
+        *("--kv-cache-memory-bytes", str(1 << 30)),
         "--no-enable-prefix-caching",  # Which engine has a prefix would show in the counters.
     ]
     found = {}

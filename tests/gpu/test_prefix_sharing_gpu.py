@@ -117,18 +117,17 @@ EAGER = COMPILED | {"enforce_eager": True, "attention_config": {"backend": "TRIT
 
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "options"),
-    [("fp8_e4m3", COMPILED), ("fp8_e4m3", EAGER), ("fp8_e5m2", EAGER)],
-    ids=["e4m3", "e4m3-triton", "e5m2-triton"],
+    [("fp8_e4m3", COMPILED), ("fp8_e4m3", EAGER)],
+    ids=["e4m3", "e4m3-triton"],
 )
 def test_what_states_leave_in_8_bit_blocks_is_harmless(
-    monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, options: dict[str, Any]
+    kv_cache_dtype: str, options: dict[str, Any]
 ) -> None:
     """Bytes of states are NaN as 8-bit entries, and the last block of a request ends with such.
 
     First every free byte is a NaN of both formats, or an infinity of one; then states are kept, in
     a pool so small that their blocks soon hold entries.
     """
-    inside.keep_states_in_any_cache(monkeypatch)
     prompts, expected, decode = lookups(40)
     policies = ["fastkv:tsp_layer=4", "structkv:pivot=4,granularity=block", "snapkv", "full"]
     names = [policies[i % len(policies)] for i in range(len(prompts))]

@@ -196,9 +196,7 @@ def test_nothing_waits_and_nothing_compiles_twice(no_waiting: Callable[[bool], N
             max_num_keys, sum(lengths), 0.1,
         )  # fmt: skip
         unpooled = torch.empty_like(scores[:8])
-        scores = pool_per_kv_head(
-            scores, 8, *sizes, batch.offsets, widths, max_num_keys, unpooled
-        )
+        scores = pool_per_kv_head(scores, 8, *sizes, batch.offsets, widths, max_num_keys, unpooled)
         moves = select_moves(
             scores, *sizes, caps, batch.offsets, out_offsets, total, unpooled=unpooled
         )

@@ -306,9 +306,10 @@ def test_select(distribution: str, lens: list[int], kv_heads: int, unit: int, bu
     cuda_ops.select(scores.values, scores.histogram, *of_rows, indices, counts, unit)
     check_selected(scores, budgets, indices, counts)
 
-    indices, counts = outputs(len(lens), kv_heads, budget)
-    top_units(scores.values, rows, indices, counts, unit=unit)
-    check_selected(scores, budgets, indices, counts)
+    for fused in (False, True):
+        indices, counts = outputs(len(lens), kv_heads, budget)
+        top_units(scores.values, rows, indices, counts, unit=unit, fused=fused)
+        check_selected(scores, budgets, indices, counts)
 
 
 def rows_of(
@@ -358,7 +359,13 @@ KEY_SCALE, VALUE_SCALE = 0.7, 1.3
 
 
 def run_attend(
-    case: Case, indices: Tensor, counts: Tensor, unit: int, splits: int, to: Attention
+    case: Case,
+    indices: Tensor,
+    counts: Tensor,
+    unit: int,
+    splits: int,
+    to: Attention,
+    overlap: bool = False,
 ) -> None:
     cuda_ops.attend(
         case.q,
@@ -376,6 +383,7 @@ def run_attend(
         VALUE_SCALE,
         unit,
         splits,
+        overlap,
     )
 
 
@@ -448,8 +456,12 @@ def test_attend(
     assert torch.equal(first.nan_to_num(7), got.out.nan_to_num(7)), "not deterministic"
 
 
-def test_graph_of_all() -> None:
-    """A step at full length, captured once and replayed on other lengths."""
+@pytest.mark.parametrize("overlap", [False, True])
+def test_graph_of_all(overlap: bool) -> None:
+    """Two layers of a step at full length, captured once and replayed on other lengths.
+
+    overlap: each operator starts before the one before it has ended; on Hopper and later.
+    """
     lens, budget, splits = [130_000, 70_001, 400, 0], 1024, 8
     case = make_case(lens, kv_heads=8, seed=5)
     scores = Scores.of(lens, 8)
@@ -459,13 +471,14 @@ def test_graph_of_all() -> None:
 
     def step() -> None:
         run_score(case, scores, "max", 16)
-        arguments = (case.lens, budgets, scores.offsets, indices, counts, 1)
+        arguments = (case.lens, budgets, scores.offsets, indices, counts, 1, overlap)
         cuda_ops.select(scores.values, scores.histogram, *arguments)
-        run_attend(case, indices, counts, 1, splits, got)
+        run_attend(case, indices, counts, 1, splits, got, overlap)
 
     # Nothing may be lost on the first launch, which raises limits of the kernels.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        step()
         step()
     for shorter in (0, 1, 95, 399):
         now = [max(n - shorter, 0) for n in lens]

@@ -472,7 +472,7 @@ KINDS = ("normal", "plateaus", "equal", "zeros", "neighbours", "extremes")
 
 class TestTopUnits:
     def select(
-        self, host: Rows, scores: Sequence[Sequence[Tensor]], most: int
+        self, host: Rows, scores: Sequence[Sequence[Tensor]], most: int, fused: bool = False
     ) -> tuple[RetrievalRows, Tensor, Tensor]:
         """Runs the kernel; scores by row and head."""
         rows = host.on_device
@@ -483,19 +483,26 @@ class TestTopUnits:
         shape = (len(host.lens), len(scores[0]))
         indices = torch.full((*shape, most), UNWRITTEN, dtype=torch.int32, device=host.device)
         counts = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=host.device)
-        top_units(flat.to(host.device), rows, indices, counts, unit=host.unit)
+        # Fused, several programs share a row.
+        splits = 3 if fused else None
+        top_units(
+            *(flat.to(host.device), rows, indices, counts),
+            unit=host.unit,
+            splits=splits,
+            fused=fused,
+        )
         return rows, indices.cpu(), counts.cpu()
 
-    @pytest.mark.parametrize("unit", [1, 16])
+    @pytest.mark.parametrize(("unit", "fused"), [(1, False), (16, False), (1, True)])
     @pytest.mark.parametrize("kind", KINDS)
-    def test_matches_reference(self, kind: str, unit: int, device: str) -> None:
+    def test_matches_reference(self, kind: str, unit: int, fused: bool, device: str) -> None:
         rng = torch.Generator().manual_seed(KINDS.index(kind))
         units = [300, 0, 65, 64, 40, 1, 129, 7]
         budgets = [70, 64, 64, 64, 1, 1, 128, 3]
         lens = [n * unit - (unit > 1) * (r % unit) if n else 0 for r, n in enumerate(units)]
         host = Rows([0] * 8, [0] * 8, lens, budgets, unit, device)
         scores = [[scored(kind, n, rng) for _ in range(2)] for n in units]
-        _, indices, counts = self.select(host, scores, 130)
+        _, indices, counts = self.select(host, scores, 130, fused)
         for r, (heads, budget) in enumerate(zip(scores, budgets, strict=True)):
             for g, each in enumerate(heads):
                 count = min(budget, len(each))
@@ -506,7 +513,8 @@ class TestTopUnits:
                 assert same_selection(each, ours, theirs)
                 assert (indices[r, g, count:] == UNWRITTEN).all(), "wrote past the count"
 
-    def test_long_rows(self, device: str) -> None:
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_long_rows(self, fused: bool, device: str) -> None:
         """Longer than what one program reads at once, ties on both sides of the seam."""
         rng = torch.Generator().manual_seed(9)
         host = Rows([0, 0, 0], [0, 0, 0], [4097, 8200, 9000], [4096, 300, 9001], 1, device)
@@ -515,7 +523,7 @@ class TestTopUnits:
             [scored("extremes", 8200, rng)],
             [torch.full((9000,), float("nan"))],  # Not read: the budget is longer.
         ]
-        _, indices, counts = self.select(host, scores, 9001)
+        _, indices, counts = self.select(host, scores, 9001, fused)
         assert counts[:, 0].tolist() == [4096, 300, 9000]
         for r, budget in ((0, 4096), (1, 300)):
             theirs = top_units_reference(scores[r][0], budget)

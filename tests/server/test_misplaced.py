@@ -3,6 +3,7 @@
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,12 @@ TAKE_NONE = {
     "/v1/systemone": {"state": "s", "questions": {}},
     "/generative_scoring": {"model": "m"},
 }
+if find_spec("vllm.entrypoints.openai.decisions"):  # From 0.33 on.
+    TAKE_NONE["/v1/decisions"] = {
+        "model": "m",
+        "input": "hello",
+        "questions": [{"type": "predicate", "instructions": "is it so?"}],
+    }
 BODIES = {**TAKE_XARGS, **TAKE_NONE, "/inference/v1/generate": GENERATE}
 # Of vLLM's routes, those that answer without a step of the engine.
 GENERATE_NOTHING = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping")

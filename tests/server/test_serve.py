@@ -424,7 +424,8 @@ def test_status(server: Server) -> None:
 
 def test_counters_and_metrics_grow_by_what_was_sent(server: Server) -> None:
     before = server.metrics()
-    skipped = (LENGTH - 2) * (LAYERS - CUTOFF)
+    # The layer below the cutoff stores all rows and runs two.
+    skipped = (LENGTH - 2) * (LAYERS - CUTOFF + 1)
     for policy, saved in (("speed-4", skipped), ("full", 0)):
         prompt, _ = server.question()
         body = {"vllm_xargs": {"kv_policy": policy}}
@@ -493,6 +494,7 @@ def test_retrieval_answers_and_is_counted(server: Server, policy: str) -> None:
     assert retrieval["ops"] == "torch" and retrieval["seconds_in_sidecar_writes"] > 0
     # On a CPU every length may try it.
     assert (retrieval["policy"], retrieval["dense_below"], retrieval["auto"]) == ("fier-64", 65, 0)
+    assert retrieval["dense_below_batch"] == 65
     assert retrieval["recall_samples"] - samples == 3 * choosing * 4  # steps, layers, query heads
     assert 0 < retrieval["recall"] <= 1
     measured = server.status()["counters"][policy]
@@ -500,6 +502,7 @@ def test_retrieval_answers_and_is_counted(server: Server, policy: str) -> None:
     assert after["vllm_kvx:retrieval_recall", policy] == pytest.approx(measured["recall"])
     assert after["vllm_kvx:retrieval_crossover_tokens", f"speed-{CUTOFF}"] == 0
     assert after["vllm_kvx:retrieval_dense_below_tokens", f"speed-{CUTOFF}"] == 65
+    assert after["vllm_kvx:retrieval_dense_below_batch_tokens", f"speed-{CUTOFF}"] == 65
     written = after["vllm_kvx:sidecar_write_seconds_total", f"speed-{CUTOFF}"]
     assert written >= retrieval["seconds_in_sidecar_writes"] > 0
 

@@ -98,6 +98,17 @@ class Beside:
         self.counts = counts
         self.live, self.cache, self.expected = live, cache, expected
         self.centrality, self.sidecars, self._rng = centrality, sidecars, rng
+        # What goes once the layer that is split has run: by its work and layer.
+        self._waiting: dict[tuple[PassWork, int], list[tuple[Live, Ints, Ints]]] = {}
+
+    def check_done(self) -> None:
+        """After a forward pass.
+
+        Raises:
+            Mismatch: what scores dropped is still there.
+        """
+        if self._waiting:
+            raise Mismatch(f"entries still to be dropped: {list(self._waiting.values())}")
 
     # Prompts.
 
@@ -107,6 +118,9 @@ class Beside:
         requests: (R,) states of the batch's requests.
         """
         layer = hook.index
+        if work.earlier is not None:
+            for each in self._waiting.pop((work.earlier, layer), ()):
+                self._retain(each[0], layer, *each[1:])
         if work.windows is not None:
             columns = (work.windows.rows, work.windows.slots, work.windows.places)
             for row, slot, place in zip(*(column.tolist() for column in columns), strict=True):
@@ -124,8 +138,13 @@ class Beside:
                 raise Mismatch(f"{here}, layer {layer}: scores {prompt.num_keys} of {held} keys")
             for job in jobs:
                 self._score(work, job, layer, rows, here)
-            if kept is not None:
-                self._retain(here, layer, tables[prompt.batch_index], kept)
+            if kept is None:
+                continue
+            table = tables[prompt.batch_index]
+            if work.waits:
+                self._waiting.setdefault((work, layer), []).append((here, table, kept))
+            else:
+                self._retain(here, layer, table, kept)
 
     def _kept(self, prompt: PassPrompt, stage: int, jobs: list[Job]) -> Ints | None:
         """Which entries stay; None if all do."""
@@ -186,7 +205,7 @@ class Beside:
         if now.writes:
             self.sidecars.write(hook.index)
         tables = now.block_tables[hook.group].numpy().astype(np.int64)
-        for batch in now.batches[hook.stage]:
+        for batch in now.rows_of(hook):
             columns = (batch.lens, batch.tokens, batch.requests)
             for length, row, place in zip(*(column.tolist() for column in columns), strict=True):
                 if not length:

@@ -21,6 +21,7 @@ from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
     Previous,
+    Queries,
     Stashed,
     StepPlan,
     ToEntries,
@@ -28,6 +29,7 @@ from vllm_kvx.models.passes import (
     ToOutput,
     ToStash,
 )
+from vllm_kvx.ops.prompt.chosen_rows import ChosenRows
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHook, LayerHooks
@@ -76,8 +78,15 @@ class Model:
         expected: Expected,
         live: dict[int, Live],
         starts: list[int],
+        splits: frozenset[int],
     ) -> None:
-        """live: by request state. starts: by layer, the first one of its KV stage."""
+        """live: by request state. starts: by layer, the first one of its KV stage.
+
+        splits: the layers that are split: see ``worker/splits``.
+        """
+        self.splits = splits
+        # By layer that is split: the request states whose entries this step projects in it.
+        self._projected: dict[int, set[int]] = {}
         self.hooks, self.beside = hooks, beside
         self.cache, self.expected, self.live, self.starts = cache, expected, live, starts
         self.row_layers = 0
@@ -90,6 +99,7 @@ class Model:
         Raises:
             Mismatch: a row sees, or a state was, anything but what it has to be.
         """
+        self._projected = {layer: set() for layer in self.splits}
         passes: Iterable[Pass] | None = plan.passes
         if passes is None:
             last_layer = len(self.hooks.layers)
@@ -99,7 +109,8 @@ class Model:
         for now in passes:
             with now.beside:
                 rows = self._run_pass(batch, now, rows)
-            self._write(now, rows, final)
+            self._write(batch, now, rows, final)
+        self.beside.check_done()
         last = batch.starts[1:] - 1
         is_final = final.requests[last] == batch.requests
         return is_final & (final.positions[last] == batch.positions[last])
@@ -131,8 +142,7 @@ class Model:
         if isinstance(source, Previous):
             assert before is not None
             return before if source.rows is None else before[source.rows.numpy()]
-        metadata = self._metadata(batch, now, now.first)
-        owners = np.repeat(metadata.requests, np.diff(metadata.starts))
+        owners = self._owners(batch, now, now.first)
         if isinstance(source, TokenIds):
             assert now.positions is not None
             rows = Rows(owners, now.positions.numpy())
@@ -157,10 +167,12 @@ class Model:
             if chosen is not None and at[0] == chosen[0]:
                 self.expected.lens[:, request] = 0
 
-    def _write(self, now: Pass, rows: Rows, final: Rows) -> None:
+    def _write(self, batch: Batch, now: Pass, rows: Rows, final: Rows) -> None:
         for sink in now.sinks:
             if isinstance(sink, ToEntries):
                 self._project(sink, now.last, rows[sink.rows.numpy()])
+                if sink.queries is not None:
+                    self._ask(batch, sink.first, rows, sink.queries)
                 continue
             out = rows if sink.rows is None else rows[sink.rows.numpy()]
             if isinstance(sink, ToStash):
@@ -175,10 +187,17 @@ class Model:
         """Entries of layers that these rows do not run, made of their states before `layer`."""
         if (sink.positions.numpy() != rows.positions).any() or sink.first != layer:
             raise Mismatch(f"projects {sink.positions} from layer {layer}, has {rows.positions}")
+        is_split = layer in self.splits and sink.last == layer + 1
         for request, at in zip(rows.requests.tolist(), rows.positions.tolist(), strict=True):
             one = self.live[request]
-            if one.policy.projects_from != layer or at >= one.prompt_len:
+            above = one.policy.projects_from == layer and at < one.prompt_len
+            if not (above or (is_split and not one.storages[layer].prefill.size)):
                 raise Mismatch(f"{one}: {at} is projected from layer {layer} on")
+        if is_split:
+            requests = set(rows.requests.tolist())
+            if requests & self._projected[layer]:
+                raise Mismatch(f"{requests} are projected twice in layer {layer}")
+            self._projected[layer] |= requests
         made = Made(self.live, rows.requests, rows.positions, False, False)
         for hook in self.hooks.layers[sink.first : sink.last]:
             entries, _ = made.in_layer(hook.index, self.starts[hook.index])
@@ -186,7 +205,23 @@ class Model:
             self.cache.write(hook.index, slots, entries)
             self.expected.append(hook.index, rows.requests, entries)
 
-    def _metadata(self, batch: Batch, now: Pass, layer: int) -> Metadata:
+    def _ask(self, batch: Batch, layer: int, rows: Rows, queries: Queries) -> None:
+        """What the worker does beside a layer that these rows do not run."""
+        asked = rows[queries.rows.numpy()]
+        if (asked.positions != queries.positions.numpy()).any():
+            raise Mismatch(f"layer {layer}: queries of {asked.positions}, not {queries.positions}")
+        with queries.beside:
+            assert self.hooks.work is not None
+            self.beside.run(self.hooks.work, self.hooks.layers[layer], asked, batch.requests)
+
+    def _owners(self, batch: Batch, now: Pass, layer: int) -> Ints:
+        """(N,) request states of a pass's rows, as the layer's attention is told."""
+        metadata = self._metadata(batch, now, layer)
+        if isinstance(metadata, ChosenRows):
+            return np.repeat(batch.requests[metadata.requests], metadata.counts)
+        return np.repeat(metadata.requests, np.diff(metadata.starts))
+
+    def _metadata(self, batch: Batch, now: Pass, layer: int) -> Metadata | ChosenRows:
         by_name = batch.metadata if now.attn_metadata is None else now.attn_metadata
         return by_name[self.hooks.layers[layer].layer.layer_name]
 
@@ -194,11 +229,21 @@ class Model:
 
     def _run_layer(self, batch: Batch, now: Pass, made: Made, rows: Rows, hook: LayerHook) -> None:
         layer, metadata = hook.index, self._metadata(batch, now, hook.index)
-        counts = np.diff(metadata.starts)
-        if (rows.requests != np.repeat(metadata.requests, counts)).any():
+        if (rows.requests != self._owners(batch, now, layer)).any():
             raise Mismatch(f"layer {layer}: rows of {rows.requests}, want {metadata.requests}")
+        if isinstance(metadata, ChosenRows):
+            self._attend_chosen(now, metadata, rows, hook)
+            if self.hooks.work is not None:
+                self.beside.run(self.hooks.work, hook, rows, batch.requests)
+            return
+        counts = np.diff(metadata.starts)
         self._store(batch, now, made, hook)
         lens = self.expected.lens[layer, metadata.requests]
+        projected = self._projected_of(now, layer)
+        if projected:
+            # Rows at both ends of a sequence all of which is stored.
+            last = rows.positions[metadata.starts[1:] - 1]
+            lens = np.where(np.isin(metadata.requests, projected), last + 1, lens)
         # Every row sees those of its request up to its own, which is stored in order.
         after = np.repeat(metadata.starts[1:], counts) - np.arange(len(rows.requests)) - 1
         seen = Seen.of(np.repeat(lens, counts) - after)
@@ -227,6 +272,7 @@ class Model:
         layer, slots = hook.index, now.slot_mapping.get(hook.layer.layer_name)
         where = batch.slots[hook.group] if slots is None else slots.numpy()
         entries, stored = made.in_layer(layer, self.starts[layer])
+        stored = stored & ~np.isin(made.requests, self._projected_of(now, layer))
         wrong = (where != PAD_SLOT_ID) != stored
         if wrong.any():
             one, at = self.live[int(made.requests[wrong][0])], made.positions[wrong]
@@ -234,6 +280,24 @@ class Model:
         self.cache.write(layer, where[stored], entries[stored])
         made.take_over(layer, self.expected)
         self.expected.append(layer, made.requests[stored], entries[stored])
+
+    def _projected_of(self, now: Pass, layer: int) -> list[int]:
+        """Request states whose entries the layer has already when a pass over the batch runs it."""
+        is_batch = isinstance(now.source, BatchRows | Previous)
+        return list(self._projected.get(layer, ())) if is_batch else []
+
+    def _attend_chosen(self, now: Pass, chosen: ChosenRows, rows: Rows, hook: LayerHook) -> None:
+        """Chosen tokens see all up to their own, and store nothing."""
+        layer, slots = hook.index, now.slot_mapping[hook.layer.layer_name].numpy()
+        if (slots != PAD_SLOT_ID).any() or (chosen.positions.numpy() != rows.positions).any():
+            raise Mismatch(f"layer {layer}: stores {slots}, at {chosen.positions}")
+        ends = np.cumsum(chosen.counts)
+        for end, table in zip(ends.tolist(), chosen.block_tables.numpy(), strict=True):
+            one = self.live[int(rows.requests[end - 1])]
+            entries = self.expected.of(layer, one.index)
+            held = self.cache.read(layer, table.astype(np.int64), np.arange(len(entries)))
+            if len(entries) != one.prompt_len or (held != entries).any():
+                raise Mismatch(f"{one}, layer {layer}: chosen tokens see others' entries")
 
     def _attend(self, layer: int, metadata: Metadata, lens: Ints, mode: Mode) -> np.ndarray:
         """Stock attention; (P,) bool: whether a request's rows saw all that they may see.

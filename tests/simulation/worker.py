@@ -87,6 +87,7 @@ class Worker:
             self.expected,
             by_state,
             self._starts,
+            state.cuts.splits,
         )
         pages: Any = state.prefix_states
         pages.copy_in, pages.copy_out = self._states_in, self._states_out

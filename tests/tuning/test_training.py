@@ -96,7 +96,10 @@ def test_a_killed_run_goes_on_to_the_same_losses(whole, tmp_path):
     mine, theirs = losses(directory), losses(whole)
     assert mine["resumed"] and not theirs["resumed"]
     assert mine["before"] == theirs["before"]
-    assert mine["after"] == theirs["after"]
+    assert mine["after"].keys() == theirs["after"].keys()
+    for kind, found in mine["after"].items():
+        # Two processes may add in another order: the last of five digits differs at times.
+        assert found == pytest.approx(theirs["after"][kind], abs=1e-4)
     assert [e["loss"] for e in mine["log"] if "loss" in e] == pytest.approx(
         [e["loss"] for e in theirs["log"] if "loss" in e]
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_kvx.ops.retrieval.backends import Backends
+from vllm_kvx.ops.retrieval.costs import Begins, costs
 from vllm_kvx.ops.retrieval.crossover import NEVER
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.methods.fier import FIER
@@ -27,7 +28,9 @@ def said(
             logger, level, lambda text, *args, level=level: lines.update({level: text % args})
         )
     ops = Backends.of(backend, reason, torch.bfloat16, 128, 4, "max")
-    announce(policy, crossover, ops, 32768)
+    machine = costs(backend, "max" if crossover < NEVER else "softmax", 8, 512)
+    begins = Begins.of(policy.floor(crossover), policy.floor(0), policy.budget, machine, 64)
+    announce(policy, begins, ops, 32768)
     assert logger.level in (logging.NOTSET, logging.INFO)
     return lines["info"], lines["warning"]
 
@@ -35,8 +38,8 @@ def said(
 def test_length_and_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     line, warning = said(monkeypatch, FIER(2048), 16384)
     assert line == (
-        "Retrieval: fier-2048 reads parts of contexts from 16384 tokens on, and shorter ones whole "
-        "(dense_below=auto); ops: cuda (it is built)"
+        "Retrieval: fier-2048 reads parts of contexts from 16384 tokens on, from 3419 in steps of "
+        "64 such requests, and shorter ones whole (dense_below=auto); ops: cuda (it is built)"
     )
     assert not warning
     line, warning = said(monkeypatch, FIER(256, dense_below=0), NEVER)
@@ -45,14 +48,21 @@ def test_length_and_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_never_retrieves(monkeypatch: pytest.MonkeyPatch) -> None:
-    line, warning = said(monkeypatch, FIER(512), 65536)
-    assert "from 65536 tokens on" in line and "max_model_len is 32768" in warning
+    line, warning = said(monkeypatch, FIER(512, dense_below=65536), 16384)
+    assert "from 65536 tokens on, and shorter" in line and "max_model_len is 32768" in warning
     assert "retrieves from 65536 tokens on. To retrieve" in warning and "=<tokens>" in warning
     line, warning = said(monkeypatch, FIER(512), NEVER, "triton")
     assert "of no length" in line and "at no length; CUDA ops pay earlier" in warning
     # Not the ops' doing.
     warning = said(monkeypatch, FIER(512, dense_below=40000), 16384, "triton")[1]
     assert "from 40000 tokens on. To retrieve" in warning
+
+
+def test_a_server_that_retrieves_in_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No single request reaches the length that pays for it, many at once do."""
+    line, warning = said(monkeypatch, FIER(512), 65536)
+    assert "from 65536 tokens on, from " in line and " in steps of 64 such requests" in line
+    assert not warning
 
 
 def test_ops_that_could_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:

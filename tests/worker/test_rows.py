@@ -36,6 +36,17 @@ def test_no_gap_is_no_plan() -> None:
     assert plan_rows(np.array([0, 9]), np.array([4, 1]), zeros, zeros) == [None]
 
 
+def test_where_a_layer_is_split_requests_that_lose_rows_are_projected() -> None:
+    """Both ends of a prompt stay; a decode token and a policy that stores no gap are left alone."""
+    begins, counts = np.array([0, 50, 0, 0]), np.array([20, 1, 8, 20])
+    starts, sizes = np.array([[0] * 4, [2, 2, 0, 1]]), np.array([[0] * 4, [15, 15, 0, 9]])
+    projects = np.array([[False] * 4, [True, True, True, False]])
+    below, rows = plan_rows(begins, counts, starts, sizes, projects)
+    assert below is None and rows is not None
+    assert rows.projected.tolist() == [0]
+    assert rows.counts.tolist() == [5, 1, 8, 11] and rows.heads.tolist() == [2, 0, 8, 1]
+
+
 def test_middle_chunk_keeps_no_row() -> None:
     (rows,) = plan_rows(np.array([32]), np.array([16]), np.array([[1]]), np.array([[90]]))
     assert rows is not None and len(rows.indices) == 0 and rows.counts.tolist() == [0]

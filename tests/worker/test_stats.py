@@ -43,7 +43,7 @@ def test_totals_never_fall(name: str, computed: Any, length: int) -> None:
         step = Step(
             nothing, np.array([0]), np.array([begin]), count, [], nothing, [chunk], nothing
         )
-        stats.add_step(step, requests, [count, np.zeros(1, dtype=np.int64)])
+        stats.add_step(step, requests, [(cut, count)])
         counters = stats.as_dict()[str(policy)]
         seen.append([counters[f"layer_tokens_{what}"] for what in ("computed", "skipped")])
     for before, after in pairwise(seen):

@@ -82,6 +82,72 @@ def stash_seekers(scheduler: Any) -> set[str]:
     return set(scheduler.admission._seekers)
 
 
+def watch_blocks(scheduler: Any) -> list[dict[str, Any]]:
+    """Grows by the new blocks of every request, by KV group, with every schedule."""
+    given: list[dict[str, Any]] = []
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        cached = output.scheduled_cached_reqs
+        here = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
+        given.append(here | {new.req_id: new.block_ids for new in output.scheduled_new_reqs})
+        return output
+
+    scheduler.schedule = watched
+    return given
+
+
+def count_allocations(scheduler: Any) -> list[str]:
+    """Grows by a request's id whenever vLLM is asked for its blocks."""
+    coordinator, asked = scheduler.kv_cache_manager.coordinator, list[str]()
+    allocate = coordinator.allocate_new_blocks
+
+    def counted(request_id: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(request_id)
+        return allocate(request_id, *args, **kwargs)
+
+    coordinator.allocate_new_blocks = counted
+    return asked
+
+
+def published_blocks(scheduler: Any) -> dict[tuple[int, str], int]:
+    """By KV group and request, how many of its blocks are in the prefix cache."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return {
+        (group, name): count
+        for group, manager in enumerate(managers)
+        for name, count in manager.num_cached_block.items()
+    }
+
+
+def let_quiet_steps_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks whether a step that should need nothing does."""
+    from vllm_kvx.cache.quiet import QuietSteps
+
+    monkeypatch.setattr(QuietSteps, "_check", lambda *_: None)
+
+
+def ask_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is known to need nothing."""
+    from vllm_kvx.cache.quiet import QuietSteps
+
+    monkeypatch.setattr(QuietSteps, "_remember", lambda *_: None)
+
+
+def forecast_more_room(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Requests are believed to have room for so many tokens more than they have."""
+    from vllm_kvx.cache.managers import SizedByStorage
+
+    stock = SizedByStorage.quiet_until
+
+    def quiet_until(self: Any, request_id: str, num_tokens: int) -> tuple[int, int]:
+        room, full_at = stock(self, request_id, num_tokens)
+        return room + tokens, full_at + tokens
+
+    monkeypatch.setattr(SizedByStorage, "quiet_until", quiet_until)
+
+
 def limit_prefix_hits(engine: Any, tokens: int) -> bool:
     """vLLM takes no more than `tokens` of any prefix; False where it has no such limit: 0.32."""
     stock = engine.scheduler._get_local_prefix_cache_hit
@@ -268,6 +334,22 @@ def watch_rows(engine: Any, cutoff: int) -> tuple[list[int], list[int]]:
     return rows
 
 
+def watch_mlp_rows(engine: Any) -> list[int]:
+    """By layer, rows that its MLP has run."""
+    layers = engine.runner.model.model.layers
+    rows = [0] * len(layers)
+    for number, layer in enumerate(layers):
+        forward = layer.mlp.forward
+
+        def counted(states: Tensor, number: int = number, forward: Any = forward) -> Tensor:
+            rows[number] += states.shape[0]
+            out: Tensor = forward(states)
+            return out
+
+        layer.mlp.forward = counted
+    return rows
+
+
 def entries_of(engine: Any, request_id: str, layer: int, count: int) -> tuple[Tensor, Tensor]:
     """Keys and values (G, count, D) in a request's first slots of one layer."""
     hook = _state(engine).hooks.layers[layer]
@@ -294,7 +376,7 @@ class Decoders:
     def __init__(self, engine: Any) -> None:
         self._model = engine.runner.model
         self._config = engine.llm.llm_engine.vllm_config
-        self._cutoff = _state(engine).settings.layout.row_cuts[0]
+        self._cutoff = _state(engine).passes.segments[0][1]
 
     def replace_first_segment(self, forward: Callable[..., Any]) -> None:
         self._model.segments.first.forward = forward
@@ -403,13 +485,6 @@ def fill_free_blocks(engine: Any, byte: int) -> None:
     free = [b.block_id for b in engine.pool.blocks if not (b.ref_cnt or b.is_null)]
     for hook in _state(engine).hooks.layers:
         hook.layer.kv_cache.view(torch.uint8)[free] = byte
-
-
-def keep_states_in_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states are kept in the prefix cache whatever the KV cache's type."""
-    from vllm_kvx.cache import states
-
-    monkeypatch.setattr(states, "leaves_numbers", lambda *_: True)
 
 
 # Operators.
@@ -683,6 +758,13 @@ def tile_value_norms(monkeypatch: pytest.MonkeyPatch, keys: int, out_bytes: int)
 
     monkeypatch.setattr(value_norms, "_BLOCK_KEYS", {"cpu": keys, "cuda": keys})
     monkeypatch.setattr(value_norms, "_BLOCK_OUT_BYTES", out_bytes)
+
+
+def slice_chosen_rows(monkeypatch: pytest.MonkeyPatch, scores: int) -> None:
+    """Attention of chosen rows in plain torch holds so many scores at once."""
+    from vllm_kvx.ops.prompt import chosen_rows
+
+    monkeypatch.setattr(chosen_rows, "_MOST_SCORES", scores)
 
 
 def bound_metrics_scratch(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Where a prompt's chunks end, and when a prompt may begin, under policies that score its keys."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.config import SchedulerConfig
@@ -33,7 +34,6 @@ class _Prompt:
     window: int
     pages: int
     needs_passes: bool
-    is_in: bool = False
     has_waited: bool = False
 
 
@@ -51,6 +51,7 @@ class PromptAdmission:
     room begin. A prompt never takes pages that one ahead of it in the queue needs.
 
     Attributes:
+        coming: by request id, the prompts that are not in yet.
         total_pages, free_pages: of the stash, STASH_PAGE tokens each.
         free_windows: how many more windows may be spread over chunks.
         stash_waits: prompts so far that had to wait for the stash, each counted once.
@@ -63,6 +64,7 @@ class PromptAdmission:
         self.free_pages = self.total_pages
         self.free_windows = num_split_windows(config)
         self._prompts: dict[str, _Prompt] = {}
+        self.coming: dict[str, Request] = {}
         self._pages: dict[str, int] = {}
         self._split: set[str] = set()
         # Prompts without the pages that they need: all of them are in vLLM's queue.
@@ -90,6 +92,7 @@ class PromptAdmission:
             self._prompts[request.request_id] = _Prompt(
                 length, min(window, length), pages, needs_passes=propagated > self.max_tokens
             )
+            self.coming[request.request_id] = request
             self._seek(request.request_id)
 
     def new_step(self) -> None:
@@ -198,13 +201,16 @@ class PromptAdmission:
             self._split.add(request_id)
         return True
 
-    def is_past_prompt(self, request: Request) -> bool:
-        """True once, when the prompt's last chunk has been scheduled."""
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None or prompt.is_in or request.num_computed_tokens < prompt.length:
-            return False
-        prompt.is_in = True
-        return True
+    def past_prompt(self) -> list[Request]:
+        """The requests whose prompt's last chunk has just been scheduled; each of them once."""
+        found = [
+            request
+            for request_id, request in self.coming.items()
+            if request.num_computed_tokens >= self._prompts[request_id].length
+        ]
+        for request in found:
+            del self.coming[request.request_id]
+        return found
 
     def release(self, request_id: str) -> None:
         """Takes back what the prompt needed while it was coming in."""
@@ -213,28 +219,32 @@ class PromptAdmission:
             self._split.remove(request_id)
             self.free_windows += 1
 
-    def settle(self, running: set[str]) -> None:
+    def settle(self, running: Sequence[Request]) -> None:
         """Takes back what requests hold that were let through here and not scheduled after all.
 
         One that waits for blocks must not keep from others what these blocks wait for.
         """
+        if not self._pages and not self._split:
+            return
+        run = {request.request_id for request in running}
         for request_id in [*self._pages, *self._split]:
-            if request_id not in running:
+            if request_id not in run:
                 self.release(request_id)
                 self._seek(request_id)
 
-    def restart(self, request_id: str) -> None:
+    def restart(self, request: Request) -> None:
         """A preempted request: its prompt comes in again."""
+        request_id = request.request_id
         self.release(request_id)
-        prompt = self._prompts.get(request_id)
-        if prompt is not None:
-            prompt.is_in = False
+        if request_id in self._prompts:
+            self.coming[request_id] = request
             self._seek(request_id)
 
     def remove_request(self, request_id: str) -> None:
         self.release(request_id)
         self._end_wait(request_id)
         self._prompts.pop(request_id, None)
+        self.coming.pop(request_id, None)
         self._seekers.pop(request_id, None)
 
     @property

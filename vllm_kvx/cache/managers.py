@@ -13,7 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.ledger import BlockLedger
-from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV
+from vllm_kvx.cache.request_kv import NEVER, PrivateBlocks, RequestKV
 
 
 class SizedByStorage(SingleTypeKVCacheManager):
@@ -47,6 +47,20 @@ class SizedByStorage(SingleTypeKVCacheManager):
 
     def remove_request(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
+
+    def quiet_until(self, request_id: str, num_tokens: int) -> tuple[int, int]:
+        """See ``RequestKV.room`` and ``full_at``, of this group; 0 where it cannot be said.
+
+        num_tokens: computed ones, the prompt among them: every further one adds one entry.
+        """
+        kv, blocks = self.requests.get(request_id), self.req_to_blocks.get(request_id)
+        if kv is None or not blocks or not kv.is_settled:
+            return 0, 0
+        room = num_tokens + len(blocks) * self.block_size - kv.storage.stored_len(num_tokens)
+        if not self.enable_caching or kv.is_compact or kv.is_overwritten:
+            return room, NEVER
+        full_at = (self.num_cached_block.get(request_id, 0) + 1) * self.block_size
+        return room, full_at if kv.publishes is None or kv.publishes >= full_at else NEVER
 
     # Allocation.
 
@@ -227,6 +241,7 @@ class SizedByStorage(SingleTypeKVCacheManager):
             beside = [*kv.undecided, *kv.private.values()]
             kv.is_compact = kv.is_overwritten = False
             kv.undecided, kv.private = [], {}
+            kv.room = kv.full_at = 0
         return [*super().pop_blocks_for_free(request_id), *beside]
 
     # The prefix cache.

@@ -12,6 +12,8 @@ KEPT_BLOCKS = "kv_kept_blocks"
 # Attribute of a step: of prompts that come in and move out of their blocks, by request id a list
 # by KV group, each `PrivateBlocks` or None.
 PRIVATE_BLOCKS = "kv_private_blocks"
+# More tokens than there will be.
+NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class RequestKV:
             that compacts and the next.
         is_overwritten: some of its blocks are written over by that step, and out of the cache.
         row: its policy's, by which blocks are counted.
+        room: up to how many computed tokens it needs no block. full_at: at how many it may have a
+            block to publish. Of all KV groups, kept by the first one's. See ``QuietSteps``.
+        is_stock: whether it stores every token here, as stock vLLM does.
     """
 
     storage: Storage
@@ -61,12 +66,18 @@ class RequestKV:
     private: dict[int, KVCacheBlock] = field(default_factory=dict)
     is_overwritten: bool = False
     row: int = 0
+    room: int = 0
+    full_at: int = 0
+    is_stock: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        prefill = self.storage.prefill
+        self.is_stock = not (self.storage.changes or prefill.size or prefill.grows)
 
     @property
-    def is_stock(self) -> bool:
-        """Whether it stores every token here, as stock vLLM does."""
-        prefill = self.storage.prefill
-        return not (self.storage.changes or prefill.size or prefill.grows)
+    def is_settled(self) -> bool:
+        """Whether, once its prompt is in, each token adds one entry and nothing else changes."""
+        return not self.storage.decode.grows and (self.is_compact or not self.storage.compacts)
 
     def compacts_at(self, num_tokens: int) -> bool:
         """Whether the step that brings it to `num_tokens` moves what stays to other slots."""

@@ -14,6 +14,7 @@ from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.facts import RunInFull, SchedulerFacts
 from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, SizedByStorage
 from vllm_kvx.cache.pool import pool_tokens
+from vllm_kvx.cache.quiet import QuietSteps
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
 from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.cache.states import STATE_BLOCKS, StateBlocks
@@ -42,12 +43,11 @@ class _PolicyScheduling:
             for manager in self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
             if isinstance(manager, LowerKVCacheManager)
         ]
-        # vLLM asks here where a chunk of a prompt may end; it does so for Mamba models alone.
-        self.need_mamba_block_aligned_split = True
         managers: list[SizedByStorage] = [*self.lower_managers, *self.policy_managers]
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, managers, self.vllm_config)  # type: ignore[attr-defined]
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)  # type: ignore[attr-defined]
         self._to_shrink: list[Request] = []
+        QuietSteps(self.kv_cache_manager, managers, settings.debug)  # type: ignore[attr-defined]
         self.facts = SchedulerFacts(
             settings,
             self.kv_cache_manager.block_pool,  # type: ignore[attr-defined]
@@ -152,13 +152,11 @@ class _PolicyScheduling:
             self._shrink(request)
         self._to_shrink = []
         self.admission.new_step()
+        # vLLM asks then where a chunk of a prompt may end; it does so for Mamba models alone.
+        self.need_mamba_block_aligned_split = bool(self.admission.coming)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self.admission.settle({r.request_id for r in self.running})  # type: ignore[attr-defined]
-        self._to_shrink = [
-            self.requests[request_id]  # type: ignore[attr-defined]
-            for request_id in output.num_scheduled_tokens
-            if self.admission.is_past_prompt(self.requests[request_id])  # type: ignore[attr-defined]
-        ]
+        self.admission.settle(self.running)  # type: ignore[attr-defined]
+        self._to_shrink = self.admission.past_prompt()
         private = {
             request.request_id: blocks
             for request in self._to_shrink
@@ -210,7 +208,8 @@ class _PolicyScheduling:
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
-        self.admission.restart(request.request_id)
+        self.admission.restart(request)
+        self.sharing.restart(request.request_id)
         self._to_shrink = [r for r in self._to_shrink if r is not request]
 
     def _free_blocks(self, request: Request) -> None:

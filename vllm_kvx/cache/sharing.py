@@ -46,8 +46,12 @@ class PrefixSharing:
         self._is_on = kv_cache_manager.enable_caching
         starts = (*settings.layout.starts, settings.num_layers)
         self._ends = dict(pairwise(starts))
-        # Where each running request's states enter, of those that select.
+        # The first layer above the one that selects, of each running request that does.
         self._resumes: dict[str, int] = {}
+        # Of these, in the order of arrival, those whose prompt is not in.
+        self._coming: dict[str, None] = {}
+        # By waiting request, how many blocks of its prompt were cached when it was last looked up.
+        self._runs: dict[str, int] = {}
         # By request that was looked up in this step: tokens that it takes, and that are cached.
         self.looked_up: dict[str, tuple[int, int]] = {}
         self.states: StateCache | None = None
@@ -77,6 +81,7 @@ class PrefixSharing:
         selection = policy.selection(prompt_len, num_layers)
         if shares and selection is not None:
             self._resumes[request.request_id] = selection.resumes_at
+            self.restart(request.request_id)
         storages = []
         for manager in self._managers:
             size = manager.block_size
@@ -175,7 +180,7 @@ class PrefixSharing:
             num_blocks += 1
             for group, block in zip(needed, cached, strict=True):
                 hits[group].append(block)
-        in_cache = num_blocks + self._run(hashes[num_blocks : (request.num_tokens - 1) // size])
+        in_cache = self._run(request, num_blocks)
         if layer is not None and self.states is not None:
             # Whole blocks of states.
             held = num_blocks * size // self.states.tokens
@@ -195,16 +200,27 @@ class PrefixSharing:
 
     def pass_up(self, request: Request) -> None:
         """The request takes nothing of what is cached."""
-        hashes = self._hashes(request)[: (request.num_tokens - 1) // self._block_size]
-        self.looked_up[request.request_id] = 0, self._run(hashes) * self._block_size
+        self.looked_up[request.request_id] = 0, self._run(request, 0) * self._block_size
 
-    def _run(self, hashes: Any) -> int:
-        """How many of these blocks in a row the first stage has in the cache."""
+    def _run(self, request: Request, known: int) -> int:
+        """How many blocks in a row the first stage has in the cache, `known` of them at least.
+
+        A waiting request is looked up in every step. Blocks are evicted from a prefix's end, so
+        where the last one that was there still is, so are those before.
+        """
         groups = [m.kv_cache_group_id for m in self._managers if m.stage == 0]
-        for count, block_hash in enumerate(hashes):
-            if self._pool.get_cached_block(block_hash, groups) is None:
-                return count
-        return len(hashes)
+        hashes, get = self._hashes(request), self._pool.get_cached_block
+        end, before = (
+            (request.num_tokens - 1) // self._block_size,
+            self._runs.get(request.request_id, 0),
+        )
+        count = known
+        if known < before <= end and get(hashes[before - 1], groups) is not None:
+            count = before
+        while count < end and get(hashes[count], groups) is not None:
+            count += 1
+        self._runs[request.request_id] = count
+        return count
 
     def _find_states(
         self, request: Request, hashes: Any, layer: int, limit: int, kvs: Sequence[RequestKV]
@@ -232,12 +248,14 @@ class PrefixSharing:
         for request_id, blocks in self.states.held.items():
             if request_id in scheduled:
                 found[request_id] = StateBlocks(tuple(block.block_id for block in blocks))
-        for request_id, count in scheduled.items():
-            layer = self._resumes.get(request_id)
-            if layer is None:
+        for request_id in list(self._coming):
+            count = scheduled.get(request_id)
+            if count is None:
                 continue
-            request = requests[request_id]
+            request, layer = requests[request_id], self._resumes[request_id]
             end = min(request.num_computed_tokens, request.num_prompt_tokens)
+            if end == request.num_prompt_tokens:
+                del self._coming[request_id]
             first = (request.num_computed_tokens - count) // self.states.tokens
             last = end // self.states.tokens
             if first < last:
@@ -253,9 +271,16 @@ class PrefixSharing:
         """Tokens of a block of states; 0 where none are kept."""
         return self.states.tokens if self.states is not None else 0
 
+    def restart(self, request_id: str) -> None:
+        """The request's prompt comes in, for the first time or again."""
+        if request_id in self._resumes:
+            self._coming[request_id] = None
+
     def remove_request(self, request_id: str) -> None:
         """Forgets a request that ended."""
         self._resumes.pop(request_id, None)
+        self._coming.pop(request_id, None)
+        self._runs.pop(request_id, None)
         if self.states is not None:
             self.states.let_go(request_id)
 

@@ -230,7 +230,10 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   const int64_t pair = static_cast<int64_t>(row) * gridDim.y + kv_head;
   const int len = p.rows.lens[row];
   const int token = p.rows.tokens[row], request = p.rows.requests[row];
-  if (len == 0) return;
+  if (len == 0) {
+    wait_for_kernel_before();
+    return;
+  }
   const int heads = p.queries.heads;
   const char* query = static_cast<const char*>(p.queries.data) +
                       (token * p.queries.token_stride +
@@ -245,6 +248,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
     query_chunks[k] = head < heads ? load_16(query + head * p.queries.head_stride * 2 + chunk * 16)
                                    : make_uint4(0, 0, 0, 0);
   }
+  wait_for_kernel_before();
   const int entries = p.counts[pair] * p.unit_tokens;
   const int chunks = (entries + CHUNK - 1) / CHUNK;
   // CTAs without a chunk for each warp would only make the merge longer.
@@ -372,7 +376,8 @@ void launch_attend(const AttendParams& p, cudaStream_t stream) {
   using Shape = AttendShape<D, WIDE, FLOAT8>;
   const dim3 grid(p.splits, p.queries.num_kv_heads, p.rows.count);
   launch<AttendParams, attend_kernel<T, D, WIDE, FLOAT8>>(grid, Shape::THREADS,
-                                                          Shape::SHARED_BYTES, 1, stream, p);
+                                                          Shape::SHARED_BYTES, 1, stream, p,
+                                                          p.overlap);
 }
 
 template <typename T, int D>

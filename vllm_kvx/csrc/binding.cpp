@@ -181,7 +181,7 @@ void kvx_score_pages(const Tensor& q, const Tensor& scales, const Tensor& block_
 
 void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& lens,
                 const Tensor& budgets, const Tensor& offsets, const Tensor& indices,
-                const Tensor& counts, int64_t unit_tokens) {
+                const Tensor& counts, int64_t unit_tokens, bool overlap) {
   check(scores, "scores", 2, ScalarType::Float, false);
   check(histogram, "histogram", 3, ScalarType::Int);
   check_aligned(histogram, "histogram", 0);
@@ -213,6 +213,7 @@ void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& len
   p.num_kv_heads = static_cast<int>(heads);
   p.max_units = static_cast<int>(indices.size(2));
   p.unit_tokens = static_cast<int>(unit_tokens);
+  p.overlap = overlap;
   const Launch launch(scores);
   kvx::select(p, launch.stream);
 }
@@ -222,7 +223,7 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
                 const Tensor& lens, const Tensor& indices, const Tensor& counts,
                 const Tensor& partial_out, const Tensor& partial_lse, const Tensor& tickets,
                 const Tensor& out, double scale, double key_scale, double value_scale,
-                int64_t unit_tokens, int64_t splits) {
+                int64_t unit_tokens, int64_t splits, bool overlap) {
   STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.is_cuda() && values.is_cuda(),
                   "keys and values must be (blocks, G, block_size, D) on a GPU");
   kvx::AttendParams p = {};
@@ -283,6 +284,7 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
   p.score_scale = static_cast<float>(scale * key_scale * LOG2_E);
   p.value_scale = static_cast<float>(value_scale);
   p.splits = static_cast<int>(splits);
+  p.overlap = overlap;
   const Launch launch(q);
   kvx::attend(p, launch.stream);
 }
@@ -304,12 +306,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
       "int page, int reduction, int splits) -> ()");
   library.def(
       "kvx_select(Tensor(a!) scores, Tensor(b!) histogram, Tensor lens, Tensor budgets, "
-      "Tensor offsets, Tensor(c!) indices, Tensor(d!) counts, int unit_tokens) -> ()");
+      "Tensor offsets, Tensor(c!) indices, Tensor(d!) counts, int unit_tokens, "
+      "bool overlap) -> ()");
   library.def(
       "kvx_attend(Tensor q, Tensor keys, Tensor values, Tensor block_table, Tensor tokens, "
       "Tensor requests, Tensor lens, Tensor indices, Tensor counts, Tensor(a!) partial_out, "
       "Tensor(b!) partial_lse, Tensor(c!) tickets, Tensor(d!) out, float scale, float key_scale, "
-      "float value_scale, int unit_tokens, int splits) -> ()");
+      "float value_scale, int unit_tokens, int splits, bool overlap) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_kvx, CUDA, library) {

@@ -183,6 +183,24 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
+// A kernel that is launched with `overlap` (launch.cuh) may start before the one before it has
+// ended; Hopper and later. Launched without, both of these do nothing.
+//
+// Waits until the kernel before has ended and what it wrote is there to read. No thread may leave
+// without it: a kernel that has ended then means that all before it have.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may start once every CTA has come here or has ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // The same place in the shared memory of another CTA of the cluster.
 template <typename T>
 __device__ __forceinline__ T* in_cta(T* mine, int rank) {

@@ -35,9 +35,11 @@ void allow_shared_memory(int bytes) {
   now.store(bytes);
 }
 
+// overlap: the kernel may start before the one before it on the stream has ended, and waits for it
+// by itself (device.cuh). Taken for false before Hopper.
 template <typename Params, void (*KERNEL)(Params)>
 void launch(dim3 grid, int threads, int shared_bytes, int cluster, cudaStream_t stream,
-            const Params& params) {
+            const Params& params, bool overlap = false) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   allow_shared_memory<Params, KERNEL>(shared_bytes);
   cudaLaunchConfig_t config = {};
@@ -45,12 +47,19 @@ void launch(dim3 grid, int threads, int shared_bytes, int cluster, cudaStream_t 
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  if (overlap && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   check_cuda(cudaLaunchKernelEx(&config, KERNEL, params), "launch failed");
 }
 

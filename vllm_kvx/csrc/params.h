@@ -58,6 +58,7 @@ struct SelectParams {
   int* counts;               // (R, G)
   int rows, num_kv_heads, max_units, unit_tokens;
   int cached;                // units of a CTA's share that its shared memory holds
+  bool overlap;              // may start before the kernel before has ended
 };
 
 struct AttendParams {
@@ -76,6 +77,7 @@ struct AttendParams {
   float value_scale;
   Dtype cache_dtype;
   int splits;
+  bool overlap;              // may start before the kernel before has ended
 };
 
 void score(const ScoreParams& params, cudaStream_t stream);

@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(PageShape<D, TILES>::THREADS, 2)
     score_pages_kernel(const ScoreParams p) {
   using Shape = PageShape<D, TILES>;
   const int row = blockIdx.z, head = blockIdx.y;
+  let_next_kernel_start();
   // All at once: each is a trip to memory.
   const int len = p.rows.lens[row], token = p.rows.tokens[row], request = p.rows.requests[row];
   const int64_t offset = p.offsets[row];

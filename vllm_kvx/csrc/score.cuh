@@ -246,6 +246,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, SUBS>::THREADS, D == 256 
     score_kernel(const ScoreParams p) {
   using Shape = ScoreShape<D, TILES, SUBS>;
   const int row = blockIdx.z, head = blockIdx.y;
+  let_next_kernel_start();
   // All at once: each is a trip to memory.
   const int len = p.rows.lens[row], token = p.rows.tokens[row], request = p.rows.requests[row];
   const int64_t offset = p.offsets[row];

@@ -215,6 +215,8 @@ __global__ void __launch_bounds__(THREADS, CTAS == MOST_CTAS ? 1 : 2)
   const int64_t at = static_cast<int64_t>(row) * gridDim.y + head;
   const int len = p.lens[row], row_budget = p.budgets[row];
   const int64_t offset = p.offsets[row];
+  let_next_kernel_start();
+  wait_for_kernel_before();
   if (len == 0) {
     if (rank == 0 && threadIdx.x == 0) p.counts[at] = 0;
     return;
@@ -406,7 +408,7 @@ template <int CTAS>
 static void launch_select(const SelectParams& p, cudaStream_t stream) {
   static_assert(CTAS <= MOST_CTAS);
   launch<SelectParams, select_kernel<CTAS>>(dim3(CTAS, p.num_kv_heads, p.rows), THREADS,
-                                            sizeof(SelectShared<CTAS>), CTAS, stream, p);
+                                            sizeof(SelectShared<CTAS>), CTAS, stream, p, p.overlap);
 }
 
 void select(const SelectParams& params, cudaStream_t stream) {

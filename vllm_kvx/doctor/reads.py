@@ -15,6 +15,7 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
         return
     from vllm_kvx.indexes.table import INDEXES
     from vllm_kvx.ops.retrieval.backends import Backends
+    from vllm_kvx.ops.retrieval.costs import Begins, costs
     from vllm_kvx.ops.retrieval.crossover import NEVER, crossover
 
     layout = RetrievalLayout.of(retrieve)
@@ -29,14 +30,16 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
         INDEXES[layout.index].cuda_reductions,
     )
     head_bytes = 2 * sizes.head_dim * sizes.entry_bytes
-    floor = retrieve.floor(crossover(backends.score, layout.reduction, sizes.kv_heads, head_bytes))
+    machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
+    num_reqs = context.vllm_config.scheduler_config.max_num_seqs
+    alone, least = retrieve.floor(crossover(*machine)), retrieve.floor(0)
+    begins = Begins.of(alone, least, retrieve.budget, costs(*machine), num_reqs)
     by = f"(dense_below={retrieve.dense_below}; ops: {backends}, {backends.reason})"
-    if floor <= sizes.longest:
-        yield ok(f"{retrieve} reads parts of contexts from {floor:,} tokens on {by}")
+    if begins.batch <= sizes.longest:
+        yield ok(f"{retrieve} reads parts of contexts {begins} {by}")
         return
-    length = f"from {floor:,} tokens on" if floor < NEVER else "at no length"
     yield note(
         f"{retrieve} reads every context whole, as full does: the longest has {sizes.longest:,} "
-        f"tokens, and it retrieves {length} {by}",
+        f"tokens, and it retrieves {begins if begins.batch < NEVER else 'at no length'} {by}",
         "set dense_below=<tokens> in the policy, or use CUDA ops, which pay earlier",
     )

@@ -21,7 +21,8 @@ class Shares(NamedTuple):
 def shares_of(policy: KVPolicy, prompt_len: int, block_size: int, num_layers: int) -> Shares:
     """The shares of `policy` for such a prompt.
 
-    Layers that are found while the prompt runs count as the highest that may be.
+    Layers that are found while the prompt runs count as the highest that may be, and those that a
+    server may split (``worker/splits``) as whole.
     """
     selection = policy.selection(prompt_len, num_layers)
     kept = read = rows = 0

@@ -7,7 +7,7 @@ with no row to drop (every decode step) runs the stock decoder instead, with its
 and CUDA graphs: a cut through the compiled graph rounds differently.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -34,7 +34,7 @@ from vllm_kvx.models.passes import (
     TokenIds,
     ToStash,
 )
-from vllm_kvx.models.projection import store_entries
+from vllm_kvx.models.projection import queries_of, store_entries
 from vllm_kvx.models.segment import Out, Segments
 
 
@@ -42,11 +42,12 @@ class Build(NamedTuple):
     """What the worker that loads a segmented model says of it.
 
     model_state: the class of vLLM's model state that goes with it.
-    row_cuts, online_cuts: layers where segments begin: see ``Segments``.
+    row_cuts: the layers where segments begin, of the model's attention layers; see ``Segments``.
+    online_cuts: the same for passes that find their pivot meanwhile.
     """
 
     model_state: Callable[..., Any]
-    row_cuts: tuple[int, ...]
+    row_cuts: Callable[[Sequence[Attention]], Sequence[int]]
     online_cuts: tuple[int, ...]
 
 
@@ -58,14 +59,15 @@ class SegmentedModel(nn.Module):
 
     build: ClassVar[Build]
     model: Any
+    _plan: StepPlan
+    _is_dummy_step: bool
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
         build = SegmentedModel.build
         self._model_state = build.model_state
-        self.segments = Segments(
-            self.model, build.row_cuts, build.online_cuts, vllm_config, prefix
-        )
+        row_cuts = build.row_cuts(self.attention_layers())
+        self.segments = Segments(self.model, row_cuts, build.online_cuts, vllm_config, prefix)
         self._dtype: torch.dtype = vllm_config.model_config.dtype  # type: ignore[assignment]
         self._captured_sizes: set[int] = set()
         self.begin_step(StepPlan())
@@ -84,7 +86,8 @@ class SegmentedModel(nn.Module):
         Whether it is a dummy step holds until the next one begins: vLLM warms up and captures with
         one preparation.
         """
-        self._plan, self._is_dummy_step = plan, plan.is_dummy
+        # Past ``nn.Module``, which would look among its parameters for both, in every step.
+        self.__dict__.update(_plan=plan, _is_dummy_step=plan.is_dummy)
 
     def get_model_state_cls(self) -> Callable[..., Any]:
         return self._model_state
@@ -111,9 +114,7 @@ class SegmentedModel(nn.Module):
             output = self._write(now, out, output, positions.shape[0])
         return self._zeros(positions) if output is None else output
 
-    def _run_pass(
-        self, now: Pass, before: Out | None, input_ids: Tensor, positions: Tensor
-    ) -> Out:
+    def _run_pass(self, now: Pass, before: Out | None, input_ids: Tensor, positions: Tensor) -> Out:
         source = now.source
         ids: Tensor | None = None
         states: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -154,11 +155,7 @@ class SegmentedModel(nn.Module):
                 self._project(sink, out)
                 continue
             if isinstance(sink, ToStash):
-                assert isinstance(out, tuple)
-                hidden, residual = out
-                if sink.rows is not None:
-                    hidden, residual = (part.index_select(0, sink.rows) for part in out)
-                sink.states.index_copy_(0, sink.targets, hidden + residual)
+                sink.states.index_copy_(0, sink.targets, _sum_of(out, sink.rows))
                 continue
             assert isinstance(out, Tensor)
             if sink.in_batch is None:
@@ -172,12 +169,15 @@ class SegmentedModel(nn.Module):
         return output
 
     def _project(self, sink: ToEntries, out: Out) -> None:
-        assert isinstance(out, tuple)
-        hidden, residual = (part.index_select(0, sink.rows) for part in out)
-        states = hidden + residual
-        for layer in self.model.layers[sink.first : sink.last]:
-            slots = sink.slot_mapping[_attention_of(layer).layer_name]
-            store_entries(layer, states, sink.positions, slots)
+        states, wanted = _sum_of(out, sink.rows), sink.queries
+        asked = None if wanted is None else _sum_of(out, wanted.rows)
+        with nullcontext() if wanted is None else wanted.beside:
+            for number in range(sink.first, sink.last):
+                layer = self.model.layers[number]
+                slots = sink.slot_mapping[_attention_of(layer).layer_name]
+                store_entries(layer, states, sink.positions, slots)
+                if wanted is not None and asked is not None:
+                    wanted.run(number, queries_of(layer, asked, wanted.positions))
 
     def _zeros(self, positions: Tensor) -> Tensor:
         hidden = self.model.config.hidden_size
@@ -207,6 +207,15 @@ class SegmentedModel(nn.Module):
             self.segments.first(input_ids, positions, None, None)
             self._captured_sizes.add(positions.shape[0])
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+
+def _sum_of(out: Out, rows: Tensor | None) -> Tensor:
+    """The residual stream after a pass, (n, H): of all of its rows, or of `rows`, (n,) int64."""
+    assert isinstance(out, tuple)
+    hidden, residual = out
+    if rows is not None:
+        hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
+    return hidden + residual
 
 
 def _without_graphs(slot_mapping: dict[str, Tensor]) -> ForwardContext:

@@ -6,7 +6,7 @@ known what the device decided, and attention backends keep the metadata of one b
 N rows of a pass, T rows of the step's batch, H the hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,11 +59,27 @@ class ToStash:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """Queries of a layer whose rows are not run, for what the worker does beside it.
+
+    rows: (n,) int64, of the pass's output. positions: (n,) int64 of these tokens.
+    run: takes the layer's number and its queries, (n, H, D), once its entries are stored.
+    beside: entered around it.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    run: Callable[[int, Tensor], None]
+    beside: AbstractContextManager[None]
+
+
+@dataclass(frozen=True)
 class ToEntries:
     """Keys and values of layers [first, last), projected from the output without running them.
 
     rows: (n,) int64, of the pass's output. positions: (n,) int64 of these tokens.
     slot_mapping: (n,) int64 slots by layer name.
+    queries: of each of these layers, after its entries; None if nothing asks for them.
     """
 
     first: int
@@ -71,6 +87,7 @@ class ToEntries:
     rows: Tensor
     positions: Tensor
     slot_mapping: dict[str, Tensor]
+    queries: Queries | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A layer's keys and values, projected and stored without running the layer."""
+"""A layer's keys, values and queries, projected without running the layer."""
 
 from typing import Any
 
@@ -21,24 +21,38 @@ def store_entries(layer: nn.Module, states: Tensor, positions: Tensor, slots: Te
     """
     attention: Any = layer.self_attn
     normed = layer.input_layernorm(states)  # type: ignore[operator]
-    projected = _project(attention.qkv_proj, normed, attention.q_size)
+    projected = _project(attention.qkv_proj, normed, slice(attention.q_size, None))
     key, value = projected.split(attention.kv_size, dim=-1)
-    key_norm = getattr(attention, "k_norm", None)
-    if key_norm is not None:
-        by_head = key.view(-1, attention.num_kv_heads, attention.head_dim)
-        key = key_norm(by_head).view(key.shape)
+    key = _normed(key, getattr(attention, "k_norm", None), attention.head_dim)
     key, _ = attention.rotary_emb(positions, key)
     paged = attention.attn
     shape = -1, paged.num_kv_heads, paged.head_size
     paged.impl.do_kv_cache_update(paged, key.view(shape), value.view(shape), paged.kv_cache, slots)
 
 
-def _project(linear: Any, normed: Tensor, q_size: int) -> Tensor:
-    """(n, 2 * kv_size) of the rows of a joint projection that follow the queries' `q_size`."""
+def queries_of(layer: nn.Module, states: Tensor, positions: Tensor) -> Tensor:
+    """The queries, (n, H, D), that `layer` makes of `states`; arguments as `store_entries`."""
+    attention: Any = layer.self_attn
+    normed = layer.input_layernorm(states)  # type: ignore[operator]
+    query = _project(attention.qkv_proj, normed, slice(attention.q_size))
+    query = _normed(query, getattr(attention, "q_norm", None), attention.head_dim)
+    query, _ = attention.rotary_emb(positions, query)
+    if getattr(attention, "do_llama_4_scaling", False):  # Mistral's, for long contexts.
+        query = (query * attention._get_llama_4_attn_scale(positions)).to(query.dtype)
+    return query.view(-1, attention.attn.num_heads, attention.attn.head_size)
+
+
+def _normed(rows: Tensor, norm: Any, head_dim: int) -> Tensor:
+    """`rows`, (n, heads * head_dim), each head normalised by itself; as they are without `norm`."""
+    return rows if norm is None else norm(rows.view(len(rows), -1, head_dim)).view(rows.shape)
+
+
+def _project(linear: Any, normed: Tensor, part: slice) -> Tensor:
+    """(n, size) of the rows `part` of a joint projection of queries, keys and values."""
     plain = isinstance(linear.quant_method, UnquantizedLinearMethod)
-    # Weights that are packed for a kernel cannot be cut: the queries are projected too.
+    # Weights that are packed for a kernel cannot be cut: all are projected.
     if plain and linear.weight.shape[0] == linear.output_size_per_partition:
-        bias = None if linear.bias is None else linear.bias[q_size:]
-        return torch.nn.functional.linear(normed, linear.weight[q_size:], bias)
+        bias = None if linear.bias is None else linear.bias[part]
+        return torch.nn.functional.linear(normed, linear.weight[part], bias)
     projected, _ = linear(normed)
-    return projected[:, q_size:]
+    return projected[:, part]

@@ -49,8 +49,8 @@ class DecoderSegment(nn.Module):
         return hidden_states, residual
 
 
-def compiled_segment(index: int) -> type[DecoderSegment]:
-    """A class for the segment at this place.
+def compiled_segment(name: str) -> type[DecoderSegment]:
+    """A class for the segment of this name.
 
     vLLM finds a compiled artifact by the qualified name of ``forward``, so two segments of one
     class would load each other's.
@@ -66,8 +66,8 @@ def compiled_segment(index: int) -> type[DecoderSegment]:
         ) -> Out:
             return self.run(input_ids, positions, hidden_states, residual)
 
-    Segment.__qualname__ = Segment.__name__ = f"Segment{index}"
-    Segment.forward.__qualname__ = f"Segment{index}.forward"
+    Segment.__qualname__ = Segment.__name__ = name
+    Segment.forward.__qualname__ = f"{name}.forward"
     dims: dict[str, Any] = {"input_ids": 0, "positions": 0, "hidden_states": 0, "residual": 0}
     return support_torch_compile(dynamic_arg_dims=dims)(Segment)
 
@@ -102,8 +102,10 @@ class Segments(nn.Module):
         for edges in self._edges:
             for start, end in pairwise(edges):
                 index = len(made)
-                with set_model_tag(f"kvx_segment_{index}"):
-                    segment = compiled_segment(index)(
+                # By its layers too: a switch that the cache's key does not know may move a cut.
+                place = f"{index}_{start}_{end}"
+                with set_model_tag(f"kvx_segment_{place}"):
+                    segment = compiled_segment(f"Segment{place}")(
                         vllm_config=vllm_config,
                         prefix=f"{prefix}.segments.{index}",
                         decoder=decoder,

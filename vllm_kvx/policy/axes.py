@@ -222,7 +222,7 @@ class Propagate(Method):
     restarts: ClassVar[bool] = False
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
-        """The layers where rows leave the batch: the decoder is compiled in segments there.
+        """The first layers that some rows do not run, by which the decoder is cut into segments.
 
         Each begins a KV group too, since fewer entries are stored from there on. PolicyError where
         a layer is not known yet.
@@ -326,7 +326,7 @@ class Retrieve(Method, ABC):
 
     budget: tokens that a decode step reads for each KV head.
     reduction: how scores of the query heads that share a KV head become one.
-    dense_below: contexts shorter than this are read whole; `auto` asks the machine.
+    dense_below: contexts shorter than this are read whole; `auto` asks the machine and the batch.
     index_name: the row of ``indexes/table.py``. index_words: what it keeps, for messages: what
         there is one of for so many tokens.
     """
@@ -355,7 +355,9 @@ class Retrieve(Method, ABC):
         return self.budget // self.index.unit
 
     def floor(self, crossover: int) -> int:
-        """The least length of which a step reads a part; a shorter one is read whole.
+        """The least length of which every step reads a part, whoever else runs.
+
+        A shorter one is read whole, but under `dense_below=auto` in steps whose batch pays.
 
         crossover: from where on retrieval pays on this machine, for `dense_below=auto` and budgets
             of up to a quarter of it; larger ones take longer to read. 0: everywhere.

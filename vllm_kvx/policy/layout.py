@@ -83,8 +83,8 @@ class Layout:
     retain: True if entries can be dropped once a prompt is in.
     window: the longest window whose queries may score keys; 0 if no policy scores any by queries.
     stash: True if hidden states of prompts can be kept until their last chunk selects some.
-    row_cuts: sorted layers where rows may leave the batch: the decoder is compiled in segments
-        between them. Each is one of `splits`.
+    row_cuts: sorted first layers that some rows do not run: the decoder is compiled in segments,
+        which begin there or a layer below. Each is one of `splits`.
     online_cuts: sorted layers where a pass may begin or end that finds its pivot online; these cut
         no KV group.
     value_norms: True if keys can be scored by the norms of their projected values: the worker holds

@@ -16,7 +16,10 @@ ENGINES = "engines"
 
 # What is alike in all engines of a server, since it follows from its settings and machine.
 _ALIKE = frozenset(
-    {"groups", "ops", "score_ops", "attend_ops", "ops_reason", "policy", "dense_below", "auto"}
+    {
+        *("groups", "ops", "score_ops", "attend_ops", "ops_reason", "policy"),
+        *("auto", "dense_below", "dense_below_batch"),
+    }
 )
 # A mean, and of how many samples.
 _MEAN, _SAMPLES = "recall", "recall_samples"

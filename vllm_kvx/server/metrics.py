@@ -103,7 +103,7 @@ COUNTERS = {
     "retrieval_steps": Metric("retrieval_steps", "Decode tokens that read a selection of entries."),
     "dense_fallbacks": Metric(
         "retrieval_dense_fallbacks",
-        "Decode tokens under retrieval whose context was short enough to be read whole.",
+        "Decode tokens under retrieval that read all: a short context, or a small batch.",
     ),
     "first_token_seconds": Metric(
         "first_token_seconds", "Seconds that requests waited for their first token, added up."
@@ -201,12 +201,17 @@ SERVER_GAUGES = {
     ),
     ("retrieval", "auto"): Metric(
         "retrieval_crossover_tokens",
-        "Context from which on retrieval pays on this model and machine; +Inf if none.",
+        "Context from which on retrieval pays for one request on this machine; +Inf if none.",
         OF_SERVER,
     ),
     ("retrieval", "dense_below"): Metric(
         "retrieval_dense_below_tokens",
-        "Contexts shorter than this are read whole under the server's policy; +Inf if all are.",
+        "From here on requests of the server's policy retrieve in every step; +Inf if never.",
+        OF_SERVER,
+    ),
+    ("retrieval", "dense_below_batch"): Metric(
+        "retrieval_dense_below_batch_tokens",
+        "From here on a batch of --max-num-seqs such requests retrieves; +Inf if never.",
         OF_SERVER,
     ),
 }

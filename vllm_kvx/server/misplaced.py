@@ -21,7 +21,8 @@ XARGS = "vllm_xargs"
 STATUS = "kv_policy"
 # Routes that take the engine's own parameters, and that take no keys for the engine at all.
 WITH_SAMPLING_PARAMS = ("/inference/v1/generate",)
-WITHOUT_POLICY = ("/cohere/v2/chat", "/v1/systemone", "/generative_scoring")
+# /v1/decisions is new in vLLM 0.33.
+WITHOUT_POLICY = ("/cohere/v2/chat", "/v1/systemone", "/generative_scoring", "/v1/decisions")
 # What clients and vLLM's Python API call it: objects that a body has by mistake.
 _CONTAINERS = ("extra_body", "extra_args", "vllm-xargs", "vllm_args", "xargs")
 

@@ -15,6 +15,7 @@ class PassBatch:
 
     Attributes:
         requests: (P,) int64 places of its requests in the step's batch, ascending; each has a row.
+            One whose rows are in two places of its sequence comes twice.
         counts: (P,) int32 rows of each.
         positions: (N,) int64 token positions.
         block_tables: (P, B) int32 by KV group. slot_mappings: (G, N) int64.

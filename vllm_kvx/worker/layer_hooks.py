@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvx.models.decoder import SegmentedModel
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN, PagedKV
+from vllm_kvx.ops.prompt.chosen_rows import ChosenRows, attend_chosen
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.decode.retrieval import Retrieval
@@ -40,7 +41,9 @@ class LayerHook:
             retrieves = hooks.retrieval_pass if self.index >= DENSE_LAYERS else None
             mode = Mode.DENSE if retrieves is None else retrieves.modes[self.stage]
             out = kw.get("output")
-            if mode is not Mode.ALL:
+            if args and isinstance(args[0], ChosenRows):
+                self._attend_chosen(query, args[0], kw["output"], kv_cache)
+            elif mode is not Mode.ALL:
                 out = stock(layer, query, key, value, kv_cache, *args, **kw)
             if hooks.work is not None:
                 hooks.work.run(self, self._unquantized(query), self.paged(kv_cache))
@@ -50,6 +53,22 @@ class LayerHook:
             return out
 
         layer.impl.forward = forward
+
+    def _attend_chosen(
+        self, query: Tensor, rows: ChosenRows, out: Tensor, kv_cache: Tensor
+    ) -> None:
+        """Attention of chosen tokens in the layer that chose them, in the place of vLLM's."""
+        query, paged = self._unquantized(query), self.paged(kv_cache)
+        is_fp8 = paged.keys.dtype.itemsize == 1
+        attend_chosen(
+            query,
+            paged,
+            rows,
+            out.view(query.shape),
+            self.scale,
+            self.key_scale(paged),
+            float(self.layer._v_scale_float) if is_fp8 else 1.0,
+        )
 
     @property
     def scale(self) -> float:
@@ -177,6 +196,12 @@ class LayerHooks:
                     f"into blocks of {kernel_size}, in which entries would be looked for in the "
                     f"wrong place: set --block-size {kernel_size}"
                 )
+
+    def run_work(self, layer: int, query: Tensor) -> None:
+        """The running pass's work in a layer that does not run; query: (n, H, D)."""
+        hook = self.layers[layer]
+        if self.work is not None:
+            self.work.run(hook, query, hook.paged())
 
     def beside(
         self, work: PassWork | None, retrieval_pass: RetrievalPass | None = None

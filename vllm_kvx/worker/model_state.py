@@ -1,12 +1,11 @@
 """vLLM's hooks into a step: lengths, slots and rows of every KV stage, and the passes to run.
 
 ``preprocess_state`` runs on real batches only, after vLLM gathered the block tables; it rewrites
-slots and lengths on the device and plans the step on the host. ``prepare_attn`` then builds the
-attention metadata of each stage from its own lengths and rows, and hands the passes to the
-model. Counts are known on the host throughout: nothing is read back from the device.
+slots and lengths on the device and plans the step on the host. ``prepare_attn`` then builds each
+stage's attention metadata and hands the passes to the model. Nothing is read back from the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import numpy as np
@@ -37,12 +36,14 @@ from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
-from vllm_kvx.worker.prefill.passes import PassMaker, StepBatch, lens_to_device, run_in_turn
+from vllm_kvx.worker.prefill.passes import PassMaker, lens_to_device, run_in_turn
 from vllm_kvx.worker.prefill.prefix_states import PrefixStates
 from vllm_kvx.worker.prefill.score_and_move import PromptMemory
 from vllm_kvx.worker.prefill.stash import Stash
+from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows
+from vllm_kvx.worker.splits import cuts_of
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step
 
@@ -65,12 +66,11 @@ class PolicyModelState(DefaultModelState):
         self.settings, layout = settings, settings.layout
         self.checks_blocks = settings.debug
         self.segmented, self.starts = cast(SegmentedModel, model), layout.starts
-        # The segment of the decoder that each KV stage is in.
-        self.stage_segments = [
-            sum(cut <= start for cut in layout.row_cuts) for start in layout.starts
-        ]
         dtype = cast(torch.dtype, self.dtype)
         attention = self.segmented.attention_layers()
+        self.cuts = cuts_of(layout, attention, device)
+        # The segment of the decoder that each KV stage begins in.
+        self.stage_segments = [self.cuts.segment_of(start) for start in layout.starts]
         policy_kv_cache_specs(attention, settings)
         stages = [layout.stage_of(layer) for layer in range(len(attention))]
         self.hooks = LayerHooks(self.segmented, stages, dtype, layout)
@@ -85,7 +85,7 @@ class PolicyModelState(DefaultModelState):
             hidden = self.model_config.get_hidden_size()
             self.stash = Stash(settings.stash_tokens, hidden, dtype, device)
         self.requests = Requests(
-            layout, settings.num_layers, self.max_num_reqs, num_windows, self.stash
+            layout, self.cuts, settings.num_layers, self.max_num_reqs, num_windows, self.stash
         )
         # By stage, in batch order; at a fixed address for CUDA graphs.
         self.stored_lens = torch.zeros(
@@ -127,7 +127,7 @@ class PolicyModelState(DefaultModelState):
             self.hooks,
             self.memory,
             self.stash,
-            self.settings.layout.row_cuts,
+            self.cuts,
             self.starts,
             self.group_stages,
             block_tables.block_sizes,
@@ -174,7 +174,8 @@ class PolicyModelState(DefaultModelState):
     ) -> None:
         super().preprocess_state(input_batch, block_tables, kv_cache_config, num_computed_tokens)
         requests, tables = self.requests, self.block_tables
-        requests.grow_gaps(input_batch.idx_mapping_np, ends_of(input_batch))
+        if requests.has_growing_gaps:
+            requests.grow_gaps(input_batch.idx_mapping_np, ends_of(input_batch))
         requests.copy_gaps()
         map_slots(
             self._groups,
@@ -260,7 +261,7 @@ class PolicyModelState(DefaultModelState):
         metadata: AttnMetadata = {}
         for stage, stored_lens in enumerate(self.stored_lens):
             batch = of_stage(input_batch, stage, stored_lens, step)
-            groups = self._groups_of(attn_groups, [stage])
+            groups = self._groups_of(attn_groups, self.passes.groups_of(stage))
             cut = rows[self.stage_segments[stage]]
             metadata.update(build(batch, groups, cut))
             if retrieves is not None and retrieves.modes[stage] is Mode.MIXED:
@@ -272,33 +273,42 @@ class PolicyModelState(DefaultModelState):
                 metadata.update(build(batch, groups, cut))
         if step is None:
             plan = StepPlan(beside=self.hooks.beside(None, retrieves), is_dummy=True)
+        elif step.is_decode:
+            plan = StepPlan(beside=self.hooks.beside(None, retrieves))
+            self.stats.add_decodes(step, self.requests)
         else:
 
-            def metadata_of(batch: PassBatch, ends: np.ndarray, first: int) -> AttnMetadata:
-                prefilling = np.ones(len(ends), dtype=bool)
+            def metadata_of(
+                batch: PassBatch, ends: np.ndarray, groups: Collection[int], is_prefill: bool = True
+            ) -> AttnMetadata:
+                prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
                 lens, bounds = lens_to_device(ends, self.device), torch.from_numpy(ends)
                 return super(PolicyModelState, self).prepare_attn(
                     batch.of(input_batch, lens, bounds, prefilling),
                     CUDAGraphMode.NONE,
                     batch.block_tables,
                     batch.slot_mappings,
-                    self._groups_of(attn_groups, range(first, len(self.starts))),
+                    self._groups_of(attn_groups, groups),
                     kv_cache_config,
                 )
 
             here = StepBatch(
                 step.requests,
                 np.cumsum(step.counts),
+                step.begins,
                 step.counts,
+                step.stored_lens,
                 input_batch.positions,
                 block_tables,
                 slot_mappings,
+                metadata,
                 metadata_of,
                 step.projected,
+                step.retrieval if retrieves is not None else None,
             )
             plan = self._plan(step, here, rows, counts, retrieves)
-            ran = [counts[segment] for segment in self.stage_segments]
-            self.stats.add_step(step, self.requests, ran)
+            sizes = [last - first for first, last in self.passes.segments]
+            self.stats.add_step(step, self.requests, zip(sizes, counts, strict=True))
             for chunk in step.chunks:
                 if chunk.is_last:
                     self.requests.prompt_is_over(int(step.requests[chunk.batch_index]))
@@ -329,11 +339,9 @@ class PolicyModelState(DefaultModelState):
 
     # Parts of `prepare_attn`.
 
-    def _groups_of(self, attn_groups: _Groups, wanted: Sequence[int]) -> _Groups:
-        """By KV group, the attention groups of stages that are `wanted`, and none of others."""
-        return [
-            group if self.group_stages[g] in wanted else [] for g, group in enumerate(attn_groups)
-        ]
+    def _groups_of(self, attn_groups: _Groups, wanted: Collection[int]) -> _Groups:
+        """By KV group, the attention groups of those that are `wanted`, and none of others."""
+        return [group if g in wanted else [] for g, group in enumerate(attn_groups)]
 
     def _plan(
         self,
@@ -380,6 +388,7 @@ class PolicyModelState(DefaultModelState):
             self.requests.prompt_lens[step.requests],
             step.gaps,
             block_tables,
+            self.cuts.at_splits(step.rows),
         )
 
     def reset_counters(self) -> None:

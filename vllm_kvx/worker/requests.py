@@ -6,10 +6,11 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.storage import IntArray, Storage, skipped_of, storage_of, stored_lens
+from vllm_kvx.policy.storage import NO_GAP, IntArray, Storage, skipped_of, storage_of, stored_lens
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.rows import ProjectedRows
+from vllm_kvx.worker.splits import Cuts
 
 
 class Requests:
@@ -19,7 +20,7 @@ class Requests:
         gap_starts, gap_sizes: (S, R) int32 by KV stage, the gap in force. The host copy is the
             source of truth. grows: (S, R) bool, whether it follows the request's last token.
         row_starts, row_sizes: (D, R) int32 by segment of the decoder, the prompt positions that
-            do not run it.
+            do not run it. projects: (D, R) bool, whether its first layer stores them all the same.
         projects_from: (R,) first layer whose prompt entries are projected, else a number above all.
         prompt_lens, seq_lens: (R,) logical lengths. policy_rows: (R,) rows in the counters.
         prompts: those that are coming in and that a policy changes.
@@ -29,14 +30,22 @@ class Requests:
     def __init__(
         self,
         layout: Layout,
+        cuts: Cuts,
         num_layers: int,
         max_num_reqs: int,
         num_windows: int,
         stash: Stash | None,
     ) -> None:
-        """num_windows: room for windows that are split."""
+        """cuts: of the decoder. num_windows: room for windows that are split."""
         self.starts, self.num_layers, self.stash = layout.starts, num_layers, stash
-        self._segments = [(cut, layout.stage_of(cut)) for cut in (0, *layout.row_cuts)]
+        self._splits = cuts.splits
+        # By segment: the layer whose rows it runs, its KV stage, and that of its first layer, if
+        # this one is split.
+        rows_of = [(first + (first in cuts.splits), first) for first in cuts.firsts]
+        self._segments = [
+            (cut, layout.stage_of(cut), None if cut == first else layout.stage_of(first))
+            for cut, first in rows_of
+        ]
         shape = (len(self.starts), max_num_reqs)
         self.gap_starts = UvaBackedTensor(shape, dtype=torch.int32)
         self.gap_sizes = UvaBackedTensor(shape, dtype=torch.int32)
@@ -44,11 +53,15 @@ class Requests:
         self._gaps_changed = True
         self.row_starts = np.zeros((len(self._segments), max_num_reqs), dtype=np.int32)
         self.row_sizes = np.zeros_like(self.row_starts)
+        self.projects = np.zeros(self.row_starts.shape, dtype=bool)
         self.projects_from = np.full(max_num_reqs, num_layers)
         self.prompt_lens = np.zeros(max_num_reqs, dtype=np.int32)
         self.policy_rows = np.zeros(max_num_reqs, dtype=np.int64)
         self.seq_lens = np.zeros(max_num_reqs, dtype=np.int64)
         self.index: dict[str, int] = {}
+        # Requests whose gaps grow, and those whose prompt entries are projected: few, if any.
+        self._growing: set[int] = set()
+        self._projecting: set[int] = set()
         self.prompts: dict[int, PromptState] = {}
         self.free_windows = list(range(num_windows))
 
@@ -63,19 +76,27 @@ class Requests:
         self.gap_starts.np[:, index] = [gap.start for gap in gaps]
         self.gap_sizes.np[:, index] = [gap.size for gap in gaps]
         self.grows[:, index] = [gap.grows for gap in gaps]
+        if self.grows[:, index].any():
+            self._growing.add(index)
         self._gaps_changed = True
         # Rows that a score chooses wait for the choice: nothing is stored of them before.
         skipped = [
             by_position if by_position.size else gaps[stage]
-            for cut, stage in self._segments
+            for cut, stage, _ in self._segments
             for by_position in (skipped_of(policy, prompt_len, cut),)
         ]
         self.row_starts[:, index] = [gap.start for gap in skipped]
         self.row_sizes[:, index] = [gap.size for gap in skipped]
+        self.projects[:, index] = [
+            split is not None and gap not in (NO_GAP, gaps[split])
+            for gap, (_, _, split) in zip(skipped, self._segments, strict=True)
+        ]
         projects_from = policy.projects_from
         self.projects_from[index] = self.num_layers if projects_from is None else projects_from
+        if projects_from is not None:
+            self._projecting.add(index)
         prompt = PromptState.of(
-            req_id, policy, prompt_len, self.starts, block_size, self.num_layers
+            req_id, policy, prompt_len, self.starts, block_size, self.num_layers, self._splits
         )
         if prompt is not None:
             prompt.stats_row = row
@@ -91,6 +112,8 @@ class Requests:
         index = self.index.pop(req_id, None)
         if index is not None:
             self.prompt_is_over(index)
+            self._growing.discard(index)
+            self._projecting.discard(index)
 
     def prompt_is_over(self, index: int) -> None:
         """Takes back what a prompt needed while it was coming in."""
@@ -114,6 +137,8 @@ class Requests:
         self, requests: np.ndarray, begins: np.ndarray, ends: np.ndarray
     ) -> ProjectedRows | None:
         """The prompt rows in a step of these requests whose upper entries are projected."""
+        if not self._projecting:
+            return None
         layers = self.projects_from[requests]
         rows = np.clip(self.prompt_lens[requests] - begins, 0, ends - begins)
         rows[layers == self.num_layers] = 0
@@ -132,6 +157,11 @@ class Requests:
             self.gap_sizes.np[stage, index] = storage.decode.size
         self._gaps_changed = True
 
+    @property
+    def has_growing_gaps(self) -> bool:
+        """Whether a gap of any request grows."""
+        return bool(self._growing)
+
     def grow_gaps(self, requests: np.ndarray, ends: np.ndarray) -> None:
         """Brings gaps that grow to a step of these requests, whose last tokens end at (R,) `ends`.
 
@@ -144,7 +174,7 @@ class Requests:
         starts, sizes = self.gaps(requests)
         sizes = np.where(grows, np.maximum(sizes, ends - 1 - starts), sizes)
         self.gap_sizes.np[:, requests] = sizes
-        stages = [stage for _, stage in self._segments]
+        stages = [stage for _, stage, _ in self._segments]
         rows = self.row_sizes[:, requests]
         self.row_sizes[:, requests] = np.where(grows[stages], sizes[stages], rows)
         self._gaps_changed = True
@@ -179,5 +209,7 @@ class Requests:
         """
         if self.prompts and any(i in self.prompts for i in requests.tolist()):
             return True
+        if not self._projecting:
+            return False
         is_coming = self.seq_lens[requests] < self.prompt_lens[requests]
         return bool((is_coming & (self.projects_from[requests] < self.num_layers)).any())

@@ -19,12 +19,17 @@ class SegmentRows:
     Attributes:
         indices: (N,) int64, ascending rows of the whole batch.
         from_previous: (N,) int64, the same rows counted in the previous segment's output.
-        counts: (R,) int32, rows per request.
+        counts: (R,) int32, rows per request. heads: (R,), those of them before its gap; all of
+            them where it has none.
+        projected: (P,) int64 requests of which rows leave here that the segment's first layer
+            stores all the same: it is split, and their entries are projected.
     """
 
     indices: np.ndarray
     from_previous: np.ndarray
     counts: np.ndarray
+    heads: np.ndarray
+    projected: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,14 @@ class DeviceRows:
         in_batch: (N,) int64 rows of the whole batch.
         from_previous: (N,) int64 rows of the previous segment's output.
         requests: (P,) int64 places of the batch's requests that have a row; None if all have.
-        batch: the rest.
+        batch: the rest. plan: the same on the host.
     """
 
     in_batch: Tensor
     from_previous: Tensor
     requests: Tensor | None
     batch: PassBatch
+    plan: SegmentRows
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +80,7 @@ class DeviceRows:
             tables,
             slot_mappings.index_select(1, indices),
         )
-        return cls(indices, previous, requests, cut)
+        return cls(indices, previous, requests, cut, rows)
 
     def of_stage(self, batch: InputBatch) -> InputBatch:
         """`batch`, the step's with the stored lengths of a KV stage, cut down to these rows."""
@@ -119,6 +125,7 @@ def plan_rows(
     counts: np.ndarray,
     gap_starts: np.ndarray,
     gap_sizes: np.ndarray,
+    projects: np.ndarray | None = None,
 ) -> list[SegmentRows | None]:
     """Plans the rows of every segment; ``None`` means all rows.
 
@@ -127,12 +134,14 @@ def plan_rows(
         counts: (R,) tokens scheduled per request.
         gap_starts, gap_sizes: (S, R) gap of each request in each segment. A later segment's gap
             covers an earlier one's, so rows only ever leave on the way up.
+        projects: (S, R) bool, whether the first layer of a segment stores the request's rows in its
+            gap, none of which left before; None where no layer does.
     """
     ends = begins + counts
     row_starts = np.cumsum(counts) - counts
     plan: list[SegmentRows | None] = []
     previous: np.ndarray | None = None
-    for starts, sizes in zip(gap_starts, gap_sizes, strict=True):
+    for segment, (starts, sizes) in enumerate(zip(gap_starts, gap_sizes, strict=True)):
         head = np.clip(np.minimum(ends, starts) - begins, 0, counts)
         tail = np.where(sizes > 0, np.clip(ends - np.maximum(begins, starts + sizes), 0, counts), 0)
         kept = np.where(sizes > 0, head + tail, counts)
@@ -145,7 +154,10 @@ def plan_rows(
             np.stack([head, tail], axis=1).ravel(),
         )
         relative = indices if previous is None else np.searchsorted(previous, indices)
-        plan.append(SegmentRows(indices, relative, kept.astype(np.int32)))
+        leaves = np.zeros(0, dtype=np.int64)
+        if projects is not None:
+            leaves = np.flatnonzero(projects[segment] & (kept < counts))
+        plan.append(SegmentRows(indices, relative, kept.astype(np.int32), head, leaves))
         previous = indices
     return plan
 

@@ -1,6 +1,6 @@
 """Counters of what each policy computed and skipped, kept on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.step import Step
 
+# Steps whose retrieval is added up at once: numpy takes as long for one as for many.
+_STEPS = 64
+
 
 class PolicyStats:
     """Cumulative counters per policy; a policy gets its row when first seen.
@@ -22,8 +25,6 @@ class PolicyStats:
             entries that prompts kept and had.
         entries_spared: entries that layers above a pivot found online did not compute.
         pivots: by row, how many prompts found which pivot online.
-        retrieval: (rows, 5) int64, of decode steps: entries there are, scored and read, and steps
-            of requests that retrieve and that read all.
         scheduler: what the scheduler last told, see ``SchedulerFacts``; {} before the first time.
     """
 
@@ -44,22 +45,26 @@ class PolicyStats:
         self.entries_computed = np.zeros_like(self.entries_kept)
         self.entries_spared = np.zeros(size, dtype=np.int64)
         self.pivots: dict[int, dict[int, int]] = {}
-        self.retrieval = np.zeros((size, 5), dtype=np.int64)
+        self._retrieval = np.zeros((size, 5), dtype=np.int64)
+        self._steps: list[tuple[np.ndarray, ...]] = []
         self.scheduler: dict[str, Any] = {}
 
     def row_of(self, policy: KVPolicy) -> int:
         """The policy's row in the counters."""
         return self.policies.row_of(str(policy))
 
-    def add_step(self, step: Step, requests: Requests, counts: Sequence[np.ndarray]) -> None:
+    def add_step(
+        self, step: Step, requests: Requests, ran: Iterable[tuple[int, np.ndarray]]
+    ) -> None:
         """Adds one step.
 
-        counts: by stage, (R,) rows that the passes over the batch run of each request.
+        ran: by segment of the decoder its layers, and (R,) rows that the passes over the batch run
+            of each request.
         """
         rows, tokens = requests.policy_rows[step.requests], step.counts
         computed = np.zeros_like(tokens)
-        for ran, size in zip(counts, self.stage_sizes, strict=True):
-            computed = computed + ran * size
+        for size, counts in ran:
+            computed = computed + counts * size
         skipped = tokens * self.num_layers - computed
         for chunk in step.chunks:
             if chunk.state.selection is not None:
@@ -72,6 +77,12 @@ class PolicyStats:
         for chunk in step.chunks:
             if chunk.is_last:
                 self._add_prompt(chunk.state.stats_row, chunk.state)
+
+    def add_decodes(self, step: Step, requests: Requests) -> None:
+        """Adds a step in which every request generates one token."""
+        tokens = np.bincount(requests.policy_rows[step.requests], minlength=len(self.tokens))
+        self.tokens += tokens
+        self.layer_tokens_computed += tokens * self.num_layers
 
     def _add_chunk(self, chunk: PromptChunk, computed: np.ndarray, skipped: np.ndarray) -> None:
         """Corrects a step's (R,) layer-tokens for a prompt that chooses tokens.
@@ -86,7 +97,7 @@ class PolicyStats:
         if selection.online is not None:
             more = (chunk.end - chunk.begin) * (selection.online.lowest + 1)
         elif chunk.is_last:
-            more = selection.count * (self.num_layers - selection.resumes_at)
+            more = selection.count * (self.num_layers - state.resumes_at)
         computed[here] += more
         state.skipped += int(skipped[here]) - more
         is_known = chunk.is_last and selection.online is None
@@ -120,12 +131,29 @@ class PolicyStats:
         assert step.retrieval is not None
         decodes = step.ends > requests.prompt_lens[step.requests]
         decodes[step.retrieval.chunks] = False  # Tokens that run again, after preemption.
-        self.add_retrieval(
-            requests.policy_rows[step.requests],
-            step.stored_lens * decodes,
-            step.retrieval.lens,
-            step.retrieval.budgets * unit,
+        self._steps.append(
+            (
+                requests.policy_rows[step.requests],
+                step.stored_lens * decodes,
+                step.retrieval.lens,
+                step.retrieval.budgets * unit,
+            )
         )
+        if len(self._steps) >= _STEPS:
+            self._add_steps()
+
+    @property
+    def retrieval(self) -> np.ndarray:
+        """(rows, 5) int64, of decode steps: entries there are, scored and read, and steps of
+        requests that retrieve and that read all."""
+        self._add_steps()
+        return self._retrieval
+
+    def _add_steps(self) -> None:
+        steps, self._steps = self._steps, []
+        if steps:
+            parts = zip(*steps, strict=True)
+            self.add_retrieval(*(np.concatenate(part, axis=-1) for part in parts))
 
     def add_retrieval(
         self, rows: np.ndarray, seen: np.ndarray, lens: np.ndarray, budgets: np.ndarray
@@ -154,7 +182,7 @@ class PolicyStats:
             ],
             axis=1,
         )
-        np.add.at(self.retrieval, rows, totals)
+        np.add.at(self._retrieval, rows, totals)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """JSON-able totals by policy name."""

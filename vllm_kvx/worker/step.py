@@ -1,7 +1,7 @@
 """One step of the worker, planned on the host: rows, lengths, prompts and retrieval."""
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class Step:
         gaps: (S, R) starts and sizes of the gaps in force.
         projected: rows whose entries are projected into layers above; None if there are none.
         retrieval: on a server that retrieves.
+        is_decode: every request generates one token.
     """
 
     batch: InputBatch
@@ -42,6 +43,7 @@ class Step:
     gaps: tuple[IntArray, IntArray]
     projected: ProjectedRows | None = None
     retrieval: RetrievalStep | None = None
+    is_decode: bool = False
 
     @property
     def ends(self) -> np.ndarray:
@@ -71,6 +73,14 @@ def plan_step(
     counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
     starts, sizes = requests.gaps(indices)
     ends = begins + counts
+    if not batch.has_prefill and batch.num_tokens == batch.num_reqs:
+        # Past its prompt a request is past its gaps, and its one row runs every segment.
+        rows: list[SegmentRows | None] = [None] * len(requests.row_starts)
+        gaps = starts, sizes
+        step = Step(batch, indices, begins, counts, rows, ends - sizes, [], gaps, is_decode=True)
+        if retrieval is not None:
+            step.retrieval = _plan_retrieval(retrieval, step, requests, moves_out)
+        return step
     chunks = requests.chunks(indices, begins, ends)
     row_starts, row_sizes = requests.row_gaps(indices)
     online = [chunk.batch_index for chunk in chunks if chunk.state.is_online]
@@ -81,7 +91,7 @@ def plan_step(
         indices,
         begins,
         counts,
-        plan_rows(begins, counts, row_starts, row_sizes),
+        plan_rows(begins, counts, row_starts, row_sizes, requests.projects[:, indices]),
         stored_lens(ends, starts, sizes),
         chunks,
         (starts, sizes),
@@ -95,6 +105,10 @@ def plan_step(
 def _plan_retrieval(
     retrieval: Retrieval, step: Step, requests: Requests, moves_out: Container[str]
 ) -> RetrievalStep:
+    is_fresh = retrieval.sidecars.is_fresh(step.requests)
+    if step.is_decode and not is_fresh.any():
+        retrieval.sidecars.plan_decodes(step.requests, step.stored_lens)
+        return _planned(retrieval, step, requests, is_fresh)
     before = stored_lens(step.begins, *step.gaps)
     after = step.stored_lens.copy()
     moved, published = np.zeros(after.shape, dtype=bool), np.zeros_like(after)
@@ -110,8 +124,13 @@ def _plan_retrieval(
             published[:, i] = [
                 s.rows if s.compacts and s.prefill.size == 0 else 0 for s in state.storages
             ]
-    is_fresh = retrieval.sidecars.is_fresh(step.requests)
     retrieval.sidecars.plan(step.requests, before, after, moved, published, step.gaps[1] > 0)
+    return _planned(retrieval, step, requests, is_fresh)
+
+
+def _planned(
+    retrieval: Retrieval, step: Step, requests: Requests, is_fresh: np.ndarray
+) -> RetrievalStep:
     return retrieval.plan(
         step.requests,
         step.begins,
@@ -122,15 +141,15 @@ def _plan_retrieval(
     )
 
 
-def of_stage(
-    batch: InputBatch, stage: int, stored_lens: Tensor, step: Step | None
-) -> InputBatch:
+def of_stage(batch: InputBatch, stage: int, stored_lens: Tensor, step: Step | None) -> InputBatch:
     """`batch` with the stored lengths of a KV stage, (R,) int32 at a fixed address.
 
     step: None for a dummy batch, which stores all.
     """
     num_reqs = batch.num_reqs_after_padding
-    changed = replace(batch, seq_lens=stored_lens[:num_reqs])
+    # In every step: `dataclasses.replace` takes as long as all else here.
+    changed = object.__new__(InputBatch)
+    changed.__dict__.update(batch.__dict__, seq_lens=stored_lens[:num_reqs])
     if step is None:
         stored_lens[:num_reqs].copy_(batch.seq_lens[:num_reqs])
     else:

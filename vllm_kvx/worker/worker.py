@@ -17,6 +17,7 @@ from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
 from vllm_kvx.worker.sleep import SleepingBuffers
+from vllm_kvx.worker.splits import cuts_of
 from vllm_kvx.worker.status import stats_of
 from vllm_kvx.worker.warm_up import warm_up
 
@@ -33,8 +34,12 @@ class _PolicyWorking:
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = KVSettings.from_vllm_config(config)
         assert settings is not None
-        layout = settings.layout
-        build = Build(PolicyModelState, layout.row_cuts, layout.online_cuts)
+        layout, device = settings.layout, self.device  # type: ignore[attr-defined]
+
+        def row_cuts(attention: Any) -> tuple[int, ...]:
+            return cuts_of(layout, attention, device).firsts[1:]
+
+        build = Build(PolicyModelState, row_cuts, layout.online_cuts)
         use_segmented_model(config.model_config, build)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner = self.model_runner  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""From which length on a step that retrieves is faster than one with stock attention."""
+"""From which length on one request's step that retrieves is faster than with stock attention."""
 
 # More entries than any request has; lengths on the device are int32, and so is this.
 NEVER = 1 << 30

@@ -30,6 +30,10 @@ REDUCTIONS = {"max": 0, "sum": 1}
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 MAX_SHARE = 16
+# Whether selection and attention may start before the operator before them has ended, on Hopper and
+# later (programmatic dependent launch): a layer of one request is mostly their starting. Off until
+# it is measured: `python -m benchmarks.retrieval` times both.
+OVERLAP = False
 
 
 def available() -> bool:
@@ -187,6 +191,7 @@ def select(
     indices: Tensor,
     counts: Tensor,
     unit_tokens: int,
+    overlap: bool = False,
 ) -> None:
     """Selects each row's units of highest score, of equal ones those of lower index.
 
@@ -196,9 +201,10 @@ def select(
         indices: (R, G, K) int32, written in ascending order.
         counts: (R, G) int32, how many were; 0 for rows with nothing to do.
         unit_tokens: tokens of a unit.
+        overlap: see OVERLAP; only behind a score operator on the same stream.
     """
     torch.ops.vllm_kvx.kvx_select(
-        scores, histogram, lens, budgets, offsets, indices, counts, unit_tokens
+        scores, histogram, lens, budgets, offsets, indices, counts, unit_tokens, overlap
     )
 
 
@@ -221,6 +227,7 @@ def attend(
     value_scale: float,
     unit_tokens: int,
     splits: int,
+    overlap: bool = False,
 ) -> None:
     """Attention over the selected units only, exact.
 
@@ -235,6 +242,7 @@ def attend(
         scale: of the products. key_scale, value_scale: what stored numbers are multiplied by.
         unit_tokens: tokens of a unit.
         splits: CTAs per row and KV head, at most 128.
+        overlap: see OVERLAP; only behind ``select`` on the same stream.
     """
     torch.ops.vllm_kvx.kvx_attend(
         q,
@@ -255,4 +263,5 @@ def attend(
         value_scale,
         unit_tokens,
         splits,
+        overlap,
     )

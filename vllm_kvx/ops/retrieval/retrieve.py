@@ -17,7 +17,7 @@ from vllm_kvx.ops.retrieval.backends import Backends, choose_backend
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.score import SCORE_PROGRAMS
 from vllm_kvx.ops.retrieval.scorer import Scorer
-from vllm_kvx.ops.retrieval.topk import top_units, top_units_reference
+from vllm_kvx.ops.retrieval.topk import FUSED, top_units, top_units_reference
 
 # How many programs score and how many attend: in Triton a program is one warp, in CUDA a CTA of
 # several. Triton's interpreter runs programs one after the other.
@@ -46,6 +46,7 @@ class Scratch:
         unit: tokens per unit. reduction: see ``equations.retrieval``.
         score_programs, attend_programs: how many to share the work between.
         backends: of the ops. scorer: the index, whose sidecar the ops read.
+        overlap: see ``cuda.OVERLAP``. fused: see ``topk.FUSED``.
     """
 
     scores: Tensor
@@ -64,6 +65,8 @@ class Scratch:
     attend_programs: int
     backends: Backends
     scorer: Scorer[Any]
+    overlap: bool = cuda_ops.OVERLAP
+    fused: bool = FUSED
 
     @classmethod
     def of(
@@ -228,6 +231,7 @@ def steps(
             scratch.indices,
             scratch.counts,
             unit,
+            scratch.overlap,
         )
 
     def attend_in_cuda() -> None:
@@ -246,6 +250,8 @@ def steps(
             value_scale,
             unit,
             attend_splits,
+            # What comes before it waits for the scores by itself.
+            scratch.overlap and scratch.backends.score == "cuda",
         )
 
     def score_in_triton() -> None:
@@ -262,7 +268,14 @@ def steps(
         )
 
     def select_in_triton() -> None:
-        top_units(scratch.scores, rows, scratch.indices, scratch.counts, unit=unit)
+        top_units(
+            scratch.scores,
+            rows,
+            scratch.indices,
+            scratch.counts,
+            unit=unit,
+            fused=scratch.fused,
+        )
 
     def attend_in_triton() -> None:
         attend(

@@ -15,6 +15,9 @@ _BLOCK = 2048
 # How many programs scan scores in all.
 _PROGRAMS = 1024
 _MAX_SPLITS = 64
+# Whether a digit is found by the programs that need it, not by a kernel of its own: six launches
+# in the place of ten. Off until it is measured: `python -m benchmarks.retrieval` times both.
+FUSED = False
 
 
 def top_units(
@@ -25,6 +28,7 @@ def top_units(
     *,
     unit: int,
     splits: int | None = None,
+    fused: bool | None = None,
 ) -> None:
     """Writes the `budgets` best units of each row, ascending; of equal scores the lower index wins.
 
@@ -35,45 +39,72 @@ def top_units(
         scores: (G, capacity) float32, no NaN; each row's at its offset.
         indices: (R, G, K) int32; counts: (R, G) int32, 0 where the row does not retrieve.
         unit: tokens per unit. splits: programs that share a row and head; chosen if not given.
+        fused: see FUSED, which is taken if not given.
     """
+    fused = FUSED if fused is None else fused
     kv_heads, num_rows = scores.shape[0], rows.lens.shape[0]
     if splits is None:
         splits = min(max(_PROGRAMS // (kv_heads * num_rows), 1), _MAX_SPLITS)
         splits = splits if scores.is_cuda else 1
     device = scores.device
-    histogram = torch.zeros(num_rows, kv_heads, _BINS, dtype=torch.int32, device=device)
-    state = torch.empty(num_rows, kv_heads, 2, dtype=torch.int32, device=device)
-    tallies = torch.empty(num_rows, kv_heads, splits, 2, dtype=torch.int32, device=device)
-    what = (scores, rows.lens, rows.budgets, rows.offsets, state)
-    scan, pairs = (splits, kv_heads, num_rows), (kv_heads, num_rows)
+    # By digit where each has its own: no program clears what another still reads.
+    digits = len(_SHIFTS) if fused else 1
+    pairs = (num_rows, kv_heads)
+    histogram = torch.zeros(digits, *pairs, _BINS, dtype=torch.int32, device=device)
+    # Before the first digit, and after each.
+    state = torch.empty(digits + 1, *pairs, 2, dtype=torch.int32, device=device)
+    tallies = torch.empty(*pairs, splits, 2, dtype=torch.int32, device=device)
+    what = (scores, rows.lens, rows.budgets, rows.offsets)
+    scan = (splits, kv_heads, num_rows)
     for digit, shift in enumerate(_SHIFTS):
+        mine = digit if fused else 0
         _count_kernel[scan](
             *what,
-            histogram,
+            state[mine - 1 if fused else 1],
+            state[mine],
+            histogram[mine - 1],
+            histogram[mine],
             scores.stride(0),
             splits,
             UNIT=unit,
-            FIRST=digit == 0,
+            DIGIT=digit,
             ABOVE=shift + _BITS,
             SHIFT=shift,
             MASK=_BINS - 1,
             BINS=_BINS,
             BLOCK=_BLOCK,
+            FUSED=fused,
         )
-        _find_kernel[pairs](
-            rows.lens,
-            rows.budgets,
-            state,
-            histogram,
-            UNIT=unit,
-            FIRST=digit == 0,
-            SHIFT=shift,
-            BINS=_BINS,
-        )
-    shared = (*what, tallies, scores.stride(0), splits)
-    _tally_kernel[scan](*shared, UNIT=unit, BLOCK=_BLOCK)
+        if not fused:
+            _find_kernel[(kv_heads, num_rows)](
+                rows.lens,
+                rows.budgets,
+                state[1],
+                histogram,
+                UNIT=unit,
+                FIRST=digit == 0,
+                SHIFT=shift,
+                BINS=_BINS,
+            )
+    _tally_kernel[scan](
+        *what,
+        state[-2],
+        state[-1],
+        histogram[-1],
+        tallies,
+        scores.stride(0),
+        splits,
+        UNIT=unit,
+        BINS=_BINS,
+        BLOCK=_BLOCK,
+        FUSED=fused,
+    )
     _emit_kernel[scan](
-        *shared,
+        *what,
+        state[-1],
+        tallies,
+        scores.stride(0),
+        splits,
         indices,
         counts,
         indices.shape[2],
@@ -100,42 +131,74 @@ def _share(num_units, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _found(prefix, wanted, histogram, SHIFT: tl.constexpr, BINS: tl.constexpr):
+    """The wanted key's digits up to this one, and how many keys with them are still wanted."""
+    bins = tl.arange(0, BINS)
+    counted = tl.load(histogram + bins)
+    from_top = tl.sum(counted, axis=0) - tl.cumsum(counted, axis=0) + counted
+    chosen = tl.max(tl.where(from_top >= wanted, bins, 0), axis=0)
+    above = tl.sum(tl.where(bins == chosen, from_top - counted, 0), axis=0)
+    return prefix | (chosen << SHIFT), wanted - above
+
+
+@triton.jit
 def _count_kernel(
     scores,
     row_lens,
     row_budgets,
     row_offsets,
+    before,
     state,
+    last_histogram,
     histogram,
     score_stride,
     splits,
     UNIT: tl.constexpr,
-    FIRST: tl.constexpr,
+    DIGIT: tl.constexpr,
     ABOVE: tl.constexpr,
     SHIFT: tl.constexpr,
     MASK: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
-    """Adds up how often each digit occurs among keys that begin like the wanted one."""
+    """Adds up how often each digit occurs among keys that begin like the wanted one.
+
+    before: the wanted key's digits so far. If FUSED, those but for the last one, which every
+    program finds in `last_histogram`; the first program writes them to `state`.
+    """
     head = tl.program_id(1)
     row = tl.program_id(2)
     num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
-    if num_units <= tl.load(row_budgets + row):
+    budget = tl.load(row_budgets + row)
+    if num_units <= budget:
         return
     begin, end = _share(num_units, splits, BLOCK)
     if begin >= end:
         return
     place = row * tl.num_programs(1) + head
     mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
-    prefix = tl.load(state + place * 2) if not FIRST else 0
+    prefix = 0
+    if DIGIT > 0:
+        if FUSED:
+            wanted = budget
+            if DIGIT > 1:
+                prefix = tl.load(before + place * 2)
+                wanted = tl.load(before + place * 2 + 1)
+            found = last_histogram + place.to(tl.int64) * BINS
+            prefix, wanted = _found(prefix, wanted, found, ABOVE, BINS)
+            if tl.program_id(0) == 0:
+                tl.store(state + place * 2, prefix)
+                tl.store(state + place * 2 + 1, wanted)
+        else:
+            prefix = tl.load(before + place * 2)
     at = tl.arange(0, BLOCK)
     counted = tl.zeros((BINS,), tl.int32)
     left_out = tl.zeros((), tl.int32)
     for start in range(begin, end, BLOCK):
         inside = start + at < end
         key = _load_keys(mine + start + at, inside)
-        if not FIRST:
+        if DIGIT > 0:
             inside = inside & ((key >> ABOVE) == (prefix >> ABOVE))
         counted += tl.histogram(tl.where(inside, (key >> SHIFT) & MASK, 0), BINS)
         left_out += BLOCK - tl.sum(inside.to(tl.int32), axis=0)
@@ -167,14 +230,11 @@ def _find_kernel(
     if not FIRST:
         prefix = tl.load(state + place * 2)
         wanted = tl.load(state + place * 2 + 1)
-    bins = tl.arange(0, BINS)
-    counted = tl.load(histogram + place.to(tl.int64) * BINS + bins)
-    from_top = tl.sum(counted, axis=0) - tl.cumsum(counted, axis=0) + counted
-    chosen = tl.max(tl.where(from_top >= wanted, bins, 0), axis=0)
-    above = tl.sum(tl.where(bins == chosen, from_top - counted, 0), axis=0)
-    tl.store(state + place * 2, prefix | (chosen << SHIFT))
-    tl.store(state + place * 2 + 1, wanted - above)
-    tl.store(histogram + place.to(tl.int64) * BINS + bins, tl.zeros((BINS,), tl.int32))
+    mine = histogram + place.to(tl.int64) * BINS
+    prefix, wanted = _found(prefix, wanted, mine, SHIFT, BINS)
+    tl.store(state + place * 2, prefix)
+    tl.store(state + place * 2 + 1, wanted)
+    tl.store(mine + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
 
 
 @triton.jit
@@ -183,14 +243,21 @@ def _tally_kernel(
     row_lens,
     row_budgets,
     row_offsets,
+    before,
     state,
+    histogram,
     tallies,
     score_stride,
     splits,
     UNIT: tl.constexpr,
+    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
-    """Counts keys above the wanted one, and equal to it, in each program's share."""
+    """Counts keys above the wanted one, and equal to it, in each program's share.
+
+    If FUSED, the wanted key's last digit is found first: see ``_count_kernel``.
+    """
     head = tl.program_id(1)
     row = tl.program_id(2)
     num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
@@ -199,7 +266,16 @@ def _tally_kernel(
     begin, end = _share(num_units, splits, BLOCK)
     place = row * tl.num_programs(1) + head
     mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
-    threshold = tl.load(state + place * 2) ^ -2147483648
+    if FUSED:
+        prefix = tl.load(before + place * 2)
+        wanted = tl.load(before + place * 2 + 1)
+        prefix, wanted = _found(prefix, wanted, histogram + place.to(tl.int64) * BINS, 0, BINS)
+        if tl.program_id(0) == 0:
+            tl.store(state + place * 2, prefix)
+            tl.store(state + place * 2 + 1, wanted)
+    else:
+        prefix = tl.load(state + place * 2)
+    threshold = prefix ^ -2147483648
     at = tl.arange(0, BLOCK)
     above = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)

@@ -24,8 +24,8 @@ class FIER(Retrieve):
         no more than the budget. KV blocks are whole groups.
     reduction: how scores of the query heads that share a KV head become one: `max` (default),
         `sum` or `softmax` (sum of softmax mass).
-    dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
-        length from which on retrieval was measured to be faster than reading everything.
+    dense_below: contexts shorter than this many tokens are read whole; `auto` (default) retrieves
+        where that was measured to be faster than reading everything, for one request or a batch.
     """
 
     name: ClassVar[str] = "fier"

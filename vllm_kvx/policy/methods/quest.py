@@ -22,8 +22,8 @@ class Quest(Retrieve):
         pages. Required.
     page: tokens in a page: 8, 16 (default), 32 or 64, and no more than the budget.
     reduction: how scores of the query heads that share a KV head become one; see FIER.
-    dense_below: contexts shorter than this many tokens are read whole; `auto` (default) is the
-        length from which on retrieval was measured to be faster than reading everything.
+    dense_below: contexts shorter than this many tokens are read whole; `auto` (default) retrieves
+        where that was measured to be faster than reading everything, for one request or a batch.
     """
 
     name: ClassVar[str] = "quest"

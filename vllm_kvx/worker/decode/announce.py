@@ -1,33 +1,34 @@
-"""What a server says at start about its retrieval: which ops run, and from which length on."""
+"""What the log says of retrieval at start: which ops run, and from which length on."""
 
 from vllm.logger import init_logger
 
 from vllm_kvx.ops.library import COMMAND
 from vllm_kvx.ops.retrieval.backends import Backends
+from vllm_kvx.ops.retrieval.costs import Begins
 from vllm_kvx.ops.retrieval.crossover import NEVER
 from vllm_kvx.policy.axes import Retrieve
 
 logger = init_logger("vllm.kvx.retrieval")
 
 
-def announce(policy: Retrieve, crossover: int, backends: Backends, max_model_len: int) -> None:
+def announce(policy: Retrieve, begins: Begins, backends: Backends, max_model_len: int) -> None:
     """Logs what `policy` reads on this machine; warns if it reads every context whole.
 
-    crossover: from where on retrieval pays here. backends: the ops that run.
+    begins: from where on it retrieves here. backends: the ops that run.
     """
-    floor = policy.floor(crossover)
-    begins = f"from {floor} tokens on, and shorter ones whole" if floor < NEVER else "of no length"
+    shorter = ", and shorter ones whole" if begins.batch < NEVER else ""
     # A warning where faster ops could run, had they been built.
     log = logger.warning if COMMAND in backends.reason else logger.info
     log(
-        "Retrieval: %s reads parts of contexts %s (dense_below=%s); ops: %s (%s)",
+        "Retrieval: %s reads parts of contexts %s%s (dense_below=%s); ops: %s (%s)",
         policy,
         begins,
+        shorter,
         policy.dense_below,
         backends,
         backends.reason,
     )
-    if floor <= max_model_len:
+    if begins.batch <= max_model_len:
         return
     build = (
         f"; CUDA ops pay earlier than Triton ones (`{COMMAND}`)"
@@ -40,7 +41,7 @@ def announce(policy: Retrieve, crossover: int, backends: Backends, max_model_len
         "dense_below=<tokens> in the policy, or 0",
         policy,
         max_model_len,
-        f"from {floor} tokens on" if floor < NEVER else "at no length",
+        begins if begins.batch < NEVER else "at no length",
         build,
     )
 

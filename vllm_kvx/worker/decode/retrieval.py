@@ -1,6 +1,6 @@
 """Retrieval of a server: it owns the ops' scratch and the rows that a step's layers read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_kvx.cache.kv_cache_specs import page_shape
 from vllm_kvx.indexes.table import INDEXES
+from vllm_kvx.ops.retrieval.costs import Begins, costs
 from vllm_kvx.ops.retrieval.crossover import crossover
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
@@ -33,6 +34,7 @@ from vllm_kvx.worker.decode.step import (
     Modes,
     RetrievalPass,
     RetrievalStep,
+    Rules,
     covers,
     retrieving_lens,
 )
@@ -43,9 +45,10 @@ from vllm_kvx.worker.timing import PhaseTimer
 class Retrieval:
     """Retrieval of a server.
 
-    budgets, floors, policy_rows: (max requests,) by request state: units to read, 0 where the
-        request does not retrieve, entries from which on it does, and its row in the counters.
-    crossover: entries from which on retrieval pays on this machine.
+    rules: by request state.
+    policy_rows: (max requests,) by request state: its row in the counters.
+    crossover: entries from which on retrieval pays for one request on this machine.
+    costs: of a layer of a step, which say when it pays for a batch.
     graph: the modes whose CUDA graph the running step replays, or which is captured.
     """
 
@@ -64,13 +67,15 @@ class Retrieval:
         impl, model = layers[0].layer.impl, vllm_config.model_config
         self.layout, self.graph_modes = layout, tuple(graph_modes)
         self.max_num_reqs, self._device = max_reqs, device
-        num_stages = len(self.graph_modes[0])
-        self.budgets = np.zeros(max_reqs, dtype=np.int64)
-        self.floors = np.zeros(max_reqs, dtype=np.int64)
+        num_stages, self._stages = len(self.graph_modes[0]), [layer.stage for layer in layers]
+        budgets, least, floors = np.zeros((3, max_reqs), dtype=np.int64)
+        self.rules = Rules(budgets, least, floors, layout.unit)
         self.policy_rows = np.zeros(max_reqs, dtype=np.int64)
         # Rows of a CUDA graph, by stage, at fixed addresses.
         self._fields = torch.zeros(num_stages, 4, max_reqs, dtype=torch.int32, device=device)
         self._offsets = torch.zeros(num_stages, max_reqs, dtype=torch.int64, device=device)
+        # Views of both, by the number of rows.
+        self._batches: dict[int, list[list[RetrievalRows]]] = {}
         self.beside_stock = BesideStock(layers, num_stages, max_reqs, vllm_config, device)
         index = INDEXES[layout.index]
         self.scratch = Scratch.of(
@@ -94,15 +99,23 @@ class Retrieval:
         )
         self.backends = self.scratch.backends
         dtype = layers[0].layer.kv_cache_torch_dtype
-        self.crossover = crossover(
+        machine = (
             self.backends.score,
             layout.reduction,
             impl.num_kv_heads,
             2 * impl.head_size * dtype.itemsize,
         )
+        self.crossover, self.costs = crossover(*machine), costs(*machine)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
-        announce(self.policy, self.crossover, self.backends, model.max_model_len)
+        self.begins = Begins.of(
+            self.policy.floor(self.crossover),
+            self.policy.floor(0),
+            self.policy.budget,
+            self.costs,
+            max_reqs,
+        )
+        announce(self.policy, self.begins, self.backends, model.max_model_len)
         self.sidecars = Sidecars(index, layers, max_reqs, self.backends.score == "torch", device)
         self.sampler = RecallSampler(settings.recall_every, device, num_policies)
         self.graph: Modes = (Mode.DENSE,) * num_stages
@@ -115,8 +128,10 @@ class Retrieval:
     def add_request(self, req_index: int, policy: Retrieve | None, row: int) -> None:
         """policy: what the request retrieves by, or None. row: its policy's in the counters."""
         self.policy_rows[req_index] = row
-        self.budgets[req_index] = policy.budget_units if policy is not None else 0
-        self.floors[req_index] = policy.floor(self.crossover) if policy is not None else 0
+        rules = self.rules
+        rules.budgets[req_index] = policy.budget_units if policy is not None else 0
+        rules.least[req_index] = policy.floor(0) if policy is not None else 0
+        rules.floors[req_index] = policy.floor(self.crossover) if policy is not None else 0
         self.sidecars.add_request(req_index)
 
     @property
@@ -140,11 +155,13 @@ class Retrieval:
 
         Args: see ``lens_of``.
         """
-        may = self.budgets[requests] > 0
+        may = self.rules.budgets[requests] > 0
         if not may.any():
             return False
         if (self.sidecars.is_fresh(requests) & may).any():
             return True
+        if self._surely_fits(ends) and not self.sampler.is_due:
+            return False
         lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
         return not self._fits(lens) or (self.sampler.is_due and bool(lens.any()))
 
@@ -157,8 +174,14 @@ class Retrieval:
             requests: (R,) request states. ends, prompt_lens: (R,) logical lengths.
             stored_lens: (S, R) entries seen by each request's last token.
         """
-        budgets, floors = self.budgets[requests], self.floors[requests]
-        return retrieving_lens(budgets, floors, ends, prompt_lens, stored_lens)
+        rules = self.rules.of(requests)
+        generates = (ends > prompt_lens) & (rules.budgets > 0)
+        return retrieving_lens(rules, self.costs, generates, stored_lens)
+
+    def _surely_fits(self, lens: IntArray) -> bool:
+        """Whether scores have room whatever is retrieved of these (R,): true of most batches."""
+        # A row takes a few units more than its entries.
+        return int(lens.sum()) // self.layout.unit + 5 * len(lens) <= self.scratch.capacity
 
     def _fits(self, lens: IntArray) -> bool:
         return fits(lens, self.layout.unit, self.scratch.capacity)
@@ -179,8 +202,10 @@ class Retrieval:
             stored_lens: (S, R) entries seen by each request's last token.
             is_fresh: (R,) bool, requests that have run no step yet.
         """
-        budgets, floors = self.budgets[requests], self.floors[requests]
-        step = RetrievalStep.of(budgets, floors, begins, counts, prompt_lens, stored_lens, is_fresh)
+        rules = self.rules.of(requests)
+        step = RetrievalStep.of(
+            rules, self.costs, begins, counts, prompt_lens, stored_lens, is_fresh
+        )
         if self.sampler.takes_step(bool(step.lens.any())):
             step.sampled = self.policy_rows[requests]
         return step
@@ -197,7 +222,9 @@ class Retrieval:
         offsets = np.zeros((num_stages, num_reqs), dtype=np.int64)
         if step is not None:
             wanted = step.modes
-            assert self._fits(step.lens), "scores of a CUDA graph do not fit"
+            assert all(map(self._surely_fits, step.lens)) or self._fits(step.lens), (
+                "scores of a CUDA graph do not fit"
+            )
             self.graph = next(modes for modes in self.graph_modes if covers(modes, wanted))
             index = np.arange(step.lens.shape[1])
             for stage, lens in enumerate(step.lens):
@@ -208,10 +235,12 @@ class Retrieval:
             return None
         self._fields[:, :, :num_reqs].copy_(async_tensor_h2d(fields, device=self._device))
         self._offsets[:, :num_reqs].copy_(async_tensor_h2d(offsets, device=self._device))
-        batches = [
-            [RetrievalRows.of_fields(f, o).first(num_reqs)]
-            for f, o in zip(self._fields, self._offsets, strict=True)
-        ]
+        batches = self._batches.get(num_reqs)
+        if batches is None:
+            batches = self._batches[num_reqs] = [
+                [RetrievalRows.of_fields(f, o).first(num_reqs)]
+                for f, o in zip(self._fields, self._offsets, strict=True)
+            ]
         return RetrievalPass(self.graph, batches, block_tables)
 
     def eager_pass(
@@ -223,22 +252,32 @@ class Retrieval:
         prompt_lens: IntArray,
         gaps: tuple[IntArray, IntArray],
         block_tables: Sequence[Tensor],
+        splits: Mapping[int, SegmentRows | None],
     ) -> RetrievalPass | None:
         """The pass of a step that runs in Python.
 
         Args:
             counts: (R,) scheduled tokens; plan: by stage, the rows that it runs, if not all.
             ends, prompt_lens: (R,) logical lengths. gaps: (S, R) starts and sizes.
+            splits: by layer that is split, the rows that it runs, if not all.
         """
         modes = step.modes
         if all(mode is Mode.DENSE for mode in modes):
             return None
-        batches = []
-        for stage, (rows, starts, sizes) in enumerate(zip(plan, *gaps, strict=True)):
-            run = counts if rows is None else rows.counts
-            found = step.rows(stage, run, ends - counts, ends, prompt_lens, (starts, sizes))
-            batches.append(self._on_device(found, step.budgets))
-        return RetrievalPass(modes, batches, block_tables, bool(step.chunks), step.sampled)
+
+        def batches_of(stage: int, rows: SegmentRows | None) -> list[RetrievalRows]:
+            run, gap = counts if rows is None else rows.counts, (gaps[0][stage], gaps[1][stage])
+            found = step.rows(stage, run, ends - counts, ends, prompt_lens, gap)
+            return self._on_device(found, step.budgets)
+
+        return RetrievalPass(
+            modes,
+            [batches_of(stage, rows) for stage, rows in enumerate(plan)],
+            block_tables,
+            bool(step.chunks),
+            step.sampled,
+            {layer: batches_of(self._stages[layer], rows) for layer, rows in splits.items()},
+        )
 
     def _on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:
         """A stage's rows in batches whose scores fit. budgets: (R,) by request."""
@@ -275,7 +314,8 @@ class Retrieval:
             "attend_ops": self.backends.attend,
             "ops_reason": self.backends.reason,
             "policy": str(self.policy),
-            "dense_below": known(self.policy.floor(self.crossover)),
+            "dense_below": known(self.begins.alone),
+            "dense_below_batch": known(self.begins.batch),
             "auto": known(self.crossover),
             "seconds_in_sidecar_writes": self.sidecars.timer.seconds,
             "recall": self.sampler.recall,
@@ -300,7 +340,7 @@ class Retrieval:
         if now.writes:
             self.sidecars.write(hook.index)
         table = now.block_tables[hook.group]
-        for rows in now.batches[hook.stage]:
+        for rows in now.rows_of(hook):
             retrieve(
                 query,
                 paged,

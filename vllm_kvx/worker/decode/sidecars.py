@@ -111,6 +111,17 @@ class Sidecars:
         first[moved] = 0
         self._pending = self._jobs(requests, first, last)
 
+    def plan_decodes(self, requests: np.ndarray, stored: IntArray) -> None:
+        """`plan` of a step in which every request adds one entry; none is fresh.
+
+        requests: (R,) request states. stored: (S, R) entries in the cache, the new one included.
+        """
+        self.timer.collect()
+        self._left_behind = self._pending = None
+        group = self.shape.group
+        if not (stored % group).all():
+            self._pending = self._jobs(requests, (stored - 1) // group, stored // group)
+
     def _jobs(
         self, requests: np.ndarray, first: IntArray, last: IntArray
     ) -> Tensor | np.ndarray | None:

@@ -1,12 +1,13 @@
 """A step's retrieval, planned on the host: which rows read selected entries only, in which stage.
 
-Lengths alone decide, so nothing is read back from the device. A decode step replays one of three
-CUDA graphs: nobody retrieves; everybody does, and stock attention is left out of the layers that
-retrieve; or some do, and stock attention runs over all rows, those that retrieve cut to one entry.
+Lengths alone decide, a request's own and those of the others in the step, so nothing is read back
+from the device. A decode step replays one of three CUDA graphs: nobody retrieves; everybody does,
+and stock attention is left out of the layers that retrieve; or some do, and stock attention runs
+over all rows, those that retrieve cut to one entry.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.costs import Costs
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, room_of
 from vllm_kvx.policy import storage
 from vllm_kvx.policy.policy import KVPolicy
@@ -55,13 +57,36 @@ class Mode(Enum):
 Modes = tuple[Mode, ...]
 
 
+@dataclass(frozen=True)
+class Rules:
+    """From where on requests retrieve, as (R,) columns of entries but for `budgets`.
+
+    Attributes:
+        budgets: units to read, 0 of requests that never retrieve.
+        least: a row that sees fewer reads them all; others retrieve where the step's batch pays.
+        floors: a row that sees no fewer retrieves, whoever else does; never below `least`.
+        unit: tokens of a unit.
+    """
+
+    budgets: IntArray
+    least: IntArray
+    floors: IntArray
+    unit: int
+
+    def of(self, requests: np.ndarray) -> "Rules":
+        """Those of `requests`, in order."""
+        budgets, least, floors = self.budgets, self.least, self.floors
+        return Rules(budgets[requests], least[requests], floors[requests], self.unit)
+
+
 @dataclass
 class RetrievalPass:
     """What the running pass retrieves, in every stage.
 
     Attributes:
         modes: by stage.
-        batches: by stage, rows in batches whose scores fit.
+        batches: by stage, rows in batches whose scores fit; at_split: by layer, where one that is
+            split runs fewer rows than its stage.
         block_tables: by KV group, (B, max_blocks) int32.
         writes: each layer's groups are quantised beside it, since rows of this pass read them.
         sampled: (R,) int64 the requests' policies as rows in the counters, if recall is measured.
@@ -72,6 +97,11 @@ class RetrievalPass:
     block_tables: Sequence[Tensor]
     writes: bool = False
     sampled: IntArray | None = None
+    at_split: Mapping[int, Sequence[RetrievalRows]] = field(default_factory=dict)
+
+    def rows_of(self, layer: HookedLayer) -> Sequence[RetrievalRows]:
+        """The batches of one layer."""
+        return self.at_split.get(layer.index, self.batches[layer.stage])
 
 
 @dataclass(frozen=True)
@@ -101,34 +131,38 @@ class RetrievalStep:
     Attributes:
         lens: (S, R) entries that each request's only row sees, 0 where it does not retrieve.
         chunks: requests, by batch index, several of whose generated tokens run at once.
-        budgets: (R,) units to read. floors: (R,) entries from which on a row retrieves.
+        rules: of the requests.
         sampled: see ``RetrievalPass``.
     """
 
     lens: IntArray
     chunks: list[int]
-    budgets: IntArray
-    floors: IntArray
+    rules: Rules
     sampled: IntArray | None = None
 
     @classmethod
     def of(
         cls,
-        budgets: IntArray,
-        floors: IntArray,
+        rules: Rules,
+        costs: Costs,
         begins: IntArray,
         counts: IntArray,
         prompt_lens: IntArray,
         stored_lens: IntArray,
         is_fresh: np.ndarray,
     ) -> "RetrievalStep":
-        """See ``Retrieval.plan``; budgets, floors: (R,)."""
+        """See ``Retrieval.plan``."""
         ends = begins + counts
-        lens = retrieving_lens(budgets, floors, ends, prompt_lens, stored_lens)
+        generates = (ends > prompt_lens) & (rules.budgets > 0)
         # A request that resumes may read a prefix that another request computes in this step.
-        several = (ends > prompt_lens) & (budgets > 0) & ((counts > 1) | is_fresh)
-        lens[:, several] = 0
-        return cls(lens, np.flatnonzero(several).tolist(), budgets, floors)
+        several = generates & ((counts > 1) | is_fresh)
+        lens = retrieving_lens(rules, costs, generates & ~several, stored_lens)
+        return cls(lens, np.flatnonzero(several).tolist(), rules)
+
+    @property
+    def budgets(self) -> IntArray:
+        """(R,) units to read."""
+        return self.rules.budgets
 
     @property
     def modes(self) -> Modes:
@@ -161,7 +195,8 @@ class RetrievalStep:
         for i in self.chunks:
             length = np.arange(max(begins[i], prompt_lens[i]), ends[i]) + 1
             seen = storage.stored_lens(length, gaps[0][i], gaps[1][i])
-            retrieves = seen >= self.floors[i]
+            # What these tokens read at first may have depended on who else was in their steps.
+            retrieves = seen >= self.rules.floors[i]
             tokens = np.append(tokens, (row_ends[i] - 1 - (ends[i] - length))[retrieves])
             lens = np.append(lens, seen[retrieves])
             requests = np.append(requests, np.full(int(retrieves.sum()), i))
@@ -169,20 +204,28 @@ class RetrievalStep:
 
 
 def retrieving_lens(
-    budgets: IntArray,
-    floors: IntArray,
-    ends: IntArray,
-    prompt_lens: IntArray,
-    stored_lens: IntArray,
+    rules: Rules, costs: Costs, generates: np.ndarray, stored_lens: IntArray
 ) -> IntArray:
     """(S, R) entries that each request's last token sees, 0 where it does not retrieve.
 
+    Those below their floors retrieve where it takes a layer less time than if they did not: what
+    they save must be more than what retrieval costs at all, unless others retrieve anyway.
+
     Args:
-        budgets, floors: (R,), see ``RetrievalStep``. ends, prompt_lens: (R,) logical lengths.
+        rules, costs: of the step's requests, and of a layer.
+        generates: (R,) bool, requests that may retrieve.
         stored_lens: (S, R) entries seen by each request's last token.
     """
-    generates = (ends > prompt_lens) & (budgets > 0)
-    return np.where(generates & (stored_lens >= floors), stored_lens, 0)
+    alone = generates & (stored_lens >= rules.floors)
+    near = generates & (stored_lens >= rules.least) & ~alone
+    if near.any():
+        gains = costs.gain(stored_lens, rules.budgets * rules.unit)
+        near &= gains > 0
+        saved = (gains * near).sum(axis=1)
+        saved += np.where((alone | near).all(axis=1), costs.whole, 0)
+        saved -= np.where(alone.any(axis=1), 0, costs.fixed)
+        near &= (saved > 0)[:, None]
+    return np.where(alone | near, stored_lens, 0)
 
 
 def graph_modes(policy: KVPolicy, stage_starts: Sequence[int]) -> tuple[Modes, ...]:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from vllm_kvx.policy.axes import Positions, Retain, ScoreSpec, Selection
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
-from vllm_kvx.worker.prefill.jobs import PassPrompt
+from vllm_kvx.worker.batch import to_device
+from vllm_kvx.worker.prefill.jobs import PassPrompt, WindowRows
+from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
 
 
 @dataclass
@@ -24,6 +27,7 @@ class PromptState:
         retain: drops entries of at least one stage; None if none does.
         slot: where its window's queries are kept while it is spread over chunks.
         stats_row: its policy's row in the counters. skipped: layer-tokens that its chunks left out.
+        splits: the layers that are split on this server.
     """
 
     req_id: str
@@ -35,6 +39,7 @@ class PromptState:
     slot: int | None = None
     stats_row: int = 0
     skipped: int = 0
+    splits: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -45,10 +50,11 @@ class PromptState:
         starts: Sequence[int],
         block_size: int,
         num_layers: int,
+        splits: frozenset[int] = frozenset(),
     ) -> "PromptState | None":
         """The state of a request; None if its policy changes nothing once the prompt is in.
 
-        block_size: entries of a KV cache block.
+        block_size: entries of a KV cache block. splits: layers.
         """
         storages = [
             storage_of(policy, prompt_len, start, block_size, num_layers) for start in starts
@@ -59,6 +65,7 @@ class PromptState:
         state = cls(req_id, prompt_len, starts, storages, selection, policy.retain)
         if not any(map(state.drops, range(len(starts)))):
             state.retain = None
+        state.splits = splits
         return state
 
     @property
@@ -87,6 +94,27 @@ class PromptState:
     def waits(self) -> bool:
         """Whether its states wait in the stash until tokens are chosen."""
         return self.selection is not None and self.selection.resumes_at > 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the layer that selects is split."""
+        selection = self.selection
+        return selection is not None and not self.is_online and selection.after in self.splits
+
+    @property
+    def resumes_at(self) -> int:
+        """The first layer that its chosen tokens run: the one that selects, if it is split."""
+        assert self.selection is not None
+        first = self.selection.resumes_at
+        return self.selection.after if first and self.is_split else first
+
+    def runs_whole(self, layer: int) -> bool:
+        """Whether passes over the batch run every row of the prompt in `layer`.
+
+        Where it is split they store every row, and run those that go on.
+        """
+        stage = sum(start <= layer for start in self.starts) - 1
+        return not self.is_online and self.storages[stage].prefill.size == 0
 
     def is_resumed(self, stage: int) -> bool:
         """Whether the chosen tokens run the stage's layers, which then hold those alone."""
@@ -185,6 +213,16 @@ class PromptChunk:
         return self.end == self.state.prompt_len
 
     @property
+    def first_query(self) -> int:
+        """The position from which on its queries are asked for; `end` if none is.
+
+        Those of the window, and once the prompt is in the last one, if only to stand for none.
+        """
+        if not (self.is_last or self.splits_window):
+            return self.end
+        return min(max(self.begin, self.state.prompt_len - self.state.window), self.end - 1)
+
+    @property
     def splits_window(self) -> bool:
         """Whether a part of the window, not all of it, is in this chunk."""
         window = self.state.window
@@ -220,12 +258,10 @@ class ChunkPlan:
         end_layer: the first layer that the pass does not run.
         """
         state = chunk.state
-        if state.waits and not state.is_online:
-            assert state.selection is not None
-            if state.selection.resumes_at == end_layer:
-                count = chunk.end - chunk.begin
-                self.stash_rows.append(np.arange(first_row, first_row + count))
-                self.stash_chunks.append(chunk)
+        if state.waits and not state.is_online and state.resumes_at == end_layer:
+            count = chunk.end - chunk.begin
+            self.stash_rows.append(np.arange(first_row, first_row + count))
+            self.stash_chunks.append(chunk)
         if chunk.splits_window:
             window_start = state.prompt_len - state.window
             begin = max(chunk.begin, window_start)
@@ -237,10 +273,25 @@ class ChunkPlan:
             rows[state.stats_row] = rows.get(state.stats_row, 0) + chunk.end - begin
         if chunk.is_last:
             self.prompts.append(
-                state.in_direct_pass(
-                    chunk.batch_index, first_row, chunk.begin, chunk.splits_window
-                )
+                state.in_direct_pass(chunk.batch_index, first_row, chunk.begin, chunk.splits_window)
             )
+
+    def work(
+        self,
+        block_tables: Sequence[Tensor],
+        memory: PromptMemory,
+        earlier: PassWork | None = None,
+        waits: bool = False,
+    ) -> PassWork | None:
+        """Its work beside the pass's layers; see ``PassWork.of``."""
+        windows = None
+        if self.window_rows:
+            rows, slots, places = (
+                to_device(np.concatenate(parts), memory.device)
+                for parts in (self.window_rows, self.window_slots, self.window_places)
+            )
+            windows = WindowRows(rows, slots, places, self.windows_by_policy)
+        return PassWork.of(self.prompts, windows, block_tables, memory, earlier, waits)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from vllm_kvx.policy.axes import OnlineRule
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk, PromptState, pack
 from vllm_kvx.worker.prefill.jobs import PassPrompt
-from vllm_kvx.worker.prefill.passes import PassMaker, StepBatch
+from vllm_kvx.worker.prefill.passes import PassMaker
 from vllm_kvx.worker.prefill.stash import Stash
+from vllm_kvx.worker.prefill.step_batch import StepBatch
 
 OnPivot = Callable[[PromptState, int], None]
 
@@ -121,7 +122,7 @@ class OnlinePasses:
         ]
         rows = to_device(np.concatenate(in_batch), maker.device)
         at = step.positions.index_select(0, rows)
-        work = maker.work_of(plan, step.block_tables)
+        work = plan.work(step.block_tables, maker.memory)
         now = self._pass(0, lowest + 1, BatchRows(rows), places, counts, ends, at)
         now.beside = maker.hooks.beside(work)
         targets = maker.stash_rows([pages for _, pages in members], counts, at)
@@ -207,7 +208,7 @@ class OnlinePasses:
             last,
             source,
             positions=at,
-            attn_metadata=step.metadata_of(batch, ends, 0),
+            attn_metadata=step.metadata_of(batch, ends, maker.groups_from(0)),
             slot_mapping=maker.slots(batch.slot_mappings, first, last),
         )
 

@@ -29,43 +29,36 @@ from vllm_kvx.worker.batch import PassBatch, to_device
 from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, Piece, PromptChunk, pack_selected
-from vllm_kvx.worker.prefill.jobs import PassPrompt, WindowRows
+from vllm_kvx.worker.prefill.jobs import PassPrompt
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
+from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.prefill.stash import Stash
+from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.rows import DeviceRows, ProjectedRows, ranges
+from vllm_kvx.worker.splits import Cuts
 
 _Beside = AbstractContextManager[None]
-# Builds attention metadata of the groups from a KV stage on, for stored lengths (P,) of a batch.
-MetadataOf = Callable[[PassBatch, np.ndarray, int], AttnMetadata]
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """What passes need to know of the step's batch.
+@dataclass
+class Direct:
+    """A pass over rows of the batch.
 
-    Attributes:
-        requests: (R,) int64 request-state indices. row_ends: (R,) end of each request's rows.
-        counts: (R,) tokens of each.
-        positions: (T,) int64. block_tables: (R, B) int32 by KV group. slots: (G, T) int64.
-        metadata_of: builds attention metadata of a pass.
-        projected: rows whose entries are projected into layers above; None if there are none.
+    work: beside its layers. chosen: what chooses tokens in the layer above it, if that is split.
+    metadata: builds the pass's own, where its first layer is split, when its turn comes.
     """
 
-    requests: np.ndarray
-    row_ends: np.ndarray
-    counts: np.ndarray
-    positions: Tensor
-    block_tables: Sequence[Tensor]
-    slots: Tensor
-    metadata_of: MetadataOf
-    projected: ProjectedRows | None = None
+    now: Pass
+    work: PassWork | None
+    chosen: PassWork | None = None
+    metadata: Callable[[], AttnMetadata] | None = None
 
 
 class PassMaker:
     """Makes the passes of steps; what stays the same from step to step.
 
     hooks, memory, stash: of the model.
-    row_cuts: layers where rows leave the batch. stages: first layer of every KV stage.
+    cuts: layers where rows leave the batch. stages: first layer of every KV stage.
     group_stages, block_sizes: by KV group. max_tokens: rows of one pass at most.
     """
 
@@ -74,7 +67,7 @@ class PassMaker:
         hooks: LayerHooks,
         memory: PromptMemory,
         stash: Stash | None,
-        row_cuts: Sequence[int],
+        cuts: Cuts,
         stages: Sequence[int],
         group_stages: Sequence[int],
         block_sizes: Sequence[int],
@@ -82,7 +75,8 @@ class PassMaker:
     ) -> None:
         self.hooks, self.memory, self.stash = hooks, memory, stash
         self.num_layers = len(hooks.layers)
-        self.segments = tuple(pairwise((0, *row_cuts, self.num_layers)))
+        self.segments = tuple(pairwise((*cuts.firsts, self.num_layers)))
+        self.splits = cuts.splits
         self.stages, self.group_stages, self.block_sizes = stages, group_stages, block_sizes
         self.max_tokens, self.device = max_tokens, memory.device
 
@@ -93,27 +87,16 @@ class PassMaker:
     ) -> PassWork | None:
         """Beside the stock decoder, which runs all rows of the batch in every layer."""
         plan = self._plan(chunks, counts, 0, self.num_layers)
-        return self.work_of(plan, step.block_tables)
-
-    def work_of(self, plan: ChunkPlan, block_tables: Sequence[Tensor]) -> PassWork | None:
-        windows = None
-        if plan.window_rows:
-            rows, slots, places = (
-                to_device(np.concatenate(parts), self.device)
-                for parts in (plan.window_rows, plan.window_slots, plan.window_places)
-            )
-            windows = WindowRows(rows, slots, places, plan.windows_by_policy)
-        return PassWork.of(plan.prompts, windows, block_tables, self.memory)
+        return plan.work(step.block_tables, self.memory)
 
     def _plan(
         self, chunks: Sequence[PromptChunk], counts: np.ndarray, first: int, last: int
     ) -> ChunkPlan:
         """The chunks that run layers [first, last) whole; counts: (R,) rows of each request."""
         plan, starts = ChunkPlan(), np.cumsum(counts) - counts
-        stage = sum(start <= first for start in self.stages) - 1
         for chunk in chunks:
-            state = chunk.state
-            if not state.is_online and state.storages[stage].prefill.size == 0:
+            is_here = counts[chunk.batch_index] == chunk.end - chunk.begin
+            if is_here and chunk.state.runs_whole(first):
                 plan.add(chunk, int(starts[chunk.batch_index]), last)
         return plan
 
@@ -126,25 +109,32 @@ class PassMaker:
         rows: Sequence[DeviceRows | None],
         counts: Sequence[np.ndarray],
         retrieval: RetrievalPass | None,
-    ) -> list[tuple[Pass, PassWork | None]]:
-        """Over the rows of the batch, segment by segment, each with its work.
+    ) -> list[Direct]:
+        """Over the rows of the batch, segment by segment.
 
         Args:
             rows: that a segment runs, None for all. counts: (R,) of them by request.
         """
-        passes: list[tuple[Pass, PassWork | None]] = []
-        for (first, last), here, ran in zip(self.segments, rows, counts, strict=True):
+        passes: list[Direct] = []
+        earlier: PassWork | None = None
+        above = (*rows[1:], None)
+        for (first, last), here, ran, rest in zip(self.segments, rows, counts, above, strict=True):
             if here is not None and here.num_rows == 0:
                 break
             source: Source = Previous(None if here is None else here.from_previous)
             if first == 0:
                 source = BatchRows(None if here is None else here.in_batch)
             plan = self._plan(chunks, ran, first, last)
-            work = self.work_of(plan, step.block_tables)
+            work = plan.work(step.block_tables, self.memory, earlier)
             sinks: list[Sink] = []
             if plan.stash_rows:
                 sinks.append(self._to_stash(plan))
             starts, slots = np.cumsum(ran) - ran, None
+            chosen = earlier = None
+            if rest is not None and len(rest.plan.projected):
+                layer = SplitLayer(self.hooks, self.memory, step, last)
+                entries, chosen, earlier = layer.entries(chunks, rest.plan.projected, starts)
+                sinks += entries
             if step.projected is not None:
                 sinks += self._to_entries(step, step.projected, starts, last)
                 unwritten = step.projected.unwritten(first, starts)
@@ -159,14 +149,25 @@ class PassMaker:
                 slots = here.batch.slot_mappings if slots is None else slots
             if slots is not None:
                 now.slot_mapping = self.slots(slots, first, last)
-            passes.append((now, work))
+            metadata = None
+            if here is not None and first in self.splits:
+                layer = SplitLayer(self.hooks, self.memory, step, first)
+                now.slot_mapping[layer.name] = layer.slots(here)
+                metadata = layer.metadata_later(here)
+            passes.append(Direct(now, work, chosen, metadata))
         return passes
+
+    def groups_of(self, stage: int) -> list[int]:
+        """The KV groups of a stage."""
+        return [group for group, its in enumerate(self.group_stages) if its == stage]
+
+    def groups_from(self, stage: int) -> list[int]:
+        """The KV groups from a stage on."""
+        return [group for group, its in enumerate(self.group_stages) if its >= stage]
 
     def slots(self, slots: Tensor, first: int, last: int) -> dict[str, Tensor]:
         """By layer name, of layers [first, last); slots: (G, N)."""
-        return {
-            hook.layer.layer_name: slots[hook.group] for hook in self.hooks.layers[first:last]
-        }
+        return {hook.layer.layer_name: slots[hook.group] for hook in self.hooks.layers[first:last]}
 
     def _to_stash(self, plan: ChunkPlan) -> ToStash:
         assert self.stash is not None
@@ -200,30 +201,47 @@ class PassMaker:
         self,
         step: StepBatch,
         chunks: Sequence[PromptChunk],
-        direct: Sequence[tuple[Pass, PassWork | None]],
+        direct: Sequence[Direct],
     ) -> list[Callable[[], Pass]]:
         """Over the tokens chosen of prompts that are in; each to be made when its turn comes."""
         by_choice: dict[tuple[int, int], list[PromptChunk]] = {}
         for chunk in chunks:
             selection = chunk.state.selection
             if chunk.is_last and selection is not None and selection.online is None:
-                where = selection.after, selection.resumes_at
+                where = selection.after, chunk.state.resumes_at
                 by_choice.setdefault(where, []).append(chunk)
         passes = []
         for (after, resumes_at), done in sorted(by_choice.items(), key=lambda item: item[0]):
-            work = next(work for now, work in direct if now.first <= after < now.last)
+            if after in self.splits:
+                work = next(each.chosen for each in direct if each.now.last == after)
+            else:
+                work = next(x.work for x in direct if x.now.first <= after < x.now.last)
             assert work is not None
-            for pieces in pack_selected(done, self.max_tokens):
-                passes.append(self._resumed(pieces, resumes_at, work, step))
+            packed = pack_selected(done, self.max_tokens)
+            # Where that layer is split: its entries move once all chosen rows have seen them.
+            is_split = resumes_at == after and after in self.splits
+            for number, pieces in enumerate(packed):
+                earlier = work if is_split and number == len(packed) - 1 else None
+                passes.append(self._resumed(pieces, resumes_at, is_split, work, earlier, step))
         return passes
 
     def _resumed(
-        self, pieces: Sequence[Piece], first: int, chosen_in: PassWork, step: StepBatch
+        self,
+        pieces: Sequence[Piece],
+        first: int,
+        is_split: bool,
+        chosen_in: PassWork,
+        earlier: PassWork | None,
+        step: StepBatch,
     ) -> Callable[[], Pass]:
+        """From layer `first` on, which holds all of the prompts' entries if it is split.
+
+        earlier: the work whose moves wait for this pass.
+        """
         places = np.array([piece.chunk.batch_index for piece in pieces])
         counts = np.array([piece.end - piece.begin for piece in pieces], dtype=np.int32)
         ends = np.array([piece.end for piece in pieces], dtype=np.int32)
-        stage = sum(start <= first for start in self.stages) - 1
+        stage = sum(start <= first + is_split for start in self.stages) - 1
         # Pages are read here: by the time the pass runs they may have another owner on the host.
         pages = []
         if first:
@@ -254,22 +272,34 @@ class PassMaker:
             if done:
                 in_batch = to_device(step.row_ends[places[done]] - 1, self.device)
                 sinks.append(ToOutput(in_batch, to_device(row_ends[done] - 1, self.device)))
+            metadata = step.metadata_of(batch, ends, self.groups_from(stage))
+            slots = self.slots(batch.slot_mappings, first + is_split, self.num_layers)
+            if is_split:
+                layer = SplitLayer(self.hooks, self.memory, step, first)
+                metadata[layer.name], slots[layer.name] = layer.chosen(places, counts, positions)
             return Pass(
                 first,
                 self.num_layers,
                 source,
                 sinks,
                 positions,
-                step.metadata_of(batch, ends, stage),
-                self.slots(batch.slot_mappings, first, self.num_layers),
-                self.beside(prompts, step.block_tables),
+                metadata,
+                slots,
+                self.beside(prompts, step.block_tables, earlier, first + is_split),
             )
 
         return make
 
-    def beside(self, prompts: Sequence[PassPrompt], block_tables: Sequence[Tensor]) -> _Beside:
-        """The hooks' context for these prompts."""
-        return self.hooks.beside(PassWork.of(prompts, None, block_tables, self.memory))
+    def beside(
+        self,
+        prompts: Sequence[PassPrompt],
+        block_tables: Sequence[Tensor],
+        earlier: PassWork | None = None,
+        first: int = 0,
+    ) -> _Beside:
+        """The hooks' context for these prompts; see ``PassWork``."""
+        work = PassWork.of(prompts, None, block_tables, self.memory, earlier, first=first)
+        return self.hooks.beside(work)
 
     def _ids(self, requests: np.ndarray, counts: np.ndarray, positions: Tensor) -> Tensor:
         """(N,) int32 token ids at `positions` of requests, `counts` of each."""
@@ -311,13 +341,15 @@ class PassMaker:
 
 
 def run_in_turn(
-    direct: Sequence[tuple[Pass, PassWork | None]],
+    direct: Sequence[Direct],
     resumed: Sequence[Callable[[], Pass]],
     online: Iterator[Pass],
 ) -> Iterator[Pass]:
     """All passes of a step, in order."""
-    for now, _ in direct:
-        yield now
+    for each in direct:
+        if each.metadata is not None:
+            each.now.attn_metadata = each.metadata()
+        yield each.now
     for make in resumed:
         yield make()
     yield from online

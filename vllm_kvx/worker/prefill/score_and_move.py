@@ -111,6 +111,10 @@ class _Targets(NamedTuple):
 class PassWork:
     """The work of one pass beside the attention of its layers.
 
+    Where a layer is split its keys are scored before its attention, which reads all of them: the
+    moves wait until the work of another pass over the layer, which has it as `earlier`, is run.
+    That of a pass over chosen tokens has no work of its own there: it begins at layer `first`.
+
     chosen: by request, the tokens that were chosen to go on, (m,) int32 ascending; written by the
         layer that chooses.
     shares: of the pass's time by policy, in proportion to the keys of prompts that are in, and to
@@ -123,8 +127,16 @@ class PassWork:
         windows: WindowRows | None,
         block_tables: Sequence[Tensor],
         memory: PromptMemory,
+        earlier: "PassWork | None" = None,
+        waits: bool = False,
+        first: int = 0,
     ) -> None:
-        """prompts: those that are in with the step. block_tables: (R, B) int32, by KV group."""
+        """prompts: those that are in with the step. block_tables: (R, B) int32, by KV group.
+
+        waits: whether moves wait; earlier: the work of which some do.
+        """
+        self.earlier, self.waits, self.first = earlier, waits, first
+        self._waiting: dict[int, list[tuple[_Moves, Tensor]]] = {}
         self.prompts, self.windows = prompts, windows
         self.block_tables, self.memory = block_tables, memory
         self.chosen: dict[str, Tensor] = {}
@@ -141,15 +153,22 @@ class PassWork:
         windows: WindowRows | None,
         block_tables: Sequence[Tensor],
         memory: PromptMemory,
+        earlier: "PassWork | None" = None,
+        waits: bool = False,
+        first: int = 0,
     ) -> "PassWork | None":
         """The work for these prompts; None if there is nothing to do."""
-        if not prompts and windows is None:
+        if not prompts and windows is None and earlier is None:
             return None
-        return cls(prompts, windows, block_tables, memory)
+        return cls(prompts, windows, block_tables, memory, earlier, waits, first)
 
     def run(self, hook: ScoredLayer, query: Tensor, paged: PagedKV) -> None:
         """One layer; query: (N, H, D) of the pass's rows."""
         memory = self.memory
+        if self.earlier is not None:
+            self.earlier.move(hook, paged)
+        if hook.index < self.first or not (self.prompts or self.windows):
+            return
         with memory.timer.of(self.shares):
             if self.windows is not None:
                 rows = query.index_select(0, self.windows.rows)
@@ -164,10 +183,11 @@ class PassWork:
                 hook.value_factors,
             )
             # All scores before the first move: a prompt may be scored by two families.
-            moves = [
+            decided = [
                 (self._decide(batch, batch.at(table), view, targets.tables), batch.policy_rows)
                 for batch in self._batches_of(hook.index, hook.stage)
             ]
+            moves = [(each, rows) for each, rows in decided if each is not None]
             by_position = self._moves_of(hook.stage)
             if by_position is not None:
                 fixed = by_position
@@ -181,13 +201,24 @@ class PassWork:
                     targets.tables.index_select(0, fixed.indices),
                 )
                 moves.append((by_rule, fixed.policy_rows))
-            if targets.sources is not None and targets.blocks is not None:
-                # With the entries that keep their slots; the others come over them.
-                copy_blocks(paged, targets.sources, targets.blocks)
-            for each, policy_rows in moves:
-                if each is not None:
-                    move_entries(paged, *each)
-                    memory.moved.index_add_(0, policy_rows, each.num_moves.sum(dim=0))
+            self._waiting[hook.index] = moves
+            if not self.waits:
+                self._move(hook, paged)
+
+    def move(self, hook: ScoredLayer, paged: PagedKV) -> None:
+        """The moves of a layer that waited, if there are any; once."""
+        if hook.index in self._waiting:
+            with self.memory.timer.of(self.shares):
+                self._move(hook, paged)
+
+    def _move(self, hook: ScoredLayer, paged: PagedKV) -> None:
+        targets, memory = self.targets(hook.group), self.memory
+        if targets.sources is not None and targets.blocks is not None:
+            # With the entries that keep their slots; the others come over them.
+            copy_blocks(paged, targets.sources, targets.blocks)
+        for each, policy_rows in self._waiting.pop(hook.index):
+            move_entries(paged, *each)
+            memory.moved.index_add_(0, policy_rows, each.num_moves.sum(dim=0))
 
     def targets(self, group: int) -> _Targets:
         """Where entries move to in a KV group: their own blocks, if no others are given."""

@@ -7,7 +7,9 @@ from vllm_kvx.policy.storage import STASH_PAGE, stash_pages
 
 
 class Stash:
-    """States of every prompt token after the layer that selects, until the selection is made.
+    """States of every prompt token before the layers that selected tokens run, until they do.
+
+    They begin above the layer that selects, or with it where it is split (``worker/splits``).
 
     The window's queries, which select, exist only in a prompt's last chunk, so earlier chunks'
     states wait here. Allocated once, before vLLM measures memory; the scheduler admits only what
@@ -15,7 +17,7 @@ class Stash:
 
     Attributes:
         states: (pages * STASH_PAGE, hidden) model dtype, the sum of hidden states and residual:
-            all that the layer above reads.
+            all that the next layer reads.
     """
 
     def __init__(

@@ -1,0 +1,87 @@
+"""Compositions beside the product of their parts; engines with a KV cache dtype of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.composed import PRESETS, composed, table
+from benchmarks.engine import Step, percentile, waits_during
+from benchmarks.ideal import SHAPES, Case, Shape
+
+LLAMA = SHAPES["llama-3.1-8b"]
+CASE = "tpot:32768"
+
+
+def results(medians: dict[str, float], pools: dict[str, int]) -> dict[str, Any]:
+    """A file of `benchmarks.compare`, derived."""
+    engines = {
+        name: {"pool": {"tokens": pools[name]}, "cases": {CASE: {"median": median}}}
+        for name, median in medians.items()
+    }
+    settings = {"engine": {"dtype": "bfloat16"}, "tokens": 129, "steps": 64}
+    content = {"settings": settings, "engines": engines}
+    compare.derive(content, LLAMA)
+    return content
+
+
+def test_product_of_the_parts() -> None:
+    medians = {"stock": 12.0, "speed-24": 8.0, "fier-2048": 6.0, "speed-24+fier-2048": 5.0}
+    medians["stock@fp8"], medians["speed-24+fier-2048@fp8"] = 10.0, 4.0
+    found = {(c.engine, c.case): c for c in composed(results(medians, dict.fromkeys(medians, 7)))}
+    both = found["speed-24+fier-2048", CASE]
+    assert both.parts == {"speed-24": 1.5, "fier-2048": 2.0}
+    assert (both.measured, both.product) == (2.4, 3.0)
+    assert both.ideal is not None and both.ideal < 3.0
+    in_fp8 = found["speed-24+fier-2048@fp8", CASE]
+    assert in_fp8.parts["stock@fp8"] == 1.2
+    assert in_fp8.product == pytest.approx(3.6)
+    assert in_fp8.ideal is not None and in_fp8.ideal > both.ideal
+    # An fp8 cache holds twice as much, by itself and of every policy.
+    pools = {name: each for (name, case), each in found.items() if case == "pool"}
+    assert pools["speed-24+fier-2048@fp8"].ideal == pytest.approx(2 * 32 / 24, rel=1e-4)
+
+
+def test_a_part_that_was_not_measured_has_no_product() -> None:
+    content = results({"stock": 12.0, "speed-24+snapkv": 6.0}, {"stock": 1, "speed-24+snapkv": 1})
+    (case,) = [each for each in composed(content) if each.case == CASE]
+    assert case.product is None and case.parts == {"speed-24": None, "snapkv": None}
+    assert (
+        "speed-24+snapkv" in table(content) and table(results({"stock": 1.0}, {"stock": 1})) == ""
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_every_part(name: str, tmp_path: Path) -> None:
+    argv = ["--model", "llama-3.1-8b", "--preset", name, "--out", str(tmp_path / "x.json")]
+    args = compare.parse_args(argv)
+    made = {engine: 1.0 for engine in args.engines}
+    content = results(made, dict.fromkeys(made, 1))
+    products = [each.product for each in composed(content)]
+    assert products and None not in products
+    assert args.engine_args["max_num_seqs"] == 256
+    assert {case.kind for case in args.cases} == {"ttft", "tpot", "pool_decode"}
+
+
+def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
+    argv = ["--model", "tiny", "--engines", "stock", "--cases", "ttft:96", "tpot:96"]
+    argv += ["--append", str(tmp_path / "x.json"), "--resume"]
+    args = compare.parse_args(argv)
+    shape: Shape = SHAPES["tiny"]
+    file = compare.Results(args, argv, shape, dummy=True)
+    file.content["engines"]["stock"] = {
+        "cases": {"ttft:96": {"median": 1.0}, "tpot:96": {"error": ["x"]}}
+    }
+    assert file.missing("stock", ["ttft:96", "tpot:96"]) == ["tpot:96"]
+    assert compare.cases_of("stock@fp8", [Case.parse("ttft:96@full")]) == ["ttft:96"]
+    with pytest.raises(SystemExit):
+        compare.parse_args([*argv[:-3], "--out", "x.json", "--resume"])
+
+
+def test_waits_while_the_long_prompt_comes_in() -> None:
+    steps = [Step([], 4, 4, None), Step([3.0, 1.0], 0, 9, None), Step([2.0], 1, 9, None)]
+    after = Step([0.5], 0, 1, "FULL")
+    assert waits_during([*steps, after]) == [3.0, 1.0, 2.0]
+    assert waits_during([after]) == []
+    assert [percentile([4.0, 1.0, 3.0, 2.0], q) for q in (50, 99)] == [2.0, 4.0]

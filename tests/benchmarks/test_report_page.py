@@ -1,0 +1,116 @@
+"""The generated page: it is what the files give, and says what was not measured."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.ideal import SHAPES
+from benchmarks.report_files import kind_of, same_method
+
+SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1"]
+
+
+def test_the_page_is_what_the_files_give() -> None:
+    """If this fails, run python -m benchmarks.report."""
+    assert report.main(["--check"]) == 0
+
+
+def loaded(speeds: dict[str, float], gpu: str | None = "NVIDIA H200, 1") -> dict[str, Any]:
+    """A file of `benchmarks.serving`: every server's requests/s, alone and together."""
+
+    def measured(speed: float) -> dict[str, Any]:
+        times = {f"{q}_{name}_ms": 10.0 / speed for q in ("p50", "p99") for name in ("ttft", "itl")}
+        bench = {"request_throughput": speed, "output_throughput": 1024 * speed, "completed": 4}
+        bench |= times | {"mean_tpot_ms": 8.0 / speed}
+        return {"bench": bench, "server": {"most_running": 4, "preemptions": 0}, "run": 0}
+
+    servers = {
+        name: {"settings": {text: measured(speed) for text in SETTINGS}, "pool": {"tokens": 90000}}
+        for name, speed in speeds.items()
+    }
+    model = {"name": "llama-3.1-8b", **SHAPES["llama-3.1-8b"].as_dict()}
+    run = {"gpu": gpu, "date": "2026-01-01", "commit": "abc", "command": "c"}
+    settings = {"flags": ["--max-num-seqs", "256"], "seed": 0}
+    return {"model": model, "settings": settings, "runs": [run], "servers": servers}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    """Writes result files and the page of them; returns the page."""
+
+    def made(**files: Any) -> str:
+        results = tmp_path / "results"
+        results.mkdir(exist_ok=True)
+        for name, content in files.items():
+            (results / f"{name}.json").write_text(json.dumps(content))
+        page = tmp_path / "docs" / "report.md"
+        page.parent.mkdir(exist_ok=True)
+        command = ["--results", str(results), "--page", str(page)]
+        assert report.main([*command]) == 0
+        assert report.main([*command, "--check"]) == 0
+        return page.read_text()
+
+    return made
+
+
+def row(page: str, *parts: str) -> str:
+    """The one line of the page that has all these parts."""
+    (line,) = [line for line in page.splitlines() if all(part in line for part in parts)]
+    return line
+
+
+def test_servers_under_load_are_held_against_stock(write: Any) -> None:
+    page = write(load=loaded({"stock": 2.0, "speed-16": 3.0, "snapkv": 1.0}))
+    line = row(page, "`speed-16` | saturation")
+    assert "| 3.000 | 1.50x (" in line and "3,072" in line and "not measured / not measured" in line
+    # The same again beside what others publish, in the measure that they use.
+    assert "| 1.40x on NVIDIA B200 |" in row(page, "maximum throughput", "`speed-16`", "1.50x")
+    assert "| 1.80x on NVIDIA B200 |" in row(page, "tokens/s per user", "`speed-16`", "1.50x")
+    assert "0.500x" in row(page, "`snapkv`", "requests/s, 8K/1K, saturation", "0.500x")
+    assert "not measured" in row(page, "| all | saturation, 56 prompts")
+    assert [page.count(f"{name}-8k-1k") for name in ("load", "waits")] == [1, 1]
+    assert "ttft-nvidia" not in page
+
+
+def test_nothing_measured_is_said_and_not_drawn(write: Any) -> None:
+    page = write(cpu=loaded({"stock": 2.0, "speed-16": 3.0}, gpu=None), other={"what": "x"})
+    assert "speed-16" not in page and "publish" not in page and "![" not in page
+    assert "Not read, measured without a GPU: `cpu.json`." in page
+    assert "Not read, no figures of a policy" in page and "`other.json`" in page
+    assert row(page, "| all | saturation, 256 prompts").count("not measured") == 1
+
+
+def test_a_changed_figure_is_noticed(write: Any, tmp_path: Path) -> None:
+    write(load=loaded({"stock": 2.0, "speed-16": 3.0}))
+    page, results = tmp_path / "docs" / "report.md", tmp_path / "results"
+    check = ["--results", str(results), "--page", str(page), "--check"]
+    kept = page.read_text()
+    page.write_text(kept.replace("1.50x", "1.60x"))
+    assert report.main(check) == 1
+    page.write_text(kept)
+    plot = next((tmp_path / "docs" / "report").glob("*.png"))
+    shutil.copy(plot, plot.with_name("old.png"))
+    assert report.main(check) == 1
+    plot.with_name("old.png").unlink()
+    assert report.main(check) == 0
+    (results / "load.json").write_text(json.dumps(loaded({"stock": 2.0, "speed-16": 3.1})))
+    assert report.main(check) == 1
+
+
+def test_the_same_method_on_another_model() -> None:
+    assert same_method("fastkv:tsp_layer=15") == same_method("fastkv:tsp_layer=16,kv_rate=0.1")
+    assert same_method("fastkv") != same_method("fastkv:kv_rate=0.2")
+    assert same_method("fier-512:dense_below=0") == same_method("fier-512@fp8") == "fier-512"
+    assert same_method("structkv:pivot=online") != same_method("structkv:pivot=15") == "structkv"
+    assert same_method("fastkv:tsp_layer=15+fier-512") == "fastkv+fier-512"
+
+
+def test_kinds_of_files() -> None:
+    assert kind_of(loaded({})) == "serving"
+    assert kind_of({"model": {}, "settings": {}, "runs": [], "engines": {}}) == "compare"
+    assert kind_of({"cells": [], "model": "m", "tasks": []}) == "evaluate"
+    assert kind_of({"what": "x"}) is kind_of([]) is None

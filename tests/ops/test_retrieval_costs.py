@@ -1,0 +1,93 @@
+"""What a layer costs whole and with retrieval, and from where on a batch retrieves."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import retrieval_costs as fit
+from vllm_kvx.ops.retrieval.backends import BACKENDS
+from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, Begins, Costs, costs
+from vllm_kvx.ops.retrieval.crossover import CROSSOVERS, NEVER, crossover
+
+EVEN = Costs(whole=10, whole_entry=4, fixed=30, scored=1, read=2)
+
+
+def test_the_table_is_what_was_measured() -> None:
+    """Every figure follows from the result files."""
+    assert set(COSTS) == set(BACKENDS) and not COSTS["torch"]
+    found = fit.table(json.loads(fit.LAYERS.read_text()))
+    assert found == {backend: COSTS[backend] for backend in found}
+    engines = json.loads(fit.ENGINE.read_text())["engines"]
+    assert fit.in_engine(engines, COSTS["cuda"][fit.ENGINE_SHAPE]) == IN_ENGINE_US
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_the_fit_chooses_what_was_faster(backend: str) -> None:
+    """Where the costs' choice was the slower one, it took at most an eighth longer."""
+    for case in json.loads(fit.LAYERS.read_text())["cases"]:
+        found = COSTS[backend][case["kv_heads"], case["head_bytes"]]
+        entries = case["batch"] * case["length"]
+        for budget, ours in case.get(backend, {}).items():
+            whole = found.whole + found.whole_entry * entries / KI
+            read = found.read * case["batch"] * int(budget)
+            retrieves = found.fixed + (found.scored * entries + read) / KI
+            chosen = ours if retrieves < whole else case["stock"]
+            assert chosen <= 1.125 * min(ours, case["stock"]), (case, budget)
+
+
+def test_from_where_on_a_batch_retrieves() -> None:
+    # (4 - 1) n = 2 * budget + (30 - 10) * 1024 / requests
+    assert EVEN.pays_from(1536, 1) == (3072 + 20480) // 3 + 1
+    assert EVEN.pays_from(1536, 8) == (3072 + 2560) // 3 + 1
+    assert EVEN.pays_from(1536, 1 << 20) == 1025
+    assert replace(EVEN, fixed=5).pays_from(1536, 1) == 1025
+    assert replace(EVEN, scored=4).pays_from(64, 256) == NEVER
+    n = EVEN.pays_from(1536, 8)
+    for entries, pays in ((n, True), (n - 1, False)):
+        saved = EVEN.gain(np.full(8, entries), np.full(8, 1536)).sum()
+        assert (saved + EVEN.whole > EVEN.fixed) == pays
+
+
+def test_never_and_always() -> None:
+    always, never = costs("torch", "softmax", 1, 64), costs("triton", "softmax", 8, 512)
+    assert always.pays_from(64, 1) == 1 and always.gain(np.array([65]), np.array([64])) > 0
+    assert never.pays_from(64, 256) == NEVER
+    assert not never.gain(np.array([1 << 20]), np.array([64])) > 0
+
+
+def test_shapes_that_were_not_measured() -> None:
+    table = COSTS["cuda"]
+    in_engine = {
+        shape: replace(found, fixed=found.fixed + IN_ENGINE_US) for shape, found in table.items()
+    }
+    assert costs("cuda", "max", 8, 512) == costs("cuda", "max", 16, 1024) == in_engine[8, 512]
+    assert costs("cuda", "sum", 5, 700) == in_engine[4, 512]
+    assert costs("cuda", "max", 8, 256) == in_engine[8, 256]  # fp8, say
+    # Half of the smallest row's bytes.
+    half = replace(in_engine[2, 256], whole_entry=table[2, 256].whole_entry / 2)
+    assert costs("cuda", "max", 1, 256) == half
+    assert costs("cuda", "max", 1, 512) == in_engine[2, 256]
+
+
+@pytest.mark.parametrize("shape", CROSSOVERS["cuda"])
+def test_a_batch_retrieves_earlier_than_one(shape: tuple[int, int]) -> None:
+    one = crossover("cuda", "max", *shape)
+    found = costs("cuda", "max", *shape)
+    assert found.pays_from(2048, 8) < one / 2 < NEVER
+    assert found.pays_from(512, 8) < found.pays_from(2048, 8) < found.pays_from(2048, 2)
+
+
+def test_from_where_on_and_in_words() -> None:
+    machine = costs("cuda", "max", 8, 512)
+    several = Begins.of(16384, 2049, 2048, machine, 64)
+    assert 2049 < several.batch < 4096
+    batches = f"from {several.batch} in steps of 64 such requests"
+    assert str(several) == f"from 16384 tokens on, {batches}"
+    assert str(Begins.of(9000, 9000, 2048, machine, 64)) == "from 9000 tokens on"  # dense_below
+    never = costs("triton", "softmax", 8, 512)
+    assert str(Begins.of(NEVER, 65, 64, never, 64)) == "of no length"
+    alone_never = Begins.of(NEVER, 65, 64, machine, 64)
+    assert str(alone_never).startswith("of no length alone, from ")
+    assert Begins.of(65, 65, 64, costs("torch", "max", 2, 256), 9) == Begins(65, 65, 9)

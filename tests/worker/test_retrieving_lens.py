@@ -1,0 +1,90 @@
+"""Which rows of a step retrieve: by their own length, or since the step's batch pays."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from vllm_kvx.ops.retrieval.costs import Costs
+from vllm_kvx.worker.decode.step import Mode, RetrievalStep, Rules, retrieving_lens
+
+# In entries, not Ki: a row saves 3 per entry less 2 per token read; retrieval costs 3000 at all,
+# and stock attention 1000.
+COSTS = Costs(whole=1000, whole_entry=4 * 1024, fixed=3000, scored=1024, read=2 * 1024)
+BUDGET, LEAST, FLOOR = 30, 31, 900
+
+
+def rules(
+    size: int, budget: int = BUDGET, floors: Sequence[int] | None = None, unit: int = 1
+) -> Rules:
+    least = np.full(size, LEAST)
+    alone = np.full(size, FLOOR) if floors is None else np.array(floors)
+    return Rules(np.full(size, budget // unit), np.minimum(least, alone), alone, unit)
+
+
+def lens_of(stored: Sequence[int], mine: Rules, generates: Sequence[bool] = ()) -> list[int]:
+    may = np.array(generates or [True] * len(stored))
+    (found,) = retrieving_lens(mine, COSTS, may, np.array([stored]))
+    return found.tolist()
+
+
+@pytest.mark.parametrize("unit", [1, 10])
+def test_the_batch_decides(unit: int) -> None:
+    """One request saves 3 x 600 - 2 x 30 = 1740 of the 2000 that it would have to, two 3480."""
+    assert lens_of([600], rules(1, unit=unit)) == [0]
+    assert lens_of([600, 600], rules(2, unit=unit)) == [600, 600]
+    # Exactly where it begins to pay: 3 n - 60 > 2000.
+    assert lens_of([686], rules(1)) == [0] and lens_of([687], rules(1)) == [687]
+    assert COSTS.pays_from(BUDGET, 1) == 687
+
+
+def test_stock_attention_runs_for_one_that_does_not_retrieve() -> None:
+    """Then 3000 have to be saved: by 3 x 700 - 60 = 2040 each."""
+    full = Rules(np.array([BUDGET, 0]), np.array([LEAST, 0]), np.array([FLOOR, 0]), 1)
+    assert lens_of([700], rules(1)) == [700]
+    assert lens_of([700, 500], full, [True, False]) == [0, 0]
+    assert lens_of([700, 700, 25], rules(3)) == [700, 700, 0]  # The last one is too short.
+
+
+def test_rows_that_do_not_save_stay_whole() -> None:
+    """Where others pay, a row retrieves if that saves anything: 3 n > 2 x 30."""
+    big = rules(3, floors=[FLOOR] * 3)
+    assert lens_of([2000, 32, 31], big) == [2000, 32, 31]
+    assert lens_of([2000, 32, 31], rules(3, budget=50)) == [2000, 0, 0]
+
+
+def test_lengths_decide_where_the_policy_says_so() -> None:
+    """An explicit `dense_below`: no batch makes a shorter context retrieve."""
+    named = Rules(np.full(3, BUDGET), np.full(3, 650), np.full(3, 650), 1)
+    assert lens_of([649, 650, 600], named) == [0, 650, 0]
+    # Beside it others retrieve for what they save themselves.
+    beside = Rules(np.full(2, BUDGET), np.array([650, LEAST]), np.array([650, FLOOR]), 1)
+    assert lens_of([650, 40], beside) == [650, 40]
+    assert lens_of([649, 600], beside) == [0, 0]
+
+
+def test_stages_decide_for_themselves() -> None:
+    """Those of a policy that drops entries hold fewer."""
+    stored = np.array([[600, 600], [600, 40]])
+    found = retrieving_lens(rules(2), COSTS, np.array([True, True]), stored)
+    assert found.tolist() == [[600, 600], [0, 0]]
+
+
+def test_what_a_step_runs() -> None:
+    """Tokens that run again after preemption read by length alone, whoever else runs."""
+    ends, prompts = np.array([600, 600, 600]), np.array([500, 500, 590])
+    counts = np.array([1, 1, 6])
+    step = RetrievalStep.of(
+        rules(3), COSTS, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
+    )
+    assert step.chunks == [2] and step.lens.tolist() == [[600, 600, 0]]
+    rows = step.rows(0, counts, ends - counts, ends, prompts, (np.zeros(3, int), np.zeros(3, int)))
+    assert rows.tokens.tolist() == [0, 1]
+    two = RetrievalStep.of(
+        rules(2),
+        COSTS,
+        *(each[:2] for each in (ends - counts, counts, prompts)),
+        ends[None, :2],
+        np.zeros(2, dtype=bool),
+    )
+    assert two.modes == (Mode.ALL,)

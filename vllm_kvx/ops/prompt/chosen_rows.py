@@ -1,0 +1,283 @@
+"""Causal attention of chosen tokens of prompts to all paged keys at or before them.
+
+The layer that selects tokens stores every token of a prompt and runs the chosen ones alone. Their
+positions have gaps, where vLLM's attention takes the last rows of a sequence.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_kvx.ops.paged import PagedKV
+
+# Rows and keys of a tile; float32 is multiplied without matrix instructions, from registers.
+_BLOCK_ROWS = {2: 128, 4: 32}
+_BLOCK_KEYS = {2: 64, 4: 32}
+# tl.dot takes no fewer channels.
+_MIN_DOT = 16
+_LOG2_E = 1.4426950408889634
+# Scores that the torch path holds at a time.
+_MOST_SCORES = 1 << 24
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """Rows of a pass: chosen tokens of P prompts, each prompt's together and in order.
+
+    Attributes:
+        requests: (P,) int64 on the host, places of the prompts in the step's batch.
+        counts: (P,) int32 on the host, rows of each.
+        positions: (N,) int64 on the device.
+        block_tables: (P, B) int32, unit stride along a row.
+    """
+
+    requests: np.ndarray
+    counts: np.ndarray
+    positions: Tensor
+    block_tables: Tensor
+
+
+def attend_chosen(
+    query: Tensor,
+    paged: PagedKV,
+    rows: ChosenRows,
+    out: Tensor,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Writes the attention of `rows` to `out`; each sees the entries up to its own position.
+
+    Args:
+        query, out: (N, H, D), the model's dtype. Rows past those of `rows` are left alone.
+        paged: the layer's entries; entry i is that of position i.
+        scale: factor of query times key before the softmax.
+        key_scale, value_scale: what stored keys and values are multiplied with, for an fp8 cache.
+    """
+    if query.device.type == "cpu":
+        attend_chosen_reference(query, paged, rows, out, scale, key_scale, value_scale)
+    else:
+        attend_chosen_kernel(query, paged, rows, out, scale, key_scale, value_scale)
+
+
+def attend_chosen_reference(
+    query: Tensor,
+    paged: PagedKV,
+    rows: ChosenRows,
+    out: Tensor,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """The same in plain torch, which the CPU runs."""
+    first, heads = 0, query.shape[1]
+    for count, table in zip(rows.counts.tolist(), rows.block_tables, strict=True):
+        last = first + count
+        num_keys = int(rows.positions[last - 1]) + 1
+        keys = paged.dense_keys(table, num_keys).float() * key_scale
+        values = paged.dense_values(table, num_keys).float() * value_scale
+        keys, values = (
+            part.repeat_interleave(heads // paged.num_heads, dim=0) for part in (keys, values)
+        )
+        step = max(_MOST_SCORES // (heads * num_keys), 1)
+        at = torch.arange(num_keys, device=query.device)
+        for begin in range(first, last, step):
+            part = slice(begin, min(begin + step, last))
+            scores = query[part].transpose(0, 1).float() @ keys.transpose(1, 2) * scale
+            hidden = at > rows.positions[part, None]
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            out[part] = (weights @ values).transpose(0, 1).to(out.dtype)
+        first = last
+
+
+def attend_chosen_kernel(
+    query: Tensor,
+    paged: PagedKV,
+    rows: ChosenRows,
+    out: Tensor,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """The same by a Triton kernel."""
+    width, device = query.element_size(), query.device
+    block_rows, block_keys = _BLOCK_ROWS[width], _BLOCK_KEYS[width]
+    heads, head_dim = query.shape[1:]
+    tiles = _tiles_of(rows.counts, block_rows)
+    _attend_kernel[(tiles.shape[1], heads)](
+        query,
+        *query.stride(),
+        out,
+        *out.stride(),
+        paged.keys,
+        *paged.keys.stride(),
+        paged.values,
+        *paged.values.stride(),
+        rows.positions,
+        rows.block_tables,
+        rows.block_tables.stride(0),
+        async_tensor_h2d(tiles, device=device),
+        tiles.shape[1],
+        scale * key_scale * _LOG2_E,
+        value_scale,
+        GROUP=heads // paged.num_heads,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=max(triton.next_power_of_2(head_dim), _MIN_DOT),
+        BLOCK_SIZE=paged.block_size,
+        BLOCK_ROWS=block_rows,
+        BLOCK_KEYS=block_keys,
+        # Triton's interpreter multiplies 16-bit floats as the integers that it keeps them in.
+        UPCAST=device.type == "cpu",
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+def _tiles_of(counts: np.ndarray, block_rows: int) -> np.ndarray:
+    """(3, T) int32: prompt, first row and end of the rows of each tile, the last ones first.
+
+    A prompt's last rows see most, and would otherwise be waited for at the end.
+    """
+    starts = np.cumsum(counts) - counts
+    tiles = [
+        (prompt, begin, start + count)
+        for prompt, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True))
+        for begin in range(start, start + count, block_rows)
+    ]
+    return np.ascontiguousarray(np.array(tiles[::-1], dtype=np.int32).T)
+
+
+@triton.jit(do_not_specialize=["block_tables", "table_stride", "num_tiles"])
+def _attend_kernel(
+    query,
+    query_row_stride,
+    query_head_stride,
+    query_channel_stride,
+    out,
+    out_row_stride,
+    out_head_stride,
+    out_channel_stride,
+    keys,
+    key_block_stride,
+    key_head_stride,
+    key_entry_stride,
+    key_channel_stride,
+    values,
+    value_block_stride,
+    value_head_stride,
+    value_entry_stride,
+    value_channel_stride,
+    positions,
+    block_tables,
+    table_stride,
+    tiles,
+    num_tiles,
+    scale,
+    value_scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of a prompt's rows in one query head."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    prompt = tl.load(tiles + tile)
+    row = tl.load(tiles + num_tiles + tile) + tl.arange(0, BLOCK_ROWS)
+    exists = row < tl.load(tiles + 2 * num_tiles + tile)
+    position = tl.load(positions + row, mask=exists, other=-1).to(tl.int32)
+    # Rows are in order, and those that do not exist come last.
+    highest = tl.max(position, axis=0)
+    lowest = tl.min(tl.where(exists, position, highest), axis=0)
+    channel = tl.arange(0, PADDED_DIM)
+    in_head = channel < HEAD_DIM
+    row = row.to(tl.int64)
+    query_tile = tl.load(
+        query
+        + row[:, None] * query_row_stride
+        + head * query_head_stride
+        + channel[None, :] * query_channel_stride,
+        mask=exists[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        query_tile = query_tile.to(tl.float32)
+    table = block_tables + prompt.to(tl.int64) * table_stride
+    kv_head = (head // GROUP).to(tl.int64)
+    keys += kv_head * key_head_stride
+    values += kv_head * value_head_stride
+
+    maximum = tl.full((BLOCK_ROWS,), -1.0e30, dtype=tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    sums = tl.zeros((BLOCK_ROWS, PADDED_DIM), dtype=tl.float32)
+    # Tiles of keys that every row sees whole need no mask.
+    seen_by_all = (lowest + 1) // BLOCK_KEYS * BLOCK_KEYS
+    for first in range(0, seen_by_all, BLOCK_KEYS):
+        key = first + tl.arange(0, BLOCK_KEYS)
+        block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+        entry = key % BLOCK_SIZE
+        key_tile = tl.load(
+            keys
+            + (block * key_block_stride + entry * key_entry_stride)[None, :]
+            + channel[:, None] * key_channel_stride,
+            mask=in_head[:, None],
+            other=0.0,
+        ).to(query_tile.dtype)
+        value_tile = tl.load(
+            values
+            + (block * value_block_stride + entry * value_entry_stride)[:, None]
+            + channel[None, :] * value_channel_stride,
+            mask=in_head[None, :],
+            other=0.0,
+        ).to(query_tile.dtype)
+        scores = tl.dot(query_tile, key_tile, input_precision="ieee") * scale
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        factor = tl.exp2(maximum - new_maximum)
+        total = total * factor + tl.sum(weights, axis=1)
+        sums = sums * factor[:, None]
+        sums += tl.dot(weights.to(query_tile.dtype), value_tile, input_precision="ieee")
+        maximum = new_maximum
+    for first in range(seen_by_all, highest + 1, BLOCK_KEYS):
+        key = first + tl.arange(0, BLOCK_KEYS)
+        is_there = key <= highest
+        block = tl.load(table + key // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
+        entry = key % BLOCK_SIZE
+        # Entries that nothing was written to may hold NaN, which a weight of 0 would not undo.
+        key_tile = tl.load(
+            keys
+            + (block * key_block_stride + entry * key_entry_stride)[None, :]
+            + channel[:, None] * key_channel_stride,
+            mask=is_there[None, :] & in_head[:, None],
+            other=0.0,
+        ).to(query_tile.dtype)
+        value_tile = tl.load(
+            values
+            + (block * value_block_stride + entry * value_entry_stride)[:, None]
+            + channel[None, :] * value_channel_stride,
+            mask=is_there[:, None] & in_head[None, :],
+            other=0.0,
+        ).to(query_tile.dtype)
+        scores = tl.dot(query_tile, key_tile, input_precision="ieee") * scale
+        scores = tl.where(key[None, :] <= position[:, None], scores, -1.0e30)
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        factor = tl.exp2(maximum - new_maximum)
+        total = total * factor + tl.sum(weights, axis=1)
+        sums = sums * factor[:, None]
+        sums += tl.dot(weights.to(query_tile.dtype), value_tile, input_precision="ieee")
+        maximum = new_maximum
+    tl.store(
+        out
+        + row[:, None] * out_row_stride
+        + head * out_head_stride
+        + channel[None, :] * out_channel_stride,
+        (sums / total[:, None] * value_scale).to(out.dtype.element_ty),
+        mask=exists[:, None] & in_head[None, :],
+    )

@@ -1,0 +1,126 @@
+"""What a layer of a decode step takes, with stock attention and with retrieval."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_kvx.ops.retrieval.crossover import NEVER
+
+# Costs by entry are told for so many.
+KI = 1024
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Microseconds of one layer, whatever its requests.
+
+    Stock attention takes `whole` and `whole_entry` for every Ki entries of all requests. Retrieval
+    takes `fixed`, `scored` for every Ki entries of the requests that retrieve, and `read` for every
+    Ki tokens of their budgets.
+    """
+
+    whole: float
+    whole_entry: float
+    fixed: float
+    scored: float
+    read: float
+
+    def gain(self, entries: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+        """Microseconds that each request saves by retrieving, where others do so already.
+
+        entries: those it sees; budgets: tokens it reads instead. Any shapes that broadcast.
+        """
+        return ((self.whole_entry - self.scored) * entries - self.read * budgets) / KI
+
+    def pays_from(self, budget: int, num_reqs: int) -> int:
+        """Entries of each of `num_reqs` requests from which on it pays that they all retrieve.
+
+        budget: tokens that each reads. NEVER if at no length.
+        """
+        by_entry = self.whole_entry - self.scored
+        if by_entry <= 0:
+            return NEVER
+        shared = max(self.fixed - self.whole, 0) * KI / num_reqs
+        return min(int((self.read * budget + shared) / by_entry) + 1, NEVER)
+
+
+@dataclass(frozen=True)
+class Begins:
+    """Entries from which on requests of one policy retrieve.
+
+    alone: whatever else runs. batch: in steps of `num_reqs` requests of that many entries each.
+    """
+
+    alone: int
+    batch: int
+    num_reqs: int
+
+    @classmethod
+    def of(cls, alone: int, least: int, budget: int, costs: Costs, num_reqs: int) -> "Begins":
+        """Those of a policy that reads `budget` tokens, and all of fewer than `least` entries."""
+        paid = max(costs.pays_from(budget, num_reqs), least)
+        return cls(alone, min(alone, paid), num_reqs)
+
+    def __str__(self) -> str:
+        if self.batch == NEVER:
+            return "of no length"
+        alone = f"from {self.alone} tokens on" if self.alone < NEVER else "of no length alone"
+        if self.batch == self.alone:
+            return alone
+        return f"{alone}, from {self.batch} in steps of {self.num_reqs} such requests"
+
+
+# Retrieval takes so much longer in a layer of an engine than in a layer by itself, in microseconds.
+# Computed from TPOT at 12,288 tokens, whole and with `dense_below=0` (h200-fier.json: 8 KV heads of
+# 128 channels, CUDA ops), and taken for all shapes and ops.
+IN_ENGINE_US = 4.28
+# By the backend that scores and selects, and by (KV heads of the rank, bytes of a key and a value
+# of one head): fitted to h200-retrieval-crossover.json by `python -m benchmarks.retrieval_costs`.
+COSTS: dict[str, dict[tuple[int, int], Costs]] = {
+    "cuda": {
+        (2, 256): Costs(14.858, 0.187, 24.951, 0.049, 0.089),
+        (4, 256): Costs(15.202, 0.338, 24.633, 0.1, 0.473),
+        (8, 256): Costs(14.024, 0.696, 22.727, 0.138, 0.914),
+        (2, 512): Costs(16.742, 0.319, 27.799, 0.087, 0.184),
+        (4, 512): Costs(16.523, 0.587, 27.652, 0.154, 0.804),
+        (8, 512): Costs(15.91, 1.189, 23.715, 0.202, 1.553),
+    },
+    "triton": {
+        (2, 256): Costs(23.55, 0.148, 47.226, 0.158, 0.765),
+        (4, 256): Costs(23.173, 0.272, 49.306, 0.289, 1.211),
+        (8, 256): Costs(23.642, 0.532, 55.232, 0.545, 1.41),
+        (2, 512): Costs(23.485, 0.259, 51.245, 0.23, 1.088),
+        (4, 512): Costs(22.954, 0.489, 53.605, 0.42, 1.337),
+        (8, 512): Costs(23.385, 0.963, 61.595, 0.772, 1.662),
+    },
+    "torch": {},
+}
+# On a CPU retrieval gains nothing, and every length may try it.
+_ALWAYS = Costs(whole=0, whole_entry=1, fixed=0, scored=0, read=0)
+_NEVER = Costs(whole=0, whole_entry=0, fixed=0, scored=0, read=0)
+
+
+def costs(backend: str, reduction: str, kv_heads: int, head_bytes: int) -> Costs:
+    """Those of a layer in an engine.
+
+    A shape that was not measured is taken for the largest one that has no more KV heads and bytes,
+    where stock attention reads less. Where none is as small, stock attention is taken to read as
+    many more entries in the same time as they are smaller, and retrieval to take the same.
+
+    Args: see ``crossover.crossover``.
+    """
+    measured = COSTS[backend]
+    if not measured:
+        return _ALWAYS
+    # Its two passes over the units were not measured for batches.
+    if backend == "triton" and reduction == "softmax":
+        return _NEVER
+    no_larger = [shape for shape in measured if shape[0] <= kv_heads and shape[1] <= head_bytes]
+    if no_larger:
+        found = measured[max(no_larger, key=lambda shape: shape[0] * shape[1])]
+    else:
+        heads, size = min(measured, key=lambda shape: shape[0] * shape[1])
+        smaller = max(heads * size / (kv_heads * head_bytes), 1)
+        found = measured[heads, size]
+        found = replace(found, whole_entry=found.whole_entry / smaller)
+    return replace(found, fixed=found.fixed + IN_ENGINE_US)

@@ -1,0 +1,74 @@
+"""Layers that are split: the last one before rows leave, of which those need keys and values alone.
+
+Above layer K - 1 of ``speed-K``, or the layer that selects, some rows go on. The others' attention
+output and MLP of that layer reach nobody. So rows leave before the layer, their entries in it are
+projected from the states below (``models/projection``), and the layer runs for the rest.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+
+from vllm_kvx.environment import is_on
+from vllm_kvx.ops.paged import ATTENTION_BACKENDS, ONE_PLAN
+from vllm_kvx.policy.layout import Layout
+from vllm_kvx.worker.rows import SegmentRows
+
+SWITCH = "KVX_INNER_CUTS"
+
+logger = init_logger("vllm.kvx.splits")
+
+
+class Cuts(NamedTuple):
+    """Where the decoder's segments begin, layer 0 included, and which of these layers are split."""
+
+    firsts: tuple[int, ...]
+    splits: frozenset[int]
+
+    def segment_of(self, layer: int) -> int:
+        """The segment that a layer is in."""
+        return sum(first <= layer for first in self.firsts) - 1
+
+    def at_splits(self, rows: Sequence[SegmentRows | None]) -> dict[int, SegmentRows | None]:
+        """Of what each segment runs, what those do that begin with a layer that is split."""
+        by_first = zip(self.firsts, rows, strict=True)
+        return {first: ran for first, ran in by_first if first in self.splits}
+
+
+def cuts_of(layout: Layout, attention: Sequence[Attention], device: torch.device) -> Cuts:
+    """The segments of a server. attention: the model's attention layers.
+
+    A row cut is at the first layer that rows do not run. The layer below is split, unless it is
+    layer 0, below which there are no states.
+    """
+    obstacle = _obstacle(layout, attention)
+    if obstacle is not None or not _is_wanted(device):
+        if obstacle is not None and layout.row_cuts and is_on(SWITCH):
+            logger.warning_once("%s has no effect: %s.", SWITCH, obstacle)
+        return Cuts((0, *layout.row_cuts), frozenset())
+    splits = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
+    whole = {cut for cut in layout.row_cuts if cut == 1}
+    return Cuts((0, *sorted(splits | whole)), splits)
+
+
+def _is_wanted(device: torch.device) -> bool:
+    """What the switch says; without it, not on GPUs, where it has to be measured first."""
+    return is_on(SWITCH) if SWITCH in os.environ else device.type == "cpu"
+
+
+def _obstacle(layout: Layout, attention: Sequence[Attention]) -> str | None:
+    """Why no layer can be split; None if they can."""
+    if layout.projects:
+        return "swiftkv, for which this server has room, needs every row of the layer below its cut"
+    for layer in attention:
+        backend: Any = layer.attn_backend
+        name = backend.get_name()
+        if name not in ATTENTION_BACKENDS or backend.forward_includes_kv_cache_update:
+            return f"attention backend {name} does not store entries by themselves"
+        if name in ONE_PLAN:
+            return f"attention backend {name} plans one batch a step"
+    return None
