@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare import git_commit, gpu
+
 
 def main() -> None:
     """Runs the command line and writes the result."""
@@ -40,7 +42,8 @@ def main() -> None:
     result = {
         "command": "python -m benchmarks.batch " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
-        "machine": _machine(),
+        "commit": args.commit or git_commit(),
+        "machine": gpu() or f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU",
         "versions": _versions(),
         "lines_per_second": {policy: round(value, 3) for policy, value in lines.items()},
         f"times_{first}": {
@@ -93,19 +96,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     parser.add_argument("--output", default="batch.json")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])
     args.serve = sys.argv[end + 1 :]
     return args
-
-
-def _machine() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU"
 
 
 def _versions() -> dict[str, str]:

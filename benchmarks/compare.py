@@ -3,8 +3,7 @@
 python -m benchmarks.compare --model llama-3.1-8b --engines stock speed-24 \\
     --cases ttft:32768 tpot:130000 pool_decode:128000 ttft:32768@full --out results.json
 
-See benchmarks/README.md. A new policy needs no code here: name it under --engines, and give it
-a row in benchmarks/ideal.py to be held against its ideal.
+See benchmarks/README.md. A new policy needs no code here: name it under --engines.
 """
 
 import argparse
@@ -21,11 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import composed
 from benchmarks.engine import write_json
-from benchmarks.ideal import SHAPES, Case, Shape, case_ratio, pool_ratio
+from benchmarks.ideal import SHAPES, Case, Shape, case_ratio, entry_bytes, pool_ratio
+from benchmarks.names import STOCK, file_name, split_name
 from benchmarks.plot import table
 
-STOCK = "stock"
 ROOT = Path(__file__).resolve().parent.parent
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -34,10 +34,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.compare", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(SHAPES)} (dummy weights), or a checkpoint")
-    add("--engines", nargs="+", required=True, help=f"{STOCK}, and policies such as speed-24")
+    add("--engines", nargs="+", help=f"{STOCK}, policies such as speed-24; @fp8: with such a cache")
+    add("--preset", choices=composed.PRESETS, help="engines and cases of one composition")
     add("--cases", nargs="*", default=[], help="ttft:N tpot:N pool_decode:N decode:BxN, @policy")
     add("--out", type=Path, help="results file; default: that of --append")
     add("--append", type=Path, help="results to add to, made with the same model and settings")
+    add("--resume", action="store_true", help="leave out what --append has without an error")
     add("--repeats", type=int, default=0, help="per length; default 5, and 3 beyond 64K")
     add("--tokens", type=int, default=129, help="output tokens of tpot cases")
     add("--steps", type=int, default=64, help="steps of decode cases")
@@ -50,13 +52,24 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--enforce-eager", action="store_true")
     add("--engine-args", type=json.loads, default={}, help="JSON: further arguments of vllm.LLM")
     args = parser.parse_args(argv)
+    if args.preset:
+        preset = composed.PRESETS[args.preset]
+        args.engines = args.engines or preset["engines"]
+        args.cases = args.cases or preset["cases"]
+        args.engine_args = {**preset["engine_args"], **args.engine_args}
     args.out = args.out or args.append
     if args.out is None:
         parser.error("give --out or --append")
+    if not args.engines:
+        parser.error("give --engines or --preset")
+    if args.resume and not args.append:
+        parser.error("--resume goes with --append")
     if args.tokens < 2 or args.steps < 2:
         parser.error("--tokens and --steps must be at least 2")
     try:
         args.cases = [Case.parse(text) for text in args.cases]
+        for name in args.engines:
+            split_name(name)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -90,7 +103,8 @@ def engine_options(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 def cases_of(engine: str, cases: list[Case]) -> list[str]:
     """An engine's cases: stock knows no policies, and runs each measurement once."""
-    names = [str(case.stock if engine == STOCK else case) for case in cases]
+    stock = split_name(engine)[0] is None
+    names = [str(case.stock if stock else case) for case in cases]
     return list(dict.fromkeys(names))
 
 
@@ -148,15 +162,18 @@ def run_engine(
 def derive(results: dict[str, Any], shape: Shape) -> None:
     """Adds ratio to stock, ideal and fraction of ideal to all that was measured."""
     settings = results["settings"]["engine"]
-    fp8 = str(settings.get("kv_cache_dtype")).startswith("fp8")
     weight_bytes: float = _DTYPE_BYTES[settings["dtype"]]
-    kv_bytes: float = 1 if fp8 else weight_bytes
+    of_all = settings.get("kv_cache_dtype")
     stock = results["engines"].get(STOCK, {})
+    stock_bytes = entry_bytes(of_all, weight_bytes)
     for name, engine in results["engines"].items():
-        policy = None if name == STOCK else name
+        policy, dtype = split_name(name)
+        kv_bytes = entry_bytes(dtype or of_all, weight_bytes)
         pool, stock_pool = engine.get("pool"), stock.get("pool")
         if pool and stock_pool:
             ratio, ideal = pool["tokens"] / stock_pool["tokens"], pool_ratio(shape, policy)
+            if ideal is not None:
+                ideal = ideal * stock_bytes / kv_bytes if stock_bytes and kv_bytes else None
             pool.update(against(ratio, ideal))
         for text, result in engine.get("cases", {}).items():
             case = Case.parse(text)
@@ -166,16 +183,19 @@ def derive(results: dict[str, Any], shape: Shape) -> None:
             key = "tokens_per_s" if "tokens_per_s" in result else "median"
             ratio = result[key] / base[key] if key != "median" else base[key] / result[key]
             steps = results["settings"]["tokens" if case.kind == "tpot" else "steps"]
-            ideal = case_ratio(
-                shape,
-                case,
-                case.policy or policy,
-                batch=result.get("batch", 1),
-                stock_batch=base.get("batch", 1),
-                generated=steps / 2,
-                weight_bytes=weight_bytes,
-                kv_bytes=kv_bytes,
-            )
+            ideal = None
+            if kv_bytes and stock_bytes:
+                ideal = case_ratio(
+                    shape,
+                    case,
+                    case.policy or policy,
+                    batch=result.get("batch", 1),
+                    stock_batch=base.get("batch", 1),
+                    stock_kv_bytes=stock_bytes,
+                    generated=steps / 2,
+                    weight_bytes=weight_bytes,
+                    kv_bytes=kv_bytes,
+                )
             result.update(against(ratio, ideal))
 
 
@@ -186,6 +206,12 @@ def against(ratio: float, ideal: float | None) -> dict[str, float | None]:
         "ideal": round(ideal, 4) if ideal else None,
         "fraction_of_ideal": round(ratio / ideal, 4) if ideal else None,
     }
+
+
+def command_line(module: str, argv: list[str]) -> str:
+    """The command for a result; of files elsewhere on this machine it has the names."""
+    shown = [Path(text).name if Path(text).is_absolute() else text for text in argv]
+    return shlex.join(["python", "-m", module, *shown])
 
 
 def git_commit() -> str | None:
@@ -232,13 +258,19 @@ class Results:
                 raise SystemExit(f"{args.append} was measured on another GPU or driver")
         self.content["runs"].append(
             {
-                "command": shlex.join(["python", "-m", "benchmarks.compare", *argv]),
+                "command": command_line("benchmarks.compare", argv),
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "commit": args.commit or git_commit(),
                 "gpu": machine,
             }
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def missing(self, name: str, cases: list[str]) -> list[str]:
+        """The cases of an engine that are not there, or failed."""
+        there = self.content["engines"].get(name, {})
+        measured = there.get("cases", {})
+        return [case for case in cases if "median" not in measured.get(case, {})]
 
     def measure(self, name: str, options: dict[str, Any], deadline: float | None) -> bool:
         """Runs an engine and adds what it reports; whether all went well."""
@@ -258,15 +290,16 @@ class Results:
             line = "; ".join([*values, report["status"]])
             print(f"[{time.monotonic() - self.began:6.1f}s] {name}: {line}", flush=True)
 
+        policy, dtype = split_name(name)
+        own = {"kv_cache_dtype": dtype} if dtype else {}
         spec = {
-            "policy": None if name == STOCK else name,
+            "policy": policy,
             "vocab": self.shape.vocab,
             **settings,
             **options,
-            "engine": {**settings["engine"], **options["engine"]},
+            "engine": {**settings["engine"], **options["engine"], **own},
         }
-        safe = name.replace(":", "_").replace("/", "_")
-        log = self.path.with_name(f"{self.path.stem}.{safe}.log")
+        log = self.path.with_name(f"{self.path.stem}.{file_name(name)}.log")
         report = run_engine(spec, log, on_report, deadline)
         on_report(report)
         return "log_tail" not in report
@@ -285,8 +318,14 @@ def main(argv: list[str]) -> int:
             report = f"{folder}/engine{index}.json"
             options = {"engine": model, "report": report, "repeats": args.repeats}
             options["cases"] = cases_of(name, args.cases)
+            if args.resume:
+                options["cases"] = results.missing(name, options["cases"])
+                if not options["cases"]:
+                    print(f"{name}: measured before", flush=True)
+                    continue
             well &= results.measure(name, options, deadline)
     print(table(results.content))
+    print(composed.table(results.content))
     return 0 if well else 1
 
 

@@ -7,6 +7,7 @@ the statistics that the engine core sends with each step's output.
 
 import importlib.metadata
 import json
+import math
 import os
 import statistics
 import sys
@@ -234,7 +235,7 @@ class Bench:
         return {**summary(runs["tpot"]), "decode_graphs": runs["graphs"]}
 
     def _measure_itl(self, case: Case) -> dict[str, Any]:
-        """The longest wait between two tokens of running requests while one long prompt comes in.
+        """Waits between two tokens of running requests while one long prompt comes in; the longest.
 
         Four short requests decode throughout.
         """
@@ -242,14 +243,22 @@ class Bench:
         tokens = [*[chunks + 16] * 4, 2]
         lengths = [*[512] * 4, case.length]
         self._generate(case, tokens, lengths=lengths)
-        longest = []
+        longest, during = [], list[float]()
         for first in range(1, 4):
             self.recorder.steps.clear()
             self._generate(case, tokens, first=first * 10, lengths=lengths)
             waits = [max(step.intervals) for step in self.recorder.steps if step.intervals]
             longest.append(1e3 * max(waits))
+            during += [1e3 * wait for wait in waits_during(self.recorder.steps)]
         last = sorted(round(1e3 * wait, 2) for wait in waits)
-        return {**summary(longest), "longest_waits_of_last_run_ms": last[-8:]}
+        return {
+            **summary(longest),
+            "longest_waits_of_last_run_ms": last[-8:],
+            # Every wait of every running request from the long prompt's arrival to its first token.
+            "p50_ms": round(percentile(during, 50), 4),
+            "p99_ms": round(percentile(during, 99), 4),
+            "waits": len(during),
+        }
 
     def _measure_decode(self, case: Case) -> dict[str, Any]:
         assert case.batch is not None
@@ -288,7 +297,8 @@ class Bench:
         work = work_of(policy, layers, case.length)
         if work is None:
             return 0
-        return (sum(work.rows) / sum(work.stored) - 1) * case.length
+        made = sum(work.rows) + sum(work.projected)
+        return (made / sum(work.stored) - 1) * case.length
 
     def _output_lengths(self, case: Case, batch: int) -> list[int]:
         """Output lengths such that the first request still decodes `steps` after the last starts.
@@ -332,6 +342,18 @@ def summary(samples: list[float]) -> dict[str, Any]:
         "median": round(median, 4),
         "spread": round(spread, 4),
     }
+
+
+def waits_during(steps: list[Step]) -> list[float]:
+    """The running requests' waits up to the step in which the last prompt's first token came."""
+    end = max((i for i, step in enumerate(steps) if step.first_tokens), default=-1)
+    return [wait for step in steps[: end + 1] for wait in step.intervals]
+
+
+def percentile(samples: list[float], percent: float) -> float:
+    """The smallest sample that is not below `percent` of all samples."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def check_plugin() -> None:

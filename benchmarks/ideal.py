@@ -11,12 +11,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 
 # Entries of a KV block where whole blocks stay: vLLM's default.
 BLOCK_SIZE = 16
 KINDS = ("ttft", "tpot", "itl", "pool_decode", "decode")
+# Bytes of a cached value by vLLM's `--kv-cache-dtype`. Those that quantise by token and head also
+# store scales; they are left out, and so have no ideal.
+KV_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _CASE = re.compile(r"(?P<kind>[a-z_]+):((?P<batch>\d+)x)?(?P<length>\d+)(@(?P<policy>.+))?")
 
 
@@ -121,11 +125,14 @@ SHAPES: dict[str, Shape] = {
 class Work:
     """What one prompt of N tokens costs; every field is a tuple over the L layers.
 
-    rows: prompt rows that the layer computes in prefill.
-    pairs: query-key pairs among them under causal attention.
+    rows: prompt rows that the layer computes in prefill. Of the last layer that sees the whole
+        prompt they are those that go on: the others need keys and values there.
+    pairs: query-key pairs of these rows under causal attention.
     stored: prompt entries that the layer's KV cache holds after prefill.
     read: prompt entries that one decode step reads, in units of a full K and V entry.
     projected: prompt entries that the layer projects without running their rows; () is none.
+    sidecar: the part of `read` that is an index of 16-bit numbers and bits, whatever the cache's
+        dtype; () is none.
     """
 
     rows: tuple[int, ...]
@@ -133,6 +140,7 @@ class Work:
     stored: tuple[int, ...]
     read: tuple[float, ...]
     projected: tuple[int, ...] = ()
+    sidecar: tuple[float, ...] = ()
 
 
 def full_work(layers: int, length: int) -> Work:
@@ -157,21 +165,44 @@ def work_of(policy: str | None, layers: int, length: int) -> Work | None:
         return None
     if selection is not None and selection.online is not None:
         return None
-    rows, pairs = [], []
-    for layer in range(layers):
-        passes = [length - skipped_of(parsed, length, layer).size]
-        if selection is not None:
-            passes = [length] if layer <= selection.after else []
-            passes += [selection.count] if layer >= selection.resumes_at else []
-        rows.append(sum(passes))
-        pairs.append(sum(map(_pairs, passes)))
+    count = _by_position if selection is None else _by_choice
+    of_layers = [count(parsed, layer, layers, length) for layer in range(layers)]
+    rows, pairs, projected = zip(*of_layers, strict=True)
     stored = tuple(storage.kept for storage in by_layer)
     read = tuple(_read(parsed.retrieve, layer, entries) for layer, entries in enumerate(stored))
-    first, projected = parsed.projects_from, ()
+    sidecar = tuple(_scanned(parsed.retrieve, layer, n) for layer, n in enumerate(stored))
+    made = projected if any(projected) else ()
+    return Work(rows, pairs, stored, read, made, sidecar if any(sidecar) else ())
+
+
+def _by_position(policy: KVPolicy, layer: int, layers: int, length: int) -> tuple[int, int, int]:
+    """Rows, pairs and projected entries of a layer, where positions decide which rows go on."""
+    gap, first = skipped_of(policy, length, layer), policy.projects_from
     if first is not None:
-        projected = tuple(length if layer >= first else 0 for layer in range(layers))
-        pairs[first:] = [length] * (layers - first)
-    return Work(tuple(rows), tuple(pairs), stored, read, projected)
+        # Every row runs up to there, since its state after that makes the entries above.
+        entries = length if layer >= first else 0
+        return length - gap.size, entries or _pairs(length), entries
+    above = skipped_of(policy, length, layer + 1) if layer + 1 < layers else gap
+    rows = length - above.size
+    if above == gap:
+        return rows, _pairs(rows), 0
+    # Rows in the gap stop here, and the others see their entries.
+    unseen = _pairs(above.start + above.size) - _pairs(above.start)
+    return rows, _pairs(length) - unseen, above.size
+
+
+def _by_choice(policy: KVPolicy, layer: int, layers: int, length: int) -> tuple[int, int, int]:
+    """The same where one layer's scores decide, which its projected entries are enough for."""
+    selection = policy.selection(length, layers)
+    assert selection is not None
+    chosen, restarts = selection.count, selection.resumes_at == 0
+    again = (chosen, _pairs(chosen)) if restarts or layer > selection.after else (0, 0)
+    if layer < selection.after:
+        return length + again[0], _pairs(length) + again[1], 0
+    if layer > selection.after or restarts:
+        return *again, length if layer == selection.after else 0
+    # Chosen rows are all over the prompt, and see what is before them.
+    return chosen, chosen * (length + 1) // 2, length - chosen
 
 
 def _pairs(rows: int) -> int:
@@ -181,12 +212,23 @@ def _pairs(rows: int) -> int:
 
 def _read(method: Retrieve | None, layer: int, entries: int) -> float:
     """What a decode step reads of a layer's `entries`: those of the budget, and the sidecar."""
-    if method is None or layer < DENSE_LAYERS or entries < method.floor(0):
+    if method is None or not _retrieves(method, layer, entries):
         return entries
+    return min(entries, method.budget) + _scanned(method, layer, entries)
+
+
+def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
+    """The sidecar's share of `_read`."""
+    if method is None or not _retrieves(method, layer, entries):
+        return 0
     index = method.index
     # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.
     codes = 1 / 32 if index.name == "one_bit" else 0
-    return min(entries, method.budget) + entries * (1 / index.group + codes)
+    return entries * (1 / index.group + codes)
+
+
+def _retrieves(method: Retrieve, layer: int, entries: int) -> bool:
+    return layer >= DENSE_LAYERS and entries >= method.floor(0)
 
 
 def prefill_flops(shape: Shape, work: Work) -> float:
@@ -214,11 +256,17 @@ def decode_bytes(
     """Bytes that one decode step of `batch` requests has to read.
 
     (L W + h V) weight_bytes + batch * sum over layers of (read + generated) * 2 G d kv_bytes, with
-    G KV heads; `generated` tokens are in the cache of every layer.
+    G KV heads; `generated` tokens are in the cache of every layer. A sidecar keeps its 16 bits.
     """
     weights = shape.layers * shape.layer_weights + shape.head_weights
-    entries = sum(work.read) + generated * shape.layers
-    return weights * weight_bytes + batch * entries * 2 * shape.kv_heads * shape.head_dim * kv_bytes
+    entries = (sum(work.read) + generated * shape.layers) * kv_bytes
+    entries += sum(work.sidecar) * (2 - kv_bytes)
+    return weights * weight_bytes + batch * entries * 2 * shape.kv_heads * shape.head_dim
+
+
+def entry_bytes(dtype: str | None, weight_bytes: float = 2) -> float | None:
+    """Bytes of a cached value; None or `auto`: the model's dtype. None where it is not known."""
+    return weight_bytes if dtype in (None, "auto") else KV_BYTES.get(dtype)
 
 
 def prefill_ratio(shape: Shape, policy: str | None, length: int) -> float | None:
@@ -235,17 +283,20 @@ def decode_ratio(
     length: int,
     batch: int = 1,
     stock_batch: int | None = None,
+    stock_kv_bytes: float | None = None,
     **options: float,
 ) -> float | None:
     """The ideal gain in decode tokens per second: (B / bytes) of the policy over that of stock.
 
-    With the same batch it is the ratio of step times. `options` go to `decode_bytes`.
+    With the same batch it is the ratio of step times. `options` go to `decode_bytes`; stock's
+    cache has the same dtype, unless `stock_kv_bytes` says otherwise.
     """
     work = work_of(policy, shape.layers, length)
     if work is None:
         return None
     stock_batch = stock_batch or batch
-    stock = decode_bytes(shape, full_work(shape.layers, length), stock_batch, **options)
+    of_stock = options if stock_kv_bytes is None else {**options, "kv_bytes": stock_kv_bytes}
+    stock = decode_bytes(shape, full_work(shape.layers, length), stock_batch, **of_stock)
     return (batch / decode_bytes(shape, work, batch, **options)) / (stock_batch / stock)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 OPS = ("score", "select", "attend", "all")
 MARKS = {
     "cuda": ("o", "tab:blue"),
+    "cuda overlapped": ("P", "tab:cyan"),
     "triton": ("s", "tab:orange"),
+    "triton fused": ("p", "tab:pink"),
     "torch": ("x", "tab:gray"),
     "vllm persistent_topk": ("^", "tab:green"),
     "vllm top_k_per_row_decode": ("v", "tab:olive"),

@@ -7,7 +7,7 @@ they are float32 and times mean nothing: that only tries whether a benchmark run
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -223,7 +223,10 @@ def scratch_of(
 
 
 def add_ops(step: Decode, backend: str, operators: Operators, before: Operators) -> None:
-    """One backend's three operators and all of them, and what comes before each."""
+    """One backend's three operators and all of them, and what comes before each.
+
+    backend: cuda or triton.
+    """
     scratch = step.scratch(backend)
     done: list[Call] = [scratch.histogram.zero_]
     for name, run in step.made_with(retrieve.steps, scratch).items():
@@ -233,6 +236,17 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
         done.append(run)
     operators[f"all/{backend}"] = lambda: step.made_with(retrieve.retrieve, scratch)
     before[f"all/{backend}"] = done[0]
+    # What is off until it is measured beside what runs.
+    name, other = {
+        "cuda": ("overlapped", replace(scratch, overlap=True)),
+        "triton": ("fused", replace(scratch, fused=True)),
+    }[backend]
+    operators[f"all/{backend} {name}"] = lambda: step.made_with(retrieve.retrieve, other)
+    before[f"all/{backend} {name}"] = done[0]
+    if other.fused:
+        select = f"select/{backend}"
+        operators[f"{select} {name}"] = step.made_with(retrieve.steps, other)["select"]
+        before[f"{select} {name}"] = before[select]
 
 
 def stock_attention(step: Decode) -> Call:

@@ -1,0 +1,32 @@
+"""Names of what is measured: `stock`, a policy, and either with a KV cache dtype, `stock@fp8`."""
+
+STOCK = "stock"
+
+
+def split_name(name: str) -> tuple[str | None, str | None]:
+    """Policy and KV cache dtype of a name; None is stock's own.
+
+    Raises:
+        ValueError: a part is missing.
+    """
+    policy, at, dtype = name.partition("@")
+    if not policy or (at and not dtype):
+        raise ValueError(f"{name!r}: write {STOCK} or a policy, and maybe @ and a KV cache dtype")
+    return (None if policy == STOCK else policy), (dtype or None)
+
+
+def parts_of(name: str) -> list[str]:
+    """The names that a composed one is the product of; none if it is a single thing.
+
+    `speed-24+fier-2048@fp8` is `speed-24`, `fier-2048` and `stock@fp8`.
+    """
+    policy, dtype = split_name(name)
+    parts = policy.split("+") if policy else []
+    if dtype:
+        parts.append(f"{STOCK}@{dtype}")
+    return parts if len(parts) > 1 else []
+
+
+def file_name(name: str) -> str:
+    """The name as a part of a file's name."""
+    return name.replace(":", "_").replace("/", "_")

@@ -1,0 +1,252 @@
+"""The result files that `benchmarks.report` reads, by kind."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import derive
+from benchmarks.ideal import Shape
+from benchmarks.names import STOCK, split_name
+from benchmarks.serving_figures import Setting, is_whole
+from vllm_kvx.policy.spec import PolicyError, parse_policy
+
+# Parameters that name a layer of one model; another model's is another. `online` is no layer.
+_LAYER = re.compile(r"(tsp_layer|pivot|min_layer|max_layer|layer)=\d+")
+# How long a prompt has to be before retrieval pays says nothing about answers.
+_CROSSOVER = re.compile(r"dense_below=\w+")
+
+
+@dataclass(frozen=True)
+class File:
+    """A result file. number: its place in the report's list; kind: what wrote it."""
+
+    number: int
+    name: str
+    kind: str
+    content: dict[str, Any]
+
+    @property
+    def gpu(self) -> str | None:
+        """The GPU of all its runs."""
+        runs = self.content.get("runs") or [{}]
+        name = runs[-1].get("gpu") or self._of_reports("device")
+        return str(name).partition(",")[0] if name else None
+
+    @property
+    def date(self) -> str:
+        """Of the last run, as yyyy-mm-dd; empty if the file does not say."""
+        dates = [run.get("date", "") for run in self.content.get("runs") or []]
+        return str(max(dates, default="") or self._of_reports("date") or "")[:10]
+
+    @property
+    def model(self) -> str:
+        model = self.content.get("model") or self._of_reports("original")
+        if model is None:
+            return ", ".join(name for name in self.content if name not in ("what", "commit"))
+        return str(model["name"] if isinstance(model, dict) else model)
+
+    def _of_reports(self, key: str) -> Any:
+        """A fact of an evaluation, or of the last one of several."""
+        found = [report[key] for _, _, report in reports_of(self) if report.get(key)]
+        return max(map(str, found), default=None)
+
+
+def read(folder: Path) -> tuple[list[File], dict[str, str]]:
+    """The files that the report is made of, and why each other JSON file is left out."""
+    files: list[File] = []
+    others: dict[str, str] = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kind = kind_of(content)
+        if kind is None:
+            others[path.name] = "no figures of a policy that this page has a table for"
+        elif kind in ("compare", "serving", "turns") and not _has_gpu(content):
+            others[path.name] = "measured without a GPU"
+        else:
+            if kind == "compare":
+                derive(content, shape_of(content["model"]))
+            files.append(File(len(files) + 1, path.name, kind, content))
+    return files, others
+
+
+def kind_of(content: Any) -> str | None:
+    """What wrote a file: compare, serving, turns, evaluate, speed_sweep; None is another."""
+    if not isinstance(content, dict):
+        return None
+    marks = {
+        "compare": ("engines", "settings", "runs", "model"),
+        "serving": ("servers", "settings", "runs", "model"),
+        "turns": ("policies", "cold", "load", "runs"),
+        "evaluate": ("cells", "model", "tasks"),
+        "speed_sweep": ("cutoffs",),
+    }
+    known = (kind for kind, keys in marks.items() if all(k in content for k in keys))
+    untuned = any(isinstance(each, dict) and "by_cutoff" in each for each in content.values())
+    return next(known, "speed_untuned" if untuned else None)
+
+
+def reports_of(file: File) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Model, what was done to it, and the report, of every evaluation in a file."""
+    content, found = file.content, list[tuple[str, str, Mapping[str, Any]]]()
+    if file.kind == "evaluate":
+        found.append((str(content["model"]), "", content))
+    elif file.kind == "speed_sweep":
+        for cutoff, entry in content["cutoffs"].items():
+            if report := entry.get("report"):
+                about = f"tuned, {cutoff} of {entry['record']['layers']} layers"
+                found.append((str(report["original"]), about, report))
+    elif file.kind == "speed_untuned":
+        for model, entry in content.items():
+            if isinstance(entry, dict) and "by_cutoff" in entry:
+                about = f"not tuned, {entry['diagnosis']['layers']} layers"
+                found.append((model, about, entry["by_cutoff"]))
+    return found
+
+
+def shape_of(model: Mapping[str, Any]) -> Shape:
+    """The shape of a result's `model`."""
+    names = [each.name for each in fields(Shape)]
+    return Shape(**{name: model[name] for name in names if name in model})
+
+
+def _has_gpu(content: Mapping[str, Any]) -> bool:
+    return all(run.get("gpu") for run in content["runs"])
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement of `benchmarks.compare` beside stock's, of one file.
+
+    case: `pool` or a case. result and stock: what the file has of it.
+    """
+
+    file: File
+    engine: str
+    case: str
+    result: Mapping[str, Any]
+    stock: Mapping[str, Any]
+
+    @property
+    def ratio(self) -> float:
+        return float(self.result["ratio_to_stock"])
+
+    @property
+    def ideal(self) -> float | None:
+        ideal = self.result.get("ideal")
+        return None if ideal is None else float(ideal)
+
+
+def figures_of(files: Sequence[File]) -> list[Figure]:
+    """Everything that was measured beside stock, but stock itself."""
+    found = []
+    for file in files:
+        if file.kind != "compare":
+            continue
+        engines = file.content["engines"]
+        stock = _lines(engines.get(STOCK, {}))
+        for name, engine in engines.items():
+            for case, result in _lines(engine).items():
+                if name != STOCK and "ratio_to_stock" in result:
+                    base = stock[case.partition("@")[0]]
+                    found.append(Figure(file, name, case, result, base))
+    return found
+
+
+def _lines(engine: Mapping[str, Any]) -> dict[str, Any]:
+    return {"pool": engine.get("pool") or {}, **engine.get("cases", {})}
+
+
+def newest(figures: Sequence[Figure]) -> dict[tuple[str, str], Figure]:
+    """By engine and case the figure of the youngest file."""
+    ordered = sorted(figures, key=lambda each: (each.file.date, each.file.name))
+    return {(each.engine, each.case): each for each in ordered}
+
+
+@dataclass(frozen=True)
+class Load:
+    """One setting of one server of `benchmarks.serving`."""
+
+    file: File
+    server: str
+    setting: Setting
+    measured: Mapping[str, Any]
+
+
+def loads_of(files: Sequence[File]) -> list[Load]:
+    """All settings that were measured whole."""
+    found = []
+    for file in files:
+        if file.kind != "serving":
+            continue
+        for server, entry in file.content["servers"].items():
+            for text, measured in entry["settings"].items():
+                setting = Setting.parse(text)
+                if is_whole(measured, setting):
+                    found.append(Load(file, server, setting, measured))
+    return found
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a policy kept of a model's right answers: value and 95% interval, as shares.
+
+    full: the share of all questions that full answers have right. about: how the weights were
+        made for the policy, if they were.
+    """
+
+    file: File
+    model: str
+    policy: str
+    of_full: tuple[float, float, float]
+    full: float
+    n: int
+    about: str = ""
+
+
+def kept_of(files: Sequence[File]) -> list[Kept]:
+    """All policies over all tasks and lengths of each evaluation."""
+    return [
+        each
+        for file in files
+        for model, about, report in reports_of(file)
+        for each in _evaluated(file, report, model, about)
+    ]
+
+
+def _evaluated(file: File, report: Mapping[str, Any], model: str, about: str) -> list[Kept]:
+    cells = [c for c in report["cells"] if c["task"] == "all" and c["length"] == "all"]
+    yardstick = report.get("yardstick", "full")
+    full = next((cell["score"][0] for cell in cells if cell["policy"] == yardstick), None)
+    return [
+        Kept(file, model, cell["policy"], tuple(cell["of_full"]), full, cell["n"], about)
+        for cell in cells
+        if full is not None
+        and cell["of_full"]
+        and cell["policy"] not in ("full", yardstick)
+        and not cell["policy"].endswith(" (original)")
+    ]
+
+
+def same_method(name: str) -> str:
+    """A policy without its dtype and without what belongs to one model or server.
+
+    Layers and crossovers are dropped; `speed-K` keeps its K.
+    """
+    policy, _ = split_name(name)
+    try:
+        whole = str(parse_policy(policy or "full"))
+    except PolicyError:
+        return name
+    parts = []
+    for part in whole.split("+"):
+        head, _, tail = part.partition(":")
+        kept = [
+            each
+            for each in tail.split(",")
+            if each and not _LAYER.fullmatch(each) and not _CROSSOVER.fullmatch(each)
+        ]
+        parts.append(head + (":" + ",".join(kept) if kept else ""))
+    return "+".join(parts)

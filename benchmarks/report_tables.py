@@ -1,0 +1,449 @@
+"""The tables of `benchmarks.report`, each as lines of Markdown."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.composed import composed
+from benchmarks.ideal import Case
+from benchmarks.names import STOCK, split_name
+from benchmarks.report_files import (
+    Figure,
+    File,
+    Kept,
+    Load,
+    newest,
+    same_method,
+    shape_of,
+)
+from benchmarks.serving_figures import PRESETS, Setting, figures, saturation_ratio
+
+RESULTS = "../benchmarks/results"
+MISSING = "not measured"
+# Runs differ by about this much; a smaller loss is none.
+LOSS = 0.99
+FAR = 0.8
+GLANCE = {
+    "TTFT, 32,768": "ttft:32768",
+    "TTFT, 130,000": "ttft:130000",
+    "TPOT, 130,000": "tpot:130000",
+    "decode, pool full of 128,000": "pool_decode:128000",
+    "KV pool": "pool",
+    "longest wait, 128,000 come in": "itl:128000",
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table of Markdown; a line that says so where it has no rows."""
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return lines if len(lines) > 2 else [f"{MISSING.capitalize()}."]
+
+
+def reference(file: File) -> str:
+    """A link to a file, by its number in the page's list."""
+    return f"[{file.number}]({RESULTS}/{file.name})"
+
+
+def gain(ratio: float, ideal: float | None) -> str:
+    """1.13x (1.15x, 98%): the gain, its ideal, and how much of that is reached."""
+    if ideal is None:
+        return f"{ratio:.2f}x (no ideal)"
+    return f"{ratio:.2f}x ({ideal:.2f}x, {100 * ratio / ideal:.0f}%)"
+
+
+def order(names: Iterable[str]) -> list[str]:
+    """Stock first, then single methods, then compositions; each in alphabetical order."""
+
+    def key(name: str) -> tuple[bool, int, str]:
+        policy, dtype = split_name(name)
+        return (policy is not None, (policy or "").count("+") + bool(dtype), name)
+
+    return sorted(set(names), key=key)
+
+
+def words(case: str) -> str:
+    """A case as a reader names it."""
+    if case == "pool":
+        return "KV pool, prompt tokens"
+    parsed = Case.parse(case)
+    length = f"{parsed.length:,}"
+    text = {
+        "ttft": f"TTFT, {length}",
+        "tpot": f"TPOT, {length}",
+        "itl": f"longest wait, {length} come in",
+        "pool_decode": f"decode, pool full of {length}",
+        "decode": f"decode, {parsed.batch} x {length}",
+    }[parsed.kind]
+    return text + (f", requests ask for `{parsed.policy}`" if parsed.policy else "")
+
+
+def value(result: Mapping[str, Any]) -> str:
+    """What was measured, with its unit."""
+    if "tokens_per_s" in result:
+        return f"{result['tokens_per_s']:,.0f} tok/s ({result['batch']})"
+    if "tokens" in result:
+        return f"{result['tokens']:,}"
+    median = result["median"]
+    return f"{median:,.0f} ms" if median >= 100 else f"{median:.2f} ms"
+
+
+def glance(found: Sequence[Figure]) -> list[str]:
+    """A row for every policy of one machine and model: gains alone and with full pools."""
+    young = newest(found)
+    rows = []
+    for name in order(each.engine for each in found):
+        row = [f"`{name}`"]
+        for case in GLANCE.values():
+            each = young.get((name, case))
+            shown = f"{gain(each.ratio, each.ideal)} {reference(each.file)}" if each else MISSING
+            row.append(shown)
+        rows.append(row)
+    return table(["policy", *GLANCE], rows)
+
+
+def glance_of_load(
+    found: Sequence[Figure], loads: Sequence[Load], kept: Sequence[Kept], layers: int
+) -> list[str]:
+    """The same policies with all prompts at once, and what they keep of answers."""
+    saturated = {(load.server, load.setting.lengths): load for load in loads if is_max(load)}
+    lengths = [Setting.parse(PRESETS[name][0]).lengths for name in ("8k", "32k", "128k")]
+    rows = []
+    for name in order([each.engine for each in found] + [each.server for each in loads]):
+        if name != STOCK:
+            gains = [_load_gain(saturated.get((name, each)), loads) for each in lengths]
+            rows.append([f"`{name}`", *gains, kept_cell(name, kept, layers)])
+    head = ["policy", *(f"requests/s, {each}" for each in lengths), "answers kept, %"]
+    return table(head, rows)
+
+
+def is_max(load: Load) -> bool:
+    return load.setting.saturates
+
+
+def stock_of(load: Load, loads: Sequence[Load]) -> Load | None:
+    """Stock's run of the same setting in the same file."""
+    same = (x for x in loads if (x.file, x.server, x.setting) == (load.file, STOCK, load.setting))
+    return next(same, None)
+
+
+def load_ratio(load: Load, loads: Sequence[Load], key: str = "requests_per_s") -> float | None:
+    """A figure over stock's."""
+    stock = stock_of(load, loads)
+    if stock is None:
+        return None
+    ours, theirs = (figures(each.measured)[key] for each in (load, stock))
+    return ours / theirs if ours is not None and theirs else None
+
+
+def load_ideal(load: Load) -> float | None:
+    content = load.file.content
+    pool = content["servers"].get(STOCK, {}).get("pool", {}).get("tokens")
+    if pool is None:
+        return None
+    shape = shape_of(content["model"])
+    flags = content["settings"]["flags"]
+    seqs = int(flags[flags.index("--max-num-seqs") + 1])
+    return saturation_ratio(shape, load.server, load.setting, load.file.gpu, pool, seqs)
+
+
+def _load_gain(load: Load | None, loads: Sequence[Load]) -> str:
+    ratio = load_ratio(load, loads) if load else None
+    if load is None or ratio is None:
+        return MISSING
+    return f"{gain(ratio, load_ideal(load))} {reference(load.file)}"
+
+
+def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
+    """The answers that a policy kept, on the model where most questions were asked.
+
+    Of `speed-K` those of tuned weights, at the cutoff nearest in share of the layers.
+    """
+    policy, dtype = split_name(name)
+    if dtype or policy is None:
+        return MISSING
+    wanted = same_method(name)
+    same = [each for each in kept if same_method(each.policy) == wanted and not each.about]
+    if same:
+        return shares(max(same, key=lambda each: each.n))
+    cutoffs = {share: each for each in kept if (share := _tuned_share(each)) is not None}
+    if match := re.fullmatch(r"speed-(\d+)", policy):
+        own = int(match[1]) / layers
+        nearest = min(cutoffs, key=lambda share: abs(share - own), default=None)
+        return MISSING if nearest is None else shares(cutoffs[nearest])
+    return MISSING
+
+
+def _tuned_share(each: Kept) -> float | None:
+    """The cutoff of tuned weights as a share of their layers."""
+    match = re.fullmatch(r"tuned, (\d+) of (\d+) layers", each.about)
+    return int(match[1]) / int(match[2]) if match else None
+
+
+def shares(each: Kept) -> str:
+    """96.8 [94-100], n 224: `fier-512`, qwen2.5-coder-1.5b [12]"""
+    middle, low, high = (100 * share for share in each.of_full)
+    what = f"`{each.policy}`, {each.model}" + (f", {each.about}" if each.about else "")
+    return f"{middle:.1f} [{low:.0f}-{high:.0f}], n {each.n}: {what} {reference(each.file)}"
+
+
+def alone(file: File, found: Sequence[Figure]) -> list[str]:
+    """Everything of one file of `benchmarks.compare`."""
+    head = ["policy", "case", "stock", "policy's", "gain", "ideal", "reached", "spread"]
+    rows = []
+    for each in found:
+        if each.file != file:
+            continue
+        spread = each.result.get("spread")
+        ideal = each.ideal
+        rows.append(
+            [
+                f"`{each.engine}`",
+                words(each.case),
+                value(each.stock),
+                value(each.result),
+                f"{each.ratio:.3f}x",
+                "none" if ideal is None else f"{ideal:.3f}x",
+                "" if ideal is None else f"{100 * each.ratio / ideal:.1f}%",
+                "" if spread is None else f"{100 * spread:.1f}%",
+            ]
+        )
+    for name, engine in file.content["engines"].items():
+        for case, result in engine.get("cases", {}).items():
+            if "error" in result:
+                why = str(result["error"][-1])[:80].replace("|", "/")
+                rows.append([f"`{name}`", words(case), "", f"{MISSING}: {why}", *[""] * 4])
+    return table(head, rows)
+
+
+def waits(files: Sequence[File]) -> list[str]:
+    """Waits between tokens of four decoding requests while a long prompt comes in."""
+    rows = []
+    for file in files:
+        for name, engine in file.content["engines"].items() if file.kind == "compare" else ():
+            for case, result in engine.get("cases", {}).items():
+                if case.startswith("itl:") and "median" in result:
+                    both = [result.get(key) for key in ("p50_ms", "p99_ms")]
+                    shown = [MISSING if ms is None else f"{ms:,.0f} ms" for ms in both]
+                    tokens = f"{Case.parse(case).length:,}"
+                    row = [f"`{name}`", tokens, *shown, value(result), reference(file)]
+                    rows.append(row)
+    head = ["engine", "prompt tokens", "p50", "p99", "longest", "file"]
+    return table(head, rows)
+
+
+def under_load(loads: Sequence[Load], lengths: str) -> list[str]:
+    """Every server and load of one pair of lengths. Planned settings that are missing say so."""
+    head = [
+        *("server", "load", "requests/s", "gain (ideal, reached)", "output tok/s"),
+        *("TTFT p50 / p99, s", "TPOT p50 / p99, ms", "ITL p50 / p99, ms"),
+        *("at once", "preempted", "file"),
+    ]
+    here = [load for load in loads if load.setting.lengths == lengths]
+    measured = {str(load.setting) for load in here}
+    rows = [_load_row(load, loads) for load in sorted(here, key=_load_order)]
+    for text in planned(lengths):
+        if text not in measured:
+            setting = Setting.parse(text)
+            what = f"{setting.load}, {setting.prompts} prompts"
+            rows.append(["all", what, MISSING, *[""] * (len(head) - 3)])
+    return table(head, rows)
+
+
+def planned(lengths: str) -> list[str]:
+    """The settings of the presets with these lengths."""
+    texts = [text for name, texts in PRESETS.items() if name != "tiny" for text in texts]
+    return [text for text in texts if Setting.parse(text).lengths == lengths]
+
+
+def all_lengths(loads: Sequence[Load]) -> list[str]:
+    """Pairs of lengths, the planned ones first."""
+    texts = [text for name, texts in PRESETS.items() if name != "tiny" for text in texts]
+    settings = [*map(Setting.parse, texts), *(load.setting for load in loads)]
+    return list(dict.fromkeys(setting.lengths for setting in settings))
+
+
+def _load_order(load: Load) -> tuple[Any, ...]:
+    setting = load.setting
+    kind = 0 if setting.saturates else 1 if setting.rate else 2
+    place = order([load.server, STOCK]).index(load.server)
+    return (load.file.number, kind, setting.rate or setting.users or 0, place, load.server)
+
+
+def _load_row(load: Load, loads: Sequence[Load]) -> list[str]:
+    numbers, ratio = figures(load.measured), load_ratio(load, loads)
+
+    def pair(name: str, unit: float, digits: int) -> str:
+        both = (numbers[f"{p}_{name}"] for p in ("p50", "p99"))
+        shown = (MISSING if ms is None else f"{ms / unit:,.{digits}f}" for ms in both)
+        return " / ".join(shown)
+
+    return [
+        f"`{load.server}`",
+        f"{load.setting.load}, {load.setting.prompts} prompts",
+        f"{numbers['requests_per_s']:.3f}",
+        "" if load.server == STOCK else MISSING if ratio is None else gain(ratio, load_ideal(load)),
+        f"{numbers['output_tokens_per_s']:,.0f}",
+        pair("ttft", 1000, 2),
+        pair("tpot", 1, 1),
+        pair("itl", 1, 1),
+        str(numbers["most_running"]),
+        str(numbers["preemptions"]),
+        reference(load.file),
+    ]
+
+
+def published(loads: Sequence[Load], known: Mapping[str, Any]) -> list[str]:
+    """What others publish in these settings beside what was measured; nothing without the latter.
+
+    Maximum throughput is output tokens/s of a GPU with all prompts at once; tokens/s per user is
+    one over the mean TPOT of one user.
+    """
+    measures = {
+        "max_throughput": ("maximum throughput", "output_tokens_per_s", lambda s: s.saturates),
+        "user_tokens_per_s": ("tokens/s per user", "user_tokens_per_s", lambda s: s.users == 1),
+    }
+    rows = []
+    for row in known["rows"]:
+        for key, (name, figure, is_wanted) in measures.items():
+            for load in loads:
+                setting = load.setting
+                same = (setting.input, setting.output) == (row["input"], row["output"])
+                ratio = load_ratio(load, loads, figure)
+                if load.server == STOCK or not same or not is_wanted(setting) or ratio is None:
+                    continue
+                ours = f"`{load.server}` on {load.file.gpu}"
+                shown = [setting.lengths, name, f"{row[key]:.2f}x on {known['gpu']}"]
+                rows.append([*shown, ours, f"{ratio:.2f}x", reference(load.file)])
+    head = ["tokens in/out", "gain in", "published", "here", "gain over stock", "file"]
+    return table(head, rows) if rows else []
+
+
+def compositions(files: Sequence[File]) -> list[str]:
+    """What is measured together beside the product of what each part gains alone."""
+    head = ["policy", "case", "measured", "product of parts", "of it", "ideal", "parts", "file"]
+    rows = []
+    for file in files:
+        for each in composed(file.content) if file.kind == "compare" else ():
+            product, ideal = each.product, each.ideal
+            parts = (MISSING if g is None else f"{g:.2f}x" for g in each.parts.values())
+            rows.append(
+                [
+                    f"`{each.engine}`",
+                    words(each.case),
+                    f"{each.measured:.2f}x",
+                    MISSING if product is None else f"{product:.2f}x",
+                    "" if product is None else f"{100 * each.measured / product:.0f}%",
+                    "none" if ideal is None else f"{ideal:.2f}x",
+                    ", ".join(parts),
+                    reference(file),
+                ]
+            )
+    return table(head, rows)
+
+
+def sessions(files: Sequence[File]) -> list[str]:
+    """What `benchmarks.turns` measured."""
+    head = ["policy", "later turns from the cache", "mean TTFT, later turns", "tok/s"]
+    rows = []
+    for file in files:
+        for name, entry in file.content["policies"].items() if file.kind == "turns" else ():
+            later, against = entry["later"], entry.get("against_stock") or {}
+            ratio = against.get("tokens_per_s")
+            rows.append(
+                [
+                    f"`{name}`",
+                    f"{100 * later['hit_rate']:.1f}%" if later["hit_rate"] is not None else MISSING,
+                    f"{later['mean_ttft_ms']:,.0f} ms" if later["mean_ttft_ms"] else MISSING,
+                    f"{entry['tokens_per_s']:,.0f}",
+                    "" if ratio is None else f"{ratio:.2f}x",
+                    reference(file),
+                ]
+            )
+    return table([*head, "over stock", "file"], rows)
+
+
+def answers(found: Sequence[Figure], loads: Sequence[Load], kept: Sequence[Kept]) -> list[str]:
+    """Answers kept by the policies above, apart from their layers, and by tuned weights."""
+    measured = [each.engine for each in found] + [each.server for each in loads]
+    names = {same_method(name) for name in measured}
+    head = ["policy", "model", "kept of `full`'s right answers, % [95%]", "n", "`full` is right, %"]
+    rows = []
+    for each in sorted(kept, key=lambda k: (same_method(k.policy), k.model, k.policy, k.about)):
+        if each.about or same_method(each.policy) in names:
+            middle, low, high = (100 * share for share in each.of_full)
+            about = f" ({each.about})" if each.about else ""
+            share = f"{middle:.1f} [{low:.0f}-{high:.0f}]"
+            row = [f"`{each.policy}`{about}", each.model, share, str(each.n)]
+            rows.append([*row, f"{100 * each.full:.1f}", reference(each.file)])
+    there = {same_method(each.policy) for each in kept}
+    for name in order(each for each in measured if same_method(each) not in there):
+        if name != STOCK:
+            rows.append([f"`{name}`", "", MISSING, "", "", ""])
+    return table([*head, "file"], rows)
+
+
+def losses(found: Sequence[Figure], loads: Sequence[Load]) -> list[str]:
+    """Everything below stock by more than runs differ."""
+    rows = [
+        (each.ratio, [f"`{each.engine}`", words(each.case), f"{each.ratio:.3f}x"], each.file)
+        for each in found
+        if each.ratio < LOSS
+    ]
+    worse: dict[str, tuple[str, Callable[[float], float]]] = {
+        "requests_per_s": ("requests/s", lambda ratio: ratio),
+        "p99_ttft": ("p99 TTFT", lambda ratio: 1 / ratio),
+        "p99_itl": ("p99 ITL", lambda ratio: 1 / ratio),
+    }
+    for load in loads:
+        for key, (name, as_gain) in worse.items():
+            ratio = load_ratio(load, loads, key)
+            if load.server != STOCK and ratio and as_gain(ratio) < LOSS:
+                what = f"{name}, {load.setting.lengths}, {load.setting.load}"
+                row = [f"`{load.server}`", what, f"{as_gain(ratio):.3f}x"]
+                rows.append((as_gain(ratio), row, load.file))
+    rows.sort(key=lambda row: row[0])
+    return table(
+        ["policy", "case", "gain over stock", "file"],
+        ([*row, reference(file)] for _, row, file in rows),
+    )
+
+
+def far(found: Sequence[Figure], loads: Sequence[Load]) -> list[str]:
+    """Everything that reaches less than four fifths of its ideal."""
+    every = [(each.ratio, each.ideal, each.engine, words(each.case), each.file) for each in found]
+    for load in loads:
+        ratio, ideal = load_ratio(load, loads), load_ideal(load)
+        if load.server != STOCK and ratio is not None:
+            what = f"requests/s, {load.setting.lengths}, {load.setting.load}"
+            every.append((ratio, ideal, load.server, what, load.file))
+    short = [row for row in every if row[1] is not None and row[0] < FAR * row[1]]
+    rows = [
+        [f"`{name}`", case, f"{ratio:.2f}x", f"{ideal:.2f}x", f"{100 * ratio / ideal:.0f}%", ref]
+        for ratio, ideal, name, case, file in short
+        if (ref := reference(file)) and ideal is not None
+    ]
+    rows.sort(key=lambda row: float(row[4].rstrip("%")))
+    return table(["policy", "case", "gain", "ideal", "reached", "file"], rows)
+
+
+def sources(files: Sequence[File]) -> list[str]:
+    """The files, what they measured, and with what."""
+    rows = []
+    for file in files:
+        runs = file.content.get("runs") or []
+        commits = dict.fromkeys(str(run.get("commit"))[:7] for run in runs) or {
+            str(file.content.get("commit") or "")[:7]: None
+        }
+        link = f"[{file.name}]({RESULTS}/{file.name})"
+        machine = file.gpu or ""
+        rows.append(
+            [
+                str(file.number),
+                link,
+                file.model,
+                machine,
+                file.date,
+                ", ".join(filter(None, commits)),
+            ]
+        )
+    return table(["", "file", "model", "GPU", "date", "commit"], rows)
