@@ -22,6 +22,7 @@ from vllm_kvx.ops.prompt.move import move_entries
 from vllm_kvx.ops.prompt.pool import pool_per_kv_head
 from vllm_kvx.ops.prompt.saliency import window_saliency
 from vllm_kvx.ops.prompt.select import select_kept, select_moves
+from vllm_kvx.ops.radix import splits_of
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 WINDOW, KERNEL, KV_RATE = 8, 7, 0.1
@@ -112,6 +113,11 @@ def case(num_keys: int, repeats: int) -> dict[str, dict[str, float]]:
         ),
         "select_moves, ties by index": (
             lambda: select_moves(*selection),
+            num_keys * KV_HEADS * 4,
+        ),
+        # Bounds by many programs: see SHARED_FROM in ops/prompt/select.py.
+        "select_moves, shared": (
+            lambda: select_moves(*selection, unpooled=unpooled, splits=splits_of(KV_HEADS)),
             num_keys * KV_HEADS * 4,
         ),
         "move_entries": (

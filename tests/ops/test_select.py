@@ -32,6 +32,7 @@ class Selection:
         *,
         block: int = 128,
         unpooled: list[Tensor] | None = None,
+        splits: int | None = None,
         device: str = "cpu",
     ) -> None:
         """Scores of each request, (R, keys outside its window), and those before pooling."""
@@ -59,10 +60,9 @@ class Selection:
         self.sizes = (self.num_keys, self.windows, self.caps, self.offsets)
         arguments = (self.scores, *self.sizes, self.out_offsets, self.total, block)
         with poisoned_outputs():
-            self.kept = select_kept(*arguments, unpooled=self.unpooled)
-            self.sources, self.targets, self.num_moves = select_moves(
-                *arguments, unpooled=self.unpooled
-            )
+            options = {"unpooled": self.unpooled, "splits": splits}
+            self.kept = select_kept(*arguments, **options)
+            self.sources, self.targets, self.num_moves = select_moves(*arguments, **options)
 
     def check(self) -> None:
         kept = select_kept_reference(self.scores, *self.sizes, self.unpooled)
@@ -185,14 +185,25 @@ def test_pooled_scores_are_cut_at_their_peaks(device: str) -> None:
     assert not torch.equal(selection.kept, by_position.kept)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds_that_many_programs_find(kind: str, device: str) -> None:
+    """Shares of whole blocks, some of them empty; what is above them may cut a plateau."""
+    rng = torch.Generator().manual_seed(KINDS.index(kind))
+    windows, outside, caps = [8, 5, 3, 2, 0], [4500, 130, 0, 300, 0], [450, 100, 3, 302, 0]
+    scores, unpooled = ([scored(k, 1, n, rng) for n in outside] for k in (kind, "plateaus"))
+    options: dict[str, Any] = dict(block=2048, splits=3, device=device)
+    Selection(scores, windows, caps, unpooled=unpooled, **options).check()
+
+
+@pytest.mark.parametrize("splits", [0, 2])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_nan_is_no_reason_to_lose_count(pooled: bool, device: str) -> None:
+def test_nan_is_no_reason_to_lose_count(pooled: bool, splits: int, device: str) -> None:
     """What is kept of broken scores is of no use, but every index is written and valid."""
     scores = torch.full((1, 200), float("nan"))
     scores[0, ::3] = -float("nan")
     scores[0, 1::3] = -1.0
     unpooled = [scores.flip(1)] if pooled else None
-    selection = Selection([scores], [2], [50], unpooled=unpooled, device=device)
+    selection = Selection([scores], [2], [50], unpooled=unpooled, splits=splits, device=device)
     kept = selection.kept[0, :50]
     assert (kept.diff() > 0).all() and kept[0] >= 0 and kept[-2:].tolist() == [200, 201]
     moves = int(selection.num_moves[0, 0])

@@ -12,9 +12,13 @@ from torch import Tensor
 from vllm.triton_utils import tl, triton
 
 from vllm_kvx.equations import saliency as dense
+from vllm_kvx.ops import radix
 
 # Scores that the program of one row and request reads at a time.
 _BLOCK = 8192
+# From how many scores on many programs find a row's bound, and not the one that writes what stays.
+# None is never: off until it is measured, `python -m benchmarks.saliency` times both.
+SHARED_FROM: int | None = None
 
 
 def select_kept(
@@ -27,6 +31,7 @@ def select_kept(
     total_kept: int,
     block: int = _BLOCK,
     unpooled: Tensor | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """Indices of the kept keys, ascending, counted from the request's first key.
 
@@ -42,6 +47,8 @@ def select_kept(
         block: scores read at a time, a power of two, at most 16384.
         unpooled: (R, total_keys) float32, what decides among equal scores; unit stride along a row.
             It is read only where some of them stay and others do not. None: their index decides.
+        splits: programs that share a row to find its bound; 0 leaves it to the one that writes what
+            stays, None to SHARED_FROM.
 
     Returns:
         (R, total_kept) int32, request f in columns out_offsets[f]:out_offsets[f + 1]; those from
@@ -49,7 +56,7 @@ def select_kept(
     """
     kept = torch.empty(scores.shape[0], total_kept, dtype=torch.int32, device=scores.device)
     sizes = (num_keys, windows, caps, offsets, out_offsets)
-    _select(scores, unpooled, *sizes, kept, None, None, block)
+    _select(scores, unpooled, *sizes, kept, None, None, block, splits)
     return kept
 
 
@@ -63,6 +70,7 @@ def select_moves(
     total_kept: int,
     block: int = _BLOCK,
     unpooled: Tensor | None = None,
+    splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moves after which the first caps[f] slots hold exactly the kept keys.
 
@@ -82,7 +90,7 @@ def select_moves(
     targets = torch.empty_like(sources)
     num_moves = sources.new_empty(rows, num_keys.shape[0])
     sizes = (num_keys, windows, caps, offsets, out_offsets)
-    _select(scores, unpooled, *sizes, sources, targets, num_moves, block)
+    _select(scores, unpooled, *sizes, sources, targets, num_moves, block, splits)
     return sources, targets, num_moves
 
 
@@ -98,10 +106,19 @@ def _select(
     targets: Tensor | None,
     num_moves: Tensor | None,
     block: int,
+    splits: int | None,
 ) -> None:
-    if not (num_keys.shape[0] and scores.shape[0]):
+    requests = num_keys.shape[0]
+    if not (requests and scores.shape[0]):
         return
-    _select_kernel[(scores.shape[0], num_keys.shape[0])](
+    if splits is None:
+        shared = SHARED_FROM is not None and scores.is_cuda and scores.shape[1] >= SHARED_FROM
+        splits = radix.splits_of(scores.shape[0] * requests) if shared else 0
+    bounds = None
+    if splits:
+        outside = num_keys - windows
+        bounds = radix.find_bounds(scores, outside, caps - windows, offsets, splits)
+    _select_kernel[(scores.shape[0], requests)](
         scores,
         scores.stride(0),
         unpooled,
@@ -115,6 +132,8 @@ def _select(
         targets,
         first_out.stride(0),
         num_moves,
+        bounds,
+        BOUNDED=bounds is not None,
         MOVES=targets is not None,
         POOLED=unpooled is not None,
         BLOCK=block,
@@ -207,6 +226,17 @@ def cut(scores, unpooled, outside, wanted, POOLED: tl.constexpr, BLOCK: tl.const
         ties_wanted: how many are wanted of those that are equal in both.
     """
     low, ties_wanted, equal = _bisect(scores, scores, 0, 0, outside, outside, wanted, False, BLOCK)
+    low_peak, cuts, ties_wanted = _among_equal(
+        scores, unpooled, outside, low, ties_wanted, equal, POOLED, BLOCK
+    )
+    return low, low_peak, cuts, ties_wanted
+
+
+@triton.jit
+def _among_equal(
+    scores, unpooled, outside, low, ties_wanted, equal, POOLED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`cut` where the bound is known. equal: how many scores are, if that is more than wanted."""
     cuts = equal > 0
     low_peak = tl.full((), -2147483648, dtype=tl.int32)
     if POOLED:  # noqa: SIM102 (one is known when the kernel is compiled)
@@ -223,7 +253,7 @@ def cut(scores, unpooled, outside, wanted, POOLED: tl.constexpr, BLOCK: tl.const
             low_peak, ties_wanted, _ = _bisect(
                 unpooled, scores, low, first, last + 1, equal, ties_wanted, True, BLOCK
             )
-    return low, low_peak, cuts, ties_wanted
+    return low_peak, cuts, ties_wanted
 
 
 @triton.jit(
@@ -253,6 +283,8 @@ def _select_kernel(
     targets,
     out_stride,
     num_moves,
+    bounds,
+    BOUNDED: tl.constexpr,
     MOVES: tl.constexpr,
     POOLED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -267,7 +299,21 @@ def _select_kernel(
     out = row * out_stride + tl.load(out_offsets + request)
     if POOLED:
         unpooled += row * unpooled_stride + tl.load(offsets + request)
-    low, low_peak, cuts, ties_wanted = cut(scores, unpooled, outside, wanted, POOLED, BLOCK)
+    if BOUNDED:
+        low = tl.full((), -2147483648, dtype=tl.int32)
+        ties_wanted = wanted
+        equal = tl.zeros_like(wanted)
+        if outside > wanted:
+            bound = bounds + (request * tl.num_programs(0) + row) * radix.FIELDS
+            low = tl.load(bound) ^ -2147483648
+            ties_wanted = tl.load(bound + 1)
+            equal = tl.load(bound + 2)
+            equal = tl.where(equal > ties_wanted, equal, 0)
+        low_peak, cuts, ties_wanted = _among_equal(
+            scores, unpooled, outside, low, ties_wanted, equal, POOLED, BLOCK
+        )
+    else:
+        low, low_peak, cuts, ties_wanted = cut(scores, unpooled, outside, wanted, POOLED, BLOCK)
     sure = tl.zeros_like(length)
     ties = tl.zeros_like(length)
     kept_below_cap = tl.zeros_like(length)

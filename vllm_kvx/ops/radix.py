@@ -1,0 +1,242 @@
+"""The score that separates the best of every row and KV head, found by many programs each."""
+
+import torch
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+
+# How far each digit of a key is shifted, from the top. Triton's histogram takes time for each bin:
+# four passes with few bins are faster than three with many.
+_SHIFTS = (24, 16, 8, 0)
+_BITS = 8
+BINS = 1 << _BITS
+# Scores that a program reads at a time.
+BLOCK = 2048
+# How many programs scan scores in all.
+_PROGRAMS = 1024
+_MAX_SPLITS = 64
+# What is known of a row and head after a digit: the wanted key so far, how many with it are still
+# wanted, and how many there are.
+FIELDS = tl.constexpr(3)
+
+
+def splits_of(num_pairs: int) -> int:
+    """How many programs share the scores of one row and head, of so many in all."""
+    return min(max(_PROGRAMS // num_pairs, 1), _MAX_SPLITS)
+
+
+def find_bounds(
+    scores: Tensor, lens: Tensor, budgets: Tensor, offsets: Tensor, splits: int
+) -> Tensor:
+    """The score that separates the best `budgets[r]` of the first `lens[r]`, by row and head.
+
+    Args:
+        scores: (G, capacity) float32, at least 0; row r's begin at offsets[r]. Their bits as int32
+            are their order.
+        lens, budgets: (R,) int32. offsets: (R,) int64, or more.
+        splits: programs that share a row and head.
+
+    Returns:
+        (R, G, 3) int32: the bound's bits with the sign bit turned, how many scores equal to it are
+        among the best, and how many there are. Not written where there
+        are no more scores than `budgets`.
+    """
+    what = (scores, lens, budgets, offsets)
+    scan = (splits, scores.shape[0], lens.shape[0])
+    state, _ = find_digits(what, scan, 1, fused=False, by_bits=True)
+    return state[-1]
+
+
+def find_digits(
+    what: tuple[Tensor, Tensor, Tensor, Tensor],
+    scan: tuple[int, int, int],
+    unit: int,
+    *,
+    fused: bool,
+    by_bits: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Finds all digits of the wanted keys but, if `fused`, the last one.
+
+    Args:
+        what: scores, lens, budgets and offsets, as `find_bounds` has them; lens in tokens.
+        scan: programs that share a row and head, heads, rows. unit: tokens of a score.
+        by_bits: see ``load_keys``.
+
+    Returns:
+        state, histogram: by digit where each has its own; what the kernels that follow read.
+    """
+    scores, lens, budgets, _ = what
+    splits, kv_heads, num_rows = scan
+    device = scores.device
+    # By digit where each has its own: no program clears what another still reads.
+    digits = len(_SHIFTS) if fused else 1
+    pairs = (num_rows, kv_heads)
+    histogram = torch.zeros(digits, *pairs, BINS, dtype=torch.int32, device=device)
+    # Before the first digit, and after each.
+    state = torch.empty(digits + 1, *pairs, FIELDS.value, dtype=torch.int32, device=device)
+    for digit, shift in enumerate(_SHIFTS):
+        mine = digit if fused else 0
+        _count_kernel[scan](
+            *what,
+            state[mine - 1 if fused else 1],
+            state[mine],
+            histogram[mine - 1],
+            histogram[mine],
+            scores.stride(0),
+            splits,
+            UNIT=unit,
+            DIGIT=digit,
+            ABOVE=shift + _BITS,
+            SHIFT=shift,
+            MASK=BINS - 1,
+            BINS=BINS,
+            BLOCK=BLOCK,
+            BY_BITS=by_bits,
+            FUSED=fused,
+        )
+        if not fused:
+            _find_kernel[(kv_heads, num_rows)](
+                lens,
+                budgets,
+                state[1],
+                histogram,
+                UNIT=unit,
+                FIRST=digit == 0,
+                SHIFT=shift,
+                BINS=BINS,
+            )
+    return state, histogram
+
+
+@triton.jit
+def load_keys(scores, inside, BY_BITS: tl.constexpr):
+    """int32 keys in the order of the scores, which sort as unsigned numbers.
+
+    BY_BITS: scores are at least 0, and the order is that of their bits as int32, NaN's too.
+    """
+    score = tl.load(scores, mask=inside, other=0.0)
+    if BY_BITS:
+        return score.to(tl.int32, bitcast=True) ^ -2147483648
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # Negative zero is zero.
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648)
+
+
+@triton.jit
+def share(num_units, splits, BLOCK: tl.constexpr):
+    """The units that this program scans: whole blocks."""
+    per_split = tl.cdiv(tl.cdiv(num_units, splits), BLOCK) * BLOCK
+    begin = tl.program_id(0) * per_split
+    return begin, tl.minimum(begin + per_split, num_units)
+
+
+@triton.jit
+def found(prefix, wanted, histogram, SHIFT: tl.constexpr, BINS: tl.constexpr):
+    """The wanted key with this digit, how many like it are still wanted, and how many there are."""
+    bins = tl.arange(0, BINS)
+    counted = tl.load(histogram + bins)
+    from_top = tl.sum(counted, axis=0) - tl.cumsum(counted, axis=0) + counted
+    chosen = tl.max(tl.where(from_top >= wanted, bins, 0), axis=0)
+    above = tl.sum(tl.where(bins == chosen, from_top - counted, 0), axis=0)
+    equal = tl.sum(tl.where(bins == chosen, counted, 0), axis=0)
+    return prefix | (chosen << SHIFT), wanted - above, equal
+
+
+@triton.jit
+def store(state, prefix, wanted, equal):
+    tl.store(state, prefix)
+    tl.store(state + 1, wanted)
+    tl.store(state + 2, equal)
+
+
+@triton.jit
+def _count_kernel(
+    scores,
+    row_lens,
+    row_budgets,
+    row_offsets,
+    before,
+    state,
+    last_histogram,
+    histogram,
+    score_stride,
+    splits,
+    UNIT: tl.constexpr,
+    DIGIT: tl.constexpr,
+    ABOVE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """Adds up how often each digit occurs among keys that begin like the wanted one.
+
+    before: the wanted key's digits so far. If FUSED, those but for the last one, which every
+    program finds in `last_histogram`; the first program writes them to `state`.
+    """
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
+    budget = tl.load(row_budgets + row)
+    if num_units <= budget:
+        return
+    begin, end = share(num_units, splits, BLOCK)
+    if begin >= end:
+        return
+    place = row * tl.num_programs(1) + head
+    mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
+    prefix = 0
+    if DIGIT > 0:
+        if FUSED:
+            wanted = budget
+            if DIGIT > 1:
+                prefix = tl.load(before + place * FIELDS)
+                wanted = tl.load(before + place * FIELDS + 1)
+            last = last_histogram + place.to(tl.int64) * BINS
+            prefix, wanted, equal = found(prefix, wanted, last, ABOVE, BINS)
+            if tl.program_id(0) == 0:
+                store(state + place * FIELDS, prefix, wanted, equal)
+        else:
+            prefix = tl.load(before + place * FIELDS)
+    at = tl.arange(0, BLOCK)
+    counted = tl.zeros((BINS,), tl.int32)
+    left_out = tl.zeros((), tl.int32)
+    for start in range(begin, end, BLOCK):
+        inside = start + at < end
+        key = load_keys(mine + start + at, inside, BY_BITS)
+        if DIGIT > 0:
+            inside = inside & ((key >> ABOVE) == (prefix >> ABOVE))
+        counted += tl.histogram(tl.where(inside, (key >> SHIFT) & MASK, 0), BINS)
+        left_out += BLOCK - tl.sum(inside.to(tl.int32), axis=0)
+    bins = tl.arange(0, BINS)
+    counted -= tl.where(bins == 0, left_out, 0)
+    tl.atomic_add(histogram + place.to(tl.int64) * BINS + bins, counted, mask=counted > 0)
+
+
+@triton.jit
+def _find_kernel(
+    row_lens,
+    row_budgets,
+    state,
+    histogram,
+    UNIT: tl.constexpr,
+    FIRST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Finds the wanted key's digit, and how many keys with it are still wanted; clears the bins."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    budget = tl.load(row_budgets + row)
+    if tl.cdiv(tl.load(row_lens + row), UNIT) <= budget:
+        return
+    place = row * tl.num_programs(0) + head
+    prefix = 0
+    wanted = budget
+    if not FIRST:
+        prefix = tl.load(state + place * FIELDS)
+        wanted = tl.load(state + place * FIELDS + 1)
+    mine = histogram + place.to(tl.int64) * BINS
+    prefix, wanted, equal = found(prefix, wanted, mine, SHIFT, BINS)
+    store(state + place * FIELDS, prefix, wanted, equal)
+    tl.store(mine + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
