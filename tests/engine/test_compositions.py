@@ -15,6 +15,7 @@ from reference.structsnap import StructSnap
 from torch import Tensor
 from world import inside
 from world.engine import running
+from world.nightly import nightly
 from world.parity import ATOL
 from world.prompts import distinct_prompts
 
@@ -85,7 +86,7 @@ CASES: dict[str, Callable[..., KeptResult]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", [None, 17])
+@pytest.mark.parametrize("tokens", [pytest.param(None, marks=nightly), 17])
 def test_retention_follows_another_method_s_propagation(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tokens: int | None
 ) -> None:

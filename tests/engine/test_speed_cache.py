@@ -17,7 +17,9 @@ def block_bytes(engine_layers: int, kv_heads: int = 2, head_dim: int = 32) -> in
     return engine_layers * 2 * BLOCK * kv_heads * head_dim * 4
 
 
-@pytest.mark.parametrize("policies", [[None], [None, "full"]])
+@pytest.mark.parametrize(
+    "policies", [pytest.param([None], marks=nightly), [None, "full"]], ids=["alone", "mixed"]
+)
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], policies: list) -> None:
     model = tiny()
     prompts = prompts_of((180, 150, 200, 170, 90, 129))

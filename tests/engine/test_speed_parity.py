@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from world.engine import running
 from world.expected import Speed
+from world.nightly import nightly
 from world.parity import assert_parity
 from world.prompts import EDGES, prompts_of
 
@@ -17,13 +18,13 @@ LONG = (500, 1999, 2000)
     [
         ("llama", {}, 1),
         ("llama", {}, 4),
-        ("llama", {}, 7),
+        pytest.param("llama", {}, 7, marks=nightly),
         ("llama", {"kv_heads": 4}, 5),
         ("mistral", {}, 6),
-        ("mistral", {"kv_heads": 4}, 3),
-        ("qwen2", {}, 4),
+        pytest.param("mistral", {"kv_heads": 4}, 3, marks=nightly),
+        pytest.param("qwen2", {}, 4, marks=nightly),
         ("qwen2", {"kv_heads": 4}, 6),
-        ("qwen3", {}, 5),
+        pytest.param("qwen3", {}, 5, marks=nightly),
         ("qwen3", {"kv_heads": 4, "layers": 7}, 3),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from world import inside
 from world.engine import running
+from world.nightly import nightly
 from world.parity import assert_close
 from world.prompts import prompts_of
 
@@ -82,7 +83,9 @@ def test_switched_off(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "arch", ["llama", pytest.param("mistral", marks=nightly), "qwen2", "qwen3"]
+)
 def test_answers_are_the_same(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:

@@ -112,7 +112,12 @@ def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"], indirect=True)
+@pytest.mark.parametrize(
+    "scheduling",
+    [True, pytest.param(False, marks=nightly)],
+    ids=["async", "sync"],
+    indirect=True,
+)
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], scheduling: bool) -> None:
     """A pool that is too small; with asynchronous scheduling blocks are undecided for a step."""
     model = tiny()

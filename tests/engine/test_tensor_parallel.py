@@ -17,6 +17,7 @@ from reference.swiftkv import Swift
 from world import inside
 from world.engine import running
 from world.expected import FULL, Policy, Read, Speed, is_served, named
+from world.nightly import nightly
 from world.parity import ask, assert_close, assert_parity, room_for
 from world.prompts import distinct_prompts, prompts_of
 
@@ -96,6 +97,7 @@ MORE: list[Policy] = [
 ]
 
 
+@nightly
 @pytest.mark.skipif(not any(map(is_served, MORE)), reason="none of them is served")
 def test_tp2_of_further_methods(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that ranks have to add up, and scores that each has for its own KV heads."""

@@ -1,15 +1,18 @@
 """The slot kernel against its torch reference; under Triton's interpreter on CPU."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from vllm_kvx.ops.slots import map_slots, map_slots_reference
+from vllm_kvx.ops.slots import map_slots, map_slots_by_kernel, map_slots_reference
 
 POISON = -7777
 
 
+@pytest.mark.parametrize("map_slots", [map_slots, map_slots_by_kernel])
 @pytest.mark.parametrize("seed", range(12))
-def test_matches_reference(seed: int, device: str) -> None:
+def test_matches_reference(seed: int, map_slots: Callable[..., None], device: str) -> None:
     rng = torch.Generator().manual_seed(seed)
 
     def randint(low: int, high: int) -> int:

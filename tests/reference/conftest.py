@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from . import speed
-from .models import ARCHS, build_model
+from .models import build_model
+from .params import MODELS
 
 LAYERS, KV_HEADS, STEPS, VOCAB = 4, 2, 6, 512
 # Rounding between two orders of the same float32 sums; engine tests have 1e-4.
@@ -25,7 +26,7 @@ CLEAR = 1e-2
 Sees = Callable[[int, int, int, int], bool]
 
 
-@pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> PreTrainedModel:

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from . import fastkv, speed
 from .fastkv import Keep
-from .models import ARCHS, build_model
+from .models import build_model
+from .params import MODELS
 
 LAYERS, KV_HEADS, STEPS, VOCAB = 4, 2, 6, 512
 # Rounding between two orders of the same float32 sums; engine tests have 1e-4.
@@ -26,7 +27,7 @@ FASTKV = Keep(tsp_layer=1, tsp_rate=0.5, kv_rate=0.3, window=4, kernel=5)
 Sees = Callable[[int, int, int], bool]
 
 
-@pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arch, kv_heads = request.param
     return build_model(tmp_path_factory.mktemp(arch), arch=arch, kv_heads=kv_heads, layers=LAYERS)

@@ -12,7 +12,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from . import fastkv, fier, speed, structkv
 from .fastkv import Keep
 from .fier import Retrieve
-from .models import ARCHS, build_model
+from .models import build_model
+from .params import MODELS
 from .structkv import Struct
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +28,7 @@ QUEST = Retrieve(budget=20, group=4, pages=True)
 FASTKV = Keep(tsp_layer=1, tsp_rate=0.8, kv_rate=0.6, window=4, kernel=5)
 
 
-@pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> PreTrainedModel:

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from . import speed
-from .models import ARCHS, add_tokenizer, build_model
+from .models import add_tokenizer, build_model
+from .params import MODELS
 
 LAYERS, CUTOFF, STEPS, VOCAB = 8, 5, 12, 512
 # Rounding between two orders of the same float32 sums; engine tests have 1e-4.
@@ -16,7 +17,7 @@ ATOL = 3e-5
 CLEAR = 1e-2
 
 
-@pytest.fixture(scope="module", params=[(arch, kv) for arch in ARCHS for kv in (2, 4)], ids=str)
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arch, kv_heads = request.param
     return build_model(tmp_path_factory.mktemp(arch), arch=arch, kv_heads=kv_heads, layers=LAYERS)

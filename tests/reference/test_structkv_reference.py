@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from . import fastkv, speed, structkv, structsnap
 from .conftest import pooled
 from .fastkv import Keep
-from .models import ARCHS, build_model
+from .models import build_model
+from .params import MODELS
 from .structkv import METRICS, WEIGHTS, Struct
 
 LAYERS, KV_HEADS, STEPS, VOCAB = 4, 2, 6, 512
@@ -30,7 +31,7 @@ TOKENS = paper(pivot=1, struct_rate=0.5, kv_rate=0.3, window=4)
 BLOCKS = replace(TOKENS, block_size=4)
 
 
-@pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> PreTrainedModel:

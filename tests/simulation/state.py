@@ -174,60 +174,29 @@ class Tables:
             SimpleNamespace(gpu=torch.zeros(max_reqs, width, dtype=torch.int32))
             for _ in range(num_groups)
         ]
-        # For `map_slots`, which wants addresses: its stand-in below takes the tables themselves.
-        self.block_table_ptrs = [table.gpu.numpy() for table in self.block_tables]
-        self.block_table_strides = None
-        self.block_sizes_tensor = self.block_sizes
+        self._arrays = [table.gpu.numpy() for table in self.block_tables]
+        addresses = [table.gpu.data_ptr() for table in self.block_tables]
+        self.block_table_ptrs = torch.tensor(addresses, dtype=torch.uint64)
+        self.block_table_strides = torch.full((num_groups,), width)
+        self.block_sizes_tensor = torch.tensor(self.block_sizes, dtype=torch.int32)
         self.slot_mappings = torch.zeros(num_groups, 1, dtype=torch.int64)
 
     def append(self, request: int, new_blocks: Sequence[Sequence[int]], overwrite: bool) -> None:
         for group, blocks in enumerate(new_blocks):
             begin = 0 if overwrite else int(self.num_blocks.np[group, request])
             end = begin + len(blocks)
-            self.block_table_ptrs[group][request, begin:end] = blocks
+            self._arrays[group][request, begin:end] = blocks
             self.num_blocks.np[group, request] = end
 
     def gather(self, requests: Ints, num_tokens: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """The tables of a batch, and room for its slots; what is past a table's end is block 0."""
         tables = []
-        for group, table in enumerate(self.block_table_ptrs):
+        for group, table in enumerate(self._arrays):
             held = self.num_blocks.np[group, requests, None]
             rows = np.where(np.arange(table.shape[1]) < held, table[requests], 0)
             tables.append(torch.from_numpy(rows))
         self.slot_mappings = torch.full((len(tables), num_tokens), PAD_SLOT_ID, dtype=torch.int64)
         return tuple(tables), self.slot_mappings
-
-
-def map_slots_on_host(
-    group_ids: Tensor,
-    group_stages: Tensor,
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    gap_starts: Tensor,
-    gap_sizes: Tensor,
-    tables: Sequence[np.ndarray],
-    strides: None,
-    block_sizes: Sequence[int],
-    slot_mappings: Tensor,
-    stored_lens: Tensor,
-    num_reqs: int,
-) -> None:
-    """``ops.slots.map_slots``, which Triton's interpreter takes long for."""
-    requests, at = idx_mapping.numpy(), positions.numpy()
-    owner = np.repeat(requests, np.diff(query_start_loc.numpy()))
-    starts, sizes = gap_starts.cpu().numpy(), gap_sizes.cpu().numpy()
-    for stage in range(len(starts)):
-        past = np.clip(seq_lens.numpy() - starts[stage, requests], 0, sizes[stage, requests])
-        stored_lens[stage, :num_reqs] = torch.from_numpy(seq_lens.numpy() - past)
-    for group, stage in zip(group_ids.tolist(), group_stages.tolist(), strict=True):
-        start, size = starts[stage, owner], sizes[stage, owner]
-        kept = (at < start) | (at >= start + size)
-        entry = np.where(kept, at - np.where(at < start, 0, size), 0)
-        block = tables[group][owner, entry // block_sizes[group]].astype(np.int64)
-        slots = np.where(kept, block * block_sizes[group] + entry % block_sizes[group], PAD_SLOT_ID)
-        slot_mappings[group] = torch.from_numpy(slots)
 
 
 def input_batch(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,14 +28,12 @@ from simulation.state import (
     Tables,
     attention_groups,
     input_batch,
-    map_slots_on_host,
 )
 from simulation.traffic import VOCAB, Text
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
 from vllm_kvx.cache.states import STATE_BLOCKS
 from vllm_kvx.models.passes import StepPlan
 from vllm_kvx.settings import request_policy
-from vllm_kvx.worker import model_state
 
 
 class Worker:
@@ -208,8 +205,7 @@ class Worker:
         """What the model state makes of a step, in the order of vLLM's hooks."""
         state, config, mode = self.state, self.kv_cache_config, self._graph_mode(batch)
         tables, slots = self.tables.gather(batch.idx_mapping_np, batch.num_tokens)
-        with patch.object(model_state, "map_slots", map_slots_on_host):
-            state.preprocess_state(batch, tables, config, batch.positions)
+        state.preprocess_state(batch, tables, config, batch.positions)
         metadata = state.prepare_attn(batch, mode, tables, slots, self._attention_groups, config)
         token_ids = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._ids))
         state.prepare_inputs(batch, cast(Any, token_ids))

@@ -227,10 +227,20 @@ def running(model: Path, policy: str | None, **options: Any) -> Iterator[Engine]
     try:
         yield engine
     finally:
-        engine.llm.llm_engine.engine_core.shutdown()
-        del engine
-        cleanup_dist_env_and_memory()
-        gc.collect()
+        with _collecting_once():
+            engine.llm.llm_engine.engine_core.shutdown()
+            del engine
+            cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _collecting_once() -> Iterator[None]:
+    """Garbage is collected at the end of the block, and not each time that somebody asks for it."""
+    collect = gc.collect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda generation=2: 0)
+        yield
+    collect()
 
 
 def keep_in_process(monkeypatch: pytest.MonkeyPatch) -> None:

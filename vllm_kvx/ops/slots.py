@@ -5,6 +5,9 @@ stage with a gap (``policy.axes.Gap``) stores its entries contiguously without t
 slots and lengths are rewritten here, on device, in place of vLLM's.
 """
 
+import ctypes
+
+import numpy as np
 import torch
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
@@ -41,7 +44,62 @@ def map_slots(
         slot_mappings: (G, max_num_tokens) int64, overwritten; the gap gets ``PAD_SLOT_ID``.
         stored_lens: (S, max_num_reqs) int32, overwritten in batch order; padding gets 0.
         num_reqs_padded: rows of ``stored_lens`` to fill.
+
+    On CPU the host does it: interpreted, the kernel takes longer than a small model's step.
     """
+    if slot_mappings.device.type == "cpu":
+        _map_on_host(
+            group_ids.tolist(),
+            group_stages.tolist(),
+            idx_mapping.numpy(),
+            query_start_loc.numpy(),
+            positions.numpy(),
+            seq_lens.numpy(),
+            gap_starts.numpy(),
+            gap_sizes.numpy(),
+            block_table_ptrs.tolist(),
+            block_table_strides.tolist(),
+            block_sizes.tolist(),
+            slot_mappings.numpy(),
+            stored_lens.numpy(),
+            num_reqs_padded,
+        )
+        return
+    map_slots_by_kernel(
+        group_ids,
+        group_stages,
+        idx_mapping,
+        query_start_loc,
+        positions,
+        seq_lens,
+        gap_starts,
+        gap_sizes,
+        block_table_ptrs,
+        block_table_strides,
+        block_sizes,
+        slot_mappings,
+        stored_lens,
+        num_reqs_padded,
+    )
+
+
+def map_slots_by_kernel(
+    group_ids: torch.Tensor,
+    group_stages: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gap_starts: torch.Tensor,
+    gap_sizes: torch.Tensor,
+    block_table_ptrs: torch.Tensor,
+    block_table_strides: torch.Tensor,
+    block_sizes: torch.Tensor,
+    slot_mappings: torch.Tensor,
+    stored_lens: torch.Tensor,
+    num_reqs_padded: int,
+) -> None:
+    """`map_slots` by the Triton kernel, on any device."""
     _map_slots_kernel[(group_ids.shape[0], num_reqs_padded)](
         group_ids,
         group_stages,
@@ -121,6 +179,42 @@ def _map_slots_kernel(
         block = tl.load(table + index // block_size, mask=mask & kept, other=0)
         slot = block.to(tl.int64) * block_size + index % block_size
         tl.store(slots + token, tl.where(kept, slot, PAD_ID), mask=mask)
+
+
+def _map_on_host(
+    group_ids: list[int],
+    group_stages: list[int],
+    requests: np.ndarray,
+    query_start_loc: np.ndarray,
+    positions: np.ndarray,
+    seq_lens: np.ndarray,
+    gap_starts: np.ndarray,
+    gap_sizes: np.ndarray,
+    table_addresses: list[int],
+    table_strides: list[int],
+    block_sizes: list[int],
+    slot_mappings: np.ndarray,
+    stored_lens: np.ndarray,
+    num_reqs_padded: int,
+) -> None:
+    """`map_slots` on the host, over all tokens at once; arguments as there."""
+    num_reqs = len(requests)
+    starts = query_start_loc[: num_reqs + 1]
+    tokens = slice(starts[0], starts[-1])
+    owner, at, lens = np.repeat(requests, np.diff(starts)), positions[tokens], seq_lens[:num_reqs]
+    for group, stage in zip(group_ids, group_stages, strict=True):
+        first, size = gap_starts[stage], gap_sizes[stage]
+        in_gap = np.clip(lens - first[requests], 0, size[requests])
+        stored_lens[stage, :num_reqs] = lens - in_gap
+        stored_lens[stage, num_reqs:num_reqs_padded] = 0
+        kept = (at < first[owner]) | (at >= first[owner] + size[owner])
+        index = np.where(kept, at - np.where(at < first[owner], 0, size[owner]), 0)
+        rows, width = int(requests.max(initial=0)) + 1, table_strides[group]
+        address = ctypes.cast(table_addresses[group], ctypes.POINTER(ctypes.c_int32))
+        table = np.ctypeslib.as_array(address, (rows, width))
+        block_size = block_sizes[group]
+        slots = table[owner, index // block_size].astype(np.int64) * block_size + index % block_size
+        slot_mappings[group, tokens] = np.where(kept, slots, PAD_SLOT_ID)
 
 
 def map_slots_reference(
