@@ -36,8 +36,8 @@ SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
 
 
 def requests_wanted() -> int:
-    """KVX_SOAK_REQUESTS: how many requests, 60 unless told."""
-    return int(os.environ.get("KVX_SOAK_REQUESTS", "60"))
+    """KVX_SOAK_REQUESTS: how many requests, 300 unless told: five minutes of one core."""
+    return int(os.environ.get("KVX_SOAK_REQUESTS", "300"))
 
 
 @dataclass
