@@ -78,7 +78,6 @@ CASES = [
     ("scheduler_config.disable_hybrid_kv_cache_manager", True, "--disable-hybrid-kv-cache"),
     ("scheduler_config.scheduler_cls", "their.Scheduler", "--scheduler-cls"),
     ("compilation_config.cudagraph_mode", CUDAGraphMode.FULL, "FULL_AND_PIECEWISE"),
-    ("compilation_config.mode", CompilationMode.VLLM_COMPILE, "--enforce-eager"),
     ("offload_config.offload_backend", "prefetch", "--offload-group-size"),
     ("attention_config.use_non_causal", True, "use_non_causal"),
     ("attention_config.hisparse_config", object(), "hisparse_config"),
@@ -438,6 +437,9 @@ def test_rows_for_every_policy(stock, monkeypatch) -> None:
     assert not reasons(ALWAYS, stock)
     (found,) = reasons(ALWAYS, changed(stock, "model_config.runner_type", "pooling"))
     assert "pooling" in found
+    compiled = changed(stock, "compilation_config.mode", CompilationMode.VLLM_COMPILE)
+    (found,) = reasons(ALWAYS, compiled)
+    assert "--enforce-eager" in found
     (found,) = reasons(ALWAYS, changed(stock, "use_v2_model_runner", False))
     assert "VLLM_USE_V2_MODEL_RUNNER" in found
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")

@@ -46,17 +46,17 @@ ALWAYS: tuple[Refusal, ...] = (
         "this server uses vLLM's Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER or set it to 1",
     ),
     Refusal(
+        lambda c: _is_cpu() and c.use_v2_model_runner and c.compilation_config.mode.name != "NONE",
+        "on CPU Triton's interpreter stands in for a compiler, which torch.compile cannot use: add "
+        "--enforce-eager",
+    ),
+    Refusal(
         lambda c: _env("VLLM_USE_RUST_FRONTEND"),
         "the Rust front end does not check a request's KV policy: unset VLLM_USE_RUST_FRONTEND",
     ),
 )
 
 WITH_POLICY: tuple[Refusal, ...] = (
-    Refusal(
-        lambda c: _is_cpu() and c.use_v2_model_runner and c.compilation_config.mode.name != "NONE",
-        "on CPU Triton's interpreter stands in for a compiler, which torch.compile cannot use: add "
-        "--enforce-eager",
-    ),
     Refusal(
         lambda c: c.lora_config,
         "LoRA is not supported yet: drop --enable-lora, and serve a model that the adapter is "
