@@ -21,7 +21,7 @@ from vllm_kvx.tuning.dialogues import Dialogue, assistant, templated, user
 from vllm_kvx.tuning.documents.base import Ask, Document
 from vllm_kvx.tuning.documents.records import Records
 from vllm_kvx.tuning.documents.values import Values, sections
-from vllm_kvx.tuning.lookups import KINDS, fitted_lookup, long_contexts, lookup, lookup_of
+from vllm_kvx.tuning.lookups import KINDS, _ask, fitted_lookup, long_contexts, lookup, lookup_of
 
 # What has no one right answer, and what the document does not say itself.
 OPEN = {"summary", "explain", "absent", "no_passage"}
@@ -154,13 +154,40 @@ def test_lookups_vary() -> None:
     assert set(turns) == {1, 3} and 0.05 < turns[3] / len(made) < 0.2
     long = sum(len(dialogue.reference.split()) >= 10 for dialogue in made)
     assert 0.2 < long / len(made) < 0.6
-    # Questions before the document: what is asked stands in the first line.
+    # Some ask for several things, and then each is on a line of its own.
+    lists = [d for d in made if re.search(r"\n(1\. |1\) |- |\* |\(1\) ).*\n.+", question_of(d))]
+    assert 0.2 < len(lists) / len(made) < 0.45
+    # Questions before the document: what is asked stands in the first line, but for lists.
     first = sum(
         "?" in dialogue.messages[0]["content"].partition("\n")[0]
         for dialogue in made
         if len(dialogue.messages) == 1
     )
-    assert 0.1 < first / len(made) < 0.5
+    assert 0.06 < first / len(made) < 0.5
+
+
+def question_of(dialogue: Dialogue) -> str:
+    """What stands behind the document, or before it, or in the second turn."""
+    parts = dialogue.messages[-1]["content"].split("\n\n")
+    if len(dialogue.messages) > 1:
+        return "\n\n".join(parts)
+    # The longest paragraphs are the document's.
+    return "\n\n".join((parts[0], parts[-1]))
+
+
+def test_a_list_of_questions_has_all_their_references() -> None:
+    found = 0
+    for seed in range(200):
+        document = KINDS["staff"](random.Random(seed), 200)
+        ask = _ask(document, random.Random(seed))
+        if ask.kind != "several":
+            continue
+        found += 1
+        begin, *lines = ask.question.split("\n")
+        assert 2 <= len(lines) <= 6 and len(set(lines)) == len(lines)
+        assert str(len(lines)) in begin or not re.search(r"\d", begin)
+        assert ask.reference
+    assert 40 < found < 90
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

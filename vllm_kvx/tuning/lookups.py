@@ -26,6 +26,10 @@ from vllm_kvx.tuning.documents.values import sections
 # Shares of dialogues whose question stands before the document, on both of its sides, or in the
 # second turn.
 _AHEAD, _BOTH, _LATER = 0.25, 0.07, 0.12
+# The share of lookups that ask for several things at once, how many at most, and how each begins:
+# every answer found is a lesson, and a long document costs as much to read for one as for six.
+_SEVERAL, _MOST_ASKED = 0.35, 6
+_BULLETS = ("{}. ", "{}) ", "- ", "* ", "({}) ")
 # Shares of questions that say how to answer, and of second turns that follow a real first one.
 _STYLED, _ASKED_BEFORE = 0.2, 0.6
 # Shares of documents of several parts, among those of `lookup`.
@@ -92,7 +96,7 @@ def _posed(kind: str, document: Document, rng: random.Random) -> Dialogue:
         styled = rng.random() < _STYLED
         return f"{ask.question} {framed('style')}" if styled else ask.question
 
-    ask = document.ask(rng)
+    ask = _ask(document, rng)
     begin, end = rng.choice(_MARKS)
     marked = f"{begin}{document.text}{end}"
     place = rng.random()
@@ -120,6 +124,21 @@ def _posed(kind: str, document: Document, rng: random.Random) -> Dialogue:
         if rng.random() < 0.75:
             parts.insert(0, framed("before"))
     return Dialogue((user("\n\n".join(parts)),), kind, ask.reference)
+
+
+def _ask(document: Document, rng: random.Random) -> Ask:
+    """What is asked for: one thing, or several that differ, as a list."""
+    if rng.random() >= _SEVERAL:
+        return document.ask(rng)
+    drawn = (document.ask(rng) for _ in range(rng.randint(2, _MOST_ASKED)))
+    asks = list({ask.question: ask for ask in drawn}.values())
+    if len(asks) == 1:
+        return asks[0]
+    bullet = rng.choice(_BULLETS)
+    begin = rng.choice(sections("frames")["several"]).format(count=len(asks))
+    lines = [f"{bullet.format(number)}{ask.question}" for number, ask in enumerate(asks, start=1)]
+    references = filter(None, (ask.reference for ask in asks))
+    return Ask("several", "\n".join((begin, *lines)), "\n".join(references))
 
 
 def fitted_lookup(seed: str, longest: int, tokenizer: Any) -> Dialogue:
