@@ -71,7 +71,7 @@ RULES = {
     "server": Rule(
         (
             *("policy", "calibration", "cache", "settings", "errors", "models.registry"),
-            *("spelling", "evaluation.records", "tuning.record"),
+            *("spelling", "evaluation.records", "tuning.record", "environment"),
             *("ops.retrieval.backends", "ops.retrieval.cuda", "ops.paged"),
         ),
         "says at start what runs: architectures by name, and which operators there are",

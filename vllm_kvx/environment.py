@@ -2,6 +2,9 @@
 
 import os
 
+# Whether the last layer that sees a whole prompt is split: see ``worker/splits``.
+INNER_CUTS = "KVX_INNER_CUTS"
+
 _OFF = ("", "0", "false", "no", "off")
 
 

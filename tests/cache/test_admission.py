@@ -84,7 +84,8 @@ def test_a_full_stash_makes_prompts_wait() -> None:
     # Retention alone needs no stash.
     assert one.clip(add(one, "c", 500, "snapkv"), 0, 96) == 96
     first.num_computed_tokens = 3 * STASH_PAGE
-    assert one.past_prompt() == [first] and not one.past_prompt()
+    assert not one.past_prompt({"b": 1}), "another step"
+    assert one.past_prompt({"a": 1, "b": 1}) == [first] and not one.past_prompt({"a": 1})
     one.release("a")
     assert one.clip(second, 0, 96) == 96
     one.remove_request("b")

@@ -21,7 +21,14 @@ from vllm_kvx.tuning.dialogues import Dialogue, assistant, templated, user
 from vllm_kvx.tuning.documents.base import Ask, Document
 from vllm_kvx.tuning.documents.records import Records
 from vllm_kvx.tuning.documents.values import Values, sections
-from vllm_kvx.tuning.lookups import KINDS, _ask, fitted_lookup, long_contexts, lookup, lookup_of
+from vllm_kvx.tuning.lookups import (
+    KINDS,
+    fitted_lookup,
+    long_contexts,
+    lookup,
+    lookup_of,
+    questions,
+)
 
 # What has no one right answer, and what the document does not say itself.
 OPEN = {"summary", "explain", "absent", "no_passage"}
@@ -179,7 +186,7 @@ def test_a_list_of_questions_has_all_their_references() -> None:
     found = 0
     for seed in range(200):
         document = KINDS["staff"](random.Random(seed), 200)
-        ask = _ask(document, random.Random(seed))
+        ask = questions(document, random.Random(seed))
         if ask.kind != "several":
             continue
         found += 1

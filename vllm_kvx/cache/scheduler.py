@@ -156,7 +156,7 @@ class _PolicyScheduling:
         self.need_mamba_block_aligned_split = bool(self.admission.coming)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.admission.settle(self.running)  # type: ignore[attr-defined]
-        self._to_shrink = self.admission.past_prompt()
+        self._to_shrink = self.admission.past_prompt(output.num_scheduled_tokens)
         private = {
             request.request_id: blocks
             for request in self._to_shrink

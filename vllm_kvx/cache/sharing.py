@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.request import Request
 
+from vllm_kvx.cache.admission import in_both
 from vllm_kvx.cache.managers import PolicyKVCacheManager, SizedByStorage, anchor_hash
 from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV
 from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows
@@ -206,7 +207,8 @@ class PrefixSharing:
         """How many blocks in a row the first stage has in the cache, `known` of them at least.
 
         A waiting request is looked up in every step. Blocks are evicted from a prefix's end, so
-        where the last one that was there still is, so are those before.
+        where the last one that was there still is, so are those before, but where a prompt that
+        stays in place took its own first blocks out. It counts for the metrics alone.
         """
         groups = [m.kv_cache_group_id for m in self._managers if m.stage == 0]
         hashes, get = self._hashes(request), self._pool.get_cached_block
@@ -248,10 +250,8 @@ class PrefixSharing:
         for request_id, blocks in self.states.held.items():
             if request_id in scheduled:
                 found[request_id] = StateBlocks(tuple(block.block_id for block in blocks))
-        for request_id in list(self._coming):
-            count = scheduled.get(request_id)
-            if count is None:
-                continue
+        for request_id in in_both(self._coming, scheduled):
+            count = scheduled[request_id]
             request, layer = requests[request_id], self._resumes[request_id]
             end = min(request.num_computed_tokens, request.num_prompt_tokens)
             if end == request.num_prompt_tokens:

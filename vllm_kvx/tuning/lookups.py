@@ -96,7 +96,7 @@ def _posed(kind: str, document: Document, rng: random.Random) -> Dialogue:
         styled = rng.random() < _STYLED
         return f"{ask.question} {framed('style')}" if styled else ask.question
 
-    ask = _ask(document, rng)
+    ask = questions(document, rng)
     begin, end = rng.choice(_MARKS)
     marked = f"{begin}{document.text}{end}"
     place = rng.random()
@@ -126,7 +126,7 @@ def _posed(kind: str, document: Document, rng: random.Random) -> Dialogue:
     return Dialogue((user("\n\n".join(parts)),), kind, ask.reference)
 
 
-def _ask(document: Document, rng: random.Random) -> Ask:
+def questions(document: Document, rng: random.Random) -> Ask:
     """What is asked for: one thing, or several that differ, as a list."""
     if rng.random() >= _SEVERAL:
         return document.ask(rng)

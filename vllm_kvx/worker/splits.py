@@ -13,12 +13,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_kvx.environment import is_on
+from vllm_kvx.environment import INNER_CUTS, is_on
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, ONE_PLAN
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.rows import SegmentRows
-
-SWITCH = "KVX_INNER_CUTS"
 
 logger = init_logger("vllm.kvx.splits")
 
@@ -47,8 +45,8 @@ def cuts_of(layout: Layout, attention: Sequence[Attention], device: torch.device
     """
     obstacle = _obstacle(layout, attention)
     if obstacle is not None or not _is_wanted(device):
-        if obstacle is not None and layout.row_cuts and is_on(SWITCH):
-            logger.warning_once("%s has no effect: %s.", SWITCH, obstacle)
+        if obstacle is not None and layout.row_cuts and is_on(INNER_CUTS):
+            logger.warning_once("%s has no effect: %s.", INNER_CUTS, obstacle)
         return Cuts((0, *layout.row_cuts), frozenset())
     splits = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
     whole = {cut for cut in layout.row_cuts if cut == 1}
@@ -57,7 +55,7 @@ def cuts_of(layout: Layout, attention: Sequence[Attention], device: torch.device
 
 def _is_wanted(device: torch.device) -> bool:
     """What the switch says; without it, not on GPUs, where it has to be measured first."""
-    return is_on(SWITCH) if SWITCH in os.environ else device.type == "cpu"
+    return is_on(INNER_CUTS) if INNER_CUTS in os.environ else device.type == "cpu"
 
 
 def _obstacle(layout: Layout, attention: Sequence[Attention]) -> str | None:
