@@ -247,7 +247,7 @@ def test_another_cutoff_learns_from_the_same_answers(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--max-length", "256"), "use --max-length 5"),
+        (("--max-length", "256"), "holds prompts with answers of up to"),
         (("--held-out", "40"), "40 examples, of which 40 are held out"),
         (("--count", "10"), "--count has no meaning with --examples"),
         (("--prompts", "x.jsonl"), "--examples brings its own prompts: leave out --prompts"),
