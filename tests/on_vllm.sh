@@ -23,7 +23,7 @@ SMOKE=(
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[pyramid]"
     tests/server/test_misplaced.py
     tests/server/test_refusals.py
-    "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[policies0]"
+    "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[mixed]"
     "$ENGINES/test_speed_cache.py::test_prefix_hit_equals_cold"
     "$ENGINES/test_fastkv_parity.py::test_layers_and_rates"
     "$ENGINES/test_fier_cache.py::test_prefixes"
