@@ -211,6 +211,9 @@ def test_an_option_that_is_passed_on_or_need_not_be_given_may_be_tried(
     monkeypatch.setenv(seams.OVERRIDE_VARIABLE, "1")
     # vLLM's loggers do not propagate.
     logger = logging.getLogger("vllm.kvx")
+    # Engines of other tests may have left it silent.
+    caplog.set_level(logging.WARNING, logger.name)
+    monkeypatch.setattr(logger, "disabled", False)
     logger.addHandler(caplog.handler)
     try:
         seams.check_engine(PolicyWorker)
