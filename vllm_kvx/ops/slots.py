@@ -29,6 +29,7 @@ def map_slots(
     slot_mappings: torch.Tensor,
     stored_lens: torch.Tensor,
     num_reqs_padded: int,
+    on_host: bool | None = None,
 ) -> None:
     """Rewrites ``slot_mappings`` of the given KV groups and fills ``stored_lens``.
 
@@ -44,10 +45,10 @@ def map_slots(
         slot_mappings: (G, max_num_tokens) int64, overwritten; the gap gets ``PAD_SLOT_ID``.
         stored_lens: (S, max_num_reqs) int32, overwritten in batch order; padding gets 0.
         num_reqs_padded: rows of ``stored_lens`` to fill.
-
-    On CPU the host does it: interpreted, the kernel takes longer than a small model's step.
+        on_host: whether the host does it, and not the kernel; if not given, where all is on CPU:
+            interpreted, the kernel takes longer than a small model's step.
     """
-    if slot_mappings.device.type == "cpu":
+    if slot_mappings.device.type == "cpu" if on_host is None else on_host:
         _map_on_host(
             group_ids.tolist(),
             group_stages.tolist(),
@@ -65,41 +66,6 @@ def map_slots(
             num_reqs_padded,
         )
         return
-    map_slots_by_kernel(
-        group_ids,
-        group_stages,
-        idx_mapping,
-        query_start_loc,
-        positions,
-        seq_lens,
-        gap_starts,
-        gap_sizes,
-        block_table_ptrs,
-        block_table_strides,
-        block_sizes,
-        slot_mappings,
-        stored_lens,
-        num_reqs_padded,
-    )
-
-
-def map_slots_by_kernel(
-    group_ids: torch.Tensor,
-    group_stages: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gap_starts: torch.Tensor,
-    gap_sizes: torch.Tensor,
-    block_table_ptrs: torch.Tensor,
-    block_table_strides: torch.Tensor,
-    block_sizes: torch.Tensor,
-    slot_mappings: torch.Tensor,
-    stored_lens: torch.Tensor,
-    num_reqs_padded: int,
-) -> None:
-    """`map_slots` by the Triton kernel, on any device."""
     _map_slots_kernel[(group_ids.shape[0], num_reqs_padded)](
         group_ids,
         group_stages,
