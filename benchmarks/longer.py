@@ -216,7 +216,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     args = parser.parse_args(argv)
     for path in args.files:
-        print(f"{path.name}\n\n{table(estimates(json.loads(path.read_text()), args.lengths))}\n")
+        try:
+            found = estimates(json.loads(path.read_text(encoding="utf-8")), args.lengths)
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"{path}: {error}; give results of benchmarks.compare")
+        print(f"{path.name}\n\n{table(found)}\n")
     return 0
 
 

@@ -1,5 +1,6 @@
 """Estimates for prompts that were not measured: the arithmetic, and what it gives back."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,19 @@ def test_what_cannot_be_told() -> None:
         longer.estimates(content({"stock": {"ttft:1000": 1.0}}), [2000])
     with pytest.raises(ValueError, match="not known before"):
         longer.memory_of(SHAPE, "structkv:pivot=online,min_layer=1,max_layer=2", 2000)
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"engines": {}}'])
+def test_files_that_are_no_results(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        longer.main([str(path)])
+    assert ended.value.code == 2
+    assert "give results of benchmarks.compare" in capsys.readouterr().err
 
 
 def test_the_table_names_every_estimate() -> None:
