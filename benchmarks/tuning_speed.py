@@ -32,7 +32,8 @@ def job(model: str, device: str, **changes: Any) -> Job:
     """The paper's LoRA, but for `changes`."""
     settings: dict[str, Any] = {
         "model": model, "revision": None, "cutoff": None, "anchors": 1, "tail": 1,
-        "method": "lora", "loss": "self-distillation", "rank": 32, "alpha": 64, "dropout": 0.0,
+        "method": "lora", "loss": "self-distillation", "hidden_loss": 0.0,
+        "rank": 32, "alpha": 64, "dropout": 0.0,
         "lr": 1e-4, "epochs": 1.0, "batch_tokens": 0, "accumulate": 1,
         "max_length": 0, "answer_tokens": 0, "held_out": 0, "evaluations": 1,
         "seed": 0, "checkpointing": "on",

@@ -28,6 +28,7 @@ from vllm_kvx.tuning.lookups import (
     lookup,
     lookup_of,
     questions,
+    recital,
 )
 
 # What has no one right answer, and what the document does not say itself.
@@ -195,6 +196,29 @@ def test_a_list_of_questions_has_all_their_references() -> None:
         assert str(len(lines)) in begin or not re.search(r"\d", begin)
         assert ask.reference
     assert 40 < found < 90
+
+
+def test_recitals_follow_their_cue() -> None:
+    wordings = [
+        re.escape(line).replace(r"\{cue\}", "(?P<cue>.*)").replace(r"\{document\}", ".*")
+        for line in sections("questions")["recite"]
+    ]
+    words, cued = [], 0
+    for seed in range(300):
+        size = (5, 60, 400)[seed % 3]
+        made = recital(random.Random(seed), size)
+        assert made == recital(random.Random(seed), size)
+        *asked, answer = made.messages
+        assert made.kind == "recital" and answer == assistant(made.reference)
+        text = "\n".join(message["content"] for message in asked)
+        assert asked[-1]["role"] == "user" and made.reference in text
+        found = next(filter(None, (re.search(wording, text) for wording in wordings)), None)
+        if found is not None:
+            follows = re.escape(found["cue"]) + r"\s+" + re.escape(made.reference)
+            assert re.search(follows, text), made
+            cued += 1
+        words.append(len(made.reference.split()))
+    assert cued > 200 and min(words) >= 1 and max(words) <= 100 and sum(words) / len(words) > 25
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

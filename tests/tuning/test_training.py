@@ -31,6 +31,7 @@ JOB = Job(
     tail=1,
     method="lora",
     loss="self-distillation",
+    hidden_loss=0.5,
     rank=4,
     alpha=8,
     dropout=0.1,

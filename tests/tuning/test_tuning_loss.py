@@ -44,6 +44,25 @@ def test_the_teacher_learns_nothing(rows):
     assert all(parameter.grad is None for parameter in teacher_head.parameters())
 
 
+def test_hidden_states_are_compared_row_by_row():
+    torch.manual_seed(0)
+    states, teacher = torch.randn(3, 5, 6, requires_grad=True), torch.randn(3, 5, 6)
+    # A row a thousand times as large counts as much as the others.
+    with torch.no_grad():
+        teacher[1, 2] *= 1000
+        states[1, 2] *= 1000
+    found = loss.hidden_loss(states, teacher)
+    shares = [
+        ((states[i, j] - teacher[i, j]).norm() / teacher[i, j].norm()) ** 2
+        for i in range(3)
+        for j in range(5)
+    ]
+    torch.testing.assert_close(found, torch.stack(shares).mean())
+    assert loss.hidden_loss(teacher, teacher) == 0
+    narrow = loss.hidden_loss(states.bfloat16(), teacher.bfloat16())
+    assert narrow.dtype == torch.float32
+
+
 def test_supervised_is_the_mean_cross_entropy(rows):
     states, head, *_ = rows
     targets = torch.arange(10)

@@ -20,7 +20,7 @@ def model(request, tmp_path_factory):
 
 
 def logprobs(model, pairs, cut):
-    states = answer_states(model, Batch.of(pairs), cut)
+    states = answer_states(model, Batch.of(pairs), cut)[-1]
     return model.lm_head(states).log_softmax(dim=-1)
 
 
@@ -50,6 +50,28 @@ def test_rows_are_the_references(model, cut):
     with torch.no_grad():
         found = logprobs(model, pairs, cut)
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=0)
+
+
+def test_watched_states_are_the_layers_outputs(model):
+    """Of the layers from the cut on, at the tokens that predict: in full depth by transformers."""
+    pairs = drawn([(17, 5), (9, 2)])
+    batch = Batch.of(pairs)
+    with torch.no_grad():
+        full = answer_states(model, batch, watched=2)
+        cut = answer_states(model, batch, Cut(2), watched=2)
+        final = answer_states(model, batch, Cut(2))
+        rows = []
+        for prompt, answer in pairs:
+            tokens = torch.tensor([[*prompt, *answer[:-1]]])
+            outputs = model.model(tokens, output_hidden_states=True).hidden_states
+            # Its last one is after the norm; those before it are the layers' inputs.
+            rows.append(outputs[LAYERS - 1][0, len(prompt) - 1 :])
+    assert full.shape == cut.shape == (3, 7, model.config.hidden_size)
+    torch.testing.assert_close(full[0], torch.cat(rows), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.model.norm(full[1]), full[2])
+    torch.testing.assert_close(model.model.norm(cut[1]), cut[2])
+    torch.testing.assert_close(cut[2:], final)
+    assert (full - cut).abs().max() > 1e-3
 
 
 def test_gradients_are_those_of_the_masked_model(model, monkeypatch):

@@ -101,6 +101,8 @@ def job_of(args: argparse.Namespace, plan: Plan) -> Job:
     for name in ("lr", "epochs"):
         if not 0 < getattr(args, name) < math.inf:
             raise ToolError(f"--{name} must be above 0, got {getattr(args, name)}")
+    if not 0 <= args.hidden_loss < math.inf:
+        raise ToolError(f"--hidden-loss must be at least 0, got {args.hidden_loss}")
     if not 0 <= args.seed < 2**32:
         raise ToolError(f"--seed must be from 0 to below 2**32, got {args.seed}")
     device = choose_device(args.device)
@@ -119,6 +121,7 @@ def job_of(args: argparse.Namespace, plan: Plan) -> Job:
         tail=args.tail,
         method=args.method,
         loss="sft" if args.sft else "self-distillation",
+        hidden_loss=args.hidden_loss,
         rank=args.rank,
         alpha=args.alpha,
         dropout=args.dropout,
@@ -264,7 +267,7 @@ def record_of(
             name: getattr(job, name)
             for name in (
                 *(("rank", "alpha", "dropout") if job.method == "lora" else ()),
-                *("lr", "epochs", "batch_tokens", "accumulate", "gpus"),
+                *("hidden_loss", "lr", "epochs", "batch_tokens", "accumulate", "gpus"),
             )
         }
         | {name: losses[name] for name in ("steps", "seconds", "peak_gib")},

@@ -21,12 +21,13 @@ _MORE = (0, 128, 512)
 class Wanted(NamedTuple):
     """A lookup of at most `longest` tokens, or `behind` with a long text of that length in front.
 
-    seed: decides the document.
+    seed: decides the document. recite: whether the lookup is a recital, with its answer.
     """
 
     seed: str
     longest: int
     behind: Dialogue | None = None
+    recite: bool = False
 
 
 def fitted(wanted: Sequence[Wanted], tokenizer: Any) -> list[Dialogue]:
@@ -53,7 +54,7 @@ def _use(tokenizer: Any) -> None:
 
 def _fit(wanted: Wanted) -> Dialogue:
     if wanted.behind is None:
-        return _lookup(wanted.seed, wanted.longest)
+        return _lookup(wanted)
     try:
         (found,) = long_contexts([wanted.behind], wanted.seed, wanted.longest, _tokenizer)
         return found
@@ -62,11 +63,11 @@ def _fit(wanted: Wanted) -> Dialogue:
         return wanted.behind
 
 
-def _lookup(seed: str, longest: int) -> Dialogue:
+def _lookup(wanted: Wanted) -> Dialogue:
     """A lookup, longer than wanted where a long chat template leaves no room for one."""
     for more in _MORE:
         try:
-            return fitted_lookup(seed, longest + more, _tokenizer)
+            return fitted_lookup(wanted.seed, wanted.longest + more, _tokenizer, wanted.recite)
         except ToolError as error:
             failure = error
     raise failure

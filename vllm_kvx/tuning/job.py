@@ -17,8 +17,9 @@ class Job:
     """The settings of `vllm-kvx tune-speed`, which options.py explains.
 
     model, revision: the checkpoint that is tuned. cut: what upper layers run; None tunes at full
-    depth, to compare with. loss: `self-distillation` or `sft`. accumulate: batches of a step on
-    one GPU. max_length, answer_tokens: of the longest example, and of the longest answer.
+    depth, to compare with. loss: `self-distillation` or `sft`. hidden_loss: weight of the upper
+    layers' states beside it. accumulate: batches of a step on one GPU. max_length, answer_tokens:
+    of the longest example, and of the longest answer.
     held_out: examples at the file's beginning that only measure. evaluations: how often they do.
     checkpointing: `auto`, `on` or `off`. gpus: processes, 0 for one on the CPU.
     """
@@ -30,6 +31,7 @@ class Job:
     tail: int
     method: str
     loss: str
+    hidden_loss: float
     rank: int
     alpha: int
     dropout: float

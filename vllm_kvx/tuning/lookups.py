@@ -5,7 +5,9 @@ They share no wording, no words to look up and no kind of value with the tasks o
 """
 
 import random
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from vllm_kvx.tuning.dialogues import (
     without_answer,
 )
 from vllm_kvx.tuning.documents import passages, records, source
-from vllm_kvx.tuning.documents.base import Ask, Asks, Document, Maker
+from vllm_kvx.tuning.documents.base import Ask, Asks, Document, Maker, phrased
 from vllm_kvx.tuning.documents.values import sections
 
 # Shares of dialogues whose question stands before the document, on both of its sides, or in the
@@ -30,6 +32,8 @@ _AHEAD, _BOTH, _LATER = 0.25, 0.07, 0.12
 # every answer found is a lesson, and a long document costs as much to read for one as for six.
 _SEVERAL, _MOST_ASKED = 0.35, 6
 _BULLETS = ("{}. ", "{}) ", "- ", "* ", "({}) ")
+# Words of a recital's cue and of what follows it, and how many cues are tried.
+_CUE, _RECITED, _CUES = (4, 8), (20, 100), 20
 # Shares of questions that say how to answer, and of second turns that follow a real first one.
 _STYLED, _ASKED_BEFORE = 0.2, 0.6
 # Shares of documents of several parts, among those of `lookup`.
@@ -87,16 +91,48 @@ def lookup_of(kind: str, rng: random.Random, size: int) -> Dialogue:
     return _posed(kind, document, random.Random(rng.random()))
 
 
-def _posed(kind: str, document: Document, rng: random.Random) -> Dialogue:
+def recital(rng: random.Random, size: int) -> Dialogue:
+    """As `lookup`, with the answer: what follows some words of the document, word for word.
+
+    A question about a value has an answer of a few tokens; here each of a hundred has to be found.
+    """
+    document = KINDS[rng.choice(sorted(KINDS))](random.Random(rng.random()), size)
+    ask = _recited(document, rng)
+    posed = _posed("recital", document, random.Random(rng.random()), ask)
+    return replace(posed, messages=(*posed.messages, assistant(ask.reference)))
+
+
+def _recited(document: Document, rng: random.Random) -> Ask:
+    found = list(re.finditer(r"\S+", document.text))
+    for _ in range(_CUES):
+        count = rng.randint(*_CUE)
+        begin = rng.randrange(max(len(found) - count, 1))
+        last = min(begin + count, len(found)) - 1
+        cue = document.text[found[begin].start() : found[last].end()]
+        if last + 1 < len(found) and "\n" not in cue and document.text.count(cue) == 1:
+            end = min(last + rng.randint(*_RECITED), len(found) - 1)
+            answer = document.text[found[last + 1].start() : found[end].end()]
+            return phrased(rng, "recite", answer, cue=cue, document=document.name)
+    # Nothing stands in it once: all of it is asked for, from its first word on.
+    end = min(_RECITED[1], len(found)) - 1
+    answer = document.text[found[0].start() : found[end].end()]
+    return phrased(rng, "recite_begin", answer, document=document.name)
+
+
+def _posed(
+    kind: str, document: Document, rng: random.Random, given: Ask | None = None
+) -> Dialogue:
+    """given: what is asked for; None has it drawn."""
+
     def framed(section: str, **slots: str) -> str:
         frame = rng.choice(sections("frames")[section])
         return frame.format(document=document.name, **slots)
 
     def question(ask: Ask) -> str:
-        styled = rng.random() < _STYLED
+        styled = given is None and rng.random() < _STYLED
         return f"{ask.question} {framed('style')}" if styled else ask.question
 
-    ask = questions(document, rng)
+    ask = given or questions(document, rng)
     begin, end = rng.choice(_MARKS)
     marked = f"{begin}{document.text}{end}"
     place = rng.random()
@@ -141,19 +177,19 @@ def questions(document: Document, rng: random.Random) -> Ask:
     return Ask("several", "\n".join((begin, *lines)), "\n".join(references))
 
 
-def fitted_lookup(seed: str, longest: int, tokenizer: Any) -> Dialogue:
+def fitted_lookup(seed: str, longest: int, tokenizer: Any, recite: bool = False) -> Dialogue:
     """A lookup whose prompt has at most `longest` tokens, and about nine tenths of them at least.
 
     The prompt is what the chat template makes of the dialogue, generation prompt included.
 
-    seed: decides the document and the question.
+    seed: decides the document and the question. recite: whether it is a `recital`.
 
     Raises:
         ToolError: the tokenizer has no chat template, or no lookup is so short.
     """
 
     def make(attempt: int, size: int) -> Dialogue:
-        return lookup(random.Random(f"{seed} {attempt}"), size)
+        return (recital if recite else lookup)(random.Random(f"{seed} {attempt}"), size)
 
     return _fitted(make, longest, tokenizer)
 

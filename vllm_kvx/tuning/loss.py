@@ -28,6 +28,14 @@ def distillation_loss(states: Tensor, head: Head, teacher: Tensor, teacher_head:
     return _mean(kl, states, teacher)
 
 
+def hidden_loss(states: Tensor, teacher: Tensor) -> Tensor:
+    """Mean squared distance of the student's hidden states from the teacher's, in shares of the
+    teacher's squared norm; states and teacher (layers, n, hidden)."""
+    states, teacher = states.float(), teacher.float()
+    distance = (states - teacher).square().sum(dim=-1)
+    return (distance / teacher.square().sum(dim=-1)).mean()
+
+
 def supervised_loss(states: Tensor, head: Head, targets: Tensor) -> Tensor:
     """Mean cross entropy over rows, in nats; states (n, hidden), targets (n,) int64."""
 

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
 # Defaults of the options that only LoRA has, and of those of prompts that are made or answered.
 _LORA: dict[str, Any] = {"rank": 32, "alpha": 64, "dropout": 0.0}
-_ASKING: dict[str, Any] = {"count": 4000, "lookups": 0.5, "answer_tokens": 256, "engine_args": {}}
+_DISTILLED: dict[str, Any] = {"hidden_loss": 0.0}
+_ASKING: dict[str, Any] = {
+    "count": 4000,
+    "lookups": 0.5,
+    "recitals": 0.0,
+    "answer_tokens": 256,
+    "engine_args": {},
+}
 
 
 def add_tune_speed(commands: "_Commands") -> None:
@@ -93,6 +100,13 @@ def _add_data(command: argparse.ArgumentParser) -> None:
         f"model writes the others itself (default: {_ASKING['lookups']})",
     )
     data.add_argument(
+        "--recitals",
+        type=_share,
+        metavar="SHARE",
+        help="of the generated lookups, those that ask for a part of the text, word for word; the "
+        f"answer is the text's, and not the model's (default: {_ASKING['recitals']})",
+    )
+    data.add_argument(
         "--max-length",
         type=positive,
         default=8192,
@@ -135,6 +149,13 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     for name, kind in (("rank", positive), ("alpha", positive), ("dropout", float)):
         help = f"LoRA's (default: {_LORA[name]})"
         training.add_argument(f"--{name}", type=kind, help=help)
+    training.add_argument(
+        "--hidden-loss",
+        type=float,
+        metavar="WEIGHT",
+        help="of the distance between the upper layers' hidden states and those at full depth, "
+        f"beside the divergence of the predictions (default: {_DISTILLED['hidden_loss']})",
+    )
     training.add_argument(
         "--lr",
         type=float,
@@ -198,6 +219,7 @@ def _tune(args: argparse.Namespace) -> None:
     if args.lr is None:
         args.lr = LEARNING_RATES[args.method]
     _complete(args, _LORA, "--method full" if args.method == "full" else None)
+    _complete(args, _DISTILLED, "--sft" if args.sft else None)
     answered = next((name for name in ("sft", "examples") if getattr(args, name)), None)
     _complete(args, _ASKING, f"--{answered}" if answered else None)
     for name in ("peft", "accelerate"):

@@ -13,7 +13,8 @@ class Plan:
 
     prompts: a user's .jsonl, or None. sft: whether its answers are what is learnt.
     count: prompts that are made beside the user's. lookups: the share of them that are generated
-        lookups; the model writes the others itself.
+        lookups; the model writes the others itself. recitals: the share of those lookups that ask
+        for a part of the text, word for word, whose answer is known.
     max_length: tokens of the longest prompt and its answer. answer_tokens: of the longest answer.
     held_out: examples that are not learnt from.
     """
@@ -26,10 +27,15 @@ class Plan:
     answer_tokens: int
     held_out: int
     seed: int
+    recitals: float = 0.0
 
     @property
     def num_lookups(self) -> int:
         return round(self.count * self.lookups)
+
+    @property
+    def num_recitals(self) -> int:
+        return round(self.num_lookups * self.recitals)
 
     @property
     def num_written(self) -> int:

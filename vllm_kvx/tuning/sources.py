@@ -53,6 +53,7 @@ def plan_of(args: argparse.Namespace, config: Any) -> Plan:
         sft=bool(args.sft),
         count=made,
         lookups=args.lookups,
+        recitals=args.recitals,
         max_length=args.max_length,
         answer_tokens=args.answer_tokens,
         held_out=args.held_out,

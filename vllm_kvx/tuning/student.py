@@ -11,7 +11,13 @@ from torch import Tensor
 
 from vllm_kvx.calibration.dense_decoder import choose_device, load_weights
 from vllm_kvx.tuning.job import Job
-from vllm_kvx.tuning.loss import Agreement, agreements, distillation_loss, supervised_loss
+from vllm_kvx.tuning.loss import (
+    Agreement,
+    agreements,
+    distillation_loss,
+    hidden_loss,
+    supervised_loss,
+)
 from vllm_kvx.tuning.visibility import Batch, answer_states
 
 # What LoRA adapts: every projection of attention and MLP, by the names that the four supported
@@ -68,6 +74,8 @@ class Student:
             teacher = load(job.model, job.revision, narrow).to(device)
             self._teacher = teacher.eval().requires_grad_(False)
         self._teacher_head = (self._teacher or model).lm_head
+        # The layers whose states are compared, where they are.
+        self._watched = job.cutoff if job.hidden_loss else None
 
         def loss(*args: Any, **inputs: Any) -> Tensor:
             return self._loss(*args, **inputs)
@@ -110,13 +118,19 @@ class Student:
     ) -> Tensor:
         """The loss of a batch (`Batch`'s tensors).
 
-        teacher: (n, hidden), the full-depth model's states; or targets: (n,) int64, the answers.
+        teacher: (states, n, hidden), the full-depth model's (`teacher_states`); or targets: (n,)
+            int64, the answers.
         """
-        states = answer_states(self._model, Batch(tokens, prompts, answers), self.job.cut)
-        if teacher is not None:
-            return distillation_loss(states, self._model.lm_head, teacher, self._teacher_head)
-        assert targets is not None
-        return supervised_loss(states, self._model.lm_head, targets)
+        batch, head = Batch(tokens, prompts, answers), self._model.lm_head
+        if teacher is None:
+            assert targets is not None
+            states = answer_states(self._model, batch, self.job.cut)
+            return supervised_loss(states[-1], head, targets)
+        states = answer_states(self._model, batch, self.job.cut, self._watched)
+        loss = distillation_loss(states[-1], head, teacher[-1], self._teacher_head)
+        if self._watched is not None:
+            loss = loss + self.job.hidden_loss * hidden_loss(states[:-1], teacher[:-1])
+        return loss
 
     @contextmanager
     def _full_depth_model(self) -> Iterator[Any]:
@@ -134,18 +148,19 @@ class Student:
 
     @torch.no_grad()
     def teacher_states(self, batch: Batch) -> Tensor:
-        """(n, hidden), the full-depth model's final states before the answers' tokens."""
+        """(states, n, hidden), the full-depth model's before the answers' tokens: after each upper
+        layer, if their distance is part of the loss, and last the final ones."""
         with self._full_depth_model() as model:
-            return answer_states(model, batch)
+            return answer_states(model, batch, watched=self._watched)
 
     @torch.no_grad()
     def agreements(self, batch: Batch) -> list[Agreement]:
         """Of each answer of a batch, under the cut, with the full-depth model."""
-        teacher = self.teacher_states(batch)
+        teacher = self.teacher_states(batch)[-1]
         training = self._model.training
         self._model.eval()
         try:
-            states = answer_states(self._model, batch, self.job.cut)
+            states = answer_states(self._model, batch, self.job.cut)[-1]
         finally:
             self._model.train(training)
         return agreements(

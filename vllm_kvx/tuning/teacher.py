@@ -95,14 +95,20 @@ def examples(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[Example]:
     longest = plan.max_length - plan.answer_tokens
     prompts: list[Sequence[int]] = []
     kinds: list[str] = []
+    known: list[Example] = []
     for dialogue in dialogues:
-        prompt = templated(dialogue, tokenizer).prompt
-        if len(prompt) <= longest:
-            prompts.append(prompt)
+        ids = templated(dialogue, tokenizer)
+        if len(ids.prompt) > longest:
+            continue
+        if ids.answer is not None:
+            known.append(Example(ids.prompt, ids.answer[: plan.answer_tokens], dialogue.kind))
+        else:
+            prompts.append(ids.prompt)
             kinds.append(dialogue.kind)
-    if len(prompts) < len(dialogues):
-        print(f"{len(dialogues) - len(prompts)} prompts of over {longest} tokens are left out")
-    if not prompts:
+    left_out = len(dialogues) - len(prompts) - len(known)
+    if left_out:
+        print(f"{left_out} prompts of over {longest} tokens are left out")
+    if not prompts and not known:
         raise ToolError(f"no prompt has at most {longest} tokens: use a greater --max-length")
     answers = teacher.answers(
         prompts,
@@ -115,6 +121,7 @@ def examples(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[Example]:
         for prompt, answer, kind in zip(prompts, answers, kinds, strict=True)
         if answer
     ]
+    found += known
     rng = random.Random(f"order {plan.seed}")
     rng.shuffle(found)
     return [begun(example, rng) for example in found]
@@ -136,7 +143,7 @@ def asked(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[Dialogue]:
     """What the model is to answer."""
     dialogues = read(Path(plan.prompts), need_answers=False) if plan.prompts else []
     wanted = [
-        Wanted(f"{plan.seed} {number}", length)
+        Wanted(f"{plan.seed} {number}", length, recite=number < plan.num_recitals)
         for number, length in enumerate(plan.lengths(plan.num_lookups))
     ]
     if plan.num_written:

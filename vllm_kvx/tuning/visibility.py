@@ -50,32 +50,41 @@ class Batch:
         return sequences, self.prompts.cpu()[sequences] - 1 + within
 
 
-def answer_states(model: Any, batch: Batch, cut: Cut | None = None) -> Tensor:
-    """The final states of the tokens that predict the answers' tokens, after the last norm.
+def answer_states(
+    model: Any, batch: Batch, cut: Cut | None = None, watched: int | None = None
+) -> Tensor:
+    """The states of the tokens that predict the answers' tokens.
 
     model: a Llama, Mistral, Qwen2 or Qwen3 for causal language modelling of transformers, with
         SDPA attention. Sequences are to be no longer than its sliding window.
     cut: what upper layers run; None for full depth.
+    watched: the first layer whose output is returned too, no lower than the cut; None for none.
 
-    Returns (n, hidden), in the order of `Batch.predicting`.
+    Returns (states, n, hidden): after each layer that is watched, and last the final ones, after
+    the last norm; n in the order of `Batch.predicting`.
     """
     decoder = model.model
     hidden = decoder.embed_tokens(batch.tokens)
     positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
     # Once for the sequence: some rotary embeddings depend on its length.
     cos, sin = decoder.rotary_emb(hidden, positions)
-    sequences, columns = batch.predicting()
+    sequences, columns = (places.to(hidden.device) for places in batch.predicting())
     depth = len(decoder.layers) if cut is None else cut.cutoff
-    for layer in decoder.layers[:depth]:
+    seen: list[Tensor] = []
+    for number, layer in enumerate(decoder.layers[:depth]):
         hidden = _run(layer, hidden, (cos, sin), positions)
+        if watched is not None and number >= watched:
+            seen.append(hidden[sequences, columns])
     if cut is not None:
         rows, columns = _upper_rows(batch, cut)
-        rows = rows.to(hidden.device)
+        rows, columns = rows.to(hidden.device), columns.to(hidden.device)
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         rotary = cos[0][rows], sin[0][rows]
         for layer in decoder.layers[depth:]:
             hidden = _run(layer, hidden, rotary, rows)
-    return decoder.norm(hidden[sequences.to(hidden.device), columns.to(hidden.device)])
+            if watched is not None:
+                seen.append(hidden[sequences, columns])
+    return torch.stack([*seen, decoder.norm(hidden[sequences, columns])])
 
 
 def _run(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
