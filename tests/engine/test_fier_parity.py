@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from reference.fier import Retrieve
@@ -14,6 +15,7 @@ from world.prompts import prompts_of
 from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, Costs
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.worker.decode import retrieval
 
 # Around the edges of groups, blocks, chunks and the budgets of 64, 100 and 128.
 LENGTHS = (2, 33, 62, 63, 64, 65, 66, 95, 97, 98, 99, 101, 126, 127, 128, 129, 190, 257, 400)
@@ -100,6 +102,24 @@ def test_the_batch_decides(tiny: Callable[..., Path], monkeypatch: pytest.Monkey
     assert (counters["retrieval_steps"], counters["dense_fallbacks"]) == (5 * 5, 5)
     assert_parity(model, alone, Speed())
     assert_parity(model, [*together, *beside], Read(Retrieve(64)))
+
+
+def test_batch_invariant_servers_read_by_length(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same costs and lengths; vLLM was told that no answer may depend on the batch."""
+    pays = Costs(whole=0, whole_entry=KI, fixed=300 - IN_ENGINE_US, scored=0, read=0)
+    monkeypatch.setitem(COSTS, "torch", {(1, 1): pays})
+    monkeypatch.setitem(CROSSOVERS, "torch", {(1, 1): 400})
+    # For the worker alone: with the variable set, vLLM's attention on CPU refuses to start.
+    monkeypatch.setattr(retrieval, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    with running(tiny(), "fier-64", max_num_batched_tokens=2304, max_num_seqs=5) as engine:
+        told = engine.stats()["retrieval"]
+        engine.generate(prompts_of((120, 121, 127, 410)), max_tokens=6)
+        counters = engine.stats()["policies"]["fier-64"]
+        engine.assert_idle()
+    assert (told["dense_below"], told["dense_below_batch"]) == (400, 400)
+    assert (counters["retrieval_steps"], counters["dense_fallbacks"]) == (5, 3 * 5)
 
 
 def test_token_by_token(tiny: Callable[..., Path]) -> None:

@@ -79,6 +79,14 @@ def test_a_batch_retrieves_earlier_than_one(shape: tuple[int, int]) -> None:
     assert found.pays_from(512, 8) < found.pays_from(2048, 8) < found.pays_from(2048, 2)
 
 
+def test_no_batch_pays_where_answers_may_not_depend_on_it() -> None:
+    for backend in COSTS:
+        found = costs(backend, "max", 8, 512, invariant=True)
+        assert found.pays_from(65, 256) == NEVER
+        assert not (found.gain(np.array([1, 10**6]), np.array([0, 64])) > 0).any()
+        assert Begins.of(16384, 2049, 2048, found, 64) == Begins(16384, 16384, 64)
+
+
 def test_from_where_on_and_in_words() -> None:
     machine = costs("cuda", "max", 8, 512)
     several = Begins.of(16384, 2049, 2048, machine, 64)

@@ -13,6 +13,8 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     retrieve = served.retrieve
     if retrieve is None or context.ops is None or context.vllm_config is None:
         return
+    from vllm import envs
+
     from vllm_kvx.indexes.table import INDEXES
     from vllm_kvx.ops.retrieval.backends import Backends
     from vllm_kvx.ops.retrieval.costs import Begins, costs
@@ -33,7 +35,8 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
     num_reqs = context.vllm_config.scheduler_config.max_num_seqs
     alone, least = retrieve.floor(crossover(*machine)), retrieve.floor(0)
-    begins = Begins.of(alone, least, retrieve.budget, costs(*machine), num_reqs)
+    taken = costs(*machine, invariant=envs.VLLM_BATCH_INVARIANT)
+    begins = Begins.of(alone, least, retrieve.budget, taken, num_reqs)
     by = f"(dense_below={retrieve.dense_below}; ops: {backends}, {backends.reason})"
     if begins.batch <= sizes.longest:
         yield ok(f"{retrieve} reads parts of contexts {begins} {by}")

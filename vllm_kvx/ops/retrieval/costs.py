@@ -100,7 +100,9 @@ _ALWAYS = Costs(whole=0, whole_entry=1, fixed=0, scored=0, read=0)
 _NEVER = Costs(whole=0, whole_entry=0, fixed=0, scored=0, read=0)
 
 
-def costs(backend: str, reduction: str, kv_heads: int, head_bytes: int) -> Costs:
+def costs(
+    backend: str, reduction: str, kv_heads: int, head_bytes: int, invariant: bool = False
+) -> Costs:
     """Those of a layer in an engine.
 
     A shape that was not measured is taken for the largest one that has no more KV heads and bytes,
@@ -108,7 +110,11 @@ def costs(backend: str, reduction: str, kv_heads: int, head_bytes: int) -> Costs
     many more entries in the same time as they are smaller, and retrieval to take the same.
 
     Args: see ``crossover.crossover``.
+        invariant: whether answers may not depend on the batch (vLLM's VLLM_BATCH_INVARIANT): none
+            pays then, and contexts retrieve by their own length alone.
     """
+    if invariant:
+        return _NEVER
     measured = COSTS[backend]
     if not measured:
         return _ALWAYS

@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -105,7 +106,8 @@ class Retrieval:
             impl.num_kv_heads,
             2 * impl.head_size * dtype.itemsize,
         )
-        self.crossover, self.costs = crossover(*machine), costs(*machine)
+        self.crossover = crossover(*machine)
+        self.costs = costs(*machine, invariant=envs.VLLM_BATCH_INVARIANT)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
         self.begins = Begins.of(
