@@ -1,15 +1,15 @@
 """SPEED's tuning: settings tried for some steps each, and the best one's for every cutoff.
 
-    python -m benchmarks.speed_trials MODEL DIR --cutoffs 18 21 16 12 --gpus 0 0 0 0 --minutes 20 \
-        --data "--count 4000 --recitals 0.3" --tune "--max-length 16384" \
+    python -m benchmarks.speed_trials MODEL DIR --cutoffs 18 21 16 12 --gpu 0 --at-once 4 \
+        --minutes 20 --data "--count 4000 --recitals 0.3" --tune "--max-length 16384" \
         --trial plain "--lr 3e-4" --trial hidden "--lr 3e-4 --hidden-loss 1" \
         --evaluate "--tasks generated,short --lengths 4096,16384"
 
-The trials tune for the first cutoff, at one time, with the same examples and as many steps. The
-best is that with the least KL on held-out lookups. Its options then tune for all cutoffs in what is
-left of --minutes, by benchmarks.speed_sweep, in DIR/sweep; --share gives a cutoff more or less of
-the tokens than its layers ask for. DIR/trials.json says what was tried, and what came of it; the
-same command goes on from there.
+The trials tune for the first cutoff, on one GPU, with the same examples and for as many batches.
+The best is that with the least KL on held-out lookups. Its options then tune for all cutoffs in
+what is left of --minutes, by benchmarks.speed_sweep, in DIR/sweep; --share gives a cutoff more or
+fewer of the tokens. DIR/trials.json says what was tried, and what came of it; the same command goes
+on from there, and `benchmarks.speed_sweep MODEL DIR/sweep --cutoffs ... --summary NAME` shows it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def lookups(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     tokens = sum(each["tokens"] for each in kinds)
     answers = sum(each["answers"] for each in kinds)
     return {
-        "kl": sum(each["kl"] * each["tokens"] for each in kinds) / max(tokens, 1),
+        "kl": sum(each["kl"] * each["tokens"] for each in kinds) / tokens if tokens else math.nan,
         "same": sum(each["same"] * each["answers"] for each in kinds) / max(answers, 1),
         "answers": answers,
     }
@@ -74,6 +75,24 @@ def start(command: Sequence[str], log: Path, gpu: str | None) -> "subprocess.Pop
         )
 
 
+def ended(process: "subprocess.Popen[bytes]", until: float) -> int | None:
+    """Its exit code; None where it still ran at `until`, a monotonic time, and was stopped."""
+    try:
+        return process.wait(max(until - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        stop(process)
+        return None
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 def tried(args: argparse.Namespace, examples: Path, until: float) -> dict[str, dict[str, Any]]:
     """The trials by name, and what came of each that ended.
 
@@ -84,60 +103,67 @@ def tried(args: argparse.Namespace, examples: Path, until: float) -> dict[str, d
     settings = options_of(args.model, cutoff, examples, common)
     learned = packs.read(examples / FOLDER / EXAMPLES)[settings.held_out :]
     batches = len(packs.packs(learned, settings.batch_tokens, settings.seed))
-    epochs = args.steps * settings.accumulate / batches
-    running = []
-    for index, (name, options) in enumerate(args.trial):
+    epochs = args.steps / batches
+
+    def one(trial: Sequence[str]) -> dict[str, Any]:
+        name, options = trial
         out = args.directory / f"trial-{name}"
         command = ["tune-speed", args.model, "--cutoff", str(cutoff), "--out", str(out), *common]
         command += ["--epochs", f"{epochs:.5f}", "--examples", str(examples), *shlex.split(options)]
-        gpu = args.gpus[index % len(args.gpus)] if args.gpus else None
-        running.append((name, options, out, start(command, out.with_suffix(".log"), gpu)))
-    found: dict[str, dict[str, Any]] = {}
-    for name, options, out, process in running:
+        process = start(command, args.directory / f"trial-{name}.log", args.gpu)
         try:
-            code: int | None = process.wait(max(until - time.monotonic(), 1))
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-            code = None
-        found[name] = {"options": options, "exit": code}
-        if (file := out / FOLDER / LOSSES).exists():
-            losses = json.loads(file.read_text(encoding="utf-8"))
+            code = ended(process, until)
+        finally:
+            stop(process)
+        found: dict[str, Any] = {"options": options, "exit": code}
+        file = out / FOLDER / LOSSES
+        # One that refused is another run's.
+        if code not in (0, None) or not file.exists():
+            return found
+        losses = json.loads(file.read_text(encoding="utf-8"))
+        found |= {
+            "before": lookups(losses["before"]),
+            "after": lookups(losses["after"]),
+            "by_kind": losses["after"],
+            "steps": losses["steps"],
+            "seconds": losses["seconds"],
+        }
+        if not losses["resumed"]:
             tokens = sum(map(len, learned)) * epochs
-            found[name] |= {
-                "before": lookups(losses["before"]),
-                "after": lookups(losses["after"]),
-                "by_kind": losses["after"],
-                "steps": losses["steps"],
-                "seconds": losses["seconds"],
-                "tokens_per_second": tokens / losses["seconds"],
-            }
-    return found
+            found["tokens_per_second"] = tokens / losses["seconds"]
+        return found
+
+    with ThreadPoolExecutor(args.at_once) as pool:
+        results = list(pool.map(one, args.trial))
+    return {name: result for (name, _), result in zip(args.trial, results, strict=True)}
 
 
 def best_of(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The trial with the least KL; raises SystemExit if none ended."""
-    ended = {name: each["after"]["kl"] for name, each in found.items() if "after" in each}
-    ended = {name: kl for name, kl in ended.items() if math.isfinite(kl)}
-    if not ended:
-        raise SystemExit("no trial ended, see the logs trial-*.log")
-    return min(ended, key=lambda name: ended[name])
+    """The trial with the least KL; raises SystemExit if none can be compared."""
+    kls = {name: each["after"]["kl"] for name, each in found.items() if "after" in each}
+    kls = {name: kl for name, kl in kls.items() if math.isfinite(kl)}
+    if not kls:
+        raise SystemExit("no trial ended with held-out lookups to compare, see trial-*.log")
+    return min(kls, key=lambda name: kls[name])
+
+
+def rate_of(found: Mapping[str, Mapping[str, Any]], at_once: int) -> float:
+    """Tokens a second of so many trials at a time; raises SystemExit if none was timed whole."""
+    rates = [each["tokens_per_second"] for each in found.values() if "tokens_per_second" in each]
+    if not rates:
+        raise SystemExit("every trial was interrupted, and none is timed: delete trial-* of one")
+    return min(at_once, len(rates)) * sum(rates) / len(rates)
 
 
 def epochs_of(
-    found: Mapping[str, Mapping[str, Any]],
-    cutoffs: Sequence[int],
-    shares: Mapping[int, float],
-    tokens: int,
-    seconds: float,
+    rate: float, cutoffs: Sequence[int], shares: Mapping[int, float], tokens: int, seconds: float
 ) -> dict[int, float]:
-    """Epochs of each cutoff's run, all of which together fill `seconds`.
+    """Epochs of each cutoff's run, all of which together take `seconds` on one GPU.
 
-    tokens: of an epoch. The rate is what the trials reached together, at the same time.
+    rate: tokens a second of all together. tokens: of an epoch.
     """
-    rate = sum(each.get("tokens_per_second", 0.0) for each in found.values())
     weights = {cutoff: shares.get(cutoff, 1.0) for cutoff in cutoffs}
-    learnt = rate * max(seconds, 0.0) * USED
+    learnt = rate * seconds * USED
     return {k: learnt * w / sum(weights.values()) / tokens for k, w in weights.items()}
 
 
@@ -147,27 +173,39 @@ def decide(args: argparse.Namespace, folder: Path, began: float) -> dict[str, An
 
     began: when --minutes begin, by the monotonic clock.
     """
+    end = began + 60 * args.minutes
+    shares = {int(cutoff): float(weight) for cutoff, weight in args.share}
     examples = folder / "examples"
+    settings = options_of(args.model, args.cutoffs[0], examples, shlex.split(args.tune))
+    for _, options in args.trial:
+        options_of(args.model, args.cutoffs[0], examples, shlex.split(options))
+    folder.mkdir(parents=True, exist_ok=True)
     if not (examples / FOLDER / EXAMPLES).exists():
-        folder.mkdir(exist_ok=True)
         command = ["tune-speed", args.model, "--cutoff", str(args.cutoffs[0])]
         command += [*shlex.split(args.tune), *shlex.split(args.data), "--only-examples"]
-        gpu = args.gpus[0] if args.gpus else None
-        if start([*command, "--out", str(examples)], folder / "examples.log", gpu).wait():
-            raise SystemExit(f"no examples, see {folder / 'examples.log'}")
+        making = start([*command, "--out", str(examples)], folder / "examples.log", args.gpu)
+        try:
+            if making.wait():
+                raise SystemExit(f"no examples, see {folder / 'examples.log'}")
+        finally:
+            stop(making)
     # The original is asked while the trials run; the sweep finds its answers.
     asked = ["evaluate", args.model, "--output", str(folder / "original"), "--no-plot"]
     policies = [f"speed-{cutoff}" for cutoff in args.cutoffs]
     command = [*asked, *shlex.split(args.evaluate), "--policies", *policies]
-    asking = start(command, folder / "original.log", args.gpus[-1] if args.gpus else None)
-    found = tried(args, examples, began + TRIED_UNTIL * 60 * args.minutes)
-    best = best_of(found)
-    settings = options_of(args.model, args.cutoffs[0], examples, shlex.split(args.tune))
+    asking = start(command, folder / "original.log", args.gpu)
+    try:
+        found = tried(args, examples, began + TRIED_UNTIL * 60 * args.minutes)
+        best = best_of(found)
+        ended(asking, end)
+    finally:
+        stop(asking)
     learned = packs.read(examples / FOLDER / EXAMPLES)[settings.held_out :]
-    asking.wait()
-    left = 60 * args.minutes - (time.monotonic() - began)
-    shares = {int(cutoff): float(weight) for cutoff, weight in args.share}
-    epochs = epochs_of(found, args.cutoffs, shares, sum(map(len, learned)), left)
+    left = end - time.monotonic()
+    if left <= 0:
+        raise SystemExit("no time is left to tune for the cutoffs: give more --minutes")
+    rate = rate_of(found, args.at_once)
+    epochs = epochs_of(rate, args.cutoffs, shares, sum(map(len, learned)), left)
     return {"best": best, "seconds_left": round(left, 1), "epochs": epochs, "trials": found}
 
 
@@ -177,7 +215,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--cutoffs", type=int, nargs="+", required=True, help="the trials' first")
-    parser.add_argument("--gpus", nargs="+")
+    parser.add_argument("--gpu", help="the one that is used, as CUDA_VISIBLE_DEVICES has it")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="processes on it (default: %(default)s)"
+    )
     parser.add_argument("--data", default="", metavar="OPTIONS", help="of making the examples")
     parser.add_argument("--tune", default="", metavar="OPTIONS", help="of all tune-speed commands")
     parser.add_argument("--evaluate", default="", metavar="OPTIONS")
@@ -202,21 +243,30 @@ def main() -> None:
         help="a cutoff's weight among the others, instead of 1",
     )
     args = parser.parse_args()
-    args.directory.mkdir(parents=True, exist_ok=True)
+    names = [name for name, _ in args.trial]
+    if len(set(names)) < len(names):
+        parser.error("two trials have one name")
+    if args.at_once < 1:
+        parser.error(f"--at-once must be at least 1, got {args.at_once}")
     folder = args.directory / "sweep"
-    plan = argparse.Namespace(
-        **{**vars(args), "directory": folder, "trial": [], "policies": ["speed-{K}"]}
-    )
     decided = args.directory / "trials.json"
     if not decided.exists():
         text = json.dumps(decide(args, folder, began), indent=1) + "\n"
         decided.write_text(text, encoding="utf-8")
     chosen = json.loads(decided.read_text(encoding="utf-8"))
     epochs = {int(cutoff): count for cutoff, count in chosen["epochs"].items()}
+    if list(epochs) != args.cutoffs or list(chosen["trials"]) != names:
+        raise SystemExit(f"{decided} is of other cutoffs or trials: use another DIR")
     print(f"best: {chosen['best']}; epochs by cutoff: {epochs}", flush=True)
-    if not all(epochs.values()):
-        raise SystemExit("no time is left to tune for the cutoffs: give more --minutes")
     options = chosen["trials"][chosen["best"]]["options"]
+    plan = argparse.Namespace(
+        model=args.model,
+        directory=folder,
+        data=args.data,
+        evaluate=args.evaluate,
+        gpus=[args.gpu] * args.at_once,
+        policies=["speed-{K}"],
+    )
     plan.tune = f"{args.tune} {options} --epochs {epochs[args.cutoffs[0]]:.4f}"
     plan.cutoffs = args.cutoffs[:1]
     plan.trial = [(f"speed-{k}", str(k), f"--epochs {epochs[k]:.4f}") for k in args.cutoffs[1:]]

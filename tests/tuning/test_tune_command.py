@@ -3,11 +3,13 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from world.models import LOOKUP
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning import command, sources, train
+from vllm_kvx.tuning.job import Job
+from vllm_kvx.tuning.plan import Plan
 from vllm_kvx.tuning.record import FILE, TunedRecord, read
 
 # What a run of the command takes from the source, byte for byte.
@@ -31,6 +35,11 @@ SIZES = ("--max-length", "512", "--batch-tokens", "2048", "--held-out", "8")
 MADE = ("--lookups", "1", "--recitals", "0.25", "--count", "40", "--answer-tokens", "16")
 ASKING = (*MADE, "--engine-args", json.dumps(ENGINE))
 LEARNING = ("--lr", "1e-3", "--hidden-loss", "0.5")
+# Answers are generated behind a mark that those of earlier turns do not have.
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
 SHORT = ("--max-length", "64", "--batch-tokens", "512", "--held-out", "4", "--lr", "1e-3")
 
 
@@ -242,6 +251,26 @@ def test_another_run_goes_elsewhere(
     assert tune(tuned, *SIZES, *LEARNING, *more, cutoff=cutoff) == 2
     error = last_error(capsys)
     assert message in error and "or another --out" in error
+
+
+def test_runs_of_before_an_option_go_on(tuned: Path, tmp_path: Path) -> None:
+    """What their settings do not name has its default, and nothing else will do."""
+    out = tmp_path / "out"
+    shutil.copytree(tuned / sources.FOLDER, out / sources.FOLDER)
+    for name, option in (("job.json", "hidden_loss"), (sources.PLAN, "recitals")):
+        entry = stored(out / sources.FOLDER / name)
+        del entry[option]
+        (out / sources.FOLDER / name).write_text(json.dumps(entry))
+    job = Job.read(out / sources.FOLDER)
+    facts = stored(tuned / sources.FOLDER / sources.PLAN)
+    del facts["model_key"]
+    plan = Plan(**facts | {"recitals": 0.0})
+    assert job.hidden_loss == 0
+    command.check_out(out, job, plan)
+    with pytest.raises(ToolError, match=r"holds a run with recitals 0\.0, not 0\.25"):
+        command.check_out(out, job, Plan(**facts))
+    with pytest.raises(ToolError, match=r"holds a run with hidden_loss 0\.0, not 0\.5"):
+        command.check_out(out, replace(job, hidden_loss=0.5), plan)
 
 
 def test_another_cutoff_learns_from_the_same_answers(
@@ -476,6 +505,7 @@ def copy(source: Path, target: Path, config: dict[str, Any], tokenizer: dict[str
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantized: tune the checkpoint"),
         ({"sliding_window": 256}, {}, "more than the model's 256 tokens"),
         ({}, {"chat_template": None}, "has no chat template, so no prompts can be made"),
+        ({}, {"chat_template": THINKING}, "so there can be no recitals: leave out --recitals"),
     ],
 )
 @pytest.mark.usefixtures("nothing_starts")

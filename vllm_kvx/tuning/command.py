@@ -177,7 +177,10 @@ def check_out(out: Path, job: Job, plan: Plan) -> None:
     directory = out / sources.FOLDER
     if (directory / EXAMPLES).exists():
         job.check_continues(Job.read(directory), directory)
-        check_same(asdict(plan), sources.facts_of(directory, own=True), directory)
+        facts = sources.facts_of(directory, own=True)
+        del facts["model_key"]
+        # What an older run did not know of has its default.
+        check_same(asdict(plan), asdict(Plan(**facts)), directory)
     # What was begun and has no examples yet may be begun again in another way.
     elif not (directory / FILE).exists() and any(out.iterdir()):
         raise ToolError(f"{out} is not empty: choose another --out")

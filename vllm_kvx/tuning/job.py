@@ -31,7 +31,6 @@ class Job:
     tail: int
     method: str
     loss: str
-    hidden_loss: float
     rank: int
     alpha: int
     dropout: float
@@ -47,6 +46,7 @@ class Job:
     checkpointing: str
     gpus: int
     device: str
+    hidden_loss: float = 0.0
 
     @property
     def cut(self) -> Cut | None:

@@ -32,8 +32,10 @@ _AHEAD, _BOTH, _LATER = 0.25, 0.07, 0.12
 # every answer found is a lesson, and a long document costs as much to read for one as for six.
 _SEVERAL, _MOST_ASKED = 0.35, 6
 _BULLETS = ("{}. ", "{}) ", "- ", "* ", "({}) ")
-# Words of a recital's cue and of what follows it, and how many cues are tried.
-_CUE, _RECITED, _CUES = (4, 8), (20, 100), 20
+# Words of a recital's cue, which is of one line, its least characters, and how many are tried.
+_CUE, _LEAST_CUE, _CUES = (4, 8), 12, 20
+# Words of what follows it, and characters, for texts with few spaces.
+_RECITED, _MOST_RECITED = (20, 100), 800
 # Shares of questions that say how to answer, and of second turns that follow a real first one.
 _STYLED, _ASKED_BEFORE = 0.2, 0.6
 # Shares of documents of several parts, among those of `lookup`.
@@ -103,20 +105,30 @@ def recital(rng: random.Random, size: int) -> Dialogue:
 
 
 def _recited(document: Document, rng: random.Random) -> Ask:
-    found = list(re.finditer(r"\S+", document.text))
-    for _ in range(_CUES):
+    text, found = document.text, list(re.finditer(r"\S+", document.text))
+
+    def following(first: int) -> str:
+        end = min(first + rng.randint(*_RECITED), len(found)) - 1
+        while end > first and found[end].end() - found[first].start() > _MOST_RECITED:
+            end -= 1
+        return text[found[first].start() : found[end].end()]
+
+    def same_line(word: int) -> bool:
+        """Whether a word stands in the line of the one before it."""
+        return "\n" not in text[found[word - 1].end() : found[word].start()]
+
+    for _ in range(_CUES if len(found) > 1 else 0):
         count = rng.randint(*_CUE)
-        begin = rng.randrange(max(len(found) - count, 1))
-        last = min(begin + count, len(found)) - 1
-        cue = document.text[found[begin].start() : found[last].end()]
-        if last + 1 < len(found) and "\n" not in cue and document.text.count(cue) == 1:
-            end = min(last + rng.randint(*_RECITED), len(found) - 1)
-            answer = document.text[found[last + 1].start() : found[end].end()]
-            return phrased(rng, "recite", answer, cue=cue, document=document.name)
-    # Nothing stands in it once: all of it is asked for, from its first word on.
-    end = min(_RECITED[1], len(found)) - 1
-    answer = document.text[found[0].start() : found[end].end()]
-    return phrased(rng, "recite_begin", answer, document=document.name)
+        begin = last = rng.randrange(len(found) - 1)
+        while last - begin + 1 < count and last + 2 < len(found) and same_line(last + 1):
+            last += 1
+        while last - begin + 1 < count and begin and same_line(begin):
+            begin -= 1
+        cue = text[found[begin].start() : found[last].end()]
+        if len(cue) >= _LEAST_CUE and text.count(cue) == 1:
+            return phrased(rng, "recite", following(last + 1), cue=cue, document=document.name)
+    # No cue was found that stands in it once.
+    return phrased(rng, "recite_begin", following(0), document=document.name)
 
 
 def _posed(

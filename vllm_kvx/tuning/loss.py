@@ -31,9 +31,16 @@ def distillation_loss(states: Tensor, head: Head, teacher: Tensor, teacher_head:
 def hidden_loss(states: Tensor, teacher: Tensor) -> Tensor:
     """Mean squared distance of the student's hidden states from the teacher's, in shares of the
     teacher's squared norm; states and teacher (layers, n, hidden)."""
-    states, teacher = states.float(), teacher.float()
-    distance = (states - teacher).square().sum(dim=-1)
-    return (distance / teacher.square().sum(dim=-1)).mean()
+
+    def shares(mine: Tensor, goal: Tensor) -> Tensor:
+        mine, goal = mine.float(), goal.float()
+        return ((mine - goal).square().sum(dim=-1) / goal.square().sum(dim=-1)).sum()
+
+    # A layer at a time, and again in the backward pass: all in float32 take gigabytes.
+    total = torch.zeros((), device=states.device)
+    for mine, goal in zip(states, teacher, strict=True):
+        total = total + checkpoint(shares, mine, goal, use_reentrant=False)
+    return total / states[..., 0].numel()
 
 
 def supervised_loss(states: Tensor, head: Head, targets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from vllm_kvx.calibration.dense_decoder import sliding_window
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning import packs, selfwritten
-from vllm_kvx.tuning.dialogues import Templated, read, templated
+from vllm_kvx.tuning.dialogues import Dialogue, Templated, assistant, read, templated, user
 from vllm_kvx.tuning.packs import Example
 from vllm_kvx.tuning.plan import SHORTEST, Plan
 from vllm_kvx.tuning.teacher import Teacher, examples
@@ -86,6 +86,15 @@ def check(args: argparse.Namespace, plan: Plan, config: Any) -> Any:
             f"{args.model} has no chat template, so no prompts can be made: give --prompts with "
             "texts or token ids, and --count 0"
         )
+    if plan.num_recitals:
+        recited = Dialogue((user("x"), assistant("x")), "recital")
+        try:
+            templated(recited, tokenizer)
+        except ToolError as error:
+            raise ToolError(
+                f"{args.model}: its chat template writes a given answer otherwise than one that is "
+                "generated, so there can be no recitals: leave out --recitals"
+            ) from error
     if plan.num_written:
         selfwritten.user_turn_prefix(tokenizer)
         selfwritten.stop_ids(tokenizer)

@@ -150,13 +150,16 @@ class Student:
     def teacher_states(self, batch: Batch) -> Tensor:
         """(states, n, hidden), the full-depth model's before the answers' tokens: after each upper
         layer, if their distance is part of the loss, and last the final ones."""
+        return self._teacher_states(batch, self._watched)
+
+    def _teacher_states(self, batch: Batch, watched: int | None) -> Tensor:
         with self._full_depth_model() as model:
-            return answer_states(model, batch, watched=self._watched)
+            return answer_states(model, batch, watched=watched)
 
     @torch.no_grad()
     def agreements(self, batch: Batch) -> list[Agreement]:
         """Of each answer of a batch, under the cut, with the full-depth model."""
-        teacher = self.teacher_states(batch)[-1]
+        teacher = self._teacher_states(batch, None)[-1]
         training = self._model.training
         self._model.eval()
         try:

@@ -40,8 +40,8 @@ def run(directory: Path) -> None:
 
 
 _REMEDIES = (
-    "use smaller --batch-tokens or --max-length, --method lora, --checkpointing auto, or a smaller "
-    "model"
+    "use smaller --batch-tokens or --max-length, --method lora, --checkpointing auto, no "
+    "--hidden-loss, or a smaller model"
 )
 
 

@@ -80,9 +80,9 @@ def answer_states(
         rows, columns = rows.to(hidden.device), columns.to(hidden.device)
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         rotary = cos[0][rows], sin[0][rows]
-        for layer in decoder.layers[depth:]:
+        for number, layer in enumerate(decoder.layers[depth:], depth):
             hidden = _run(layer, hidden, rotary, rows)
-            if watched is not None:
+            if watched is not None and number >= watched:
                 seen.append(hidden[sequences, columns])
     return torch.stack([*seen, decoder.norm(hidden[sequences, columns])])
 
