@@ -80,6 +80,7 @@ class _LoopScalar(int):
 def _correct_interpreter() -> None:
     """Lets vLLM's kernels for top-k, top-p and structured output run interpreted."""
     try:
+        import numpy as np
         import triton.language as tl
         from triton.runtime import interpreter
     except ImportError:
@@ -104,8 +105,24 @@ def _correct_interpreter() -> None:
             arg = interpreter.TensorHandle(arg.data, tl.int1)
         return splat(self, ret_ty, arg)
 
+    extremes = interpreter.ReduceOps.min_max
+
+    @functools.wraps(extremes)
+    def min_max(self: Any, input: Any, *ops: Any, **named_ops: Any) -> Any:
+        # vLLM samples once at start from memory that nobody wrote. Where all of it is NaN a GPU
+        # takes some index, and numpy raises.
+        try:
+            return extremes(self, input, *ops, **named_ops)
+        except ValueError:
+            block = input[0] if isinstance(input, tuple) else input
+            data = block.handle.data
+            lost = np.isnan(data).all(axis=self.axis, keepdims=True)
+            handle = interpreter.TensorHandle(np.where(lost, 0, data), block.handle.dtype)
+            return extremes(self, tl.core.tensor(handle, block.type), *ops, **named_ops)
+
     interpreter._patch_lang_core = patch_lang_core
     builder.create_splat = create_splat
+    interpreter.ReduceOps.min_max = min_max
 
 
 def _name_cpu_distribution() -> None:
