@@ -31,17 +31,36 @@ RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = [sys.executable, "-m", "vllm_kvx.cli"]
 
 
-def run(command: Sequence[str], log: Path, gpu: str | None) -> int:
-    """Runs a command of vllm-kvx with its output in `log`; its exit code."""
+def start(command: Sequence[str], log: Path, gpu: str | None) -> "subprocess.Popen[bytes]":
+    """Starts a command of vllm-kvx with its output in `log`."""
     environment = dict(os.environ)
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ vllm-kvx {shlex.join(command)}\n")
         file.flush()
-        return subprocess.run(
+        return subprocess.Popen(
             [*COMMAND, *command], env=environment, stdout=file, stderr=subprocess.STDOUT
-        ).returncode
+        )
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """Ends what still runs."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def run(command: Sequence[str], log: Path, gpu: str | None) -> int:
+    """Runs a command of vllm-kvx with its output in `log`; its exit code."""
+    process = start(command, log, gpu)
+    try:
+        return process.wait()
+    finally:
+        stop(process)
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, int, list[str]]]:

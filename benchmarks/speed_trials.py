@@ -15,7 +15,6 @@ on from there, and `benchmarks.speed_sweep MODEL DIR/sweep --cutoffs ... --summa
 import argparse
 import json
 import math
-import os
 import shlex
 import subprocess
 import sys
@@ -25,10 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed_sweep import COMMAND, sweep
+from benchmarks.speed_sweep import run, start, stop, sweep
 from vllm_kvx.tuning import packs
 from vllm_kvx.tuning.lookups import KINDS
 from vllm_kvx.tuning.options import add_tune_speed
+from vllm_kvx.tuning.packs import Example
 from vllm_kvx.tuning.sources import FOLDER
 from vllm_kvx.tuning.train import EXAMPLES, LOSSES
 
@@ -63,45 +63,26 @@ def lookups(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def start(command: Sequence[str], log: Path, gpu: str | None) -> "subprocess.Popen[bytes]":
-    environment = dict(os.environ)
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"$ vllm-kvx {shlex.join(command)}\n")
-        file.flush()
-        return subprocess.Popen(
-            [*COMMAND, *command], env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
-
-
 def ended(process: "subprocess.Popen[bytes]", until: float) -> int | None:
     """Its exit code; None where it still ran at `until`, a monotonic time, and was stopped."""
     try:
         return process.wait(max(until - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:
-        stop(process)
         return None
+    finally:
+        stop(process)
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def tried(args: argparse.Namespace, examples: Path, until: float) -> dict[str, dict[str, Any]]:
+def tried(
+    args: argparse.Namespace, settings: Any, learned: Sequence[Example], until: float
+) -> dict[str, dict[str, Any]]:
     """The trials by name, and what came of each that ended.
 
+    settings: of --tune, whose `out` has the examples; learned: those that are not held out.
     until: when the others are stopped, by the monotonic clock.
     """
     common = shlex.split(args.tune)
     cutoff = args.cutoffs[0]
-    settings = options_of(args.model, cutoff, examples, common)
-    learned = packs.read(examples / FOLDER / EXAMPLES)[settings.held_out :]
     batches = len(packs.packs(learned, settings.batch_tokens, settings.seed))
     epochs = args.steps / batches
 
@@ -109,12 +90,8 @@ def tried(args: argparse.Namespace, examples: Path, until: float) -> dict[str, d
         name, options = trial
         out = args.directory / f"trial-{name}"
         command = ["tune-speed", args.model, "--cutoff", str(cutoff), "--out", str(out), *common]
-        command += ["--epochs", f"{epochs:.5f}", "--examples", str(examples), *shlex.split(options)]
-        process = start(command, args.directory / f"trial-{name}.log", args.gpu)
-        try:
-            code = ended(process, until)
-        finally:
-            stop(process)
+        command += ["--epochs", f"{epochs:.5f}", "--examples", settings.out, *shlex.split(options)]
+        code = ended(start(command, args.directory / f"trial-{name}.log", args.gpu), until)
         found: dict[str, Any] = {"options": options, "exit": code}
         file = out / FOLDER / LOSSES
         # One that refused is another run's.
@@ -183,24 +160,20 @@ def decide(args: argparse.Namespace, folder: Path, began: float) -> dict[str, An
     if not (examples / FOLDER / EXAMPLES).exists():
         command = ["tune-speed", args.model, "--cutoff", str(args.cutoffs[0])]
         command += [*shlex.split(args.tune), *shlex.split(args.data), "--only-examples"]
-        making = start([*command, "--out", str(examples)], folder / "examples.log", args.gpu)
-        try:
-            if making.wait():
-                raise SystemExit(f"no examples, see {folder / 'examples.log'}")
-        finally:
-            stop(making)
+        if run([*command, "--out", str(examples)], folder / "examples.log", args.gpu):
+            raise SystemExit(f"no examples, see {folder / 'examples.log'}")
+    learned = packs.read(examples / FOLDER / EXAMPLES)[settings.held_out :]
     # The original is asked while the trials run; the sweep finds its answers.
     asked = ["evaluate", args.model, "--output", str(folder / "original"), "--no-plot"]
     policies = [f"speed-{cutoff}" for cutoff in args.cutoffs]
     command = [*asked, *shlex.split(args.evaluate), "--policies", *policies]
     asking = start(command, folder / "original.log", args.gpu)
     try:
-        found = tried(args, examples, began + TRIED_UNTIL * 60 * args.minutes)
+        found = tried(args, settings, learned, began + TRIED_UNTIL * 60 * args.minutes)
         best = best_of(found)
         ended(asking, end)
     finally:
         stop(asking)
-    learned = packs.read(examples / FOLDER / EXAMPLES)[settings.held_out :]
     left = end - time.monotonic()
     if left <= 0:
         raise SystemExit("no time is left to tune for the cutoffs: give more --minutes")
