@@ -14,6 +14,7 @@ its own, such as `--trial full-18 18 "--method full"`. What is there already is 
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -149,9 +150,11 @@ def summary(directory: Path, names: Sequence[str]) -> dict[str, Any]:
             if path.exists()
         }
         if "losses" in entry:
-            # Kinds of examples are many; the record has the sum.
+            # Kinds of examples are many, and the record has the sum; what else is logged of every
+            # step follows from the options.
             for logged in entry["losses"]["log"]:
-                logged.pop("by", None)
+                for key in ("by", "grad_norm", "learning_rate", "epoch"):
+                    logged.pop(key, None)
         if entry:
             found[name.removeprefix("speed-")] = entry
     return {"cutoffs": found}
@@ -206,7 +209,10 @@ def main() -> None:
     if args.summary:
         result = summary(args.directory, [name for name, *_ in runs_of(args)])
         path = RESULTS / f"{args.summary}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(result, indent=1)
+        # An interval is a line, not four.
+        text = re.sub(r"\[[-\d.,\s]+\]", lambda found: " ".join(found[0].split()), text)
+        path.write_text(text + "\n", encoding="utf-8")
         print(draw(path.with_suffix(".png"), curves, result))
         return
     if failed := sweep(args):

@@ -35,7 +35,7 @@ from vllm_kvx.tuning.train import EXAMPLES, LOSSES
 # Of the time that is left when a run's tokens are counted out: the rest is for its start, and for
 # merging and measuring.
 USED = 0.85
-# Of the minutes from the start, those after which trials that still run are stopped.
+# Of the time that is left when the trials start, that after which those that still run are stopped.
 TRIED_UNTIL = 0.5
 
 
@@ -157,19 +157,20 @@ def decide(args: argparse.Namespace, folder: Path, began: float) -> dict[str, An
     for _, options in args.trial:
         options_of(args.model, args.cutoffs[0], examples, shlex.split(options))
     folder.mkdir(parents=True, exist_ok=True)
-    if not (examples / FOLDER / EXAMPLES).exists():
-        command = ["tune-speed", args.model, "--cutoff", str(args.cutoffs[0])]
-        command += [*shlex.split(args.tune), *shlex.split(args.data), "--only-examples"]
-        if run([*command, "--out", str(examples)], folder / "examples.log", args.gpu):
-            raise SystemExit(f"no examples, see {folder / 'examples.log'}")
-    learned = packs.read(examples / FOLDER / EXAMPLES)[settings.held_out :]
-    # The original is asked while the trials run; the sweep finds its answers.
+    # The original is asked meanwhile; the sweep finds its answers.
     asked = ["evaluate", args.model, "--output", str(folder / "original"), "--no-plot"]
     policies = [f"speed-{cutoff}" for cutoff in args.cutoffs]
     command = [*asked, *shlex.split(args.evaluate), "--policies", *policies]
     asking = start(command, folder / "original.log", args.gpu)
     try:
-        found = tried(args, settings, learned, began + TRIED_UNTIL * 60 * args.minutes)
+        if not (examples / FOLDER / EXAMPLES).exists():
+            command = ["tune-speed", args.model, "--cutoff", str(args.cutoffs[0])]
+            command += [*shlex.split(args.tune), *shlex.split(args.data), "--only-examples"]
+            if run([*command, "--out", str(examples)], folder / "examples.log", args.gpu):
+                raise SystemExit(f"no examples, see {folder / 'examples.log'}")
+        learned = packs.read(examples / FOLDER / EXAMPLES)[settings.held_out :]
+        now = time.monotonic()
+        found = tried(args, settings, learned, now + TRIED_UNTIL * max(end - now, 0))
         best = best_of(found)
         ended(asking, end)
     finally:
