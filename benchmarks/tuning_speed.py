@@ -50,14 +50,13 @@ def drawn(tokens: int, length: int, answer: int, device: str) -> Batch:
         return [rng.randrange(400) for _ in range(count)]
 
     pairs = [(some(length - answer), some(answer)) for _ in range(max(tokens // length, 1))]
-    batch = Batch.of(pairs)
-    return Batch(batch.tokens.to(device), batch.prompts.to(device), batch.answers.to(device))
+    return Batch.of(pairs).to(device)
 
 
 def measured(student: Student, batch: Batch, loss: str) -> dict[str, Any]:
     """Seconds of each step, tokens per second by their median, and the most memory."""
     cuda = student.trained.device.type == "cuda"
-    inputs = {"tokens": batch.tokens, "prompts": batch.prompts, "answers": batch.answers}
+    inputs: dict[str, Any] = vars(batch).copy()
     if loss == "sft":
         inputs["targets"] = torch.zeros(
             int(batch.answers.sum()), dtype=torch.long, device=batch.tokens.device

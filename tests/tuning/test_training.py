@@ -59,8 +59,10 @@ def examples(count=50):
             tuple(rng.randrange(2, 2000) for _ in range(rng.randrange(20, 200))),
             tuple(rng.randrange(2, 2000) for _ in range(rng.randrange(1, 12))),
             rng.choice(["own", "table"]),
+            # Some are of several turns.
+            ((4, 3), (12, 5)) if number % 3 == 0 else (),
         )
-        for _ in range(count)
+        for number in range(count)
     ]
 
 
@@ -145,10 +147,12 @@ def test_two_processes_learn_what_one_does_in_larger_steps(tmp_path):
 def test_agreement_is_told_by_kind_and_length(whole):
     found = losses(whole)["before"]
     held_out = examples()[: JOB.held_out]
-    assert found["all"]["answers"] == JOB.held_out
-    assert found["all"]["tokens"] == sum(len(example.answer) for example in held_out)
+    assert found["all"]["answers"] == sum(len(example.spans()) for example in held_out)
+    assert found["all"]["answers"] > JOB.held_out
+    assert found["all"]["tokens"] == sum(len(example.learnt()) for example in held_out)
     for kind in {example.kind for example in held_out}:
-        assert found[kind]["answers"] == sum(example.kind == kind for example in held_out)
+        of_kind = [len(example.spans()) for example in held_out if example.kind == kind]
+        assert found[kind]["answers"] == sum(of_kind)
     assert found["<= 512 tokens"] == found["all"]
     assert found["all"]["greedy"] < 1, "the cut changes nothing"
 
@@ -176,6 +180,7 @@ def test_the_teacher_is_the_checkpoint_however_far_the_student_is(method):
             tokens=batch.tokens,
             prompts=batch.prompts,
             answers=batch.answers,
+            sequences=batch.sequences,
             teacher=student.teacher_states(batch),
         ).backward()
         optimizer.step()

@@ -1,6 +1,7 @@
 """Examples by batch, and the agreement of a student over them."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,10 +31,13 @@ class Batches(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         chosen = self.members(index)
-        batch = Batch.of([(example.prompt, example.answer) for example in chosen])
-        inputs = {"tokens": batch.tokens, "prompts": batch.prompts, "answers": batch.answers}
+        batch = Batch.of(
+            [(example.prompt, example.answer) for example in chosen],
+            [example.earlier for example in chosen],
+        )
+        inputs = {field.name: getattr(batch, field.name) for field in fields(batch)}
         if self._targets:
-            inputs["targets"] = torch.tensor([t for example in chosen for t in example.answer])
+            inputs["targets"] = torch.tensor([t for example in chosen for t in example.learnt()])
         return inputs
 
     def members(self, index: int) -> list[Example]:
@@ -52,10 +56,11 @@ def agreement_of(
     device = student.trained.device
     for index in range(rank, len(held_out), world):
         inputs = held_out[index]
-        batch = Batch(*(inputs[name].to(device) for name in ("tokens", "prompts", "answers")))
+        inputs.pop("targets", None)
         with student.computing():
-            each = student.agreements(batch)
-        for example, one in zip(held_out.members(index), each, strict=True):
+            each = student.agreements(Batch(**inputs).to(device))
+        examples = [example for example in held_out.members(index) for _ in example.spans()]
+        for example, one in zip(examples, each, strict=True):
             for name in ("all", example.kind, _length_name(len(example.prompt))):
                 found[name] = found.get(name, Agreement()) + one
     if world > 1:

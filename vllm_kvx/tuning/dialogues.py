@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -12,6 +12,8 @@ ROLES = ("system", "user", "assistant")
 _FORMS = '{"messages": [...]}, {"prompt": "..."}, {"text": "..."} or {"prompt_token_ids": [...]}'
 # Stands for a message's content where only what the template puts around it is asked for.
 SENTINEL = "kvxsentinelkvx"
+# Questions in turns of their own, each with its answer, or "" where that is not known.
+Further = tuple[tuple[str, str], ...]
 
 
 class Message(TypedDict):
@@ -41,12 +43,14 @@ class Dialogue:
     kind: where it came from: the generator's name, "own" or "file".
     reference: lines that a right answer contains, as far as they are known; no training needs them.
     raw: what stands for the messages where the prompt has no template.
+    further: what the user asks after the answer.
     """
 
     messages: tuple[Message, ...]
     kind: str
     reference: str = ""
     raw: Raw | None = None
+    further: Further = ()
 
     @property
     def has_answer(self) -> bool:
@@ -173,7 +177,7 @@ def without_answer(dialogue: Dialogue) -> Dialogue:
     if not dialogue.has_answer:
         return dialogue
     raw = None if dialogue.raw is None else Raw(dialogue.raw.prompt)
-    return Dialogue(dialogue.messages[:-1], dialogue.kind, dialogue.reference, raw)
+    return replace(dialogue, messages=dialogue.messages[:-1], raw=raw)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,15 @@ _MORE = (0, 128, 512)
 class Wanted(NamedTuple):
     """A lookup of at most `longest` tokens, or `behind` with a long text of that length in front.
 
-    seed: decides the document. recite: whether the lookup is a recital, with its answer.
+    seed: decides the document. recite: whether the lookup is a recital, with its answer. turns:
+    questions to the text.
     """
 
     seed: str
     longest: int
     behind: Dialogue | None = None
     recite: bool = False
+    turns: int = 1
 
 
 def fitted(wanted: Sequence[Wanted], tokenizer: Any) -> list[Dialogue]:
@@ -67,7 +69,9 @@ def _lookup(wanted: Wanted) -> Dialogue:
     """A lookup, longer than wanted where a long chat template leaves no room for one."""
     for more in _MORE:
         try:
-            return fitted_lookup(wanted.seed, wanted.longest + more, _tokenizer, wanted.recite)
+            return fitted_lookup(
+                wanted.seed, wanted.longest + more, _tokenizer, wanted.recite, wanted.turns
+            )
         except ToolError as error:
             failure = error
     raise failure

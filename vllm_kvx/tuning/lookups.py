@@ -14,6 +14,7 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning.dialogues import (
     Dialogue,
+    Further,
     Message,
     assistant,
     encoded,
@@ -32,6 +33,8 @@ _AHEAD, _BOTH, _LATER = 0.25, 0.07, 0.12
 # every answer found is a lesson, and a long document costs as much to read for one as for six.
 _SEVERAL, _MOST_ASKED = 0.35, 6
 _BULLETS = ("{}. ", "{}) ", "- ", "* ", "({}) ")
+# Questions drawn for each further one that is wanted: some are drawn twice.
+_DRAWN = 3
 # Words of a recital's cue, which is of one line, its least characters, and how many are tried.
 _CUE, _LEAST_CUE, _CUES = (4, 8), 12, 20
 # Words of what follows it, and characters, for texts with few spaces.
@@ -79,21 +82,25 @@ _SINGLE: dict[str, Maker] = {**records.KINDS, **passages.KINDS, **source.KINDS}
 KINDS: dict[str, Maker] = {**_SINGLE, "dossier": _Dossier}
 
 
-def lookup(rng: random.Random, size: int) -> Dialogue:
+def lookup(rng: random.Random, size: int, turns: int = 1) -> Dialogue:
     """A document of about `size` words with a question, which the model is to answer.
 
     Its kind is one of KINDS. The same state of `rng` gives the same.
+
+    turns: questions at most, each in a turn: a short document may have fewer.
     """
-    return lookup_of(rng.choice(sorted(KINDS)), rng, size)
+    return lookup_of(rng.choice(sorted(KINDS)), rng, size, turns)
 
 
-def lookup_of(kind: str, rng: random.Random, size: int) -> Dialogue:
+def lookup_of(kind: str, rng: random.Random, size: int, turns: int = 1) -> Dialogue:
     """As `lookup`, of a kind that is named."""
     document = KINDS[kind](random.Random(rng.random()), size)
-    return _posed(kind, document, random.Random(rng.random()))
+    posed = _posed(kind, document, random.Random(rng.random()))
+    asks = _others(partial(document.ask, rng), turns - 1, posed)
+    return replace(posed, further=_further([(ask.question, "") for ask in asks], rng))
 
 
-def recital(rng: random.Random, size: int) -> Dialogue:
+def recital(rng: random.Random, size: int, turns: int = 1) -> Dialogue:
     """As `lookup`, with the answer: what follows some words of the document, word for word.
 
     A question about a value has an answer of a few tokens; here each of a hundred has to be found.
@@ -101,7 +108,27 @@ def recital(rng: random.Random, size: int) -> Dialogue:
     document = KINDS[rng.choice(sorted(KINDS))](random.Random(rng.random()), size)
     ask = _recited(document, rng)
     posed = _posed("recital", document, random.Random(rng.random()), ask)
-    return replace(posed, messages=(*posed.messages, assistant(ask.reference)))
+    asks = _others(partial(_recited, document, rng), turns - 1, posed)
+    further = _further([(other.question, other.reference) for other in asks], rng)
+    messages = (*posed.messages, assistant(ask.reference))
+    return replace(posed, messages=messages, further=further)
+
+
+def _others(ask: Callable[[], Ask], count: int, posed: Dialogue) -> list[Ask]:
+    """At most `count` questions that differ, and that a dialogue does not ask already."""
+    found: dict[str, Ask] = {}
+    for _ in range(_DRAWN * count):
+        if len(found) == count:
+            break
+        drawn = ask()
+        if not any(drawn.question in message["content"] for message in posed.messages):
+            found.setdefault(drawn.question, drawn)
+    return list(found.values())
+
+
+def _further(asked: Sequence[tuple[str, str]], rng: random.Random) -> Further:
+    frames = sections("frames")["again"]
+    return tuple((rng.choice(frames).format(question=each), answer) for each, answer in asked)
 
 
 def _recited(document: Document, rng: random.Random) -> Ask:
@@ -189,19 +216,23 @@ def questions(document: Document, rng: random.Random) -> Ask:
     return Ask("several", "\n".join((begin, *lines)), "\n".join(references))
 
 
-def fitted_lookup(seed: str, longest: int, tokenizer: Any, recite: bool = False) -> Dialogue:
+def fitted_lookup(
+    seed: str, longest: int, tokenizer: Any, recite: bool = False, turns: int = 1
+) -> Dialogue:
     """A lookup whose prompt has at most `longest` tokens, and about nine tenths of them at least.
 
-    The prompt is what the chat template makes of the dialogue, generation prompt included.
+    The prompt is what the chat template makes of the dialogue up to its first answer, generation
+    prompt included.
 
-    seed: decides the document and the question. recite: whether it is a `recital`.
+    seed: decides the document and the question. recite: whether it is a `recital`. turns: questions
+    to the document.
 
     Raises:
         ToolError: the tokenizer has no chat template, or no lookup is so short.
     """
 
     def make(attempt: int, size: int) -> Dialogue:
-        return (recital if recite else lookup)(random.Random(f"{seed} {attempt}"), size)
+        return (recital if recite else lookup)(random.Random(f"{seed} {attempt}"), size, turns)
 
     return _fitted(make, longest, tokenizer)
 

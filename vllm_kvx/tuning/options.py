@@ -22,6 +22,7 @@ _ASKING: dict[str, Any] = {
     "count": 4000,
     "lookups": 0.5,
     "recitals": 0.0,
+    "turns": 1,
     "answer_tokens": 256,
     "engine_args": {},
 }
@@ -105,6 +106,13 @@ def _add_data(command: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of the generated lookups, those that ask for a part of the text, word for word; the "
         f"answer is the text's, and not the model's (default: {_ASKING['recitals']})",
+    )
+    data.add_argument(
+        "--turns",
+        type=positive,
+        metavar="N",
+        help="questions to a generated text, each in a turn of its own, as far as they fit into "
+        f"--max-length (default: {_ASKING['turns']})",
     )
     data.add_argument(
         "--max-length",

@@ -14,15 +14,27 @@ class Example:
     """A prompt with the answer to learn from, as token ids.
 
     kind: where the prompt is from: the name of a generator, `own` or `file`.
+    earlier: answers that stand in the prompt and are learnt from, too: the first token of each and
+        how many it has, in order. What is before it is its prompt.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     kind: str
+    earlier: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         """Tokens that the model runs: the answer's last one predicts nothing."""
         return len(self.prompt) + len(self.answer) - 1
+
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First token and number of tokens of every answer that is learnt from, in order."""
+        return (*self.earlier, (len(self.prompt), len(self.answer)))
+
+    def learnt(self) -> list[int]:
+        """The tokens of these answers."""
+        tokens = (*self.prompt, *self.answer)
+        return [token for first, count in self.spans() for token in tokens[first : first + count]]
 
 
 def packs(examples: Sequence[Example], tokens: int, seed: int) -> list[list[int]]:
@@ -69,4 +81,6 @@ def _examples(path: Path) -> Iterator[Example]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             entry = json.loads(line)
-            yield Example(tuple(entry["prompt"]), tuple(entry["answer"]), entry["kind"])
+            # Files of before there were turns have none.
+            earlier = tuple((first, tokens) for first, tokens in entry.get("earlier", ()))
+            yield Example(tuple(entry["prompt"]), tuple(entry["answer"]), entry["kind"], earlier)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 # Tokens of the shortest of the long prompts: lookups need a text to look something up in.
 SHORTEST = 256
+# Tokens for which room is left for each further turn: a question, and an answer of a line or two.
+TURN = 128
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Plan:
         lookups; the model writes the others itself. recitals: the share of those lookups that ask
         for a part of the text, word for word, whose answer is known.
     max_length: tokens of the longest prompt and its answer. answer_tokens: of the longest answer.
-    held_out: examples that are not learnt from.
+    held_out: examples that are not learnt from. turns: questions to a text, each in a turn.
     """
 
     prompts: str | None
@@ -28,6 +30,7 @@ class Plan:
     held_out: int
     seed: int
     recitals: float = 0.0
+    turns: int = 1
 
     @property
     def num_lookups(self) -> int:
@@ -41,9 +44,9 @@ class Plan:
     def num_written(self) -> int:
         return self.count - self.num_lookups
 
-    def lengths(self, count: int) -> list[int]:
+    def lengths(self, count: int, turns: int = 1) -> list[int]:
         """Tokens of `count` long prompts, evenly spread between the shortest and the longest in
         their logarithm: short ones cost little, long ones are what is served."""
         rng = random.Random(f"lengths {self.seed}")
-        longest = self.max_length - self.answer_tokens
+        longest = max(self.max_length - self.answer_tokens - TURN * (turns - 1), SHORTEST)
         return [round(SHORTEST * (longest / SHORTEST) ** rng.random()) for _ in range(count)]

@@ -13,7 +13,7 @@ import transformers
 from vllm_kvx.calibration.dense_decoder import sliding_window
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tuning import packs, selfwritten
+from vllm_kvx.tuning import packs, selfwritten, turns
 from vllm_kvx.tuning.dialogues import Dialogue, Templated, assistant, read, templated, user
 from vllm_kvx.tuning.packs import Example
 from vllm_kvx.tuning.plan import SHORTEST, Plan
@@ -54,6 +54,7 @@ def plan_of(args: argparse.Namespace, config: Any) -> Plan:
         count=made,
         lookups=args.lookups,
         recitals=args.recitals,
+        turns=args.turns,
         max_length=args.max_length,
         answer_tokens=args.answer_tokens,
         held_out=args.held_out,
@@ -94,6 +95,14 @@ def check(args: argparse.Namespace, plan: Plan, config: Any) -> Any:
             raise ToolError(
                 f"{args.model}: its chat template writes a given answer otherwise than one that is "
                 "generated, so there can be no recitals: leave out --recitals"
+            ) from error
+    if plan.num_lookups and plan.turns > 1:
+        try:
+            turns.check(tokenizer)
+        except ToolError as error:
+            raise ToolError(
+                f"{args.model}: its chat template does not allow further turns ({error}): leave "
+                "out --turns"
             ) from error
     if plan.num_written:
         selfwritten.user_turn_prefix(tokenizer)

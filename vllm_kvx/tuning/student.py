@@ -113,6 +113,7 @@ class Student:
         tokens: Tensor,
         prompts: Tensor,
         answers: Tensor,
+        sequences: Tensor,
         teacher: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
@@ -121,7 +122,7 @@ class Student:
         teacher: (states, n, hidden), the full-depth model's (`teacher_states`); or targets: (n,)
             int64, the answers.
         """
-        batch, head = Batch(tokens, prompts, answers), self._model.lm_head
+        batch, head = Batch(tokens, prompts, answers, sequences), self._model.lm_head
         if teacher is None:
             assert targets is not None
             states = answer_states(self._model, batch, self.job.cut)

@@ -11,10 +11,11 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.engine import last_line, on_cpu, prepare_environment
 from vllm_kvx.tuning import selfwritten
-from vllm_kvx.tuning.dialogues import Dialogue, read, templated
+from vllm_kvx.tuning.dialogues import Dialogue, Further, read, templated
 from vllm_kvx.tuning.fitting import Wanted, fitted
 from vllm_kvx.tuning.packs import Example
 from vllm_kvx.tuning.plan import Plan
+from vllm_kvx.tuning.turns import continued
 
 # Of the prompts that the model writes, those that come after a long text that has nothing to do
 # with them.
@@ -94,37 +95,38 @@ def examples(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[Example]:
     dialogues = asked(plan, teacher, tokenizer)
     longest = plan.max_length - plan.answer_tokens
     prompts: list[Sequence[int]] = []
-    kinds: list[str] = []
-    known: list[Example] = []
+    asking: list[Dialogue] = []
+    found: list[tuple[Example, Further]] = []
     for dialogue in dialogues:
         ids = templated(dialogue, tokenizer)
         if len(ids.prompt) > longest:
             continue
         if ids.answer is not None:
-            known.append(Example(ids.prompt, ids.answer[: plan.answer_tokens], dialogue.kind))
+            known = Example(ids.prompt, ids.answer[: plan.answer_tokens], dialogue.kind)
+            found.append((known, dialogue.further))
         else:
             prompts.append(ids.prompt)
-            kinds.append(dialogue.kind)
-    left_out = len(dialogues) - len(prompts) - len(known)
+            asking.append(dialogue)
+    left_out = len(dialogues) - len(prompts) - len(found)
     if left_out:
         print(f"{left_out} prompts of over {longest} tokens are left out")
-    if not prompts and not known:
+    if not prompts and not found:
         raise ToolError(f"no prompt has at most {longest} tokens: use a greater --max-length")
     answers = teacher.answers(
         prompts,
         [plan.answer_tokens] * len(prompts),
-        [TEMPERATURE if kind.startswith("own") else 0.0 for kind in kinds],
+        [TEMPERATURE if each.kind.startswith("own") else 0.0 for each in asking],
         seed=plan.seed,
     )
-    found = [
-        Example(tuple(prompt), answer, kind)
-        for prompt, answer, kind in zip(prompts, answers, kinds, strict=True)
+    own = [
+        (Example(tuple(prompt), answer, dialogue.kind), dialogue.further)
+        for prompt, answer, dialogue in zip(prompts, answers, asking, strict=True)
         if answer
     ]
-    found += known
+    with_turns = continued(own + found, plan, teacher, tokenizer)
     rng = random.Random(f"order {plan.seed}")
-    rng.shuffle(found)
-    return [begun(example, rng) for example in found]
+    rng.shuffle(with_turns)
+    return [begun(example, rng) for example in with_turns]
 
 
 def begun(example: Example, rng: random.Random) -> Example:
@@ -143,8 +145,8 @@ def asked(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[Dialogue]:
     """What the model is to answer."""
     dialogues = read(Path(plan.prompts), need_answers=False) if plan.prompts else []
     wanted = [
-        Wanted(f"{plan.seed} {number}", length, recite=number < plan.num_recitals)
-        for number, length in enumerate(plan.lengths(plan.num_lookups))
+        Wanted(f"{plan.seed} {number}", length, None, number < plan.num_recitals, plan.turns)
+        for number, length in enumerate(plan.lengths(plan.num_lookups, plan.turns))
     ]
     if plan.num_written:
         written = write_prompts(plan.num_written, plan.seed, teacher, tokenizer)

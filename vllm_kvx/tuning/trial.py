@@ -86,6 +86,7 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
                     tokens=batch.tokens,
                     prompts=batch.prompts,
                     answers=batch.answers,
+                    sequences=batch.sequences,
                     teacher=teacher,
                 )
             loss.backward()
@@ -101,5 +102,4 @@ def _largest(job: Job, device: torch.device) -> Iterator[Batch]:
     answer = min(job.answer_tokens, job.max_length // 2)
     for prompt in (job.max_length - answer, _SHORT):
         count = max(job.batch_tokens // (prompt + answer), 1)
-        batch = Batch.of([([0] * prompt, [0] * answer)] * count)
-        yield Batch(batch.tokens.to(device), batch.prompts.to(device), batch.answers.to(device))
+        yield Batch.of([([0] * prompt, [0] * answer)] * count).to(device)

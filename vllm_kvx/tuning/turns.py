@@ -1,0 +1,115 @@
+"""Further turns of a dialogue about one text: each answer is a lesson, and the text is run once."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.tuning.dialogues import (
+    SENTINEL,
+    Dialogue,
+    Further,
+    assistant,
+    encoded,
+    rendered,
+    special_ids,
+    templated,
+    user,
+)
+from vllm_kvx.tuning.packs import Example
+from vllm_kvx.tuning.plan import Plan
+
+
+class Between(NamedTuple):
+    """What a chat template has after an answer: `end`, the token that ends its turn, and `ids`, all
+    from there to the next answer, the question in it."""
+
+    end: int
+    ids: tuple[int, ...]
+
+
+def between(question: str, tokenizer: Any) -> Between:
+    """Before the answer to a question that follows another answer.
+
+    Raises:
+        ToolError: there is no chat template, or no special token ends an answer.
+    """
+    ids, special = encoded(_after(question, tokenizer), tokenizer), special_ids(tokenizer)
+    first = next((place for place, token in enumerate(ids) if token in special), None)
+    if first is None:
+        raise ToolError(f"{tokenizer.name_or_path}: no special token ends an answer")
+    return Between(ids[first], ids[first + 1 :])
+
+
+def _after(question: str, tokenizer: Any) -> str:
+    messages = (user("x"), assistant(SENTINEL), user(question))
+    return rendered(messages, tokenizer, generate=True).rpartition(SENTINEL)[2]
+
+
+def check(tokenizer: Any) -> None:
+    """Raises ToolError if turns that are put together are not what the chat template makes."""
+    between("x", tokenizer)
+    first = rendered((user("one"),), tokenizer, generate=True)
+    whole = (user("one"), assistant("two"), user("three"))
+    if rendered(whole, tokenizer, generate=True) != f"{first}two{_after('three', tokenizer)}":
+        raise ToolError("it writes earlier turns otherwise than the last one")
+
+
+def continued(
+    examples: Sequence[tuple[Example, Further]], plan: Plan, teacher: Any, tokenizer: Any
+) -> list[Example]:
+    """The examples with as many further turns as fit into the plan's lengths.
+
+    Answers that are not known are the teacher's, to each question as if it were the second one, so
+    that an example's are given at once.
+    """
+    later = [
+        [_turn(*turn, plan, tokenizer) for turn in further] if example.answer else []
+        for example, further in examples
+    ]
+    asked = [
+        (turn, (*example.prompt, *example.answer, *turn.between.ids))
+        for (example, _), turns in zip(examples, later, strict=True)
+        for turn in turns
+        if turn.answer is None and example.answer[-1] == turn.between.end
+    ]
+    asked = [each for each in asked if len(each[1]) + plan.answer_tokens <= plan.max_length]
+    prompts = [prompt for _, prompt in asked]
+    limits, greedy = [plan.answer_tokens] * len(asked), [0.0] * len(asked)
+    answers = teacher.answers(prompts, limits, greedy, seed=plan.seed) if asked else []
+    given = {id(turn): answer for (turn, _), answer in zip(asked, answers, strict=True)}
+    return [
+        _joined(
+            example,
+            [(turn.between, turn.answer or given.get(id(turn), ())) for turn in turns],
+            plan.max_length,
+        )
+        for (example, _), turns in zip(examples, later, strict=True)
+    ]
+
+
+class _Turn(NamedTuple):
+    between: Between
+    answer: tuple[int, ...] | None
+
+
+def _turn(question: str, reference: str, plan: Plan, tokenizer: Any) -> _Turn:
+    if not reference:
+        return _Turn(between(question, tokenizer), None)
+    known = templated(Dialogue((user("x"), assistant(reference)), "known"), tokenizer).answer
+    assert known is not None
+    return _Turn(between(question, tokenizer), known[: plan.answer_tokens])
+
+
+def _joined(
+    example: Example, turns: Sequence[tuple[Between, tuple[int, ...]]], longest: int
+) -> Example:
+    """The example with these turns behind it, but for those whose answers do not end and those
+    that would make it longer than `longest` tokens."""
+    prompt, answer, earlier = example.prompt, example.answer, list(example.earlier)
+    for (end, ids), new in turns:
+        fits = len(prompt) + len(answer) + len(ids) + len(new) <= longest
+        if answer[-1] != end or not new or new[-1] != end or not fits:
+            continue
+        earlier.append((len(prompt), len(answer)))
+        prompt, answer = (*prompt, *answer, *ids), new
+    return Example(prompt, answer, example.kind, tuple(earlier))
