@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import report_loads as under
 from benchmarks import report_plots as pictures
 from benchmarks import report_tables as tables
 from benchmarks.report_files import File, Kept, Load, figures_of, kept_of, loads_of, read
@@ -71,8 +72,8 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
         lines += tables.glance_of_load(here, there, kept, layers)
         add(pictures.plots(f"{gpu}, {model}", here, there))
     lines += ["", "## Under load", "", *_LOAD.strip().splitlines()]
-    for lengths in tables.all_lengths(loads):
-        lines += ["", f"### {lengths} tokens in and out", "", *tables.under_load(loads, lengths)]
+    for lengths in under.all_lengths(loads):
+        lines += ["", f"### {lengths} tokens in and out", "", *under.under_load(loads, lengths)]
     lines += _beside_others(loads)
     lines += ["", "## While a long prompt comes in", ""]
     lines += ["Waits of four decoding requests between two tokens, by `benchmarks.compare`.", ""]
@@ -110,7 +111,7 @@ def _beside_others(loads: Sequence[Load]) -> list[str]:
     """What others publish in these settings; nothing until they are measured here."""
     lines = []
     for known in json.loads(PUBLISHED.read_text(encoding="utf-8")).values():
-        if rows := tables.published(loads, known):
+        if rows := under.published(loads, known):
             lines += ["", "### Beside what others publish", ""]
             lines += [f"{known['what']} ([source]({known['source']})). Another GPU, engine and"]
             lines += ["baseline: gains are compared, not times.", "", *rows]

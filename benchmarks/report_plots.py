@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.names import STOCK
+from benchmarks.report_cells import order
 from benchmarks.report_files import Figure, Kept, Load, newest, same_method
-from benchmarks.report_tables import order
 from benchmarks.serving_figures import figures
 
 _BLUE, _GRAY, _RED = "#4878a8", "#b8b8b8", "#b8504c"

@@ -1,12 +1,12 @@
 """The tables of `benchmarks.report`, each as lines of Markdown."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from benchmarks.composed import composed
 from benchmarks.ideal import Case
 from benchmarks.names import STOCK, split_name
+from benchmarks.report_cells import MISSING, RESULTS, gain, order, reference, table, value, words
 from benchmarks.report_files import (
     Figure,
     File,
@@ -14,12 +14,10 @@ from benchmarks.report_files import (
     Load,
     newest,
     same_method,
-    shape_of,
 )
-from benchmarks.serving_figures import PRESETS, Setting, figures, saturation_ratio
+from benchmarks.report_loads import is_max, load_gain, load_ideal, load_ratio
+from benchmarks.serving_figures import PRESETS, Setting
 
-RESULTS = "../benchmarks/results"
-MISSING = "not measured"
 # Runs differ by about this much; a smaller loss is none.
 LOSS = 0.99
 FAR = 0.8
@@ -31,60 +29,6 @@ GLANCE = {
     "KV pool": "pool",
     "longest wait, 128,000 come in": "itl:128000",
 }
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table of Markdown; a line that says so where it has no rows."""
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-    return lines if len(lines) > 2 else [f"{MISSING.capitalize()}."]
-
-
-def reference(file: File) -> str:
-    """A link to a file, by its number in the page's list."""
-    return f"[{file.number}]({RESULTS}/{file.name})"
-
-
-def gain(ratio: float, ideal: float | None) -> str:
-    """1.13x (1.15x, 98%): the gain, its ideal, and how much of that is reached."""
-    if ideal is None:
-        return f"{ratio:.2f}x (no ideal)"
-    return f"{ratio:.2f}x ({ideal:.2f}x, {100 * ratio / ideal:.0f}%)"
-
-
-def order(names: Iterable[str]) -> list[str]:
-    """Stock first, then single methods, then compositions; each in alphabetical order."""
-
-    def key(name: str) -> tuple[bool, int, str]:
-        policy, dtype = split_name(name)
-        return (policy is not None, (policy or "").count("+") + bool(dtype), name)
-
-    return sorted(set(names), key=key)
-
-
-def words(case: str) -> str:
-    """A case as a reader names it."""
-    if case == "pool":
-        return "KV pool, prompt tokens"
-    parsed = Case.parse(case)
-    length = f"{parsed.length:,}"
-    text = {
-        "ttft": f"TTFT, {length}",
-        "tpot": f"TPOT, {length}",
-        "itl": f"longest wait, {length} come in",
-        "pool_decode": f"decode, pool full of {length}",
-        "decode": f"decode, {parsed.batch} x {length}",
-    }[parsed.kind]
-    return text + (f", requests ask for `{parsed.policy}`" if parsed.policy else "")
-
-
-def value(result: Mapping[str, Any]) -> str:
-    """What was measured, with its unit."""
-    if "tokens_per_s" in result:
-        return f"{result['tokens_per_s']:,.0f} tok/s ({result['batch']})"
-    if "tokens" in result:
-        return f"{result['tokens']:,}"
-    median = result["median"]
-    return f"{median:,.0f} ms" if median >= 100 else f"{median:.2f} ms"
 
 
 def glance(found: Sequence[Figure]) -> list[str]:
@@ -110,47 +54,10 @@ def glance_of_load(
     rows = []
     for name in order([each.engine for each in found] + [each.server for each in loads]):
         if name != STOCK:
-            gains = [_load_gain(saturated.get((name, each)), loads) for each in lengths]
+            gains = [load_gain(saturated.get((name, each)), loads) for each in lengths]
             rows.append([f"`{name}`", *gains, kept_cell(name, kept, layers)])
     head = ["policy", *(f"requests/s, {each}" for each in lengths), "answers kept, %"]
     return table(head, rows)
-
-
-def is_max(load: Load) -> bool:
-    return load.setting.saturates
-
-
-def stock_of(load: Load, loads: Sequence[Load]) -> Load | None:
-    """Stock's run of the same setting in the same file."""
-    same = (x for x in loads if (x.file, x.server, x.setting) == (load.file, STOCK, load.setting))
-    return next(same, None)
-
-
-def load_ratio(load: Load, loads: Sequence[Load], key: str = "requests_per_s") -> float | None:
-    """A figure over stock's."""
-    stock = stock_of(load, loads)
-    if stock is None:
-        return None
-    ours, theirs = (figures(each.measured)[key] for each in (load, stock))
-    return ours / theirs if ours is not None and theirs else None
-
-
-def load_ideal(load: Load) -> float | None:
-    content = load.file.content
-    pool = content["servers"].get(STOCK, {}).get("pool", {}).get("tokens")
-    if pool is None:
-        return None
-    shape = shape_of(content["model"])
-    flags = content["settings"]["flags"]
-    seqs = int(flags[flags.index("--max-num-seqs") + 1])
-    return saturation_ratio(shape, load.server, load.setting, load.file.gpu, pool, seqs)
-
-
-def _load_gain(load: Load | None, loads: Sequence[Load]) -> str:
-    ratio = load_ratio(load, loads) if load else None
-    if load is None or ratio is None:
-        return MISSING
-    return f"{gain(ratio, load_ideal(load))} {reference(load.file)}"
 
 
 def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
@@ -229,93 +136,6 @@ def waits(files: Sequence[File]) -> list[str]:
                     rows.append(row)
     head = ["engine", "prompt tokens", "p50", "p99", "longest", "file"]
     return table(head, rows)
-
-
-def under_load(loads: Sequence[Load], lengths: str) -> list[str]:
-    """Every server and load of one pair of lengths. Planned settings that are missing say so."""
-    head = [
-        *("server", "load", "requests/s", "gain (ideal, reached)", "output tok/s"),
-        *("TTFT p50 / p99, s", "TPOT p50 / p99, ms", "ITL p50 / p99, ms"),
-        *("at once", "preempted", "file"),
-    ]
-    here = [load for load in loads if load.setting.lengths == lengths]
-    measured = {str(load.setting) for load in here}
-    rows = [_load_row(load, loads) for load in sorted(here, key=_load_order)]
-    for text in planned(lengths):
-        if text not in measured:
-            setting = Setting.parse(text)
-            what = f"{setting.load}, {setting.prompts} prompts"
-            rows.append(["all", what, MISSING, *[""] * (len(head) - 3)])
-    return table(head, rows)
-
-
-def planned(lengths: str) -> list[str]:
-    """The settings of the presets with these lengths."""
-    texts = [text for name, texts in PRESETS.items() if name != "tiny" for text in texts]
-    return [text for text in texts if Setting.parse(text).lengths == lengths]
-
-
-def all_lengths(loads: Sequence[Load]) -> list[str]:
-    """Pairs of lengths, the planned ones first."""
-    texts = [text for name, texts in PRESETS.items() if name != "tiny" for text in texts]
-    settings = [*map(Setting.parse, texts), *(load.setting for load in loads)]
-    return list(dict.fromkeys(setting.lengths for setting in settings))
-
-
-def _load_order(load: Load) -> tuple[Any, ...]:
-    setting = load.setting
-    kind = 0 if setting.saturates else 1 if setting.rate else 2
-    place = order([load.server, STOCK]).index(load.server)
-    return (load.file.number, kind, setting.rate or setting.users or 0, place, load.server)
-
-
-def _load_row(load: Load, loads: Sequence[Load]) -> list[str]:
-    numbers, ratio = figures(load.measured), load_ratio(load, loads)
-
-    def pair(name: str, unit: float, digits: int) -> str:
-        both = (numbers[f"{p}_{name}"] for p in ("p50", "p99"))
-        shown = (MISSING if ms is None else f"{ms / unit:,.{digits}f}" for ms in both)
-        return " / ".join(shown)
-
-    return [
-        f"`{load.server}`",
-        f"{load.setting.load}, {load.setting.prompts} prompts",
-        f"{numbers['requests_per_s']:.3f}",
-        "" if load.server == STOCK else MISSING if ratio is None else gain(ratio, load_ideal(load)),
-        f"{numbers['output_tokens_per_s']:,.0f}",
-        pair("ttft", 1000, 2),
-        pair("tpot", 1, 1),
-        pair("itl", 1, 1),
-        str(numbers["most_running"]),
-        str(numbers["preemptions"]),
-        reference(load.file),
-    ]
-
-
-def published(loads: Sequence[Load], known: Mapping[str, Any]) -> list[str]:
-    """What others publish in these settings beside what was measured; nothing without the latter.
-
-    Maximum throughput is output tokens/s of a GPU with all prompts at once; tokens/s per user is
-    one over the mean TPOT of one user.
-    """
-    measures = {
-        "max_throughput": ("maximum throughput", "output_tokens_per_s", lambda s: s.saturates),
-        "user_tokens_per_s": ("tokens/s per user", "user_tokens_per_s", lambda s: s.users == 1),
-    }
-    rows = []
-    for row in known["rows"]:
-        for key, (name, figure, is_wanted) in measures.items():
-            for load in loads:
-                setting = load.setting
-                same = (setting.input, setting.output) == (row["input"], row["output"])
-                ratio = load_ratio(load, loads, figure)
-                if load.server == STOCK or not same or not is_wanted(setting) or ratio is None:
-                    continue
-                ours = f"`{load.server}` on {load.file.gpu}"
-                shown = [setting.lengths, name, f"{row[key]:.2f}x on {known['gpu']}"]
-                rows.append([*shown, ours, f"{ratio:.2f}x", reference(load.file)])
-    head = ["tokens in/out", "gain in", "published", "here", "gain over stock", "file"]
-    return table(head, rows) if rows else []
 
 
 def compositions(files: Sequence[File]) -> list[str]:

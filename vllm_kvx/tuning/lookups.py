@@ -96,8 +96,7 @@ def lookup_of(kind: str, rng: random.Random, size: int, turns: int = 1) -> Dialo
     """As `lookup`, of a kind that is named."""
     document = KINDS[kind](random.Random(rng.random()), size)
     posed = _posed(kind, document, random.Random(rng.random()))
-    asks = _others(partial(document.ask, rng), turns - 1, posed)
-    return replace(posed, further=_further([(ask.question, "") for ask in asks], rng))
+    return replace(posed, further=_further(partial(document.ask, rng), turns - 1, posed, rng))
 
 
 def recital(rng: random.Random, size: int, turns: int = 1) -> Dialogue:
@@ -108,14 +107,17 @@ def recital(rng: random.Random, size: int, turns: int = 1) -> Dialogue:
     document = KINDS[rng.choice(sorted(KINDS))](random.Random(rng.random()), size)
     ask = _recited(document, rng)
     posed = _posed("recital", document, random.Random(rng.random()), ask)
-    asks = _others(partial(_recited, document, rng), turns - 1, posed)
-    further = _further([(other.question, other.reference) for other in asks], rng)
+    further = _further(partial(_recited, document, rng), turns - 1, posed, rng)
     messages = (*posed.messages, assistant(ask.reference))
     return replace(posed, messages=messages, further=further)
 
 
-def _others(ask: Callable[[], Ask], count: int, posed: Dialogue) -> list[Ask]:
-    """At most `count` questions that differ, and that a dialogue does not ask already."""
+def _further(ask: Callable[[], Ask], count: int, posed: Dialogue, rng: random.Random) -> Further:
+    """At most `count` questions that differ, and that a dialogue does not ask already.
+
+    With the right answers as far as they are known: a small model that found nothing once goes on
+    repeating that.
+    """
     found: dict[str, Ask] = {}
     for _ in range(_DRAWN * count):
         if len(found) == count:
@@ -123,12 +125,11 @@ def _others(ask: Callable[[], Ask], count: int, posed: Dialogue) -> list[Ask]:
         drawn = ask()
         if not any(drawn.question in message["content"] for message in posed.messages):
             found.setdefault(drawn.question, drawn)
-    return list(found.values())
-
-
-def _further(asked: Sequence[tuple[str, str]], rng: random.Random) -> Further:
     frames = sections("frames")["again"]
-    return tuple((rng.choice(frames).format(question=each), answer) for each, answer in asked)
+    return tuple(
+        (rng.choice(frames).format(question=question), each.reference)
+        for question, each in found.items()
+    )
 
 
 def _recited(document: Document, rng: random.Random) -> Ask:
@@ -158,9 +159,7 @@ def _recited(document: Document, rng: random.Random) -> Ask:
     return phrased(rng, "recite_begin", following(0), document=document.name)
 
 
-def _posed(
-    kind: str, document: Document, rng: random.Random, given: Ask | None = None
-) -> Dialogue:
+def _posed(kind: str, document: Document, rng: random.Random, given: Ask | None = None) -> Dialogue:
     """given: what is asked for; None has it drawn."""
 
     def framed(section: str, **slots: str) -> str:
