@@ -167,7 +167,7 @@ def curves(pyplot: Any, result: dict[str, Any]) -> Any:
         logged = [e for e in entry.get("losses", {}).get("log", ()) if "loss" in e]
         label = f"K = {cutoff}" if cutoff.isdecimal() else cutoff
         left.plot([e["step"] for e in logged], [e["loss"] for e in logged], label=label, lw=1)
-    left.set(xlabel="step", ylabel="loss (nats a token)", yscale="log", title="tuning")
+    left.set(xlabel="step", ylabel="loss", yscale="log", title="tuning")
     left.legend()
     lines: dict[str, list[tuple[int, float]]] = {}
     for cutoff, entry in result["cutoffs"].items():

@@ -5,7 +5,9 @@
         --trial plain "--lr 3e-4" --trial hidden "--lr 3e-4 --hidden-loss 1" \
         --evaluate "--tasks generated,short --lengths 4096,16384"
 
-The trials tune for the first cutoff, on one GPU, with the same examples and for as many batches.
+The original is asked while the examples are made: give --data and --evaluate engine arguments
+that fit beside each other. The trials tune for the first cutoff, on one GPU, with the same examples
+and for as many batches.
 The best is that with the least KL on held-out lookups. Its options then tune for all cutoffs in
 what is left of --minutes, by benchmarks.speed_sweep, in DIR/sweep; --share gives a cutoff more or
 fewer of the tokens. DIR/trials.json says what was tried, and what came of it; the same command goes

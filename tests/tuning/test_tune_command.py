@@ -259,7 +259,7 @@ def test_runs_of_before_an_option_go_on(tuned: Path, tmp_path: Path) -> None:
     shutil.copytree(tuned / sources.FOLDER, out / sources.FOLDER)
     for name, option in (("job.json", "hidden_loss"), (sources.PLAN, "recitals")):
         entry = stored(out / sources.FOLDER / name)
-        del entry[option]
+        del entry[option], entry["turns"]
         (out / sources.FOLDER / name).write_text(json.dumps(entry))
     job = Job.read(out / sources.FOLDER)
     facts = stored(tuned / sources.FOLDER / sources.PLAN)
@@ -410,6 +410,23 @@ def test_examples_alone_and_then_the_rest(
     assert recorded(out).data["examples"] == 20
 
 
+def test_texts_are_asked_several_questions(tmp_path: Path) -> None:
+    """By the model too, where no answer is known; and what they are is part of the record."""
+    turned = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    model = copy(LOOKUP, tmp_path / "model", {}, {"chat_template": turned})
+    out, sizes = tmp_path / "out", ("--max-length", "700", "--batch-tokens", "1400")
+    made = ("--recitals", "0.5", "--count", "12", "--turns", "3", "--answer-tokens", "100")
+    more = ("--lookups", "1", "--held-out", "4", "--engine-args", json.dumps(ENGINE))
+    assert tune(out, *sizes, *made, *more, "--only-examples", model=model) == 0
+    found = examples(out)
+    end = AutoTokenizer.from_pretrained(LOOKUP).convert_tokens_to_ids("<|end|>")
+    earlier = [(each["prompt"], span) for each in found for span in each["earlier"]]
+    assert earlier and max(len(each["earlier"]) for each in found) == 2
+    assert all(tokens[first + count - 1] == end for tokens, (first, count) in earlier)
+    assert stored(out / sources.FOLDER / sources.PLAN)["turns"] == 3
+    assert Job.read(out / sources.FOLDER).turns == 3
+
+
 # What cannot be done.
 
 
@@ -429,6 +446,11 @@ def test_examples_alone_and_then_the_rest(
         (("--hidden-loss", "inf"), "--hidden-loss must be at least 0, got inf"),
         (("--sft", "a.jsonl", "--hidden-loss", "1"), "--hidden-loss has no meaning with --sft"),
         (("--examples", "a", "--recitals", "1"), "--recitals has no meaning with --examples"),
+        (("--examples", "a", "--turns", "2"), "--turns has no meaning with --examples"),
+        (("--turns", "2", "--lookups", "0"), "--turns has no meaning without lookups"),
+        (("--turns", "2", "--count", "0", "--prompts", "a"), "--turns has no meaning without"),
+        (("--turns", "40"), "leaves less than half of --max-length 512 to a text: use at most 3"),
+        (("--turns", "3"), "--max-length 512 is too short: use at least 768"),
         (("--lr", "0"), "--lr must be above 0, got 0.0"),
         (("--lr", "nan"), "--lr must be above 0, got nan"),
         (("--lr", "inf"), "--lr must be above 0, got inf"),

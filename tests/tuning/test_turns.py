@@ -44,14 +44,15 @@ def plan(**changes: Any) -> Plan:
 
 
 class Echo:
-    """Answers every prompt by two tokens and what ends a turn; remembers the prompts."""
+    """Answers every prompt by two tokens and what ends a turn, but for some; remembers them."""
 
-    def __init__(self, end: int) -> None:
-        self.end, self.prompts = end, list[tuple[int, ...]]()
+    def __init__(self, end: int, endless: int | None = None) -> None:
+        self.end, self.endless, self.prompts = end, endless, list[tuple[int, ...]]()
 
     def answers(self, prompts: Any, limits: Any, *_: Any, **__: Any) -> list[tuple[int, ...]]:
         self.prompts += prompts
-        return [(7, 8 + number, self.end) for number in range(len(prompts))]
+        ends = [() if n == self.endless else (self.end,) for n in range(len(prompts))]
+        return [(7, 8 + number, *end) for number, end in enumerate(ends)]
 
 
 def started(tokenizer: Any, *messages: Any, kind: str = "table") -> Example:
@@ -90,16 +91,31 @@ def test_questions_without_an_answer_are_asked_in_the_second_turn(tokenizer: Any
     assert spans[3] == (7, 9, teacher.end) and len(spans) == 4
 
 
-def test_answers_that_do_not_end_and_turns_that_do_not_fit_are_left_out(tokenizer: Any) -> None:
+def test_an_answer_that_does_not_end_is_the_last(tokenizer: Any) -> None:
     first = started(tokenizer, user("Lake one"), assistant("blue"))
-    further = (("And two?", "a b c d e f g h i j k l m n o p q r s t"), ("And three?", "green"))
+    teacher = Echo(turns.between("x", tokenizer).end, endless=0)
+    long = "a b c d e f g h i j k l m n o p q r s t"
+    further = (("And two?", ""), ("And three?", long), ("And four?", "green"))
     cut = plan(answer_tokens=10)
-    (found,) = turns.continued([(first, further)], cut, None, tokenizer)
-    assert len(found.spans()) == 2 and "green" in tokenizer.decode(found.answer)
-    short = plan(max_length=len(first.prompt) + len(first.answer) + 5, answer_tokens=4)
-    assert turns.continued([(first, further)], short, None, tokenizer) == [first]
+    (found,) = turns.continued([(first, further)], cut, teacher, tokenizer)
+    tokens = (*found.prompt, *found.answer)
+    spans = [tokens[at : at + count] for at, count in found.spans()]
+    assert len(spans) == 3 and "green" in tokenizer.decode(spans[1])
+    assert spans[2] == (7, 8)
+
+
+def test_turns_that_do_not_fit_are_left_out(tokenizer: Any) -> None:
+    first = started(tokenizer, user("Lake one"), assistant("blue"))
+    further = (("And two?", "red and yellow and blue and grey"), ("And three?", "green"))
+    both = turns.continued([(first, further)], plan(), None, tokenizer)[0]
+    short = plan(max_length=len(both) - 1)
+    (found,) = turns.continued([(first, further)], short, None, tokenizer)
+    assert len(found.spans()) == 2 and len(found) < len(both)
+    message = "no text has room for further turns, or no answer ends"
     begun = Example(first.prompt, first.answer[:-1], "table")
-    assert turns.continued([(begun, further)], plan(), None, tokenizer) == [begun]
+    for example, tight in ((first, plan(max_length=len(first) + 5)), (begun, plan())):
+        with pytest.raises(ToolError, match=message):
+            turns.continued([(example, further)], tight, None, tokenizer)
 
 
 def test_templates_without_turns_are_refused(tokenizer: Any) -> None:
@@ -108,6 +124,14 @@ def test_templates_without_turns_are_refused(tokenizer: Any) -> None:
         turns.check(plain)
     plain.chat_template = TEMPLATE.replace("m.content", "m.content if loop.last else 'gone'")
     with pytest.raises(ToolError, match="earlier turns otherwise"):
+        turns.check(plain)
+    thinking = "(m.content if loop.last else m.content.split('</think>')[-1])"
+    plain.chat_template = TEMPLATE.replace("m.content", thinking)
+    with pytest.raises(ToolError, match="earlier turns otherwise"):
+        turns.check(plain)
+    empty = "('<think></think>' if loop.last and m.role == 'assistant' else '') ~ m.content"
+    plain.chat_template = TEMPLATE.replace("m.content", empty)
+    with pytest.raises(ToolError, match="given answer otherwise"):
         turns.check(plain)
 
 
@@ -119,7 +143,7 @@ def test_lookups_have_questions_that_differ(tokenizer: Any) -> None:
         assert found.messages == single.messages and not single.further
         questions = [question for question, _ in found.further]
         assert 1 <= len(set(questions)) == len(questions) <= 3
-        assert any(answer for _, answer in found.further) or not found.has_answer
+        assert all(answer for _, answer in found.further) or not found.has_answer
 
 
 def test_files_keep_them(tmp_path: Path) -> None:

@@ -59,9 +59,9 @@ def agreement_of(
         inputs.pop("targets", None)
         with student.computing():
             each = student.agreements(Batch(**inputs).to(device))
-        examples = [example for example in held_out.members(index) for _ in example.spans()]
-        for example, one in zip(examples, each, strict=True):
-            for name in ("all", example.kind, _length_name(len(example.prompt))):
+        turns = [(e.kind, prompt) for e in held_out.members(index) for prompt, _ in e.spans()]
+        for (kind, prompt), one in zip(turns, each, strict=True):
+            for name in ("all", kind, _length_name(prompt)):
                 found[name] = found.get(name, Agreement()) + one
     if world > 1:
         gathered: list[Any] = [None] * world

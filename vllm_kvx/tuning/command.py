@@ -131,6 +131,7 @@ def job_of(args: argparse.Namespace, plan: Plan) -> Job:
         accumulate=args.accumulate,
         max_length=args.max_length,
         answer_tokens=plan.max_length if plan.sft else plan.answer_tokens,
+        turns=plan.turns,
         held_out=args.held_out,
         evaluations=args.evaluations,
         seed=args.seed,

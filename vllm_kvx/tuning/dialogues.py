@@ -41,7 +41,8 @@ class Dialogue:
     messages: the turns. The last is the user's where the model is to answer, and the assistant's
         where that answer is to be learned. Empty where there is `raw`.
     kind: where it came from: the generator's name, "own" or "file".
-    reference: lines that a right answer contains, as far as they are known; no training needs them.
+    reference: lines that a right answer contains, as far as they are known; no training needs them
+        of a question that the model answers itself.
     raw: what stands for the messages where the prompt has no template.
     further: what the user asks after the answer.
     """

@@ -17,7 +17,7 @@ def loss_curves(pyplot: Any, losses: Mapping[str, Any]) -> Any:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
     logged = [entry for entry in losses["log"] if "loss" in entry]
     left.plot([e["step"] for e in logged], [e["loss"] for e in logged], linewidth=1)
-    left.set(xlabel="step", ylabel="loss (nats a token)", yscale="log", title="training")
+    left.set(xlabel="step", ylabel="loss", yscale="log", title="training")
     held = [(0, losses["before"]["all"])]
     held += [
         (entry["step"], {k.removeprefix("held_out_"): v for k, v in entry.items()})

@@ -19,7 +19,7 @@ class Job:
     model, revision: the checkpoint that is tuned. cut: what upper layers run; None tunes at full
     depth, to compare with. loss: `self-distillation` or `sft`. hidden_loss: weight of the upper
     layers' states beside it. accumulate: batches of a step on one GPU. max_length, answer_tokens:
-    of the longest example, and of the longest answer.
+    of the longest example, and of the longest answer. turns: of an example, at most.
     held_out: examples at the file's beginning that only measure. evaluations: how often they do.
     checkpointing: `auto`, `on` or `off`. gpus: processes, 0 for one on the CPU.
     """
@@ -47,6 +47,7 @@ class Job:
     gpus: int
     device: str
     hidden_loss: float = 0.0
+    turns: int = 1
 
     @property
     def cut(self) -> Cut | None:

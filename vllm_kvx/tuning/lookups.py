@@ -113,21 +113,24 @@ def recital(rng: random.Random, size: int, turns: int = 1) -> Dialogue:
 
 
 def _further(ask: Callable[[], Ask], count: int, posed: Dialogue, rng: random.Random) -> Further:
-    """At most `count` questions that differ, and that a dialogue does not ask already.
+    """At most `count` questions that differ from each other and from a dialogue's, by their answers
+    too, where these are known: what an earlier turn says need not be looked up.
 
-    With the right answers as far as they are known: a small model that found nothing once goes on
-    repeating that.
+    With the right answers, then: a small model that found nothing once goes on repeating that.
     """
     found: dict[str, Ask] = {}
+    said = {posed.reference}
     for _ in range(_DRAWN * count):
         if len(found) == count:
             break
         drawn = ask()
-        if not any(drawn.question in message["content"] for message in posed.messages):
+        new = not any(drawn.question in message["content"] for message in posed.messages)
+        if new and not (drawn.reference and drawn.reference in said):
             found.setdefault(drawn.question, drawn)
+            said.add(drawn.reference)
     frames = sections("frames")["again"]
     return tuple(
-        (rng.choice(frames).format(question=question), each.reference)
+        (rng.choice(frames).format(question=question), each.answer)
         for question, each in found.items()
     )
 

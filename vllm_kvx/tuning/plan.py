@@ -48,5 +48,5 @@ class Plan:
         """Tokens of `count` long prompts, evenly spread between the shortest and the longest in
         their logarithm: short ones cost little, long ones are what is served."""
         rng = random.Random(f"lengths {self.seed}")
-        longest = max(self.max_length - self.answer_tokens - TURN * (turns - 1), SHORTEST)
+        longest = self.max_length - self.answer_tokens - TURN * (turns - 1)
         return [round(SHORTEST * (longest / SHORTEST) ** rng.random()) for _ in range(count)]

@@ -16,7 +16,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning import packs, selfwritten, turns
 from vllm_kvx.tuning.dialogues import Dialogue, Templated, assistant, read, templated, user
 from vllm_kvx.tuning.packs import Example
-from vllm_kvx.tuning.plan import SHORTEST, Plan
+from vllm_kvx.tuning.plan import SHORTEST, TURN, Plan
 from vllm_kvx.tuning.teacher import Teacher, examples
 from vllm_kvx.tuning.train import EXAMPLES
 
@@ -44,7 +44,15 @@ def plan_of(args: argparse.Namespace, config: Any) -> Plan:
     made = 0 if args.sft else args.count
     if made < 0 or not (made or args.prompts or args.sft):
         raise ToolError("nothing to learn from: give --count above 0, --prompts or --sft")
-    least = 2 if args.sft else args.answer_tokens + (SHORTEST if made else 1)
+    further = 0 if args.sft else args.turns - 1
+    if further and not round(made * args.lookups):
+        raise ToolError("--turns has no meaning without lookups: give --count and --lookups")
+    if further > args.max_length // (2 * TURN):
+        raise ToolError(
+            f"--turns {args.turns} leaves less than half of --max-length {args.max_length} to a "
+            f"text: use at most {1 + args.max_length // (2 * TURN)}"
+        )
+    least = 2 if args.sft else args.answer_tokens + (SHORTEST if made else 1) + TURN * further
     if args.max_length < least:
         raise ToolError(f"--max-length {args.max_length} is too short: use at least {least}")
     file = args.sft or args.prompts

@@ -8,6 +8,7 @@ import torch
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning.job import Job
+from vllm_kvx.tuning.plan import SHORTEST, TURN
 from vllm_kvx.tuning.student import Student, job_and_device
 from vllm_kvx.tuning.visibility import Batch
 
@@ -98,8 +99,14 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
 
 
 def _largest(job: Job, device: torch.device) -> Iterator[Batch]:
-    """Long prompts with long answers, and answers with hardly a prompt: a batch of each."""
+    """Long prompts with long answers, answers with hardly a prompt, and many turns about a short
+    text, each with anchors and tail of its own: a batch of each."""
     answer = min(job.answer_tokens, job.max_length // 2)
     for prompt in (job.max_length - answer, _SHORT):
         count = max(job.batch_tokens // (prompt + answer), 1)
         yield Batch.of([([0] * prompt, [0] * answer)] * count).to(device)
+    if job.turns > 1:
+        answer, ends = TURN // 2, range(SHORTEST, SHORTEST + TURN * job.turns, TURN)
+        *earlier, last = [(end - answer, answer) for end in ends]
+        count = max(job.batch_tokens // sum(last), 1)
+        yield Batch.of([([0] * last[0], [0] * answer)] * count, [earlier] * count).to(device)

@@ -49,9 +49,13 @@ def check(tokenizer: Any) -> None:
     """Raises ToolError if turns that are put together are not what the chat template makes."""
     between("x", tokenizer)
     first = rendered((user("one"),), tokenizer, generate=True)
-    whole = (user("one"), assistant("two"), user("three"))
-    if rendered(whole, tokenizer, generate=True) != f"{first}two{_after('three', tokenizer)}":
-        raise ToolError("it writes earlier turns otherwise than the last one")
+    for answer in ("two", "<think>\ntwo\n</think>\n\ntwo"):
+        whole = (user("one"), assistant(answer), user("three"))
+        expected = f"{first}{answer}{_after('three', tokenizer)}"
+        if rendered(whole, tokenizer, generate=True) != expected:
+            raise ToolError("it writes earlier turns otherwise than the last one")
+    if not rendered((user("one"), assistant("two")), tokenizer).startswith(f"{first}two"):
+        raise ToolError("it writes a given answer otherwise than a generated one")
 
 
 def continued(
@@ -77,7 +81,7 @@ def continued(
     limits, greedy = [plan.answer_tokens] * len(asked), [0.0] * len(asked)
     answers = teacher.answers(prompts, limits, greedy, seed=plan.seed) if asked else []
     given = {id(turn): answer for (turn, _), answer in zip(asked, answers, strict=True)}
-    return [
+    found = [
         _joined(
             example,
             [(turn.between, turn.answer or given.get(id(turn), ())) for turn in turns],
@@ -85,6 +89,16 @@ def continued(
         )
         for (example, _), turns in zip(examples, later, strict=True)
     ]
+    wanted, had = (sum(map(bool, each)) for each in (later, [each.earlier for each in found]))
+    if wanted:
+        count = sum(len(each.earlier) for each in found)
+        print(f"{count} further turns, in {had} of {wanted} texts")
+    if wanted and not had:
+        raise ToolError(
+            "no text has room for further turns, or no answer ends as the chat template ends a "
+            "turn: leave out --turns, or use a greater --answer-tokens or --max-length"
+        )
+    return found
 
 
 class _Turn(NamedTuple):
@@ -103,12 +117,13 @@ def _turn(question: str, reference: str, plan: Plan, tokenizer: Any) -> _Turn:
 def _joined(
     example: Example, turns: Sequence[tuple[Between, tuple[int, ...]]], longest: int
 ) -> Example:
-    """The example with these turns behind it, but for those whose answers do not end and those
-    that would make it longer than `longest` tokens."""
+    """The example with these turns behind it, but for those that would make it longer than
+    `longest` tokens. Nothing follows an answer that does not end, so one such is the last."""
     prompt, answer, earlier = example.prompt, example.answer, list(example.earlier)
-    for (end, ids), new in turns:
+    answered = [(between, new) for between, new in turns if new]
+    for (end, ids), new in sorted(answered, key=lambda turn: turn[1][-1] != turn[0].end):
         fits = len(prompt) + len(answer) + len(ids) + len(new) <= longest
-        if answer[-1] != end or not new or new[-1] != end or not fits:
+        if answer[-1] != end or not fits:
             continue
         earlier.append((len(prompt), len(answer)))
         prompt, answer = (*prompt, *answer, *ids), new

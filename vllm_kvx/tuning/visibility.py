@@ -59,7 +59,7 @@ class Batch:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return cls(tokens, prompts, answers, sequences)
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device | str) -> "Batch":
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def predicting(self) -> tuple[Tensor, Tensor]:

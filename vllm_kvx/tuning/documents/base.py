@@ -13,6 +13,15 @@ _ORDINALS = (
     *("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth"),
     *("tenth", "eleventh", "twelfth"),
 )
+# Kinds of questions that are answered by the reference, however they are worded. Others may want a
+# list, an object or a sentence.
+LITERAL = frozenset(
+    (
+        *("value", "row", "rows", "range", "nth", "last", "after", "reverse", "hop", "passage"),
+        *("sentence_of", "last_of", "mention", "recite", "recite_begin", "attribute", "function"),
+        *("functions", "comment", "signature", "literal", "callers", "body_line"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,11 @@ class Ask:
     kind: str
     question: str
     reference: str
+
+    @property
+    def answer(self) -> str:
+        """The reference where it is an answer as it stands, else ""."""
+        return self.reference if self.kind in LITERAL else ""
 
 
 class Document(ABC):
