@@ -21,7 +21,9 @@ from world.nightly import nightly
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+from vllm_kvx.batch import run as asking
 from vllm_kvx.batch.server import own_server
+from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="serves with vLLM's CPU build")
@@ -175,6 +177,22 @@ def test_what_is_wrong_with_the_server_is_no_lines_answer(tmp_path: Path) -> Non
             code, said = run(batch, path, "--base-url", elsewhere)
         assert code == 2 and says in said and "Traceback" not in said, said
         assert written(path) == []
+
+
+def test_failures_of_a_moment_are_no_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """502 is a proxy's word for a server that is gone, 500 an answer if it comes time and again."""
+    monkeypatch.setattr(asking, "RETRY_S", (0.01,) * 3)
+    batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_batch(batch, 2)
+    statuses = {"/health": 200, "/v1/completions": 502}
+    with answering(statuses) as elsewhere:
+        assert main(["batch", str(batch), str(path), "--base-url", elsewhere]) == 1
+        assert written(path) == []
+        statuses["/v1/completions"] = 500
+        assert main(["batch", str(batch), str(path), "--base-url", elsewhere]) == 0
+    assert [line["response"]["status_code"] for line in written(path)] == [500, 500]
 
 
 def test_what_is_no_request_or_is_refused_has_a_line(url: str, tmp_path: Path) -> None:

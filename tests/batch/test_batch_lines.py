@@ -110,6 +110,8 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     batch.write_bytes(b"\n".join(raws))
     for held, says in (
         (b"notes\n", "line 1 is no answer of a batch"),
+        (b'{"custom_id": "0"}', "line 1 is no answer of a batch"),
+        (answered(1, raws[0]) + b"notes", "line 2 is no answer"),
         (answered(1, raws[0]) + b'{"id": "batch_req_1"}\n', "line 2 is no answer"),
         (answered(1, raws[0]) * 2, "line 2 is there twice"),
     ):

@@ -145,13 +145,16 @@ def test_a_server_has_its_flags() -> None:
         layout=["speed-24", "fier-2048"],
         additionalConfig={"kv_share": "off"},
         tensorParallelSize=4,
+        revision="v1",
         extraArgs=["--kv-cache-dtype=fp8"],
+        prepare={"engineArgs": {"kv_cache_dtype": "fp8"}},
         huggingfaceToken={"name": "hub", "key": "token"},
     )
     pod, container = server(objects)
     args = container["args"]
     assert args[0] == "org/model" and args[-1] == "--kv-cache-dtype=fp8"
     assert {"--kv-policy=snapkv:kv_rate=0.2", "--tensor-parallel-size=4"} <= set(args)
+    assert "--revision=v1" in args
     (config,) = (a.partition("=")[2] for a in args if a.startswith("--additional-config="))
     assert json.loads(config) == {"kv_share": "off", "kv_layout": ["speed-24", "fier-2048"]}
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
@@ -254,6 +257,29 @@ def commands(script: str) -> Iterator[list[str]]:
             yield shlex.split(line.replace('"$MODEL"', "org/model"))
 
 
+def test_the_jobs_engine_is_the_servers() -> None:
+    """One of them, on the same weights, with what answers depend on."""
+    settings = {"kv_tsp_layer": 15, "kv_share": "off"}
+    values = {"policy": "fastkv", "additionalConfig": settings, "revision": "v1"}
+    values |= {"tensorParallelSize": 2, "dataParallelSize": 4, "extraArgs": ["--dtype=float16"]}
+    job = one(render(**values, prepare={"engineArgs": {"dtype": "float16"}}), "Job")
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    words = shlex.split(container["args"][0])
+    assert json.loads(words[words.index("--engine-args") + 1]) == {
+        "tensor_parallel_size": 2,
+        "max_model_len": 32768,
+        "additional_config": settings,
+        "dtype": "float16",
+    }
+    assert words[words.index("--revision") + 1] == "v1"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    _, servers = server(render(**values, prepare={"enabled": False}))
+    assert servers["resources"]["limits"]["nvidia.com/gpu"] == 8
+    job = one(render(gpu={"count": 0}), "Job")
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+
 def test_the_jobs_commands_parse() -> None:
     """By the parser of `vllm-kvx` itself."""
     job = one(render(prepare={"calibrate": ["fastkv", "structkv"]}), "Job")
@@ -279,6 +305,9 @@ def test_the_jobs_commands_parse() -> None:
         ({"additionalConfig": {"kv_share": False}}, "'on', 'off'"),
         ({"extraArgs": ["--port=9000"]}, "--port is the chart's own"),
         ({"extraArgs": ["--additional_config.kv_share=off"]}, "is the chart's own"),
+        ({"extraArgs": ["-tp=4"]}, "-tp is the chart's own"),
+        ({"extraArgs": ["--max-model-len=100"]}, "--max-model-len is the chart's own"),
+        ({"extraArgs": ["--quantization=fp8"]}, "set prepare.engineArgs.quantization too"),
         ({"maxModelLen": 16384}, "prepare.lengths: prompts of 16384 tokens"),
         ({"router": {"policy": "sessions"}}, "router"),
     ],
@@ -307,6 +336,14 @@ def test_custom_objects() -> None:
     assert rule["spec"] == yaml.safe_load((CHART / "monitoring" / "alerts.yaml").read_text())
     board = one(objects, "ConfigMap")["data"]["vllm-kvx.json"]
     assert json.loads(board) == json.loads((CHART / "monitoring" / "dashboard.json").read_text())
+
+
+def test_servers_without_our_metrics_are_not_scaled_by_them() -> None:
+    """What cannot be read keeps Kubernetes from scaling down."""
+    for policy, layout, count in (("full", [], 1), ("full", ["full"], 1), ("full", ["snapkv"], 3)):
+        objects = render("values-replicas.yaml", policy=policy, layout=layout)
+        scaler = one(objects, "HorizontalPodAutoscaler")
+        assert len(scaler["spec"]["metrics"]) == count
 
 
 def test_the_autoscalers_metrics_are_the_adapters() -> None:

@@ -158,6 +158,18 @@ def test_the_page_has_every_alert() -> None:
     assert set(re.findall(r"\| `(KV\w+)` \|", page)) == {rule["alert"] for rule in alerts()}
 
 
+def test_every_alert_is_tested() -> None:
+    """promtool, where it is installed, says whether they fire as these cases have it."""
+    cases = yaml.safe_load((HELM / "monitoring" / "alerts_test.yaml").read_text())["tests"]
+    fires = {
+        case["alertname"]
+        for group in cases
+        for case in group["alert_rule_test"]
+        if case["exp_alerts"]
+    }
+    assert fires == {rule["alert"] for rule in alerts()}
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_accepts_the_alerts() -> None:
     for command in (("check", "rules", "alerts.yaml"), ("test", "rules", "alerts_test.yaml")):

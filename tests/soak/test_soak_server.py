@@ -40,6 +40,8 @@ MODEL, SEED, CLIENTS = "lookup", 1, 12
 # Of the engine's requests, since they take so much longer here.
 SHARE = 10
 MOST_GROWTH_MIB = 64.0
+# Lines of the batch that is cut short, whose answers are compared.
+COMPARED = 10
 FLAGS = [
     *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", SERVER_POLICY),
     *("--additional-config", json.dumps({"kv_layout": ROOM, "kv_debug": True})),
@@ -218,9 +220,13 @@ def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log:
     """
     talks = [turn for talk in conversations(30, SEED + 1) for turn in talk]
     batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for turn in talks:
+        turn.prompt, turn.abort_after = turn.adds, None
+    with httpx.Client(base_url=url, timeout=300) as http:
+        # Those that come first, of which a few are answered when the engine dies.
+        run_alone(http, [[turn] for turn in talks[:COMPARED]])
     with batch.open("w") as file:
         for number, turn in enumerate(talks):
-            turn.prompt = turn.adds
             request = {"method": "POST", "url": "/v1/completions", "body": body(turn)}
             print(json.dumps({"custom_id": str(number), **request}), file=file)
     command = [sys.executable, "-m", "vllm_kvx.cli", "batch", str(batch), str(path)]
@@ -245,4 +251,18 @@ def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log:
     while tree(url):
         assert time.monotonic() < end, "the server outlives its engine"
         time.sleep(0.5)
-    report.add("engine_kill", lines=len(talks), answered_before=len(lines), wrong=0)
+    compared = Comparison()
+    for line in lines:
+        if (number := int(line["custom_id"])) < COMPARED:
+            (choice,) = line["response"]["body"]["choices"]
+            compared.add(talks[number], choice["token_ids"])
+    report.add(
+        "engine_kill",
+        lines=len(talks),
+        answered_before=len(lines),
+        equal=compared.equal,
+        near_ties=compared.near_ties,
+        mismatches=len(compared.mismatches),
+    )
+    assert not compared.mismatches, "\n".join(compared.mismatches)
+    assert compared.equal >= 3

@@ -16,6 +16,8 @@ from vllm_kvx.batch.lines import id_of, raw_lines
 from vllm_kvx.errors import ToolError
 
 _ID = re.compile(r"line-(\d+)-[0-9a-f]{16}")
+# How every line begins.
+_BEGIN = b'{"id": "line-'
 
 
 class Answers:
@@ -26,7 +28,7 @@ class Answers:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens or makes the file; cuts off a torn last line.
+        """Opens or makes the file, and changes nothing of it.
 
         Raises:
             ToolError: it cannot be written, another run writes it, or it holds something else.
@@ -53,6 +55,8 @@ class Answers:
     def check(self, batch: Path) -> int:
         """How many lines `batch` has, of which those that are done are the ones answered here.
 
+        A torn last line is cut off then, and the file ready for more.
+
         Raises:
             ToolError: an answer is to another line than the batch has there.
         """
@@ -70,6 +74,7 @@ class Answers:
                 f"{self.path} has the answer to a line {min(left)}, which {batch} does not have: "
                 "name another file for the answers, or move this one away"
             )
+        os.ftruncate(self._file, self._end)
         return count
 
     def add(self, line: bytes) -> None:
@@ -100,9 +105,10 @@ class Answers:
         end = 0
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
-                if not raw.endswith(b"\n"):
-                    break  # Torn: the write was cut off, and the answer did not count.
-                found = _id(raw)
+                whole = raw.endswith(b"\n")
+                if not whole and _is_torn(raw):
+                    break  # The write was cut off, and the answer did not count.
+                found = _id(raw) if whole else None
                 if found is None or found[0] in done:
                     why = "is no answer of a batch" if found is None else "is there twice"
                     raise ToolError(
@@ -111,8 +117,13 @@ class Answers:
                     )
                 done[found[0]] = found[1]
                 end += len(raw)
-        os.ftruncate(self._file, end)
+        self._end = end
         return done
+
+
+def _is_torn(raw: bytes) -> bool:
+    """Whether this can be the beginning of an answer, or a block that the disk lost of one."""
+    return raw.startswith(_BEGIN) or _BEGIN.startswith(raw) or not raw.strip(b"\0")
 
 
 def _id(raw: bytes) -> tuple[int, str] | None:

@@ -23,7 +23,8 @@ from vllm_kvx.errors import ToolError
 SYNC_S = 1.0
 # Waits before a request is sent again, where the server is busy or cannot be reached.
 RETRY_S = (1.0, 2.0, 4.0, 8.0)
-_BUSY = (429, 503)
+# Statuses that are no answer: of a busy server, and of what stands before one that is gone.
+_BUSY = (429, 502, 503, 504)
 # What is wrong is the key, and so with every line.
 _NO_KEY = (401, 403)
 
@@ -233,8 +234,9 @@ class _Asking:
                 tasks.create_task(ask(line))
 
     async def ask(self, line: Line) -> None:
-        """One request, sent again where the server is busy; writes its answer."""
+        """One request, sent again where the server is busy or fails; writes its answer."""
         for attempt in count():
+            failure: httpx.Response | None = None
             try:
                 reply = await self.client.post(line.url, content=line.body)
             except httpx.HTTPError as error:
@@ -247,10 +249,11 @@ class _Asking:
                 if reply.status_code < 500 and reply.status_code not in _BUSY:
                     return self._write(line, reply)
                 why = f"the server answers {reply.status_code}: {reply.text[:300]}"
-                if reply.status_code not in _BUSY and await self._is_healthy():
-                    # This request's own failure, and the answer to it.
-                    return self._write(line, reply)
+                failure = None if reply.status_code in _BUSY else reply
             if attempt == len(RETRY_S):
+                if failure is not None and await self._is_healthy():
+                    # Time and again, from servers that are well: the request's own failure.
+                    return self._write(line, failure)
                 raise ServerGoneError(why)
             await asyncio.sleep(RETRY_S[attempt])
         return None

@@ -9,7 +9,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "kvx.labels" -}}
 {{ include "kvx.selector" . }}
-app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
@@ -80,8 +80,17 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- range .Values.extraArgs -}}
 {{- $flag := splitList "=" . | first | replace "_" "-" -}}
-{{- if or (has $flag (list "--host" "--port" "--uds" "--kv-policy" "--additional-config")) (hasPrefix "--additional-config." $flag) -}}
+{{- if or (has $flag (list "--host" "--port" "--uds" "--kv-policy" "--additional-config" "--model" "--served-model-name" "--revision" "--max-model-len" "--tensor-parallel-size" "-tp" "--data-parallel-size" "-dp")) (hasPrefix "--additional-config." $flag) -}}
 {{- fail (printf "extraArgs: %s is the chart's own: use its values" $flag) -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.prepare.enabled -}}
+{{- range .Values.extraArgs -}}
+{{- $flag := splitList "=" . | first | replace "_" "-" -}}
+{{- $keyword := get (dict "--trust-remote-code" "trust_remote_code" "--quantization" "quantization" "-q" "quantization" "--kv-cache-dtype" "kv_cache_dtype" "--dtype" "dtype") $flag -}}
+{{- if and $keyword (not (hasKey $.Values.prepare.engineArgs $keyword)) -}}
+{{- fail (printf "extraArgs: the job of `prepare` would measure another engine than one with %s: set prepare.engineArgs.%s too, or prepare.enabled=false" $flag $keyword) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.prepare.enabled (include "kvx.work" . | fromJson).evaluate -}}
@@ -172,7 +181,7 @@ volumeMounts:
     mountPath: /cache
   - name: shm
     mountPath: /dev/shm
-{{- $gpus := include "kvx.gpus" . | int }}
+{{- $gpus := .kvxGpus | default (include "kvx.gpus" .) | int }}
 resources:
   requests:
     {{- toYaml .Values.resources.requests | nindent 4 }}
