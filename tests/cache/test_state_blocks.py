@@ -49,6 +49,33 @@ def test_what_is_evicted_within_is_filled_again() -> None:
     assert len(cache.find(prompt, 4, 31)) == 3
 
 
+def test_the_end_of_a_prompt_goes_first() -> None:
+    """Whatever the step that filled it; a run from the first token on is all that can be read."""
+    pool = BlockPool(11, enable_caching=True, hash_block_size=BLOCK)
+    cache, prompt = StateCache(pool, ROWS, BLOCK), hashes("a", 80)
+    for first in range(0, 10, 2):
+        cache.publish(prompt, 4, first, first + 2)
+        cache.end_step()
+    for taken in range(10):
+        assert len(cache.find(prompt, 4, 80)) == 10 - taken
+        pool.get_new_blocks(1)
+
+
+def test_no_part_of_a_prompt_makes_room_for_another() -> None:
+    """Of five steps' states three fit; what comes after a gap nobody could read."""
+    pool = BlockPool(7, enable_caching=True, hash_block_size=BLOCK)
+    cache, prompt = StateCache(pool, ROWS, BLOCK), hashes("a", 80)
+    found = []
+    for first in range(0, 10, 2):
+        found += cache.publish(prompt, 4, first, first + 2).places
+        cache.end_step()
+    assert found == [*range(6)] and len(cache.find(prompt, 4, 80)) == 6
+    pool.evict_blocks({cache.find(prompt, 4, 80)[3].block_id})
+    assert cache.publish(prompt, 4, 6, 8).places == ()
+    cache.end_step()
+    assert pool.get_num_free_blocks() == 6
+
+
 def test_states_lie_under_entries_of_types_that_ran_on_a_gpu() -> None:
     assert all(map(overlays, ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")))
     assert not overlays("fp8_e5m2")

@@ -1,7 +1,7 @@
 """Managers of KV cache blocks that follow what a policy stores."""
 
-import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
@@ -29,6 +29,8 @@ class SizedByStorage(SingleTypeKVCacheManager):
         self.requests: dict[str, RequestKV] = {}
         self.stage: int = getattr(kv_cache_spec, "stage", 0)
         self.start_layer: int = getattr(kv_cache_spec, "start_layer", 0)
+        # All groups of the server.
+        self.siblings: Sequence[SizedByStorage] = (self,)
         self._ledger: BlockLedger | None = None
         self._group = 0
 
@@ -178,10 +180,13 @@ class SizedByStorage(SingleTypeKVCacheManager):
         new_blocks = self._new_blocks(request_id, len(places))
         kv.private = dict(zip(places, new_blocks, strict=True))
         kept = cdiv(kv.storage.kept, self.block_size)
-        overwritten = [b for place, b in enumerate(blocks[:kept]) if place not in kv.private]
+        overwritten = next((p for p in range(min(kept, len(blocks))) if p not in kv.private), None)
         # Nor may what the step itself fills be published.
         kv.is_overwritten = not kv.moves_out
-        self.block_pool.evict_blocks({b.block_id for b in overwritten if b.block_hash is not None})
+        if overwritten is not None:
+            # Nor does anybody find what comes behind: it is not to outlive what can be found.
+            gone = (b for b in blocks[overwritten:] if b.ref_cnt == 1 and b.block_hash is not None)
+            self.block_pool.evict_blocks({block.block_id for block in gone})
 
     def private_blocks(self, request_id: str) -> PrivateBlocks | None:
         """The new blocks of the step that compacts the request, if it has any."""
@@ -234,6 +239,13 @@ class SizedByStorage(SingleTypeKVCacheManager):
         self.block_pool.free_blocks([b for i, b in reversed([*enumerate(prompt)]) if i not in stay])
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """The blocks of all groups, by place: a prefix that lost a block in one is lost in all, so
+        that its end is to go first in each."""
+        each = zip_longest(*(manager.pop_blocks(request_id) for manager in self.siblings))
+        return [block for place in each for block in place if block is not None]
+
+    def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """Those of this group."""
         kv = self.requests.get(request_id)
         beside: list[KVCacheBlock] = []
         if kv is not None:
@@ -377,18 +389,12 @@ class PolicyKVCacheManager(SizedByStorage):
                 self.block_pool._insert_block_hash(key, blocks[0], num_tokens=self.block_size)
         self._to_publish.clear()
 
-    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+    def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
         self._to_publish.pop(request_id, None)
         source = self._to_copy.pop(request_id, None)
-        blocks = super().pop_blocks_for_free(request_id)
+        blocks = super().pop_blocks(request_id)
         return blocks if source is None else [*blocks, source]
 
     @classmethod
     def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("groups of a policy stage take no part in prefix lookups")
-
-
-def anchor_hash(token_ids: Sequence[int], salt: str | None) -> BlockHash:
-    """Key of the anchors' entries: their tokens, and the request's cache salt."""
-    payload = repr(("kvx-anchors", list(token_ids), salt)).encode()
-    return BlockHash(hashlib.sha256(payload).digest())

@@ -1,5 +1,7 @@
 """What managers know of a request, and what steps carry about its blocks."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -84,3 +86,9 @@ class RequestKV:
         if self.is_compact or self.by_block or not self.storage.compacts:
             return False
         return num_tokens >= self.storage.prompt_len
+
+
+def anchor_hash(token_ids: Sequence[int], salt: str | None) -> BlockHash:
+    """Key of the anchors' entries: their tokens, and the request's cache salt."""
+    payload = repr(("kvx-anchors", list(token_ids), salt)).encode()
+    return BlockHash(hashlib.sha256(payload).digest())

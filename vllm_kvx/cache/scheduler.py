@@ -44,6 +44,8 @@ class _PolicyScheduling:
             if isinstance(manager, LowerKVCacheManager)
         ]
         managers: list[SizedByStorage] = [*self.lower_managers, *self.policy_managers]
+        for manager in managers:
+            manager.siblings = managers
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, managers, self.vllm_config)  # type: ignore[attr-defined]
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)  # type: ignore[attr-defined]
         self._to_shrink: list[Request] = []

@@ -19,8 +19,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import in_both
-from vllm_kvx.cache.managers import PolicyKVCacheManager, SizedByStorage, anchor_hash
-from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV
+from vllm_kvx.cache.managers import PolicyKVCacheManager, SizedByStorage
+from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV, anchor_hash
 from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy

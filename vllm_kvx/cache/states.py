@@ -80,7 +80,8 @@ class StateCache:
         self.tokens = rows.tokens
         self._pool, self._stride = pool, rows.tokens // block_size
         self._held: dict[str, list[KVCacheBlock]] = {}
-        self._filled: list[KVCacheBlock] = []
+        # By request of this step, the blocks of its prompt so far, in order.
+        self._filled: list[list[KVCacheBlock]] = []
 
     def find(self, hashes: Sequence[BlockHash], layer: int, num_tokens: int) -> list[KVCacheBlock]:
         """The longest run of cached blocks, within a prompt's first `num_tokens`.
@@ -117,21 +118,29 @@ class StateCache:
     ) -> StateBlocks:
         """New blocks for a prompt's states [first, last), counted in blocks, as far as there are.
 
-        To be followed by `end_step`, once all requests of the step have theirs.
+        None where an earlier one is not in the cache: nobody could read what comes after it. To be
+        followed by `end_step`, once all requests of the step have theirs.
         """
+        earlier = self.find(hashes, layer, first * self.tokens)
+        if len(earlier) < first:
+            return StateBlocks()
+        # No part of a prompt makes room for another.
+        self._pool.touch(earlier)
         keys = {index: self._key(hashes, layer, index) for index in range(first, last)}
         keys = {i: k for i, k in keys.items() if not self._pool.get_cached_block(k, [_GROUP])}
         blocks = self._pool.get_new_blocks(min(len(keys), self._pool.get_num_free_blocks()))
         for key, block in zip(keys.values(), blocks, strict=False):
             named = make_block_hash_with_group_id(key, _GROUP)
             self._pool._insert_block_hash(named, block, num_tokens=self.tokens)
-        self._filled += blocks
+        self._filled.append([*earlier, *blocks])
         ids = tuple(block.block_id for block in blocks)
         return StateBlocks(places=tuple(keys)[: len(ids)], write=ids)
 
     def end_step(self) -> None:
         """The step's blocks are evictable: who gets them writes them in a later step."""
-        self._pool.free_blocks(reversed(self._filled))
+        for blocks in self._filled:
+            # A prompt's last ones are to go first, whatever step they are of.
+            self._pool.free_blocks(reversed(blocks))
         self._filled = []
         for request_id in list(self._held):
             self.let_go(request_id)
