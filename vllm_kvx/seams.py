@@ -37,7 +37,7 @@ CLASSES = {
         "vllm_kvx.cache.scheduler:PolicyScheduler",
         "vllm_kvx.cache.scheduler:AsyncPolicyScheduler",
         "vllm_kvx.cache.managers:LowerKVCacheManager",
-        "vllm_kvx.cache.managers:PolicyKVCacheManager",
+        "vllm_kvx.cache.upper_manager:PolicyKVCacheManager",
         "vllm_kvx.cache.quiet:NoBlocks",
         "vllm_kvx.cache.kv_cache_specs:LowerAttentionSpec",
         "vllm_kvx.cache.kv_cache_specs:PolicyAttentionSpec",

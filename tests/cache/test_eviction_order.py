@@ -9,6 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec
 from vllm_kvx.cache.managers import LowerKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
+from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 
@@ -73,6 +74,6 @@ def test_what_is_written_over_takes_along_what_stands_behind_it() -> None:
     # Another request reads the first two.
     pool.touch(manager.req_to_blocks["a"][:2])
     grow(manager, 38)
-    manager.shrink("a", 38)
+    free_end_first(pool, [manager.shrink("a", 38)])
     cached = [bool(pool.get_cached_block(name, [0])) for name in names]
     assert cached == [True] * 2 + [False] * 6

@@ -8,8 +8,10 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
-from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
+from vllm_kvx.cache.managers import LowerKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
+from vllm_kvx.cache.shared_blocks import free_end_first
+from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 
@@ -54,11 +56,11 @@ class Blocks:
         return self.of(name)
 
     def shrink(self, num_tokens: int = PROMPT) -> None:
-        self.manager.shrink("a", num_tokens)
+        free_end_first(self.pool, [self.manager.shrink("a", num_tokens)])
         self.check()
 
     def relink(self, num_tokens: int = PROMPT) -> None:
-        self.manager.relink("a", num_tokens, KEPT)
+        free_end_first(self.pool, [self.manager.relink("a", num_tokens, KEPT)])
         self.check()
 
     def free(self, name: str = "a", *, is_over: bool = False) -> None:

@@ -166,12 +166,31 @@ def test_thrown_out_at_every_step_of_a_hit(engine: Engine, policy: Policy) -> No
     text = text_of(policy, 90)
     prompts = [text, [*text[:-20], 6, 7]]
     undisturbed = cold(engine, prompts, [name] * 2, max_tokens=6)
+    engine.generate([text], policies=[name])
+    # They are hits in every round: the pool has room for all.
+    hits = engine.generate(prompts, policies=[name] * 2, max_tokens=6)
+    assert all(answer.cached for answer in hits)
+    assert_close(hits, undisturbed)
     for steps in range(1, 9):
         ids = engine.submit(prompts, 6, [name] * 2)
         engine.step(steps)
         engine.throw_out()
         engine.finish()
         assert [engine.answered[i] for i in ids] == [a.tokens for a in undisturbed], steps
+        engine.assert_idle()
+
+
+@some
+def test_several_answers_to_one_prompt(engine: Engine, policy: Policy) -> None:
+    """They race for its prefix in one step, and find it in the next turn."""
+    name, text = named(policy), text_of(policy, 130)
+    how: Any = {"max_tokens": 6, "temperature": 1.0}
+    # vLLM gives each answer a seed of its own, from the request's on.
+    alone = [cold(engine, [text], [name], seed=seed, **how)[0] for seed in (1, 2, 3)]
+    for is_warm in (False, True):
+        found = engine.generate([text], policies=[name], n=3, seed=1, **how)
+        assert_close(found, alone)
+        assert found[0].cached or not is_warm
         engine.assert_idle()
 
 

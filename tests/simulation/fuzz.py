@@ -1,9 +1,11 @@
-"""Longer runs of the simulation: `python -m simulation.fuzz NAME SEEDS [FIRST]`, from tests/.
+"""Longer runs of the simulation: `python -m simulation.fuzz NAME SEEDS [FIRST [OUT]]`, from tests/.
 
 NAME is one of `servers.SERVERS`, or `all`. Prints every failure with its seed and goes on.
-For a night: `all` and many seeds, from another FIRST each time.
+For a night: `all` and many seeds, from another FIRST each time. OUT is a JSON of what happened.
 """
 
+import datetime
+import json
 import os
 import sys
 import tempfile
@@ -18,8 +20,8 @@ import conftest  # noqa: F401  The environment, before vLLM is imported.
 from simulation.servers import SERVERS
 
 
-def fuzz(name: str, seeds: range) -> bool:
-    """Whether none of these seeds fails."""
+def fuzz(name: str, seeds: range) -> Counter[str]:
+    """How often what happened in these seeds; `failed`: seeds that did."""
     from simulation.run import Simulation
 
     server, counts, begin = SERVERS[name], Counter[str](), time.monotonic()
@@ -40,14 +42,25 @@ def fuzz(name: str, seeds: range) -> bool:
         counts.update(outcome.counts, finished=outcome.finished, preempted=outcome.preempted)
     what = ", ".join(f"{number:,} {word}" for word, number in counts.items() if number)
     print(f": {what}")
-    return not counts["failed"]
+    return counts
 
 
 def main() -> int:
-    name, number, *first = sys.argv[1:]
-    begin = int(first[0]) if first else 0
+    name, number, *more = sys.argv[1:]
+    begin = int(more[0]) if more else 0
     names = list(SERVERS) if name == "all" else [name]
-    return int(not all([fuzz(name, range(begin, begin + int(number))) for name in names]))
+    found: dict[str, dict[str, int]] = {}
+    for each in names:
+        counts = fuzz(each, range(begin, begin + int(number)))
+        found[each] = {"seeds": int(number), "failed": counts["failed"], **counts}
+        if len(more) > 1:
+            about = {
+                "command": " ".join(["python -m simulation.fuzz", *sys.argv[1:]]),
+                "date": datetime.date.today().isoformat(),
+                "commit": os.popen("git rev-parse --short HEAD").read().strip(),
+            }
+            Path(more[1]).write_text(json.dumps(about | {"servers": found}, indent=1) + "\n")
+    return int(any(counts["failed"] for counts in found.values()))
 
 
 if __name__ == "__main__":

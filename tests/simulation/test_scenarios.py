@@ -48,3 +48,29 @@ def test_a_pool_of_any_size_runs_a_prompt_again(tmp_path: Path, one_thread: None
         assert not client.engine.preempted
         kept.append(client.engine.worker.counts["prefix hits"])
     assert kept[-1] == 1 and sorted(kept) == kept
+
+
+def test_sharing_preempts_nobody_who_would_have_run_cold(tmp_path: Path, one_thread: None) -> None:
+    """A prompt that is compacted while another reads its blocks needs copies of them.
+
+    There has to be room for these before anything else begins, in a pool that is short anyway.
+    """
+    half = "snapkv:window=3,kv_rate=0.5"
+    server = replace(SERVERS["fastkv"], policy=half, layout=(), stash=0)
+    config, text = server.config(tmp_path), [(7 * n + n // 5) % VOCAB for n in range(120)]
+    least = server.num_groups * 32 + 2
+
+    def preempted(num_blocks: int, shares: bool) -> int:
+        case = replace(AMPLE, shares_prefixes=shares, max_chunk=8, max_batch=32)
+        client = Client(server, config, replace(case, num_blocks=num_blocks))
+        client.send("is compacted", half, text, answer=4)
+        client.step(2)
+        client.send("joins", "full", text[:66], answer=24)
+        client.send("other", "full", [1] * 60, answer=16)
+        client.order()
+        assert bool(client.engine.worker.counts["prefix hits"]) == shares
+        return client.engine.preempted
+
+    cold, shared = ([preempted(n, s) for n in range(least, 50, 2)] for s in (False, True))
+    assert sum(shared) > 0
+    assert all(s <= c for s, c in zip(shared, cold, strict=True)), (shared, cold)

@@ -15,8 +15,9 @@ from vllm.v1.request import Request
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.latency import Latencies
 from vllm_kvx.cache.ledger import BlockLedger
-from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager
+from vllm_kvx.cache.managers import LowerKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
+from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
 from vllm_kvx.settings import KVSettings
 
 # Attribute of a step's output.

@@ -1,11 +1,11 @@
 """Managers of KV cache blocks that follow what a policy stores."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     SingleTypeKVCacheManager,
@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from vllm_kvx.cache.ledger import BlockLedger
 from vllm_kvx.cache.request_kv import NEVER, PrivateBlocks, RequestKV
+from vllm_kvx.cache.shared_blocks import copies_to_come
 
 
 class SizedByStorage(SingleTypeKVCacheManager):
@@ -31,6 +32,8 @@ class SizedByStorage(SingleTypeKVCacheManager):
         self.start_layer: int = getattr(kv_cache_spec, "start_layer", 0)
         # All groups of the server.
         self.siblings: Sequence[SizedByStorage] = (self,)
+        # Requests with blocks here, whose prompt is to be compacted in them or out of them.
+        self._compacting: dict[str, RequestKV] = {}
         self._ledger: BlockLedger | None = None
         self._group = 0
 
@@ -78,8 +81,9 @@ class SizedByStorage(SingleTypeKVCacheManager):
         prefill_end: int = 0,
     ) -> int:
         kv = self.requests.get(request_id)
+        owed = self._owed(kv, new_computed_blocks) if apply_admission_cap else 0
         if kv is None or kv.is_stock:
-            return super().get_num_blocks_to_allocate(
+            return owed + super().get_num_blocks_to_allocate(
                 request_id,
                 num_tokens,
                 new_computed_blocks,
@@ -96,12 +100,33 @@ class SizedByStorage(SingleTypeKVCacheManager):
         num_blocks += self._get_num_evictable_blocks(new_computed_blocks)
         if num_local_computed_tokens and not held:
             num_blocks += self._num_evictable_beside(request_id)
-        if kv.compacts_at(num_tokens):
-            # Admission asks for the least: what is kept in the cache must not delay anyone.
-            everything = kv.moves_out and not apply_admission_cap
+        # Admission asks for the least: what is kept in the cache must not delay anyone.
+        if kv.compacts_at(num_tokens) and not apply_admission_cap:
             shared = [b.ref_cnt > 1 for b in held] + [b.ref_cnt > 0 for b in new_computed_blocks]
-            num_blocks += len(self._places(kv, shared, everything))
-        return num_blocks
+            num_blocks += len(self._places(kv, shared, kv.moves_out))
+        return num_blocks + owed
+
+    def _owed(self, kv: RequestKV | None, joined: Sequence[KVCacheBlock]) -> int:
+        """Blocks that a request which begins must leave for copies of those that it comes to share.
+
+        Its own copies among them, if its prompt is to be compacted. Else a request that shares a
+        prompt's blocks could be preempted for that prompt's compaction; without sharing it would
+        have waited.
+        """
+        writers: list[Sequence[KVCacheBlock]] = []
+        leaving = []
+        for request_id, other in self._compacting.items():
+            blocks = self.req_to_blocks[request_id]
+            if other.private or other.is_overwritten:  # It has its copies.
+                leaving.append(blocks)
+            else:
+                writers.append(blocks[: self._num_kept(other)])
+        if kv is not None and kv.storage.compacts and not kv.by_block:
+            writers.append(joined[: self._num_kept(kv)])
+        return copies_to_come(writers, leaving, joined) if writers else 0
+
+    def _num_kept(self, kv: RequestKV) -> int:
+        return cdiv(kv.storage.kept, self.block_size)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -115,6 +140,8 @@ class SizedByStorage(SingleTypeKVCacheManager):
         count = self._required_blocks(kv, num_tokens) - len(blocks)
         new_blocks = self._new_blocks(request_id, count)
         blocks.extend(new_blocks)
+        if kv.storage.compacts and not (kv.is_compact or kv.by_block):
+            self._compacting[request_id] = kv
         if kv.compacts_at(num_tokens):
             self._make_room(request_id, kv, blocks)
         return new_blocks
@@ -154,7 +181,7 @@ class SizedByStorage(SingleTypeKVCacheManager):
 
         shared: of the request's blocks so far, whether others hold them.
         """
-        kept = cdiv(kv.storage.kept, self.block_size)
+        kept = self._num_kept(kv)
         if everything:
             # Not the prompt's last block if it is partly filled: nobody else can read it.
             return range(min(kept, kv.storage.prompt_len // self.block_size))
@@ -179,7 +206,7 @@ class SizedByStorage(SingleTypeKVCacheManager):
         places = self._places(kv, [block.ref_cnt > 1 for block in blocks], kv.moves_out)
         new_blocks = self._new_blocks(request_id, len(places))
         kv.private = dict(zip(places, new_blocks, strict=True))
-        kept = cdiv(kv.storage.kept, self.block_size)
+        kept = self._num_kept(kv)
         overwritten = next((p for p in range(min(kept, len(blocks))) if p not in kv.private), None)
         # Nor may what the step itself fills be published.
         kv.is_overwritten = not kv.moves_out
@@ -198,45 +225,50 @@ class SizedByStorage(SingleTypeKVCacheManager):
 
     # Retention.
 
-    def shrink(self, request_id: str, num_tokens: int) -> None:
-        """Frees what retention dropped of a request with this many computed tokens.
+    def shrink(self, request_id: str, num_tokens: int) -> Mapping[int, KVCacheBlock]:
+        """Takes from a request what retention dropped; returns it by place, to be freed.
 
         Called once the compacting step has been scheduled: the worker runs steps in order, so
         whoever gets the blocks writes them after that step has read them. Where whole blocks stay
         it only sets them aside: see `relink`.
+
+        num_tokens: computed ones.
         """
         kv = self.requests[request_id]
+        self._compacting.pop(request_id, None)
         if kv.is_compact or not kv.storage.compacts:
-            return
+            return {}
         kv.is_compact = True
         blocks = self.req_to_blocks[request_id]
         kept = cdiv(kv.storage.stored_len(num_tokens), self.block_size)
-        dropped = [b for place, b in enumerate(blocks) if place >= kept or place in kv.private]
+        dropped = {p: b for p, b in enumerate(blocks) if p >= kept or p in kv.private}
         blocks[:] = [kv.private.get(place, b) for place, b in enumerate(blocks[:kept])]
         kv.private = {}
         if kv.by_block:
-            kv.undecided = dropped
-        else:
-            self.block_pool.free_blocks(reversed(dropped))
+            kv.undecided = list(dropped.values())
+            return {}
+        return dropped
 
-    def relink(self, request_id: str, num_tokens: int, kept: Sequence[int]) -> None:
-        """Keeps these of the prompt's blocks, ascending, and frees the others.
+    def relink(
+        self, request_id: str, num_tokens: int, kept: Sequence[int]
+    ) -> Mapping[int, KVCacheBlock]:
+        """Keeps these of the prompt's blocks, ascending; returns the others by place, to be freed.
 
         The worker has them at the front of its table already. A request that has ended or starts
         over meanwhile gave all its blocks back.
         """
         kv = self.requests.get(request_id)
         if kv is None or not self.req_to_blocks.get(request_id):
-            return
+            return {}
         self.shrink(request_id, num_tokens)
         if not kv.undecided:
-            return
+            return {}
         blocks = self.req_to_blocks[request_id]
         prompt = [*blocks[: len(kept)], *kv.undecided]
         blocks[: len(kept)] = [prompt[i] for i in kept]
         kv.undecided = []
         stay = set(kept)
-        self.block_pool.free_blocks([b for i, b in reversed([*enumerate(prompt)]) if i not in stay])
+        return {place: block for place, block in enumerate(prompt) if place not in stay}
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """The blocks of all groups, by place: a prefix that lost a block in one is lost in all, so
@@ -248,6 +280,7 @@ class SizedByStorage(SingleTypeKVCacheManager):
         """Those of this group."""
         kv = self.requests.get(request_id)
         beside: list[KVCacheBlock] = []
+        self._compacting.pop(request_id, None)
         if kv is not None:
             # A preempted request starts over.
             beside = [*kv.undecided, *kv.private.values()]
@@ -288,113 +321,3 @@ class SizedByStorage(SingleTypeKVCacheManager):
 
 class LowerKVCacheManager(SizedByStorage, FullAttentionManager):
     """Blocks of one KV group of the first stage, which every prompt token runs."""
-
-
-class PolicyKVCacheManager(SizedByStorage):
-    """Blocks of one KV group above the first stage, sized by stored entries.
-
-    On a prefix hit in the lower layers the anchors are not computed, but their entries up here
-    depend on their own tokens alone. So the first block of a request that did compute them is
-    published under the anchors' tokens, and a request with a hit copies it into its own. The
-    first block of a request that stores every token here begins with them as well.
-    """
-
-    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, **kwargs)
-        self._to_publish: dict[str, BlockHash] = {}
-        self._to_copy: dict[str, KVCacheBlock] = {}
-        # First blocks published in this step: copies run before the forward pass that writes them.
-        self._unwritten: set[int] = set()
-
-    def find_anchors(self, kv: RequestKV) -> KVCacheBlock | None:
-        """A published block that starts with the request's anchors, if one is in the pool."""
-        for key in () if kv.anchor_hash is None else (kv.anchor_hash, kv.first_hash):
-            found = key and self.block_pool.get_cached_block(key, [self.kv_cache_group_id])
-            if found and found[0].block_id not in self._unwritten:
-                return found[0]
-        return None
-
-    def _num_evictable_beside(self, request_id: str) -> int:
-        source = self.find_anchors(self.requests[request_id])
-        return 0 if source is None else self._get_num_evictable_blocks([source])
-
-    def add_local_computed_blocks(
-        self,
-        request_id: str,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
-    ) -> None:
-        super().add_local_computed_blocks(
-            request_id,
-            new_computed_blocks,
-            num_local_computed_tokens,
-            num_external_computed_tokens,
-        )
-        kv = self.requests.get(request_id)
-        if kv is not None and num_local_computed_tokens > 0:
-            source = self.find_anchors(kv)
-            if source is not None:
-                if source.ref_cnt == 0:
-                    self._took(request_id, [source])
-                self.block_pool.touch([source])
-                self._to_copy[request_id] = source
-
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
-        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        source = self._to_copy.pop(request_id, None) if new_blocks else None
-        if source is not None:
-            # The scheduler releases both ends once the copy has run, hence the extra reference.
-            self._pending_cow_copies.append((source, new_blocks[0]))
-            new_blocks[0].ref_cnt += 1
-        return new_blocks
-
-    def cache_blocks(
-        self,
-        request: Request,
-        num_tokens: int,
-        retention_interval: int | None = None,
-        *,
-        replay_boundaries: Sequence[int],
-    ) -> None:
-        is_first = not self.num_cached_block.get(request.request_id)
-        super().cache_blocks(
-            request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
-        )
-        blocks = self.req_to_blocks.get(request.request_id)
-        if is_first and blocks and self.num_cached_block.get(request.request_id):
-            self._unwritten.add(blocks[0].block_id)
-        kv = self.requests.get(request.request_id)
-        if kv is None or kv.anchor_hash is None or num_tokens < kv.anchors:
-            return
-        if blocks and blocks[0].block_hash is None:
-            self._to_publish.setdefault(request.request_id, kv.anchor_hash)
-
-    def new_step_starts(self) -> None:
-        """Publishes anchors that the previous step computed.
-
-        Not earlier: copies run before a step's forward pass, so a request scheduled in the same
-        step as the one that computes the anchors would copy an unwritten block.
-        """
-        super().new_step_starts()
-        self._unwritten.clear()
-        for request_id, anchor_hash in self._to_publish.items():
-            blocks = self.req_to_blocks.get(request_id)
-            if not blocks or blocks[0].block_hash is not None:
-                continue
-            if not self.block_pool.get_cached_block(anchor_hash, [self.kv_cache_group_id]):
-                key = make_block_hash_with_group_id(anchor_hash, self.kv_cache_group_id)
-                self.block_pool._insert_block_hash(key, blocks[0], num_tokens=self.block_size)
-        self._to_publish.clear()
-
-    def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        self._to_publish.pop(request_id, None)
-        source = self._to_copy.pop(request_id, None)
-        blocks = super().pop_blocks(request_id)
-        return blocks if source is None else [*blocks, source]
-
-    @classmethod
-    def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("groups of a policy stage take no part in prefix lookups")

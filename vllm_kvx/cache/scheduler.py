@@ -12,12 +12,14 @@ from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.facts import RunInFull, SchedulerFacts
-from vllm_kvx.cache.managers import LowerKVCacheManager, PolicyKVCacheManager, SizedByStorage
+from vllm_kvx.cache.managers import LowerKVCacheManager, SizedByStorage
 from vllm_kvx.cache.pool import pool_tokens
 from vllm_kvx.cache.quiet import QuietSteps
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
+from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.cache.states import STATE_BLOCKS, StateBlocks
+from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
@@ -188,9 +190,13 @@ class _PolicyScheduling:
     def _shrink(self, request: Request) -> None:
         """Frees what a request's last prompt chunk, scheduled in the step before, leaves behind."""
         self.admission.release(request.request_id)
-        for manager in (*self.lower_managers, *self.policy_managers):
-            if manager.req_to_blocks.get(request.request_id):
-                manager.shrink(request.request_id, request.num_computed_tokens)
+        managers = (*self.lower_managers, *self.policy_managers)
+        dropped = [
+            manager.shrink(request.request_id, request.num_computed_tokens)
+            for manager in managers
+            if manager.req_to_blocks.get(request.request_id)
+        ]
+        free_end_first(self.kv_cache_manager.block_pool, dropped)  # type: ignore[attr-defined]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
         for request_id, kept in getattr(output, KEPT_BLOCKS, {}).items():
@@ -199,11 +205,12 @@ class _PolicyScheduling:
             if request is None or request.num_stale_output_tokens:
                 continue
             if request.num_computed_tokens >= request.num_prompt_tokens:
-                for manager in (*self.lower_managers, *self.policy_managers):
-                    if manager.stage in kept:
-                        manager.relink(
-                            request_id, request.num_computed_tokens, kept[manager.stage]
-                        )
+                dropped = [
+                    manager.relink(request_id, request.num_computed_tokens, kept[manager.stage])
+                    for manager in (*self.lower_managers, *self.policy_managers)
+                    if manager.stage in kept
+                ]
+                free_end_first(self.kv_cache_manager.block_pool, dropped)  # type: ignore[attr-defined]
         by_client = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         self.facts.add_outputs(chain.from_iterable(each.outputs for each in by_client.values()))
         return by_client

@@ -19,9 +19,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import in_both
-from vllm_kvx.cache.managers import PolicyKVCacheManager, SizedByStorage
+from vllm_kvx.cache.managers import SizedByStorage
 from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV, anchor_hash
-from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows
+from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows, overlays
+from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
@@ -60,6 +61,12 @@ class PrefixSharing:
             rows = StateRows.of(kv_cache_manager.kv_cache_config, config)
             if rows.tokens:
                 self.states = StateCache(self._pool, rows, self._block_size)
+            elif not overlays(config.cache_config.cache_dtype):
+                logger.warning(
+                    "Policies that select tokens share no prefix here: that was never tested with "
+                    "an %s KV cache. fp8 (e4m3) and 16-bit caches allow it.",
+                    config.cache_config.cache_dtype,
+                )
             else:
                 logger.warning(
                     "Policies that select tokens share no prefix here: the pages of a KV block of "
