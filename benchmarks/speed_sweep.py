@@ -13,7 +13,6 @@ its own, such as `--trial full-18 18 "--method full"`. What is there already is 
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from benchmarks import processes
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.evaluation.rows import row_of_original
 from vllm_kvx.evaluation.store import ANSWERS_FILE
@@ -33,35 +33,13 @@ COMMAND = [sys.executable, "-m", "vllm_kvx.cli"]
 
 
 def start(command: Sequence[str], log: Path, gpu: str | None) -> "subprocess.Popen[bytes]":
-    """Starts a command of vllm-kvx with its output in `log`."""
-    environment = dict(os.environ)
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"$ vllm-kvx {shlex.join(command)}\n")
-        file.flush()
-        return subprocess.Popen(
-            [*COMMAND, *command], env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
-
-
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ends what still runs."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    """Starts a command of vllm-kvx; see ``processes.start``."""
+    return processes.start([*COMMAND, *command], log, gpu)
 
 
 def run(command: Sequence[str], log: Path, gpu: str | None) -> int:
-    """Runs a command of vllm-kvx with its output in `log`; its exit code."""
-    process = start(command, log, gpu)
-    try:
-        return process.wait()
-    finally:
-        stop(process)
+    """The exit code of a command of vllm-kvx, with its output in `log`."""
+    return processes.run([*COMMAND, *command], log, gpu)
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, int, list[str]]]:

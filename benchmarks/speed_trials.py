@@ -26,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed_sweep import run, start, stop, sweep
+from benchmarks.processes import stop
+from benchmarks.speed_sweep import run, start, sweep
 from vllm_kvx.tuning import packs
 from vllm_kvx.tuning.lookups import KINDS
 from vllm_kvx.tuning.options import add_tune_speed

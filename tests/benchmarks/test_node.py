@@ -1,0 +1,150 @@
+"""A queue of commands over the GPUs of a machine, with commands of no weight."""
+
+import itertools
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import compare, node, turns
+from benchmarks.node import PLANS, Step, check, main, read_plan
+from benchmarks.speed_trials import options_of
+
+WRITE = (
+    "python -c \"import os, sys, pathlib; pathlib.Path(sys.argv[1]).write_text("
+    "os.environ.get('CUDA_VISIBLE_DEVICES', '') + os.environ.get('MORE', ''))\" {out}/NAME"
+)
+
+
+def plan(folder: Path, *steps: dict[str, Any]) -> str:
+    lines = []
+    for step in steps:
+        lines += ["[[step]]", *(f"{key} = {json.dumps(value)}" for key, value in step.items())]
+    file = folder / "plan.toml"
+    file.write_text("\n".join(lines).replace('{"MORE": "1"}', '{ MORE = "1" }'))
+    return str(file)
+
+
+def states(out: Path) -> dict[str, str]:
+    found = json.loads((out / "node.json").read_text())
+    return {name: each["state"] for name, each in found.items()}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "TICK", 0.01)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_steps_run_in_order_on_their_gpus(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    file = plan(
+        tmp_path,
+        {"name": "a", "command": WRITE.replace("NAME", "a")},
+        {"name": "fails", "command": "python -c 'raise SystemExit(3)'"},
+        {"name": "long", "command": WRITE.replace("NAME", "long"), "minutes": 99},
+        {
+            "name": "sums up",
+            "command": WRITE.replace("NAME", "sum"),
+            "after": ["a", "fails", "long"],
+            "gpu": False,
+            "environment": {"MORE": "1"},
+        },
+    )
+    assert main([file, "--gpus", "5", "--minutes", "1", "--out", str(out)]) == 1
+    assert states(out) == {"a": "done", "fails": "failed", "long": "left out", "sums up": "done"}
+    assert (out / "a").read_text() == "5" and (out / "sum").read_text() == "1"
+    assert not (out / "long").exists()
+    # What ended well is not done again.
+    (out / "a").unlink()
+    main([file, "--gpus", "5", "--minutes", "1", "--out", str(out)])
+    assert not (out / "a").exists() and states(out)["fails"] == "failed"
+
+
+def test_the_end_stops_what_runs_and_its_children(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open(sys.argv[1], 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    out = tmp_path / "out"
+    file = plan(tmp_path, {"name": "waits", "command": f"python {script} {{out}}/pid"})
+    assert main([file, "--minutes", "0.08", "--out", str(out)]) == 1
+    assert states(out) == {"waits": "stopped"}
+    child = Path("/proc") / (out / "pid").read_text()
+    until = time.monotonic() + 60
+    while child.exists() and " Z " not in (child / "stat").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_gpu_named_twice_takes_two(tmp_path: Path) -> None:
+    """Each waits for the other's file: one at a time they would never end."""
+    script = tmp_path / "meet.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "mine, other = map(pathlib.Path, sys.argv[1:])\n"
+        "mine.touch()\n"
+        "while not other.exists(): time.sleep(0.01)\n"
+    )
+    steps = [
+        {"name": a, "command": f"python {script} {{out}}/{a} {{out}}/{b}"}
+        for a, b in ("xy", "yx")
+    ]
+    out = tmp_path / "out"
+    arguments = [plan(tmp_path, *steps), "--gpus", "0", "0", "--minutes", "2", "--out", str(out)]
+    assert main(arguments) == 0
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in PLANS.glob("*.toml")))
+def test_plans_are_sound(name: str) -> None:
+    """Every command can be filled in, and its module is there."""
+    steps = read_plan(name)
+    check(steps)
+    for step in steps:
+        values = {"out": "OUT", "models": "MODELS", "commit": "c"}
+        words = step.words(1200, values)
+        assert words[:2] == [sys.executable, "-m"], step.name
+        module = words[2].replace(".", "/")
+        assert (PLANS.parent.parent / f"{module}.py").exists(), step.name
+        assert not [word for word in words if "{{" in word or "}}" in word]
+        for word in words:
+            if word.startswith("{"):
+                json.loads(word)
+
+
+def test_plans_name_options_that_there_are() -> None:
+    values = {"out": "OUT", "models": "MODELS", "commit": "c"}
+    for step in [*read_plan("turns"), *read_plan("inner-cuts"), *read_plan("tuning")]:
+        module, *arguments = step.words(1200, values)[2:]
+        if module == "benchmarks.turns":
+            turns.parse_args(arguments)
+        elif module == "benchmarks.compare":
+            compare.parse_args(arguments)
+        elif module == "benchmarks.speed_trials":
+            option = dict(itertools.pairwise(arguments))
+            trials = [arguments[i + 2] for i, word in enumerate(arguments) if word == "--trial"]
+            assert len(trials) == 3
+            for trial in trials:
+                more = shlex.split(f"{option['--data']} {option['--tune']} {trial}")
+                options_of("MODEL", int(option["--cutoffs"]), Path("OUT"), more)
+
+
+def test_clear_errors(tmp_path: Path) -> None:
+    step = Step("a", "python -m x")
+    with pytest.raises(SystemExit, match="two steps are called 'a'"):
+        check([step, step])
+    with pytest.raises(SystemExit, match="'a' comes after 'b', which no step before it is"):
+        check([Step("a", "true", after=("b",)), Step("b", "true")])
+    with pytest.raises(SystemExit, match=r"no plan 'all': give one of .*turns"):
+        read_plan("all")
+    with pytest.raises(SystemExit, match=r"is no plan: .*'gpus'"):
+        read_plan(plan(tmp_path, {"name": "a", "command": "true", "gpus": 1}))
+    with pytest.raises(SystemExit, match=r"a: KeyError.'model'. in its command"):
+        Step("a", "python -m x {model}").words(1, {})
