@@ -15,6 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def set_environment() -> None:
         KVX_CPU="1",
         TRITON_INTERPRET="1",
         KVX_RETRIEVAL_OPS="triton",  # The code of GPUs, in the place of CPUs' plain torch.
+        KVX_INNER_CUTS="0",  # As on GPUs.
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="WARNING",
@@ -127,6 +129,7 @@ def leave_out_the_device(clock: Clock) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
     from vllm_kvx.models.decoder import SegmentedModel
+    from vllm_kvx.worker import model_state
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         clock.launches += 1
@@ -158,6 +161,8 @@ def leave_out_the_device(clock: Clock) -> None:
         check(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
+    # Where all is on CPU the host would map slots.
+    model_state.map_slots = partial(model_state.map_slots, on_host=False)
     InterpretedFunction.run = run
     torch.Tensor.index_select = index_select  # type: ignore[method-assign, assignment]
     LlamaForCausalLM.forward = SegmentedModel.forward = forward  # type: ignore[method-assign]
