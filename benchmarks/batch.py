@@ -7,10 +7,7 @@ the servers does not count. Policies take turns, so that a machine that changes 
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import random
 import statistics
 import subprocess
@@ -19,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import git_commit, gpu
+from benchmarks.about import about
 
 
 def main() -> None:
@@ -40,11 +37,7 @@ def main() -> None:
         for policy, found in runs.items()
     }
     result = {
-        "command": "python -m benchmarks.batch " + " ".join(sys.argv[1:]),
-        "date": datetime.date.today().isoformat(),
-        "commit": args.commit or git_commit(),
-        "machine": gpu() or f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU",
-        "versions": _versions(),
+        **about("python -m benchmarks.batch " + " ".join(sys.argv[1:]), args.commit),
         "lines_per_second": {policy: round(value, 3) for policy, value in lines.items()},
         f"times_{first}": {
             policy: round(value / lines[first], 3) for policy, value in lines.items()
@@ -102,15 +95,6 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args(sys.argv[1:end])
     args.serve = sys.argv[end + 1 :]
     return args
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import vllm
-
-    from vllm_kvx import __version__
-
-    return {"vllm-kvx": __version__, "vllm": vllm.__version__, "torch": torch.__version__}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Two CPU servers behind vLLM's router: which replica gets whose turns, and what they find there.
 
-    python -m deploy.replicas --router vllm-router
+    python -m deploy.replicas --router vllm-router --output cpu-replicas.json
 
 `vllm-router` is the package of that name (`pip install vllm-router`, in an environment of its own).
 Four sessions ask three times each about a document of their own, every turn under another policy.
 With a router that keeps a session on one replica, every turn but the first finds its prompt in the
 prefix cache. Ends with 1 if one does not under `consistent_hash`, or if the router loses a policy.
+--output writes what it prints, as JSON.
 """
 
 import argparse
@@ -24,7 +25,10 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
+from benchmarks.about import about
 from benchmarks.checkpoint.prompts import make_prompt
+from benchmarks.compare import command_line
+from benchmarks.engine import write_json
 from deploy.server import CHECKPOINT, HOST, ServerError, cpu_environment, free_port, post, serving
 
 MODEL = "lookup-8l"
@@ -48,10 +52,23 @@ class Counted(NamedTuple):
     found: int
 
 
+class Outcome(NamedTuple):
+    """What came of one routing.
+
+    requests: by replica. by_policy: of both replicas. found: share of the later turns' prompts
+    that was in the prefix cache of the replica they met.
+    """
+
+    requests: list[int]
+    by_policy: dict[str, int]
+    found: float
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deploy.replicas", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--router", default="vllm-router", help="its program")
+    parser.add_argument("--output", type=Path, help="file for the figures (default: none)")
     args = parser.parse_args()
     if shutil.which(args.router) is None:
         parser.error(f"{args.router} is not there: pip install vllm-router, and name its program")
@@ -60,6 +77,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    outcomes: dict[str, Outcome] = {}
     with (
         tempfile.TemporaryDirectory(prefix="kvx-replicas-") as name,
         contextlib.ExitStack() as all_,
@@ -71,14 +89,56 @@ def main() -> int:
                 all_.enter_context(serving(flags, folder / f"{i}.log", cpu_environment(), 500))
                 for i in range(2)
             ]
-            is_right = True
             for number, routing in enumerate(ROUTING):
                 with routed(args.router, routing, replicas, folder) as url:
-                    is_right &= show(routing, url, replicas, first_seed=number * SESSIONS)
+                    outcomes[routing] = ask(routing, url, replicas, number * SESSIONS)
         except ServerError as error:
             print(error, file=sys.stderr)
             return 1
-    return 0 if is_right else 1
+    if args.output is not None:
+        command = command_line("deploy.replicas", sys.argv[1:])
+        write_json(args.output, figures(outcomes, command, router_version(args.router)))
+    return 0 if all(is_right(name, each) for name, each in outcomes.items()) else 1
+
+
+def is_right(routing: str, outcome: Outcome) -> bool:
+    """No policy was lost, and a routing by session kept every session on its replica."""
+    if outcome.by_policy != dict.fromkeys(POLICIES, SESSIONS):
+        print(f"{routing}: the router changed policies: {outcome.by_policy}")
+        return False
+    return routing != "consistent_hash" or outcome.found > 0.99
+
+
+def figures(outcomes: Mapping[str, Outcome], command: str, router: str | None) -> dict[str, Any]:
+    """The result file; router: its version."""
+    head = about(command)
+    head["versions"]["vllm-router"] = router
+    return {
+        **head,
+        "replicas": 2,
+        "sessions": SESSIONS,
+        "turns": list(POLICIES),
+        "document_tokens": TOKENS,
+        "routing": {
+            name: {
+                "requests_by_replica": each.requests,
+                "requests_by_policy": each.by_policy,
+                "later_turns_found": round(each.found, 4),
+            }
+            for name, each in outcomes.items()
+        },
+    }
+
+
+def router_version(program: str) -> str | None:
+    """By the Python beside the router's program, since it has no flag that says it."""
+    python = Path(shutil.which(program) or program).parent / "python"
+    code = "import importlib.metadata as m; print(m.version('vllm-router'))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 @contextlib.contextmanager
@@ -103,8 +163,8 @@ def routed(program: str, routing: str, replicas: list[str], folder: Path) -> Ite
         process.wait()
 
 
-def show(routing: str, url: str, replicas: list[str], first_seed: int) -> bool:
-    """Sends every session's turns and prints who answered; False if that is not as it must be."""
+def ask(routing: str, url: str, replicas: list[str], first_seed: int) -> Outcome:
+    """Sends every session's turns and prints who answered."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     before = [counted(replica) for replica in replicas]
     for session in range(SESSIONS):
@@ -119,16 +179,19 @@ def show(routing: str, url: str, replicas: list[str], first_seed: int) -> bool:
         raise ServerError(f"{routing}: a policy that no replica has room for got {refused}")
     after = [counted(replica) for replica in replicas]
     done = [_less(now, then) for now, then in zip(after, before, strict=True)]
-    repeated = SESSIONS * (len(POLICIES) - 1)
+    outcome = outcome_of(done)
+    text = " and ".join(map(str, outcome.requests))
+    print(f"{routing}: requests {text}; later turns found {outcome.found:.0%} of their prompt")
+    return outcome
+
+
+def outcome_of(done: list[Counted]) -> Outcome:
+    """What the replicas did together."""
+    asked = {policy: sum(each.requests.get(policy, 0) for each in done) for policy in POLICIES}
     # Whole blocks before the window are found.
-    share = sum(each.found for each in done) / (repeated * (TOKENS // 32 * 32))
-    text = " and ".join(str(sum(each.requests.values())) for each in done)
-    print(f"{routing}: requests {text}; later turns found {share:.0%} of their prompt", flush=True)
-    asked = [sum(each.requests.get(policy, 0) for each in done) for policy in POLICIES]
-    if asked != [SESSIONS] * len(POLICIES):
-        print(f"  the router changed policies: {dict(zip(POLICIES, asked, strict=True))}")
-        return False
-    return routing != "consistent_hash" or share > 0.99
+    repeated = SESSIONS * (len(POLICIES) - 1) * (TOKENS // 32 * 32)
+    found = sum(each.found for each in done) / repeated
+    return Outcome([sum(each.requests.values()) for each in done], asked, found)
 
 
 def counted(replica: str) -> Counted:

@@ -88,6 +88,12 @@ def test_objects_are_valid(name: str) -> None:
     assert len(set(keys)) == len(keys)
 
 
+def scraped(monitor: dict[str, Any]) -> list[str]:
+    """The ports that a PodMonitor has Prometheus ask for /metrics."""
+    assert {each["path"] for each in monitor["podMetricsEndpoints"]} == {"/metrics"}
+    return [each["port"] for each in monitor["podMetricsEndpoints"]]
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_names_meet(name: str) -> None:
     """What objects say of each other: labels, ports, volumes, claims."""
@@ -111,11 +117,10 @@ def test_names_meet(name: str) -> None:
     assert service["ports"][0]["targetPort"] in ports(behind)
     is_routed = "router" in behind["containers"][0]["name"]
     assert is_routed == (name == "replicas")
-    monitor = one(objects, "PodMonitor")["spec"]
-    (watched,) = selected(monitor["selector"]["matchLabels"])
-    assert [e["port"] for e in monitor["podMetricsEndpoints"]] == ["http"] and "http" in ports(
-        watched
-    )
+    monitors = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "PodMonitor"}
+    assert set(monitors) == ({"kvx", "kvx-router"} if is_routed else {"kvx"})
+    (watched,) = selected(monitors["kvx"]["selector"]["matchLabels"])
+    assert scraped(monitors["kvx"]) == ["http"] and "http" in ports(watched)
     for deployment in (each for each in objects if each["kind"] == "Deployment"):
         assert len(selected(deployment["spec"]["selector"]["matchLabels"])) == 1
     claim = one(objects, "PersistentVolumeClaim")["metadata"]["name"]
@@ -130,6 +135,8 @@ def test_names_meet(name: str) -> None:
         for container in pod["containers"]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
     if is_routed:
+        (routes,) = selected(monitors["kvx-router"]["selector"]["matchLabels"])
+        assert routes is behind and scraped(monitors["kvx-router"]) == ["metrics"]
         args = behind["containers"][0]["args"]
         labels = dict(arg.split("=") for arg in args[args.index("--selector") + 1 :])
         assert len(selected(labels)) == 1 and selected(labels)[0] is watched
@@ -324,18 +331,47 @@ def test_one_replica_may_have_a_volume_of_its_own() -> None:
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
 
 
-def test_custom_objects() -> None:
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_custom_objects(is_routed: bool) -> None:
     """Kubernetes has no schema of these: the fields that the Prometheus operator documents."""
-    objects = render(monitoring={"labels": {"release": "prometheus"}})
-    monitor, rule = one(objects, "PodMonitor"), one(objects, "PrometheusRule")
-    for each in (monitor, rule):
+    objects = render(
+        monitoring={"labels": {"release": "prometheus"}}, router={"enabled": is_routed}
+    )
+    monitors = [each for each in objects if each["kind"] == "PodMonitor"]
+    rule = one(objects, "PrometheusRule")
+    for each in (*monitors, rule):
         assert each["apiVersion"] == "monitoring.coreos.com/v1"
         assert each["metadata"]["labels"]["release"] == "prometheus"
-    assert set(monitor["spec"]) == {"selector", "podMetricsEndpoints"}
-    assert set(monitor["spec"]["podMetricsEndpoints"][0]) == {"port", "path", "interval"}
+    for monitor in monitors:
+        assert set(monitor["spec"]) == {"selector", "podMetricsEndpoints"}
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["interval"] == "15s"
+        assert set(endpoint) == {"port", "path", "interval"}
     assert rule["spec"] == yaml.safe_load((CHART / "monitoring" / "alerts.yaml").read_text())
     board = one(objects, "ConfigMap")["data"]["vllm-kvx.json"]
     assert json.loads(board) == json.loads((CHART / "monitoring" / "dashboard.json").read_text())
+
+
+def test_the_routers_metrics_are_scraped() -> None:
+    """At the port that it is told to serve them at, of every address; or not at all."""
+    objects = render("values-replicas.yaml")
+    (pod,) = (
+        each["spec"]["template"]["spec"]
+        for each in objects
+        if each["kind"] == "Deployment" and each["metadata"]["name"] == "kvx-router"
+    )
+    (container,) = pod["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    args = dict(arg.partition("=")[::2] for arg in container["args"])
+    assert args["--prometheus-port"] == str(ports["metrics"]) != args["--port"]
+    assert args["--prometheus-host"] == "0.0.0.0"
+    for values in ({"monitoring": {"podMonitor": False}}, {"router": {"enabled": False}}):
+        names = [
+            each["metadata"]["name"]
+            for each in render("values-replicas.yaml", **values)
+            if each["kind"] == "PodMonitor"
+        ]
+        assert names == ([] if "monitoring" in values else ["kvx"])
 
 
 def test_servers_without_our_metrics_are_not_scaled_by_them() -> None:
@@ -366,6 +402,13 @@ def test_values_for_production_stack() -> None:
     assert model["vllmConfig"]["enablePrefixCaching"] is True
     env = {each["name"]: each["value"] for each in model["env"]}
     assert env["KVX_CACHE_ROOT"].startswith("/data/"), "the chart mounts its volume at /data"
+    router = values["routerSpec"]["serviceMonitor"]
+    assert values["servingEngineSpec"]["serviceMonitor"]["enabled"] and router["enabled"]
+    (dropped,) = router["metricRelabelings"]
+    assert dropped["action"] == "drop" and dropped["sourceLabels"] == ["__name__"]
+    board = (CHART / "monitoring" / "dashboard.json").read_text()
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+        assert re.fullmatch(dropped["regex"], name) and name in board
 
 
 def test_policies_of_the_values_are_policies() -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -189,13 +190,17 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     assert services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == target
 
 
+def job(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (each for each in settings["scrape_configs"] if each["job_name"] == name)
+    return found
+
+
 def test_prometheus_finds_servers_and_alerts() -> None:
     services = compose("compose.yaml")
     settings = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())
     mounts = dict(v.split(":")[:2] for v in services["prometheus"]["volumes"])
     assert settings["rule_files"] == [mounts["../helm/monitoring/alerts.yaml"]]
-    (job,) = settings["scrape_configs"]
-    (found,) = job["dns_sd_configs"]
+    (found,) = job(settings, "vllm-kvx")["dns_sd_configs"]
     for service in (services["vllm"], compose("replicas.yaml")["vllm-1"]):
         assert service["networks"]["default"]["aliases"] == found["names"]
 
@@ -205,3 +210,39 @@ def test_the_router_has_every_replica() -> None:
     urls = [a for a in services["router"]["command"] if a.startswith("http")]
     assert urls == ["http://vllm:8000", "http://vllm-1:8000"]
     assert {*services["router"]["depends_on"]} == {"vllm", "vllm-1"}
+
+
+def test_prometheus_finds_the_router() -> None:
+    """At the port of its own metrics, which is not the one of requests, and only where it runs."""
+    services = compose("replicas.yaml")
+    settings = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())
+    (found,) = job(settings, "vllm-router")["file_sd_configs"]
+    (path,) = found["files"]
+    (mount,) = services["prometheus"]["volumes"]
+    source, target, mode = mount.split(":")
+    assert (target, mode) == (path, "ro") and path.endswith(".yaml")
+    assert path not in str(compose("compose.yaml")), "without a router Prometheus asks nobody"
+    ((address,),) = (each["targets"] for each in yaml.safe_load((COMPOSE / source).read_text()))
+    host, port = address.split(":")
+    assert host == "router" and host in services
+    command = dict(a.partition("=")[::2] for a in services["router"]["command"])
+    assert command["--prometheus-port"] == port != command["--port"]
+    assert command["--prometheus-host"] == "0.0.0.0"
+    (exposed,) = re.findall(
+        r"^EXPOSE (.*)$", (ROOT / "docker/Dockerfile.router").read_text(), re.MULTILINE
+    )
+    assert port in exposed.split()
+    assert not any(port in published for published in services["router"]["ports"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
+    text = (COMPOSE / "prometheus.yaml").read_text()
+    alerts = ROOT / "deploy/helm/monitoring/alerts.yaml"
+    targets = COMPOSE / "router-targets.yaml"
+    for path, here in (("alerts.yaml", alerts), ("router.yaml", targets)):
+        text = text.replace(f"/etc/prometheus/{path}", str(here))
+    (tmp_path / "prometheus.yaml").write_text(text)
+    command = ["promtool", "check", "config", str(tmp_path / "prometheus.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

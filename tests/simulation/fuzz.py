@@ -4,7 +4,6 @@ NAME is one of `servers.SERVERS`, or `all`. Prints every failure with its seed a
 For a night: `all` and many seeds, from another FIRST each time. OUT is a JSON of what happened.
 """
 
-import datetime
 import json
 import os
 import sys
@@ -17,6 +16,8 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import conftest  # noqa: F401  The environment, before vLLM is imported.
 
+sys.path.append(str(Path(__file__).parents[2]))
+from benchmarks.about import about
 from simulation.servers import SERVERS
 
 
@@ -54,12 +55,8 @@ def main() -> int:
         counts = fuzz(each, range(begin, begin + int(number)))
         found[each] = {"seeds": int(number), "failed": counts["failed"], **counts}
         if len(more) > 1:
-            about = {
-                "command": " ".join(["python -m simulation.fuzz", *sys.argv[1:]]),
-                "date": datetime.date.today().isoformat(),
-                "commit": os.popen("git rev-parse --short HEAD").read().strip(),
-            }
-            Path(more[1]).write_text(json.dumps(about | {"servers": found}, indent=1) + "\n")
+            head = about(" ".join(["python -m simulation.fuzz", *sys.argv[1:]]))
+            Path(more[1]).write_text(json.dumps(head | {"servers": found}, indent=1) + "\n")
     return int(any(counts["failed"] for counts in found.values()))
 
 

@@ -36,7 +36,7 @@ SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
 
 
 def requests_wanted() -> int:
-    """KVX_SOAK_REQUESTS: how many requests, 300 unless told: five minutes of one core."""
+    """KVX_SOAK_REQUESTS: how many requests, 300 unless told: six minutes of one core."""
     return int(os.environ.get("KVX_SOAK_REQUESTS", "300"))
 
 

@@ -1,65 +1,77 @@
-"""The soak's figures: what was done to the server, and what came of it."""
+"""The soak's figures: what was done to the server, and what came of it.
 
-import datetime
+One command writes all of them, whatever its parts are and however many processes run them.
+"""
+
 import fcntl
 import json
 import os
-import platform
-from importlib import metadata
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_FIGURES: dict[str, dict[str, Any]] = {}
+from benchmarks.about import about
+
+# What tests/run.sh gives pytest before its own arguments.
+_RUN = ["-n", "2", "--dist", "loadfile"]
+
+
+class Report:
+    """What one process of a run has to say."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, dict[str, Any]] = {}
+        self.failed: list[str] = []
+
+    def write(self, path: Path, run: str | None, command: str) -> None:
+        """Writes the parts to `path`, beside those of the run's other processes.
+
+        run: what is the same in all processes of a run, and in no other; None: there is one
+        process. The figures of other runs are overwritten.
+        """
+        with path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            text = file.read()
+            before = json.loads(text) if text else {}
+            if run is None or before.get("run") != run:
+                before = {"run": run, **about(command), "failed": []}
+            failed = sorted({*before["failed"], *self.failed})
+            file.truncate(0)
+            file.write(json.dumps(before | self.parts | {"failed": failed}, indent=1) + "\n")
+
+
+_OF_THIS_PROCESS = Report()
 
 
 def add(part: str, **figures: Any) -> None:
-    """Figures of one part; written once the session ends, see `write`."""
-    _FIGURES[part] = figures
+    """Figures of one part; written once the session ends."""
+    _OF_THIS_PROCESS.parts[part] = figures
 
 
-def write() -> None:
+def add_failure(test: str) -> None:
+    _OF_THIS_PROCESS.failed.append(test)
+
+
+def write(argv: Sequence[str]) -> None:
     """Writes all figures to KVX_SOAK_OUTPUT, if that is set.
 
-    Parts that run in processes of their own each add theirs to those of the others of this run.
+    argv: of the pytest that was called.
     """
     path = os.environ.get("KVX_SOAK_OUTPUT")
-    if not path or not _FIGURES:
-        return
-    with Path(path).open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        about = _about(Path(path).name)
-        before = json.loads(text) if text else {}
-        same = about["run"] is not None and before.get("run") == about["run"]
-        file.truncate(0)
-        file.write(json.dumps((before if same else about) | _FIGURES, indent=1) + "\n")
+    if path and (_OF_THIS_PROCESS.parts or _OF_THIS_PROCESS.failed):
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+        _OF_THIS_PROCESS.write(Path(path), run, command_of(argv))
 
 
-def _about(name: str) -> dict[str, Any]:
-    """What was run, on what. `run` is one for all processes of a run."""
-    import torch
-    import vllm
-
-    requests = os.environ.get("KVX_SOAK_REQUESTS", "300")
-    return {
-        "run": os.environ.get("PYTEST_XDIST_TESTRUNUID"),
-        "command": f"KVX_SOAK_REQUESTS={requests} KVX_SOAK_OUTPUT={name} "
-        "bash tests/run.sh tests/soak",
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, no GPU",
-        "versions": {
-            "vllm-kvx": metadata.version("vllm-kvx"),
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def rss_mib(pid: int | str = "self") -> float:
-    """Resident memory of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
+def command_of(argv: Sequence[str]) -> str:
+    """The command that gives these figures; of files elsewhere it has the names."""
+    variables = {"KVX_SOAK_REQUESTS": os.environ.get("KVX_SOAK_REQUESTS", "300")}
+    variables["KVX_SOAK_OUTPUT"] = Path(os.environ.get("KVX_SOAK_OUTPUT", "")).name
+    words = [Path(word).name if Path(word).is_absolute() else word for word in argv[1:]]
+    if words[: len(_RUN)] == _RUN:
+        command = ["bash", "tests/run.sh", *words[len(_RUN) :]]
+    else:
+        command = ["python", "-m", "pytest", *words]
+    return shlex.join([f"{name}={value}" for name, value in variables.items()] + command)

@@ -17,6 +17,7 @@ from world.engine import Engine, greedy, keep_in_process, running
 from world.models import LOOKUP
 
 from soak import report
+from soak.memory import Series
 from soak.plan import (
     MAX_LEN,
     ROOM,
@@ -33,8 +34,6 @@ SEED = 0
 # Of KV groups together; a prompt of the greatest length needs 40.
 BLOCKS = 60
 IN_FLIGHT = 24
-# Growth that a thousand requests may cause: what the allocator keeps, not what leaks.
-MOST_GROWTH_MIB = 48.0
 OPTIONS = dict(
     config={"kv_layout": list(ROOM)},
     max_model_len=MAX_LEN,
@@ -79,11 +78,10 @@ def run_alone(talks: list[list[Turn]]) -> None:
         engine.assert_idle()
 
 
-def memory_mib() -> float:
-    """What this process holds, less what its allocator keeps."""
+def give_back() -> None:
+    """Frees what this process does not use."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return report.rss_mib()
 
 
 def test_answers_are_those_of_requests_alone() -> None:
@@ -100,7 +98,8 @@ def test_answers_are_those_of_requests_alone() -> None:
         num_gpu_blocks_override=BLOCKS,
         **OPTIONS,
     ) as engine:
-        done, aborted, memory = under_load(engine, talks)
+        memory = Series(count, ["self"], give_back)
+        done, aborted = under_load(engine, talks, memory)
         preempted, stats = engine.preemptions(), engine.stats()
         blocks = engine.pool.num_gpu_blocks
     compared = Comparison()
@@ -120,7 +119,7 @@ def test_answers_are_those_of_requests_alone() -> None:
         near_ties=compared.near_ties,
         mismatches=len(compared.mismatches),
         leaked_blocks=sum(each["blocks_held"] for each in counters),
-        memory_mib=[round(each, 1) for each in memory],
+        **memory.figures(),
         seconds=round(time.monotonic() - began),
     )
     assert not compared.mismatches, "\n".join(compared.mismatches)
@@ -128,21 +127,19 @@ def test_answers_are_those_of_requests_alone() -> None:
     assert compared.equal + compared.near_ties + aborted == count
     assert aborted and preempted >= count // 20, (aborted, preempted)
     assert hits, "no request found the prefix of another"
-    # The first part of a run fills caches of the engine's own.
-    assert max(memory[-2:]) - memory[len(memory) // 3] < MOST_GROWTH_MIB, memory
+    memory.assert_still()
 
 
 def under_load(
-    engine: Engine, talks: list[list[Turn]]
-) -> tuple[list[tuple[Turn, list[int]]], int, list[float]]:
-    """Runs all; the answers, how many requests were aborted, and memory along the way."""
+    engine: Engine, talks: list[list[Turn]], memory: Series
+) -> tuple[list[tuple[Turn, list[int]]], int]:
+    """Runs all; the answers, and how many requests were aborted."""
     rng = random.Random(SEED)
     waiting = [list(talk) for talk in talks]
     rng.shuffle(waiting)
     open_talks: dict[str, tuple[Turn, list[Turn], int]] = {}
     done: list[tuple[Turn, list[int]]] = []
-    aborted, steps, memory = 0, 0, [memory_mib()]
-    every = max(sum(map(len, talks)) // 10, 1)
+    aborted = steps = 0
     while waiting or open_talks:
         while waiting and len(open_talks) < IN_FLIGHT and rng.random() < 0.6:
             talk = waiting.pop()
@@ -164,9 +161,8 @@ def under_load(
             del open_talks[name]
             if rest:  # The next turn, at once or soon.
                 waiting.insert(len(waiting) - rng.randint(0, min(len(waiting), 3)), rest)
-            if (len(done) + aborted) % every == 0:
-                memory.append(memory_mib())
+            memory.after(len(done) + aborted)
         if not open_talks and rng.random() < 0.2:
             engine.assert_idle()
     engine.assert_idle()
-    return done, aborted, memory
+    return done, aborted
