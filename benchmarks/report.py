@@ -38,8 +38,17 @@ are the ideal and how much of it is reached. Ideals are counted by `benchmarks.i
 TTFT, bytes for decode, KV entries for the pool, and for requests/s at saturation both, at the data
 sheet's peaks. Where more than 100% is reached, stock is further from the hardware than the policy.
 
+The ideals of TTFT take it that the last layer which sees the whole prompt is
+[split](architecture.md#a-layer-that-is-split), which was off in all files up to 2026-11-23.
+
 Shapes with random weights have speeds and no answers. Answers were measured on other, small models,
-under the same parameters but for the layer.
+under the same parameters but for the layer; those of `speed-K` at the cutoff that is nearest in
+share of the layers, with weights that were tuned for it and with weights that were not.
+"""
+_ANSWERS = """
+"Not tuned" and "tuned" are about `speed-K`; all other policies take the weights as they are.
+Retrieval was on at every length (`dense_below=0`). All policies and tasks:
+[quality.md](quality.md).
 """
 _LOAD = """
 `vllm bench serve` against `vllm serve`, random prompts, no prefix cache. "At once" is the most
@@ -68,7 +77,7 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
         there = [x for x in loads if (x.file.gpu, x.file.model) == (gpu, model)]
         layers = next(f.content["model"]["layers"] for f in files if f.model == model)
         lines += ["", f"## At a glance: {gpu}, {model}", "", *tables.glance(here)]
-        lines += ["", "With all prompts at once, and the answers:", ""]
+        lines += ["", "With all prompts at once, and the answers that other models kept:", ""]
         lines += tables.glance_of_load(here, there, kept, layers)
         add(pictures.plots(f"{gpu}, {model}", here, there))
     lines += ["", "## Under load", "", *_LOAD.strip().splitlines()]
@@ -81,7 +90,7 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
     lines += ["", "## Policies composed", "", *_COMPOSED.strip().splitlines(), ""]
     lines += tables.compositions(files)
     lines += ["", "## Sessions of many turns", "", *tables.sessions(files)]
-    lines += ["", "## Answers kept", "", "All policies and tasks: [quality.md](quality.md).", ""]
+    lines += ["", "## Answers kept", "", *_ANSWERS.strip().splitlines(), ""]
     lines += tables.answers(found, loads, kept)
     add(pictures.answers(found, loads, kept))
     lines += ["", "## Where we lose", "", "Below stock by more than 1%:", ""]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.compare import derive
 from benchmarks.ideal import Shape
@@ -50,7 +50,7 @@ class File:
 
     def _of_reports(self, key: str) -> Any:
         """A fact of an evaluation, or of the last one of several."""
-        found = [report[key] for _, _, report in reports_of(self) if report.get(key)]
+        found = [each.content[key] for each in reports_of(self) if each.content.get(key)]
         return max(map(str, found), default=None)
 
 
@@ -88,21 +88,37 @@ def kind_of(content: Any) -> str | None:
     return next(known, "speed_untuned" if untuned else None)
 
 
-def reports_of(file: File) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Model, what was done to it, and the report, of every evaluation in a file."""
-    content, found = file.content, list[tuple[str, str, Mapping[str, Any]]]()
+class Report(NamedTuple):
+    """An evaluation in a file.
+
+    weights: whether they were tuned for SPEED; empty where no SPEED was asked.
+    layers: of the model; None where the file does not say.
+    """
+
+    model: str
+    weights: str
+    layers: int | None
+    content: Mapping[str, Any]
+
+
+def reports_of(file: File) -> list[Report]:
+    """Every evaluation in a file."""
+    content, found = file.content, list[Report]()
     if file.kind == "evaluate":
-        found.append((str(content["model"]), "", content))
+        found.append(Report(str(content["model"]), "", None, content))
     elif file.kind == "speed_sweep":
-        for cutoff, entry in content["cutoffs"].items():
+        for entry in content["cutoffs"].values():
             if report := entry.get("report"):
-                about = f"tuned, {cutoff} of {entry['record']['layers']} layers"
-                found.append((str(report["original"]), about, report))
+                record = entry["record"]
+                tokens = record["data"]["tokens"] * record["training"]["epochs"]
+                weights = f"tuned on {tokens / 1e6:.1f}M tokens"
+                original = str(report["original"])
+                found.append(Report(original, weights, record["layers"], report))
     elif file.kind == "speed_untuned":
         for model, entry in content.items():
             if isinstance(entry, dict) and "by_cutoff" in entry:
-                about = f"not tuned, {entry['diagnosis']['layers']} layers"
-                found.append((model, about, entry["by_cutoff"]))
+                layers = entry["diagnosis"]["layers"]
+                found.append(Report(model, "not tuned", layers, entry["by_cutoff"]))
     return found
 
 
@@ -193,8 +209,7 @@ def loads_of(files: Sequence[File]) -> list[Load]:
 class Kept:
     """What a policy kept of a model's right answers: value and 95% interval, as shares.
 
-    full: the share of all questions that full answers have right. about: how the weights were
-        made for the policy, if they were.
+    full: the share of all questions that full answers have right. weights, layers: see `Report`.
     """
 
     file: File
@@ -203,31 +218,45 @@ class Kept:
     of_full: tuple[float, float, float]
     full: float
     n: int
-    about: str = ""
+    weights: str = ""
+    layers: int | None = None
+
+    @property
+    def cutoff(self) -> int | None:
+        """K of plain `speed-K`, where the number of layers is known."""
+        match = re.fullmatch(r"speed-(\d+)", self.policy)
+        return int(match[1]) if match and self.layers else None
 
 
 def kept_of(files: Sequence[File]) -> list[Kept]:
     """All policies over all tasks and lengths of each evaluation."""
     return [
-        each
-        for file in files
-        for model, about, report in reports_of(file)
-        for each in _evaluated(file, report, model, about)
+        each for file in files for report in reports_of(file) for each in _evaluated(file, report)
     ]
 
 
-def _evaluated(file: File, report: Mapping[str, Any], model: str, about: str) -> list[Kept]:
-    cells = [c for c in report["cells"] if c["task"] == "all" and c["length"] == "all"]
-    yardstick = report.get("yardstick", "full")
+def _evaluated(file: File, report: Report) -> list[Kept]:
+    model, weights, layers, content = report
+    cells = [c for c in content["cells"] if c["task"] == "all" and c["length"] == "all"]
+    yardstick = content.get("yardstick", "full")
     full = next((cell["score"][0] for cell in cells if cell["policy"] == yardstick), None)
     return [
-        Kept(file, model, cell["policy"], tuple(cell["of_full"]), full, cell["n"], about)
+        Kept(file, model, cell["policy"], tuple(cell["of_full"]), full, cell["n"], weights, layers)
         for cell in cells
         if full is not None
         and cell["of_full"]
         and cell["policy"] not in ("full", yardstick)
         and not cell["policy"].endswith(" (original)")
     ]
+
+
+def most_asked(kept: Sequence[Kept]) -> list[Kept]:
+    """By policy, layers included, the evaluation with most questions; none of SPEED's cuts."""
+    best: dict[str, Kept] = {}
+    for each in sorted(kept, key=lambda k: k.n):
+        if not each.layers:
+            best[str(parse_policy(each.policy))] = each
+    return [each for _, each in sorted(best.items())]
 
 
 def same_method(name: str) -> str:

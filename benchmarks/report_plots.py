@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.names import STOCK
 from benchmarks.report_cells import order
-from benchmarks.report_files import Figure, Kept, Load, newest, same_method
+from benchmarks.report_files import Figure, Kept, Load, most_asked, newest, same_method
+from benchmarks.report_tables import answered
 from benchmarks.serving_figures import figures
 
 _BLUE, _GRAY, _RED = "#4878a8", "#b8b8b8", "#b8504c"
@@ -120,19 +121,11 @@ def _kept_rows(
     found: Sequence[Figure], loads: Sequence[Load], kept: Sequence[Kept]
 ) -> tuple[tuple[Any, ...], ...]:
     """By policy that was measured above: what it kept where most questions were asked."""
-    names = {same_method(each.engine) for each in found} | {same_method(x.server) for x in loads}
-    best: dict[str, Kept] = {}
-    for each in kept:
-        method = same_method(each.policy)
-        if (
-            method in names
-            and not each.about
-            and each.n > (best[method].n if method in best else 0)
-        ):
-            best[method] = each
+    names = answered(found, loads)
     return tuple(
         (f"{each.policy}\n{each.model}, n {each.n}", *(round(100 * x, 2) for x in each.of_full))
-        for _, each in sorted(best.items())
+        for each in most_asked(kept)
+        if same_method(each.policy) in names
     )
 
 

@@ -12,6 +12,7 @@ from benchmarks.report_files import (
     File,
     Kept,
     Load,
+    most_asked,
     newest,
     same_method,
 )
@@ -21,6 +22,8 @@ from benchmarks.serving_figures import PRESETS, Setting
 # Runs differ by about this much; a smaller loss is none.
 LOSS = 0.99
 FAR = 0.8
+# Policies that the README recommends, beside those whose speed was measured.
+ALSO = ("fier-512", "fier-1024", "snapkv", "snapkv:kv_rate=0.2")
 GLANCE = {
     "TTFT, 32,768": "ttft:32768",
     "TTFT, 130,000": "ttft:130000",
@@ -61,36 +64,60 @@ def glance_of_load(
 
 
 def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
-    """The answers that a policy kept, on the model where most questions were asked.
+    """The answers that a policy kept, by layer, on the model where most questions were asked.
 
-    Of `speed-K` those of tuned weights, at the cutoff nearest in share of the layers.
+    Of `speed-K` every model's, tuned and not, at its cutoff nearest in share of the layers. Where
+    a budget of retrieval was not asked, those of the nearest one that was.
     """
     policy, dtype = split_name(name)
     if dtype or policy is None:
         return MISSING
     wanted = same_method(name)
-    same = [each for each in kept if same_method(each.policy) == wanted and not each.about]
-    if same:
-        return shares(max(same, key=lambda each: each.n))
-    cutoffs = {share: each for each in kept if (share := _tuned_share(each)) is not None}
+    if same := [each for each in most_asked(kept) if same_method(each.policy) == wanted]:
+        return "; ".join(map(shares, same))
     if match := re.fullmatch(r"speed-(\d+)", policy):
-        own = int(match[1]) / layers
-        nearest = min(cutoffs, key=lambda share: abs(share - own), default=None)
-        return MISSING if nearest is None else shares(cutoffs[nearest])
+        near = _cuts_near(int(match[1]) / layers, kept)
+        return "; ".join(map(shares, near)) or MISSING
+    if match := re.fullmatch(r"(fier|quest)-(\d+)", policy):
+        asked, own = _by_budget(match[1], kept), int(match[2])
+        nearest = min(asked, key=lambda budget: abs(budget - own), default=None)
+        if nearest is not None:
+            return f"{MISSING}; another budget: {shares(asked[nearest])}"
     return MISSING
 
 
-def _tuned_share(each: Kept) -> float | None:
-    """The cutoff of tuned weights as a share of their layers."""
-    match = re.fullmatch(r"tuned, (\d+) of (\d+) layers", each.about)
-    return int(match[1]) / int(match[2]) if match else None
+def _cuts_near(own: float, kept: Sequence[Kept]) -> list[Kept]:
+    """By model and kind of weights the cut nearest to `own`, a share of the layers.
+
+    Of equal ones that of the youngest file.
+    """
+    near: dict[tuple[str, bool], tuple[float, Kept]] = {}
+    for each in sorted(kept, key=lambda k: (k.file.date, k.file.name)):
+        if each.cutoff is not None and each.layers:
+            away = abs(each.cutoff / each.layers - own)
+            kind = (each.model, each.weights == "not tuned")
+            if kind not in near or away <= near[kind][0]:
+                near[kind] = (away, each)
+    return [each for _, (_, each) in sorted(near.items())]
+
+
+def _by_budget(method: str, kept: Sequence[Kept]) -> dict[int, Kept]:
+    """By budget of `method` alone the evaluation where most questions were asked."""
+    asked = ((re.fullmatch(rf"{method}-(\d+)", each.policy), each) for each in most_asked(kept))
+    return {int(match[1]): each for match, each in asked if match}
 
 
 def shares(each: Kept) -> str:
     """96.8 [94-100], n 224: `fier-512`, qwen2.5-coder-1.5b [12]"""
+    what = f"`{each.policy}`" + (f" of {each.layers} layers" if each.layers else "")
+    what += f", {each.model}" + (f", {each.weights}" if each.weights else "")
+    return f"{interval(each)}, n {each.n}: {what} {reference(each.file)}"
+
+
+def interval(each: Kept) -> str:
+    """96.8 [94-100], in percent."""
     middle, low, high = (100 * share for share in each.of_full)
-    what = f"`{each.policy}`, {each.model}" + (f", {each.about}" if each.about else "")
-    return f"{middle:.1f} [{low:.0f}-{high:.0f}], n {each.n}: {what} {reference(each.file)}"
+    return f"{middle:.1f} [{low:.0f}-{high:.0f}]"
 
 
 def alone(file: File, found: Sequence[Figure]) -> list[str]:
@@ -183,23 +210,29 @@ def sessions(files: Sequence[File]) -> list[str]:
 
 
 def answers(found: Sequence[Figure], loads: Sequence[Load], kept: Sequence[Kept]) -> list[str]:
-    """Answers kept by the policies above, apart from their layers, and by tuned weights."""
+    """Answers kept by the policies above, apart from their layers, by ALSO and by SPEED's cuts."""
     measured = [each.engine for each in found] + [each.server for each in loads]
-    names = {same_method(name) for name in measured}
-    head = ["policy", "model", "kept of `full`'s right answers, % [95%]", "n", "`full` is right, %"]
+    names = answered(found, loads)
+    share = "kept of `full`'s right answers, % [95%]"
+    head = ["policy", "model", "weights", share, "n", "`full` is right, %", "file"]
     rows = []
-    for each in sorted(kept, key=lambda k: (same_method(k.policy), k.model, k.policy, k.about)):
-        if each.about or same_method(each.policy) in names:
-            middle, low, high = (100 * share for share in each.of_full)
-            about = f" ({each.about})" if each.about else ""
-            share = f"{middle:.1f} [{low:.0f}-{high:.0f}]"
-            row = [f"`{each.policy}`{about}", each.model, share, str(each.n)]
+    for each in sorted(kept, key=lambda k: (same_method(k.policy), k.model, k.policy, k.weights)):
+        if each.layers or same_method(each.policy) in names:
+            row = [f"`{each.policy}`" + (f" of {each.layers} layers" if each.layers else "")]
+            row += [each.model, each.weights or "as they are", interval(each), str(each.n)]
             rows.append([*row, f"{100 * each.full:.1f}", reference(each.file)])
     there = {same_method(each.policy) for each in kept}
     for name in order(each for each in measured if same_method(each) not in there):
         if name != STOCK:
-            rows.append([f"`{name}`", "", MISSING, "", "", ""])
-    return table([*head, "file"], rows)
+            rows.append([f"`{name}`", "", "", MISSING, "", "", ""])
+    return table(head, rows)
+
+
+def answered(found: Sequence[Figure], loads: Sequence[Load]) -> set[str]:
+    """Methods whose answers are told: those with speeds, and ALSO. Nothing where none has one."""
+    names = {same_method(each.engine) for each in found}
+    names |= {same_method(each.server) for each in loads}
+    return names | set(map(same_method, ALSO)) if names else names
 
 
 def losses(found: Sequence[Figure], loads: Sequence[Load]) -> list[str]:

@@ -76,6 +76,47 @@ def test_servers_under_load_are_held_against_stock(write: Any) -> None:
     assert "ttft-nvidia" not in page
 
 
+def evaluated(kept: dict[str, float], **about: Any) -> dict[str, Any]:
+    """A file of `vllm-kvx evaluate`: the share that each policy kept."""
+
+    def cell(policy: str, share: float) -> dict[str, Any]:
+        of_full = [share, share - 0.1, share + 0.1]
+        score = [share / 2, 0.0, 1.0]
+        both = {"policy": policy, "task": "all", "length": "all", "n": 40}
+        return both | {"score": score, "of_full": of_full}
+
+    cells = [cell("full", 1.0), *(cell(policy, share) for policy, share in kept.items())]
+    return {"model": "small", "tasks": [], "cells": cells, **about}
+
+
+def tuned(cutoff: int, share: float, yardstick: str = "full (original)") -> dict[str, Any]:
+    """A file of `benchmarks.speed_sweep` with one cutoff of a model of 20 layers."""
+    report = evaluated({f"speed-{cutoff}": share}, original="small", yardstick=yardstick)
+    report["cells"][0]["policy"] = yardstick
+    data = {"data": {"tokens": 2_000_000}, "training": {"epochs": 1.5}, "layers": 20}
+    return {"cutoffs": {str(cutoff): {"record": data, "report": report}}}
+
+
+def test_answers_name_weights_cutoff_and_model(write: Any) -> None:
+    load = loaded({"stock": 2.0, "speed-24": 3.0, "fier-2048": 2.5, "fastkv:tsp_layer=15": 3.0})
+    asked = {"fier-512": 0.9, "fier-64": 0.5, "fastkv:tsp_layer=9": 0.6, "fastkv:tsp_layer=11": 0.8}
+    untuned = {"by_cutoff": evaluated({"speed-15": 0.4}), "diagnosis": {"layers": 20}}
+    page = write(load=load, asked=evaluated(asked), tuned=tuned(15, 0.7), a={"small": untuned})
+    # On the shape that has speeds: what was asked that is nearest, and that it was another.
+    line = row(page, "| `speed-24` |", "n 40")
+    assert "70.0 [60-80], n 40: `speed-15` of 20 layers, small, tuned on 3.0M tokens" in line
+    assert "40.0 [30-50], n 40: `speed-15` of 20 layers, small, not tuned" in line
+    other = "not measured; another budget: 90.0 [80-100], n 40: `fier-512`, small"
+    assert other in row(page, "| `fier-2048` |", "n 40")
+    line = row(page, "| `fastkv:tsp_layer=15` |", "n 40")
+    assert "60.0 [50-70], n 40: `fastkv:tsp_layer=9`" in line and "`fastkv:tsp_layer=11`" in line
+    # In the table of answers: one row each, and those that the README recommends.
+    assert "| small | not tuned | 40.0 [30-50] | 40 |" in row(page, "| `speed-15` of", "not tuned")
+    assert "| tuned on 3.0M tokens | 70.0 [60-80] | 40 |" in row(page, "| `speed-15` of", "| tuned")
+    assert "| small | as they are | 90.0 [80-100] | 40 |" in row(page, "| `fier-512` |")
+    assert "| `fier-64` |" not in page
+
+
 def test_nothing_measured_is_said_and_not_drawn(write: Any) -> None:
     page = write(cpu=loaded({"stock": 2.0, "speed-16": 3.0}, gpu=None), other={"what": "x"})
     assert "speed-16" not in page and "publish" not in page and "![" not in page
