@@ -50,3 +50,46 @@ def test_a_damaged_file_is_named(tmp_path):
     path.write_text('{"prompt": [1], "answer": [2]}\n')
     with pytest.raises(ToolError, match=r"examples\.jsonl.*delete it"):
         packs.read(path)
+
+
+def test_mixed_batches_have_every_example_once_and_parts_that_fit():
+    examples = [*drawn(300), Example((1,) * 3000, (2,), "file")]
+    found = packs.mixed(examples, 1024, seed=3)
+    assert sorted(i for batch in found for part in batch for i in part) == list(range(301))
+    for batch in found:
+        for part in batch:
+            longest = max(len(examples[index]) for index in part)
+            assert longest * len(part) <= 1024 or len(part) == 1
+    # About as many tokens each, but for the example that is longer than a batch.
+    sizes = sorted(sum(len(examples[i]) for part in batch for i in part) for batch in found)
+    assert sizes[-1] >= 3000 and all(1024 / 2 < size < 1024 * 2 for size in sizes[:-3])
+
+
+def test_batches_have_short_and_long_examples():
+    """As many of each as there are, so that steps do not depend on the lengths."""
+    rng = random.Random(0)
+    examples = [Example((1,) * rng.choice((10, 1000)), (2,), "own") for _ in range(2000)]
+    shares = []
+    for batch in packs.mixed(examples, 40_000, seed=0):
+        lengths = [len(examples[i]) for part in batch for i in part]
+        shares.append(lengths.count(10) / len(lengths))
+    assert len(shares) > 20 and all(0.3 < share < 0.7 for share in shares)
+
+
+def test_parts_cost_the_least(monkeypatch):
+    monkeypatch.setattr(packs, "PART", 50)
+    for seed in range(20):
+        examples = drawn(9, seed)
+        (batch,) = packs.mixed(examples, 10**6, seed)
+        lengths = sorted(map(len, examples))
+
+        def cost(parts):
+            return sum(50 + max(part) * len(part) for part in parts)
+
+        def splits(rest):
+            for first in range(1, len(rest) + 1):
+                for others in splits(rest[first:]) if first < len(rest) else [[]]:
+                    yield [rest[:first], *others]
+
+        mine = cost([[len(examples[i]) for i in part] for part in batch])
+        assert mine == min(map(cost, splits(lengths)))

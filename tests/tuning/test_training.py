@@ -17,7 +17,7 @@ from world.models import LOOKUP
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning import packs, train
-from vllm_kvx.tuning.batches import Batches
+from vllm_kvx.tuning.batches import MixedBatches
 from vllm_kvx.tuning.job import Job
 from vllm_kvx.tuning.packs import Example
 from vllm_kvx.tuning.student import Student
@@ -49,7 +49,7 @@ JOB = Job(
     device="cpu",
 )
 
-EVEN = 30
+EVEN, FEW = 30, 18
 
 
 def examples(count=50):
@@ -124,7 +124,7 @@ def test_two_processes_learn_what_one_does_in_larger_steps(tmp_path):
     """Batches of a step lie on two processes or follow each other on one: the gradient is one."""
     job = Job(**{**vars(JOB), "dropout": 0.0})
     # Of an odd number of batches the last step would have one twice.
-    assert len(Batches(examples(EVEN)[job.held_out :], job)) % 2 == 0
+    assert len(MixedBatches(examples(EVEN)[job.held_out :], job)) % 2 == 0
     alone, together = begin(tmp_path / "alone", job, EVEN), tmp_path / "together"
     begin(together, Job(**{**vars(job), "accumulate": 1}), EVEN)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -142,6 +142,23 @@ def test_two_processes_learn_what_one_does_in_larger_steps(tmp_path):
     assert adapters[0].keys() == adapters[1].keys()
     for name, weight in adapters[0].items():
         torch.testing.assert_close(weight, adapters[1][name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_parts_of_a_batch_make_one_step(tmp_path, monkeypatch):
+    """Whether a batch's examples run at once or one by one: every token weighs the same."""
+    job = Job(**{**vars(JOB), "dropout": 0.0, "batch_tokens": 700, "accumulate": 1})
+    found = []
+    for name, costs in (("few", 10**6), ("many", 0)):
+        monkeypatch.setattr(packs, "PART", costs)
+        directory = begin(tmp_path / name, job, FEW)
+        batches = MixedBatches(examples(FEW)[job.held_out :], job)
+        found.append(sum(len(batches[i]) for i in range(len(batches))))
+        train.train(directory)
+    assert found[1] > 2 * found[0]
+    few, many = (losses(tmp_path / name)["log"] for name in ("few", "many"))
+    for key in ("loss", "grad_norm"):
+        some, others = ([each[key] for each in log if key in each] for log in (few, many))
+        assert len(some) > 1 and some == pytest.approx(others, rel=1e-3)
 
 
 def test_agreement_is_told_by_kind_and_length(whole):

@@ -19,26 +19,45 @@ from vllm_kvx.tuning.visibility import Batch
 LENGTHS = (512, 2048, 8192, 32768)
 
 
-class Batches(Dataset[dict[str, Tensor]]):
-    """Examples by batch, as the tensors that `Student.trained` takes."""
+def tensors(examples: Sequence[Example], job: Job) -> dict[str, Tensor]:
+    """What `Student.trained` takes of examples that run at once."""
+    batch = Batch.of(
+        [(example.prompt, example.answer) for example in examples],
+        [example.earlier for example in examples],
+    )
+    inputs = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    if job.loss == "sft":
+        inputs["targets"] = torch.tensor([t for example in examples for t in example.learnt()])
+    return inputs
+
+
+class MixedBatches(Dataset[list[dict[str, Tensor]]]):
+    """Examples to learn from by batch, each in parts that run one after the other."""
 
     def __init__(self, examples: Sequence[Example], job: Job) -> None:
-        self._examples, self._targets = examples, job.loss == "sft"
+        self._examples, self._job = examples, job
+        self._batches = packs.mixed(examples, job.batch_tokens, job.seed)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> list[dict[str, Tensor]]:
+        parts = self._batches[index]
+        return [tensors([self._examples[i] for i in part], self._job) for part in parts]
+
+
+class Batches(Dataset[dict[str, Tensor]]):
+    """Examples to measure by batch, each of about one length."""
+
+    def __init__(self, examples: Sequence[Example], job: Job) -> None:
+        self._examples, self._job = examples, job
         self._batches = packs.packs(examples, job.batch_tokens, job.seed)
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        chosen = self.members(index)
-        batch = Batch.of(
-            [(example.prompt, example.answer) for example in chosen],
-            [example.earlier for example in chosen],
-        )
-        inputs = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        if self._targets:
-            inputs["targets"] = torch.tensor([t for example in chosen for t in example.learnt()])
-        return inputs
+        return tensors(self.members(index), self._job)
 
     def members(self, index: int) -> list[Example]:
         """The examples of a batch, in its order."""

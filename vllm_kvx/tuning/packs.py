@@ -8,6 +8,10 @@ from pathlib import Path
 
 from vllm_kvx.errors import ToolError
 
+# What a part of a batch costs besides its padded tokens, in tokens: its kernels are launched one
+# by one, however little they do. It decides about speed alone.
+PART = 4096
+
 
 @dataclass(frozen=True)
 class Example:
@@ -55,6 +59,48 @@ def packs(examples: Sequence[Example], tokens: int, seed: int) -> list[list[int]
         else:
             found.append([index])
     return found
+
+
+def mixed(examples: Sequence[Example], tokens: int, seed: int) -> list[list[list[int]]]:
+    """Indices of examples by batch of about `tokens`, and in a batch by part.
+
+    A batch has examples of any length, as they come. Were it of one length, every batch would move
+    the weights as far, and a token of an answer to a short prompt, of which a batch holds a hundred
+    times as many, would count for a hundredth of one after a long prompt. Parts are run one
+    after the other: at most `tokens` padded tokens each, or one example.
+    """
+    order = list(range(len(examples)))
+    random.Random(seed).shuffle(order)
+    total = sum(map(len, examples))
+    count, before = max(round(total / tokens), 1), 0
+    batches: list[list[int]] = [[] for _ in range(count)]
+    for index in order:
+        batches[before * count // total].append(index)
+        before += len(examples[index])
+    # An example may be longer than a batch.
+    return [_parts(examples, batch, tokens) for batch in batches if batch]
+
+
+def _parts(examples: Sequence[Example], batch: Sequence[int], tokens: int) -> list[list[int]]:
+    """The batch in parts of about one length, so that they take the least time together."""
+    order = sorted(batch, key=lambda index: len(examples[index]))
+    lengths = [len(examples[index]) for index in order]
+    # By examples so far: the least cost, and where the last part begins.
+    best = [(0, 0)]
+    for end in range(1, len(order) + 1):
+        longest, found = lengths[end - 1], []
+        for begin in range(end - 1, -1, -1):
+            padded = longest * (end - begin)
+            if padded > tokens and begin < end - 1:
+                break
+            found.append((best[begin][0] + padded + PART, begin))
+        best.append(min(found))
+    parts, end = [], len(order)
+    while end:
+        begin = best[end][1]
+        parts.append(order[begin:end])
+        end = begin
+    return parts[::-1]
 
 
 def write(path: Path, examples: Sequence[Example]) -> None:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning import packs, trial
-from vllm_kvx.tuning.batches import Batches, agreement_of
+from vllm_kvx.tuning.batches import Batches, MixedBatches, agreement_of
 from vllm_kvx.tuning.job import Job
 from vllm_kvx.tuning.progress import Progress, sentence
 from vllm_kvx.tuning.student import Student, job_and_device
@@ -42,29 +43,38 @@ Found = dict[str, dict[str, float | int]]
 
 
 class SpeedTrainer(Trainer):
-    """transformers' trainer, whose batches are whole and whose evaluation is agreement."""
+    """transformers' trainer, whose batches run part by part and whose evaluation is agreement."""
 
     def __init__(self, student: Student, held_out: Batches, **options: Any) -> None:
         super().__init__(model=student.trained, **options)
-        # The loss is a mean over a batch's tokens; gradients of batches are averaged.
-        self.model_accepts_loss_kwargs = False
         self._student, self._held_out = student, held_out
         self._latest: tuple[int, Found] | None = None
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.add_callback(Progress())
 
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The loss of a batch, a mean over the tokens that are learnt; its gradients are added to
+        those that are there, and exchanged between processes once."""
+        model.train()
+        # Where several batches make a step their gradients are averaged.
+        weights = [float(part["answers"].sum()) for part in inputs]
+        scale = 1 / (sum(weights) * self.current_gradient_accumulation_steps)
+        total = torch.zeros((), device=self.args.device)
+        for number, (part, weight) in enumerate(zip(inputs, weights, strict=True), 1):
+            is_last = number == len(inputs)
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
+                loss = self._loss(model, self._prepare_inputs(part)) * (weight * scale)
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        return total
+
+    def _loss(self, model: Any, part: dict[str, Tensor]) -> Tensor:
         with self._student.computing():
-            if "targets" not in inputs:
-                inputs = {**inputs, "teacher": self._student.teacher_states(Batch(**inputs))}
-            return model(**inputs)
+            if "targets" not in part:
+                part = {**part, "teacher": self._student.teacher_states(Batch(**part))}
+            found: Tensor = model(**part)
+            return found
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Agreement of held-out answers with the full-depth model's, into the log."""
@@ -131,7 +141,7 @@ def train(directory: Path) -> None:
     job, device = job_and_device(directory)
     examples = packs.read(directory / EXAMPLES)
     held_out, learned = examples[: job.held_out], examples[job.held_out :]
-    batches, measured = Batches(learned, job), Batches(held_out, job)
+    batches, measured = MixedBatches(learned, job), Batches(held_out, job)
     steps = math.ceil(math.ceil(len(batches) / max(job.gpus, 1) / job.accumulate) * job.epochs)
     # LoRA's first weights are drawn.
     set_seed(job.seed)
@@ -211,7 +221,7 @@ def _checkpointing(directory: Path, job: Job) -> bool:
     return bool(tried["checkpointing"])
 
 
-def _only(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _only(items: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
     """The one batch of a loader's step."""
     (item,) = items
     return item
