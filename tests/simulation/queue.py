@@ -86,7 +86,8 @@ class Queue:
             output.preempted_req_ids
             or len(scheduler.running) >= self._case.max_seqs
             or output.total_num_scheduled_tokens >= self._case.max_batch
-            or scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < self._enough
+            or scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            < self._enough + inside.owed_blocks(scheduler)
         )
 
     def _pages(self, request: Request) -> int:

@@ -23,6 +23,7 @@ class Server:
     policy, layout: `kv_policy` and `kv_layout`. requests: the policies that requests name.
     max_prompt, max_answer: tokens. stash: `kv_stash_tokens`; 0 where it has none.
     steps: of which in the last fifth nothing new comes.
+    repeats: the share of the prompts that are one of the last few.
     """
 
     policy: str
@@ -34,6 +35,7 @@ class Server:
     max_prompt: int = 70
     max_answer: int = 25
     steps: int = 300
+    repeats: float = 0.25
 
     @property
     def num_groups(self) -> int:
@@ -210,6 +212,18 @@ SERVERS: dict[str, Server] = {
             f"speed-6+{_BLOCK},struct_rate=1,kv_rate=0.4",
         ),
         stash=200,
+    ),
+    "shared": Server(
+        "snapkv:window=3,kv_rate=0.5",
+        ("streamingllm",),
+        (
+            "snapkv:window=3,kv_rate=0.5",
+            "snapkv:window=3,kv_rate=0.9",
+            "snapkv:window=2,kv_rate=0.2",
+            "streamingllm:sinks=2,recent=20",
+            "full",
+        ),
+        repeats=0.6,
     ),
     "online": Server(
         _ONLINE,

@@ -74,3 +74,20 @@ def test_sharing_preempts_nobody_who_would_have_run_cold(tmp_path: Path, one_thr
     cold, shared = ([preempted(n, s) for n in range(least, 50, 2)] for s in (False, True))
     assert sum(shared) > 0
     assert all(s <= c for s, c in zip(shared, cold, strict=True)), (shared, cold)
+
+
+def test_prompts_that_end_together_copy_one_by_one(tmp_path: Path, one_thread: None) -> None:
+    """Who is compacted first holds the shared blocks until the next step."""
+    half = "snapkv:window=3,kv_rate=0.5"
+    server = replace(SERVERS["fastkv"], policy=half, layout=(), stash=0)
+    config = server.config(tmp_path)
+    text, other = ([(a * n + n // 5) % VOCAB for n in range(120)] for a in (7, 5))
+    for num_blocks in range(60, 84, 4):
+        case = replace(AMPLE, shares_prefixes=True, max_chunk=8, max_batch=32)
+        client = Client(server, config, replace(case, num_blocks=num_blocks))
+        client.send("first", half, text, answer=8)
+        client.step(2)
+        client.send("joins", half, [*text[:60], *other[60:116]], answer=8)
+        client.order()
+        assert client.engine.worker.counts["prefix hits"] == 1
+        assert not client.engine.preempted, num_blocks

@@ -15,8 +15,9 @@ from vllm_kvx.settings import POLICY_KEY
 VOCAB = 3  # Few, so that prompts have prefixes in common by chance too.
 # Of most requests, so that many may share.
 SALTS = (None, None, "salt")
-# How a prompt begins: as an earlier request's next turn, or as one of the last few prompts.
-NEXT_TURN, REPEAT = 0.35, 0.25
+# The share of the prompts that are an earlier request's next turn; `Server.repeats` are one of the
+# last few.
+NEXT_TURN = 0.35
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Traffic:
             earlier = rng.choice(finished)
             cut = max(len(earlier.tokens) - rng.randrange(7), 1)
             return Text(earlier.tokens[:cut] + self._tokens(rng.randrange(4)), earlier.salt)
-        if self._recent and NEXT_TURN < kind < NEXT_TURN + REPEAT:
+        if self._recent and NEXT_TURN < kind < NEXT_TURN + self._server.repeats:
             return rng.choice(self._recent)
         return Text(self._new_prompt(), rng.choice(SALTS))
 

@@ -93,3 +93,11 @@ def test_parts_cost_the_least(monkeypatch):
 
         mine = cost([[len(examples[i]) for i in part] for part in batch])
         assert mine == min(map(cost, splits(lengths)))
+
+
+def test_many_short_examples_are_quickly_put_together():
+    """Examples of one length are parted where they have to be alone."""
+    examples = [Example((1,) * (10 + number % 5), (2,), "own") for number in range(20_000)]
+    found = packs.mixed(examples, 65_536, seed=0)
+    assert len(found) == 4
+    assert all(len(part) > 1000 for batch in found for part in batch)

@@ -56,6 +56,12 @@ def assert_scheduler_forgot(engine: Any, windows: int) -> None:
         assert not scheduler._to_shrink and not scheduler._counted_unshared
 
 
+def owed_blocks(scheduler: Any) -> int:
+    """Blocks that the scheduler leaves for copies before any other request begins."""
+    managers = (*scheduler.lower_managers, *scheduler.policy_managers)
+    return sum(manager.owed() for manager in managers)
+
+
 def left_in_scheduler(scheduler: Any) -> dict[str, Any]:
     """What an idle scheduler of ours still holds, by kind; all empty if it forgot everything."""
     admission = scheduler.admission

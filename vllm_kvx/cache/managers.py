@@ -1,5 +1,6 @@
 """Managers of KV cache blocks that follow what a policy stores."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -107,23 +108,33 @@ class SizedByStorage(SingleTypeKVCacheManager):
         return num_blocks + owed
 
     def _owed(self, kv: RequestKV | None, joined: Sequence[KVCacheBlock]) -> int:
-        """Blocks that a request which begins must leave for copies of those that it comes to share.
+        """Blocks that a request which begins must leave for copies of shared blocks.
 
-        Its own copies among them, if its prompt is to be compacted. Else a request that shares a
-        prompt's blocks could be preempted for that prompt's compaction; without sharing it would
-        have waited.
+        Copies of its own among them, if its prompt is to be compacted. Else it, or another one,
+        could be preempted for a compaction that needs none without sharing.
         """
-        writers: list[Sequence[KVCacheBlock]] = []
-        leaving = []
-        for request_id, other in self._compacting.items():
-            blocks = self.req_to_blocks[request_id]
-            if other.private or other.is_overwritten:  # It has its copies.
-                leaving.append(blocks)
-            else:
-                writers.append(blocks[: self._num_kept(other)])
+        writers: list[Sequence[KVCacheBlock]] = [
+            self.req_to_blocks[name][: self._num_kept(other)]
+            for name, other in self._compacting.items()
+            if not other.has_moved
+        ]
         if kv is not None and kv.storage.compacts and not kv.by_block:
             writers.append(joined[: self._num_kept(kv)])
-        return copies_to_come(writers, leaving, joined) if writers else 0
+        return copies_to_come(writers, self._leaving(), joined) if writers else 0
+
+    def owed(self) -> int:
+        """Blocks that are left for copies before any other request begins."""
+        return self._owed(None, ())
+
+    def _leaving(self) -> list[list[KVCacheBlock]]:
+        """Blocks of the requests that this step compacts; the next one gives them back."""
+        return [self.req_to_blocks[n] for n, kv in self._compacting.items() if kv.has_moved]
+
+    def num_passing_copies(self, request_id: str) -> int:
+        """Copies that the request's compaction needs in this step, and would not in the next."""
+        kept = self.req_to_blocks[request_id][: self._num_kept(self.requests[request_id])]
+        gone = Counter(b.block_id for blocks in self._leaving() for b in blocks[: len(kept)])
+        return sum(b.ref_cnt > 1 >= b.ref_cnt - gone[b.block_id] for b in kept)
 
     def _num_kept(self, kv: RequestKV) -> int:
         return cdiv(kv.storage.kept, self.block_size)

@@ -81,6 +81,11 @@ class RequestKV:
         """Whether, once its prompt is in, each token adds one entry and nothing else changes."""
         return not self.storage.decode.grows and (self.is_compact or not self.storage.compacts)
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether the step that is being scheduled compacts it."""
+        return bool(self.private) or self.is_overwritten
+
     def compacts_at(self, num_tokens: int) -> bool:
         """Whether the step that brings it to `num_tokens` moves what stays to other slots."""
         if self.is_compact or self.by_block or not self.storage.compacts:

@@ -148,7 +148,10 @@ class _PolicyScheduling:
     ) -> int:
         start = request.num_computed_tokens + num_new_local_computed_tokens
         num_new_tokens = self.admission.clip(request, start, num_new_tokens)
-        self.sharing.choose(request, start + num_new_tokens, self.running)  # type: ignore[attr-defined]
+        end, running = start + num_new_tokens, self.running  # type: ignore[attr-defined]
+        if self.sharing.is_early(request, end, running):
+            return 0
+        self.sharing.choose(request, end, running)
         return num_new_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

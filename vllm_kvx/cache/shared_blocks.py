@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 def copies_to_come(
-    writers: Iterable[Sequence[KVCacheBlock]],
+    writers: Sequence[Sequence[KVCacheBlock]],
     leaving: Iterable[Sequence[KVCacheBlock]],
     joined: Sequence[KVCacheBlock],
 ) -> int:
@@ -18,23 +19,19 @@ def copies_to_come(
     that holds it. So the number is never above what sharing has saved, which is one block for
     every holder beyond the first.
 
-    writers: of each prompt that is to be compacted, the blocks that it writes over, in the order
-        of its tokens. leaving: blocks of requests that will give them back in the next step.
-        joined: what one more request is about to hold.
+    writers: of each prompt that is to be compacted, the blocks that it writes over. leaving: blocks
+        of requests that will give them back in the next step; a block of a prefix has the same
+        place in all lists. joined: what one more request is about to hold.
     """
-    coming, gone = {block.block_id for block in joined}, Counter[int]()
-    for blocks in leaving:
-        gone.update(block.block_id for block in blocks)
-    wanted, most = Counter[int](), dict[int, int]()
-    for blocks in writers:
-        for block in blocks:
-            name = block.block_id
-            holders = block.ref_cnt + (name in coming) - gone[name]
-            if holders <= 1:  # Prefixes are shared: whoever holds a later block holds this one.
-                break
-            wanted[name] += 1
-            most[name] = holders - 1
-    return sum(min(count, most[name]) for name, count in wanted.items())
+    longest = max(map(len, writers), default=0)
+    gone = Counter(block.block_id for blocks in leaving for block in blocks[:longest])
+    coming = {block.block_id for block in joined[:longest]}
+    wanted, others = Counter[int](), dict[int, int]()
+    for block in chain.from_iterable(writers):
+        name = block.block_id
+        others[name] = block.ref_cnt + (name in coming) - gone[name] - 1
+        wanted[name] += 1
+    return sum(min(count, max(others[name], 0)) for name, count in wanted.items())
 
 
 def free_end_first(pool: BlockPool, groups: Sequence[Mapping[int, KVCacheBlock]]) -> None:

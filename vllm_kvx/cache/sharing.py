@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvx.cache.admission import in_both
 from vllm_kvx.cache.managers import SizedByStorage
@@ -316,6 +316,26 @@ class PrefixSharing:
         moves_out = needed <= self._pool.get_num_free_blocks()
         for kv in moving:
             kv.moves_out = moves_out
+
+    def is_early(self, request: Request, end: int, running: Sequence[Request]) -> bool:
+        """Whether a running prompt that could end in this step had better end in the next one.
+
+        Another prompt, compacted in this step, gives back blocks of theirs after it. Until then
+        these have to be copied, and where the pool has no room for that, somebody would be
+        preempted.
+        """
+        if not self._is_on or end != request.num_prompt_tokens:
+            return False
+        if request.status != RequestStatus.RUNNING:  # Others are not admitted without room.
+            return False
+        name = request.request_id
+        ending = [m for m in self._managers if m.requests[name].compacts_at(end)]
+        if not any(manager.num_passing_copies(name) for manager in ending):
+            return False
+        # What the others may take in this step.
+        needed = len(self._managers) * len(running)
+        needed += sum(manager.num_blocks_to_end(name) for manager in self._managers)
+        return needed > self._pool.get_num_free_blocks()
 
     def private_blocks(self, request_id: str) -> list[PrivateBlocks | None]:
         """By KV group, where what the request keeps goes in the step that compacts it."""

@@ -37,6 +37,8 @@ class MixedBatches(Dataset[list[dict[str, Tensor]]]):
     def __init__(self, examples: Sequence[Example], job: Job) -> None:
         self._examples, self._job = examples, job
         self._batches = packs.mixed(examples, job.batch_tokens, job.seed)
+        # Tokens that are learnt in a batch, on average.
+        self.learnt = sum(len(e.learnt()) for e in examples) / max(len(self._batches), 1)
 
     def __len__(self) -> int:
         return len(self._batches)

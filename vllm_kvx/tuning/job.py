@@ -22,6 +22,7 @@ class Job:
     of the longest example, and of the longest answer. turns: of an example, at most.
     held_out: examples at the file's beginning that only measure. evaluations: how often they do.
     checkpointing: `auto`, `on` or `off`. gpus: processes, 0 for one on the CPU.
+    batches: of which examples; runs that do not say so had those of one length.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Job:
     device: str
     hidden_loss: float = 0.0
     turns: int = 1
+    batches: str = "of one length"
 
     @property
     def cut(self) -> Cut | None:

@@ -178,7 +178,7 @@ def _add_training(command: argparse.ArgumentParser) -> None:
         type=positive,
         default=65536,
         metavar="N",
-        help="tokens of a batch, of which so many run at once; at least --max-length (default: "
+        help="tokens of a batch, and the most that run at once; at least --max-length (default: "
         "%(default)s)",
     )
     training.add_argument(

@@ -2,6 +2,7 @@
 
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,10 +65,9 @@ def packs(examples: Sequence[Example], tokens: int, seed: int) -> list[list[int]
 def mixed(examples: Sequence[Example], tokens: int, seed: int) -> list[list[list[int]]]:
     """Indices of examples by batch of about `tokens`, and in a batch by part.
 
-    A batch has examples of any length, as they come. Were it of one length, every batch would move
-    the weights as far, and a token of an answer to a short prompt, of which a batch holds a hundred
-    times as many, would count for a hundredth of one after a long prompt. Parts are run one
-    after the other: at most `tokens` padded tokens each, or one example.
+    A batch has examples of any length, as they come, so that every step moves the weights for long
+    prompts and short ones. Parts are run one after the other: at most `tokens` padded tokens each,
+    or one example.
     """
     order = list(range(len(examples)))
     random.Random(seed).shuffle(order)
@@ -85,16 +85,16 @@ def _parts(examples: Sequence[Example], batch: Sequence[int], tokens: int) -> li
     """The batch in parts of about one length, so that they take the least time together."""
     order = sorted(batch, key=lambda index: len(examples[index]))
     lengths = [len(examples[index]) for index in order]
+    changes = [i for i, length in enumerate(lengths) if i == 0 or length != lengths[i - 1]]
     # By examples so far: the least cost, and where the last part begins.
     best = [(0, 0)]
     for end in range(1, len(order) + 1):
-        longest, found = lengths[end - 1], []
-        for begin in range(end - 1, -1, -1):
-            padded = longest * (end - begin)
-            if padded > tokens and begin < end - 1:
-                break
-            found.append((best[begin][0] + padded + PART, begin))
-        best.append(min(found))
+        longest = lengths[end - 1]
+        first = max(end - max(tokens // longest, 1), 0)
+        # To part examples of one length only costs, unless they do not fit.
+        begins = {first, *changes[bisect_left(changes, first) : bisect_left(changes, end)]}
+        costs = ((best[begin][0] + longest * (end - begin) + PART, begin) for begin in begins)
+        best.append(min(costs))
     parts, end = [], len(order)
     while end:
         begin = best[end][1]

@@ -45,8 +45,11 @@ Found = dict[str, dict[str, float | int]]
 class SpeedTrainer(Trainer):
     """transformers' trainer, whose batches run part by part and whose evaluation is agreement."""
 
-    def __init__(self, student: Student, held_out: Batches, **options: Any) -> None:
-        super().__init__(model=student.trained, **options)
+    def __init__(
+        self, student: Student, learned: MixedBatches, held_out: Batches, **options: Any
+    ) -> None:
+        super().__init__(model=student.trained, train_dataset=learned, **options)
+        self._learnt = learned.learnt
         self._student, self._held_out = student, held_out
         self._latest: tuple[int, Found] | None = None
         for callback in (PrinterCallback, ProgressCallback):
@@ -54,17 +57,17 @@ class SpeedTrainer(Trainer):
         self.add_callback(Progress())
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The loss of a batch, a mean over the tokens that are learnt; its gradients are added to
-        those that are there, and exchanged between processes once."""
+        """The loss of a batch: its sum over the tokens that are learnt, in shares of how many those
+        of a batch are on average, so that each weighs the same in all batches. Gradients are added
+        to those that are there, and exchanged between processes once."""
         model.train()
         # Where several batches make a step their gradients are averaged.
-        weights = [float(part["answers"].sum()) for part in inputs]
-        scale = 1 / (sum(weights) * self.current_gradient_accumulation_steps)
+        scale = 1 / (self._learnt * self.current_gradient_accumulation_steps)
         total = torch.zeros((), device=self.args.device)
-        for number, (part, weight) in enumerate(zip(inputs, weights, strict=True), 1):
-            is_last = number == len(inputs)
+        for number, part in enumerate(inputs, 1):
+            part, is_last = self._prepare_inputs(part), number == len(inputs)
             with nullcontext() if is_last else self.accelerator.no_sync(model):
-                loss = self._loss(model, self._prepare_inputs(part)) * (weight * scale)
+                loss = self._loss(model, part) * (part["answers"].sum() * scale)
                 self.accelerator.backward(loss)
             total += loss.detach()
         return total
@@ -148,9 +151,9 @@ def train(directory: Path) -> None:
     student = Student(job, device)
     trainer = SpeedTrainer(
         student,
+        batches,
         measured,
         args=arguments(job, directory, steps, _checkpointing(directory, job)),
-        train_dataset=batches,
         eval_dataset=measured,
         data_collator=_only,
     )

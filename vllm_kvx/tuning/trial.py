@@ -80,6 +80,8 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
             # Where processes exchange their gradients.
             reserve = torch.empty(sum(p.numel() for p in learned), device=device)
         optimizer = torch.optim.AdamW(learned, lr=0.0)
+        # The short prompts, which need the most, come when there are gradients already, as there
+        # are for the later parts of a batch.
         for batch in _largest(job, device):
             with student.computing():
                 teacher = student.teacher_states(batch)
