@@ -87,7 +87,7 @@ def tried(
     common = shlex.split(args.tune)
     cutoff = args.cutoffs[0]
     batches = len(packs.mixed(learned, settings.batch_tokens, settings.seed))
-    epochs = args.steps / batches
+    epochs = args.steps * settings.accumulate / batches
 
     def one(trial: Sequence[str]) -> dict[str, Any]:
         name, options = trial
