@@ -14,6 +14,8 @@ from benchmarks import compare, node, turns
 from benchmarks.node import PLANS, Step, check, main, read_plan
 from benchmarks.speed_trials import options_of
 
+NAMES = sorted(file.stem for file in PLANS.glob("*.toml"))
+VALUES = {"out": "OUT", "models": "MODELS", "commit": "c"}
 WRITE = (
     "python -c \"import os, sys, pathlib; pathlib.Path(sys.argv[1]).write_text("
     "os.environ.get('CUDA_VISIBLE_DEVICES', '') + os.environ.get('MORE', ''))\" {out}/NAME"
@@ -102,14 +104,13 @@ def test_a_gpu_named_twice_takes_two(tmp_path: Path) -> None:
     assert main(arguments) == 0
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in PLANS.glob("*.toml")))
+@pytest.mark.parametrize("name", NAMES)
 def test_plans_are_sound(name: str) -> None:
     """Every command can be filled in, and its module is there."""
     steps = read_plan(name)
     check(steps)
     for step in steps:
-        values = {"out": "OUT", "models": "MODELS", "commit": "c"}
-        words = step.words(1200, values)
+        words = step.words(1200, VALUES)
         assert words[:2] == [sys.executable, "-m"], step.name
         module = words[2].replace(".", "/")
         assert (PLANS.parent.parent / f"{module}.py").exists(), step.name
@@ -119,10 +120,10 @@ def test_plans_are_sound(name: str) -> None:
                 json.loads(word)
 
 
-def test_plans_name_options_that_there_are() -> None:
-    values = {"out": "OUT", "models": "MODELS", "commit": "c"}
-    for step in [*read_plan("turns"), *read_plan("inner-cuts"), *read_plan("tuning")]:
-        module, *arguments = step.words(1200, values)[2:]
+@pytest.mark.parametrize("name", NAMES)
+def test_plans_name_options_that_there_are(name: str) -> None:
+    for step in read_plan(name):
+        module, *arguments = step.words(1200, VALUES)[2:]
         if module == "benchmarks.turns":
             turns.parse_args(arguments)
         elif module == "benchmarks.compare":

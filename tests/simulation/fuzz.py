@@ -49,6 +49,8 @@ def fuzz(name: str, seeds: range) -> Counter[str]:
 def main() -> int:
     name, number, *more = sys.argv[1:]
     begin = int(more[0]) if more else 0
+    if name not in ("all", *SERVERS):
+        raise SystemExit(f"no server {name!r}: give all, or one of {', '.join(SERVERS)}")
     names = list(SERVERS) if name == "all" else [name]
     found: dict[str, dict[str, int]] = {}
     for each in names:
