@@ -131,7 +131,7 @@ def test_plans_name_options_that_there_are(name: str) -> None:
         elif module == "benchmarks.speed_trials":
             option = dict(itertools.pairwise(arguments))
             trials = [arguments[i + 2] for i, word in enumerate(arguments) if word == "--trial"]
-            assert len(trials) == 3
+            assert trials
             for trial in trials:
                 more = shlex.split(f"{option['--data']} {option['--tune']} {trial}")
                 options_of("MODEL", int(option["--cutoffs"]), Path("OUT"), more)
