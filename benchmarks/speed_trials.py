@@ -86,7 +86,7 @@ def tried(
     """
     common = shlex.split(args.tune)
     cutoff = args.cutoffs[0]
-    batches = len(packs.mixed(learned, settings.batch_tokens, settings.seed))
+    batches = len(packs.packs(learned, settings.batch_tokens, settings.seed))
     epochs = args.steps * settings.accumulate / batches
 
     def one(trial: Sequence[str]) -> dict[str, Any]:

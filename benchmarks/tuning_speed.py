@@ -4,7 +4,8 @@
 
 A step is a forward and a backward pass over a batch of random prompts with random answers. Each
 case is run once to warm up and timed three times. `sft` has the loss alone; `self-distillation`
-the teacher's pass beside it. Needs a GPU; on a CPU the times mean nothing.
+the teacher's pass beside it. With --mixed a batch has prompts of any length, as `tune-speed` makes
+them, and there are batches of several sizes. Needs a GPU; on a CPU the times mean nothing.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 import transformers
 
 from vllm_kvx.tuning.job import Job
+from vllm_kvx.tuning.plan import SHORTEST
 from vllm_kvx.tuning.student import Student
 from vllm_kvx.tuning.visibility import Batch
 
@@ -51,6 +53,19 @@ def drawn(tokens: int, length: int, answer: int, device: str) -> Batch:
 
     pairs = [(some(length - answer), some(answer)) for _ in range(max(tokens // length, 1))]
     return Batch.of(pairs).to(device)
+
+
+def mixed(tokens: int, longest: int, answer: int, device: str) -> Batch:
+    """A batch of at most `tokens`, sequences from SHORTEST to `longest` tokens evenly spread in the
+    logarithm, each with an answer of `answer` tokens."""
+    rng = random.Random(0)
+    pairs: list[tuple[list[int], list[int]]] = []
+    while True:
+        length = round(SHORTEST * (longest / SHORTEST) ** rng.random())
+        if pairs and sum(len(p) + len(a) for p, a in pairs) + length > tokens:
+            return Batch.of(pairs).to(device)
+        drawn = [rng.randrange(400) for _ in range(length)]
+        pairs.append((drawn[:-answer], drawn[-answer:]))
 
 
 def measured(student: Student, batch: Batch, loss: str) -> dict[str, Any]:
@@ -88,6 +103,9 @@ def measured(student: Student, batch: Batch, loss: str) -> dict[str, Any]:
 def cases(args: argparse.Namespace) -> list[tuple[str, dict[str, Any], int]]:
     """Loss, what changes of the job, and tokens of the batch."""
     large, small = args.batch_tokens, args.batch_tokens // 4
+    if args.mixed:
+        changes = {"cutoff": args.cutoffs[-1], "checkpointing": "off", "hidden_loss": 1.0}
+        return [("self-distillation", changes, tokens) for tokens in (small, large // 2, large)]
     found: list[tuple[str, dict[str, Any], int]] = [
         ("sft", {"cutoff": cutoff, "dropout": 0.05}, large) for cutoff in (None, *args.cutoffs)
     ]
@@ -107,6 +125,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--answer", type=int, default=128)
+    parser.add_argument("--mixed", action="store_true", help="sequences of up to --length tokens")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,7 +144,8 @@ def main() -> None:
         if changes.get("checkpointing", "on") == "on":
             student.trained.gradient_checkpointing_enable({"use_reentrant": False})
         try:
-            case |= measured(student, drawn(tokens, args.length, args.answer, device), loss)
+            make = mixed if args.mixed else drawn
+            case |= measured(student, make(tokens, args.length, args.answer, device), loss)
         except torch.cuda.OutOfMemoryError:
             case["out_of_memory"] = True
         del student

@@ -17,7 +17,7 @@ from benchmarks.speed_trials import options_of
 NAMES = sorted(file.stem for file in PLANS.glob("*.toml"))
 VALUES = {"out": "OUT", "models": "MODELS", "commit": "c"}
 WRITE = (
-    "python -c \"import os, sys, pathlib; pathlib.Path(sys.argv[1]).write_text("
+    'python -c "import os, sys, pathlib; pathlib.Path(sys.argv[1]).write_text('
     "os.environ.get('CUDA_VISIBLE_DEVICES', '') + os.environ.get('MORE', ''))\" {out}/NAME"
 )
 
@@ -96,8 +96,7 @@ def test_a_gpu_named_twice_takes_two(tmp_path: Path) -> None:
         "while not other.exists(): time.sleep(0.01)\n"
     )
     steps = [
-        {"name": a, "command": f"python {script} {{out}}/{a} {{out}}/{b}"}
-        for a, b in ("xy", "yx")
+        {"name": a, "command": f"python {script} {{out}}/{a} {{out}}/{b}"} for a, b in ("xy", "yx")
     ]
     out = tmp_path / "out"
     arguments = [plan(tmp_path, *steps), "--gpus", "0", "0", "--minutes", "2", "--out", str(out)]

@@ -272,11 +272,11 @@ def test_runs_of_before_an_option_go_on(tuned: Path, tmp_path: Path) -> None:
     with pytest.raises(ToolError, match=r"holds a run with hidden_loss 0\.0, not 0\.5"):
         command.check_out(out, replace(job, hidden_loss=0.5), plan)
     # A run whose steps were of other batches cannot go on.
-    assert job.batches == "of all lengths"
+    assert job.batches == "packed"
     entry = stored(out / sources.FOLDER / "job.json")
     del entry["batches"]
     (out / sources.FOLDER / "job.json").write_text(json.dumps(entry))
-    with pytest.raises(ToolError, match=r"batches of one length, not of all lengths: .* --out"):
+    with pytest.raises(ToolError, match=r"batches of one length, not packed: .* --out"):
         command.check_out(out, job, plan)
 
 

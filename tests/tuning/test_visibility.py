@@ -103,6 +103,6 @@ def test_the_rows_that_upper_layers_run():
 
 def test_predicting_tokens_stand_before_what_they_predict():
     batch = Batch.of([([5, 6, 7], [8, 9]), ([5], [6])])
-    assert batch.tokens.tolist() == [[5, 6, 7, 8], [5, 0, 0, 0]]
-    sequences, columns = batch.predicting()
-    assert list(zip(sequences.tolist(), columns.tolist(), strict=True)) == [(0, 2), (0, 3), (1, 0)]
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 5]
+    assert batch.lengths.tolist() == [4, 1]
+    assert batch.predicting() == [2, 3, 4]

@@ -31,29 +31,17 @@ def tensors(examples: Sequence[Example], job: Job) -> dict[str, Tensor]:
     return inputs
 
 
-class MixedBatches(Dataset[list[dict[str, Tensor]]]):
-    """Examples to learn from by batch, each in parts that run one after the other."""
-
-    def __init__(self, examples: Sequence[Example], job: Job) -> None:
-        self._examples, self._job = examples, job
-        self._batches = packs.mixed(examples, job.batch_tokens, job.seed)
-        # Tokens that are learnt in a batch, on average.
-        self.learnt = sum(len(e.learnt()) for e in examples) / max(len(self._batches), 1)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> list[dict[str, Tensor]]:
-        parts = self._batches[index]
-        return [tensors([self._examples[i] for i in part], self._job) for part in parts]
-
-
 class Batches(Dataset[dict[str, Tensor]]):
-    """Examples to measure by batch, each of about one length."""
+    """Examples by batch.
+
+    Attributes:
+        learnt: tokens of answers in a batch, on average.
+    """
 
     def __init__(self, examples: Sequence[Example], job: Job) -> None:
         self._examples, self._job = examples, job
         self._batches = packs.packs(examples, job.batch_tokens, job.seed)
+        self.learnt = sum(len(e.learnt()) for e in examples) / max(len(self._batches), 1)
 
     def __len__(self) -> int:
         return len(self._batches)

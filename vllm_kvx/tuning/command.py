@@ -138,7 +138,7 @@ def job_of(args: argparse.Namespace, plan: Plan) -> Job:
         checkpointing=args.checkpointing,
         gpus=gpus,
         device=device.type,
-        batches="of all lengths",
+        batches="packed",
     )
 
 

@@ -2,16 +2,11 @@
 
 import json
 import random
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_kvx.errors import ToolError
-
-# What a part of a batch costs besides its padded tokens, in tokens: its kernels are launched one
-# by one, however little they do. It decides about speed alone.
-PART = 4096
 
 
 @dataclass(frozen=True)
@@ -43,64 +38,22 @@ class Example:
 
 
 def packs(examples: Sequence[Example], tokens: int, seed: int) -> list[list[int]]:
-    """Indices of examples by batch, of at most `tokens` padded tokens, or one example.
-
-    Examples of about one length share a batch, in which padding is little. The order of batches is
-    left to the sampler.
-    """
-    order = list(range(len(examples)))
-    # Among examples of one length, those of a batch are not neighbours in the file.
-    random.Random(seed).shuffle(order)
-    order.sort(key=lambda index: len(examples[index]))
-    found: list[list[int]] = []
-    for index in order:
-        # The one that is added last is the longest.
-        if found and len(examples[index]) * (len(found[-1]) + 1) <= tokens:
-            found[-1].append(index)
-        else:
-            found.append([index])
-    return found
-
-
-def mixed(examples: Sequence[Example], tokens: int, seed: int) -> list[list[list[int]]]:
-    """Indices of examples by batch of about `tokens`, and in a batch by part.
+    """Indices of examples by batch, of at most `tokens` tokens, or one example.
 
     A batch has examples of any length, as they come, so that every step moves the weights for long
-    prompts and short ones. Parts are run one after the other: at most `tokens` padded tokens each,
-    or one example.
+    prompts and short ones.
     """
     order = list(range(len(examples)))
     random.Random(seed).shuffle(order)
-    total = sum(map(len, examples))
-    count, before = max(round(total / tokens), 1), 0
-    batches: list[list[int]] = [[] for _ in range(count)]
+    found: list[list[int]] = []
+    room = 0
     for index in order:
-        batches[before * count // total].append(index)
-        before += len(examples[index])
-    # An example may be longer than a batch.
-    return [_parts(examples, batch, tokens) for batch in batches if batch]
-
-
-def _parts(examples: Sequence[Example], batch: Sequence[int], tokens: int) -> list[list[int]]:
-    """The batch in parts of about one length, so that they take the least time together."""
-    order = sorted(batch, key=lambda index: len(examples[index]))
-    lengths = [len(examples[index]) for index in order]
-    changes = [i for i, length in enumerate(lengths) if i == 0 or length != lengths[i - 1]]
-    # By examples so far: the least cost, and where the last part begins.
-    best = [(0, 0)]
-    for end in range(1, len(order) + 1):
-        longest = lengths[end - 1]
-        first = max(end - max(tokens // longest, 1), 0)
-        # To part examples of one length only costs, unless they do not fit.
-        begins = {first, *changes[bisect_left(changes, first) : bisect_left(changes, end)]}
-        costs = ((best[begin][0] + longest * (end - begin) + PART, begin) for begin in begins)
-        best.append(min(costs))
-    parts, end = [], len(order)
-    while end:
-        begin = best[end][1]
-        parts.append(order[begin:end])
-        end = begin
-    return parts[::-1]
+        if not found or len(examples[index]) > room:
+            found.append([])
+            room = tokens
+        found[-1].append(index)
+        room -= len(examples[index])
+    return found
 
 
 def write(path: Path, examples: Sequence[Example]) -> None:

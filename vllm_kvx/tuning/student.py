@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvx.calibration.dense_decoder import choose_device, load_weights
+from vllm_kvx.tuning import packed_attention
 from vllm_kvx.tuning.job import Job
 from vllm_kvx.tuning.loss import (
     Agreement,
@@ -36,12 +37,12 @@ def job_and_device(directory: Path) -> tuple[Job, torch.device]:
 
 
 def load(model: str, revision: str | None, dtype: torch.dtype | str) -> Any:
-    """A checkpoint's model on the CPU, with SDPA attention.
+    """A checkpoint's model on the CPU, whose layers run sequences behind each other.
 
     Raises:
         ToolError: the weights cannot be loaded or are not all there.
     """
-    loaded = load_weights(model, revision, dtype, attn_implementation="sdpa")
+    loaded = load_weights(model, revision, dtype, attn_implementation=packed_attention.NAME)
     loaded.config.use_cache = False
     return loaded
 
@@ -111,6 +112,7 @@ class Student:
     def _loss(
         self,
         tokens: Tensor,
+        lengths: Tensor,
         prompts: Tensor,
         answers: Tensor,
         sequences: Tensor,
@@ -122,7 +124,8 @@ class Student:
         teacher: (states, n, hidden), the full-depth model's (`teacher_states`); or targets: (n,)
             int64, the answers.
         """
-        batch, head = Batch(tokens, prompts, answers, sequences), self._model.lm_head
+        batch = Batch(tokens, lengths, prompts, answers, sequences)
+        head = self._model.lm_head
         if teacher is None:
             assert targets is not None
             states = answer_states(self._model, batch, self.job.cut)

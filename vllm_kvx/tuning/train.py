@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning import packs, trial
-from vllm_kvx.tuning.batches import Batches, MixedBatches, agreement_of
+from vllm_kvx.tuning.batches import Batches, agreement_of
 from vllm_kvx.tuning.job import Job
 from vllm_kvx.tuning.progress import Progress, sentence
 from vllm_kvx.tuning.student import Student, job_and_device
@@ -43,10 +42,10 @@ Found = dict[str, dict[str, float | int]]
 
 
 class SpeedTrainer(Trainer):
-    """transformers' trainer, whose batches run part by part and whose evaluation is agreement."""
+    """transformers' trainer, whose evaluation is agreement with the full-depth model."""
 
     def __init__(
-        self, student: Student, learned: MixedBatches, held_out: Batches, **options: Any
+        self, student: Student, learned: Batches, held_out: Batches, **options: Any
     ) -> None:
         super().__init__(model=student.trained, train_dataset=learned, **options)
         self._learnt = learned.learnt
@@ -58,26 +57,17 @@ class SpeedTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of a batch: its sum over the tokens that are learnt, in shares of how many those
-        of a batch are on average, so that each weighs the same in all batches. Gradients are added
-        to those that are there, and exchanged between processes once."""
+        of a batch are on average, so that each weighs the same in all batches."""
         model.train()
+        inputs = self._prepare_inputs(inputs)
         # Where several batches make a step their gradients are averaged.
-        scale = 1 / (self._learnt * self.current_gradient_accumulation_steps)
-        total = torch.zeros((), device=self.args.device)
-        for number, part in enumerate(inputs, 1):
-            part, is_last = self._prepare_inputs(part), number == len(inputs)
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
-                loss = self._loss(model, part) * (part["answers"].sum() * scale)
-                self.accelerator.backward(loss)
-            total += loss.detach()
-        return total
-
-    def _loss(self, model: Any, part: dict[str, Tensor]) -> Tensor:
+        shares = self._learnt * self.current_gradient_accumulation_steps
         with self._student.computing():
-            if "targets" not in part:
-                part = {**part, "teacher": self._student.teacher_states(Batch(**part))}
-            found: Tensor = model(**part)
-            return found
+            if "targets" not in inputs:
+                inputs = {**inputs, "teacher": self._student.teacher_states(Batch(**inputs))}
+            loss: Tensor = model(**inputs) * (inputs["answers"].sum() / shares)
+        self.accelerator.backward(loss)
+        return loss.detach()
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Agreement of held-out answers with the full-depth model's, into the log."""
@@ -144,7 +134,7 @@ def train(directory: Path) -> None:
     job, device = job_and_device(directory)
     examples = packs.read(directory / EXAMPLES)
     held_out, learned = examples[: job.held_out], examples[job.held_out :]
-    batches, measured = MixedBatches(learned, job), Batches(held_out, job)
+    batches, measured = Batches(learned, job), Batches(held_out, job)
     steps = math.ceil(math.ceil(len(batches) / max(job.gpus, 1) / job.accumulate) * job.epochs)
     # LoRA's first weights are drawn.
     set_seed(job.seed)
@@ -224,7 +214,7 @@ def _checkpointing(directory: Path, job: Job) -> bool:
     return bool(tried["checkpointing"])
 
 
-def _only(items: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+def _only(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The one batch of a loader's step."""
     (item,) = items
     return item

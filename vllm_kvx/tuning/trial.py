@@ -81,17 +81,11 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
             reserve = torch.empty(sum(p.numel() for p in learned), device=device)
         optimizer = torch.optim.AdamW(learned, lr=0.0)
         # The short prompts, which need the most, come when there are gradients already, as there
-        # are for the later parts of a batch.
+        # are for the later batches of a step.
         for batch in _largest(job, device):
             with student.computing():
                 teacher = student.teacher_states(batch)
-                loss = student.trained(
-                    tokens=batch.tokens,
-                    prompts=batch.prompts,
-                    answers=batch.answers,
-                    sequences=batch.sequences,
-                    teacher=teacher,
-                )
+                loss = student.trained(**vars(batch), teacher=teacher)
             loss.backward()
             optimizer.step()
         del reserve

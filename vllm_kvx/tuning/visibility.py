@@ -3,7 +3,8 @@
 The paper's Eq. 5 hides prompt tokens from the layers above the cutoff. A mask would compute them
 all the same; here those layers run only the tokens that exist there when the model is served:
 anchors, tail and answer. They see each other causally, at the positions that they have in the
-prompt, which is what the server does (docs/policies/speed.md).
+prompt, which is what the server does (docs/policies/speed.md). Sequences stand behind each other
+without padding (`packed_attention`).
 """
 
 from collections.abc import Sequence
@@ -14,27 +15,25 @@ import torch
 from torch import Tensor
 
 from vllm_kvx.tuning.cut import Cut
-
-# Sequence and position, (n,) int64 each.
-Places = tuple[Tensor, Tensor]
-# Answers with at least this share of the upper rows of the longest are run with it.
-ALIKE = 0.7
+from vllm_kvx.tuning.packed_attention import Segments
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with their answers, padded on the right to one length.
+    """Prompts with their answers, one sequence behind the other.
 
     A sequence of several turns has an answer in each. The prompt of a later one is all that stands
     before it, earlier answers too: in them the upper layers do not see it, when it is served.
 
-    tokens: (B, T) int64, prompts and answers but for the last token of each sequence, which
+    tokens: (T,) int64, prompts and answers but for the last token of each sequence, which
         predicts nothing.
+    lengths: (B,) int64, of the sequences, T in all.
     prompts, answers: (A,) int64, tokens of each answer's prompt and of it, at least 1.
     sequences: (A,) int64, which of the B each is of, in order.
     """
 
     tokens: Tensor
+    lengths: Tensor
     prompts: Tensor
     answers: Tensor
     sequences: Tensor
@@ -56,21 +55,23 @@ class Batch:
             for span in (*(earlier[number] if earlier else ()), (len(prompt), len(answer)))
         ]
         sequences, prompts, answers = torch.tensor(spans).unbind(1)
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return cls(tokens, prompts, answers, sequences)
+        lengths = torch.tensor([len(row) for row in rows])
+        return cls(torch.cat(rows), lengths, prompts, answers, sequences)
 
     def to(self, device: torch.device | str) -> "Batch":
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
-    def predicting(self) -> tuple[Tensor, Tensor]:
-        """Sequence and position, (n,) int64 each, of the tokens that predict an answer's token.
+    def predicting(self) -> list[int]:
+        """Where in `tokens` those stand that predict an answer's token, by answer and position."""
+        begins = self.begins()
+        each = zip(
+            self.sequences.tolist(), self.prompts.tolist(), self.answers.tolist(), strict=True
+        )
+        return [begins[s] + p - 1 + within for s, p, a in each for within in range(a)]
 
-        They are ordered by answer and position, as answers are when they are put together.
-        """
-        answers = self.answers.cpu()
-        each = torch.arange(len(answers)).repeat_interleave(answers)
-        within = torch.arange(len(each)) - (answers.cumsum(0) - answers)[each]
-        return self.sequences.cpu()[each], self.prompts.cpu()[each] - 1 + within
+    def begins(self) -> list[int]:
+        """Where in `tokens` each sequence begins."""
+        return [0, *self.lengths.cumsum(0).tolist()[:-1]]
 
 
 def answer_states(
@@ -79,7 +80,7 @@ def answer_states(
     """The states of the tokens that predict the answers' tokens.
 
     model: a Llama, Mistral, Qwen2 or Qwen3 for causal language modelling of transformers, with
-        SDPA attention. Sequences are to be no longer than its sliding window.
+        `packed_attention`. Sequences are to be no longer than its sliding window.
     cut: what upper layers run; None for full depth.
     watched: the first layer whose output is returned too, no lower than the cut; None for none.
 
@@ -87,74 +88,61 @@ def answer_states(
     the last norm; n in the order of `Batch.predicting`.
     """
     decoder = model.model
-    hidden = decoder.embed_tokens(batch.tokens)
-    positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-    # Once for the sequence: some rotary embeddings depend on its length.
-    cos, sin = decoder.rotary_emb(hidden, positions)
-    depth = len(decoder.layers) if cut is None else cut.cutoff
+    device, lengths = batch.tokens.device, batch.lengths.tolist()
+    hidden = decoder.embed_tokens(batch.tokens)[None]
+    # Once for the batch: some rotary embeddings depend on how long it is.
+    cos, sin = decoder.rotary_emb(hidden, torch.arange(max(lengths), device=device)[None])
 
-    def through(layers: range, hidden: Tensor, positions: Tensor, places: Places | None) -> Tensor:
-        """The states after these layers; at `places`, if given, those that are watched, and last
-        the final ones."""
-        rotary = cos[0][positions], sin[0][positions]
+    def through(
+        layers: range, hidden: Tensor, positions: list[int], lengths: list[int], places: list[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The states of all rows after these layers; those at `places` after each watched one."""
+        where = torch.tensor(positions, device=device)[None]
+        rotary, segments = (cos[0][where], sin[0][where]), Segments.of(lengths, device)
         seen: list[Tensor] = []
+        chosen = torch.tensor(places, dtype=torch.long, device=device)
         for number in layers:
-            hidden = _run(decoder.layers[number], hidden, rotary, positions)
-            if places is not None and watched is not None and number >= watched:
-                seen.append(hidden[places])
-        return hidden if places is None else torch.stack([*seen, decoder.norm(hidden[places])])
+            hidden = _run(decoder.layers[number], hidden, rotary, where, segments)
+            if watched is not None and number >= watched:
+                seen.append(hidden[0, chosen])
+        return hidden, [*seen, decoder.norm(hidden[0, chosen])]
 
+    positions = [position for length in lengths for position in range(length)]
     if cut is None:
-        sequences, columns = (places.to(hidden.device) for places in batch.predicting())
-        return through(range(depth), hidden, positions, (sequences, columns))
-    hidden = through(range(depth), hidden, positions, None)
-    prompts, answers = batch.prompts.tolist(), batch.answers.tolist()
-    upper = [cut.rows(p, p + a - 1) for p, a in zip(prompts, answers, strict=True)]
-    found: list[Tensor] = []
-    groups = _alike(upper)
-    for group in groups:
-        rows = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(upper[answer]) for answer in group], batch_first=True
-        ).to(hidden.device)
+        every = range(len(decoder.layers))
+        return torch.stack(through(every, hidden, positions, lengths, batch.predicting())[1])
+    hidden, _ = through(range(cut.cutoff), hidden, positions, lengths, [])
+    begins = batch.begins()
+    rows: list[int] = []
+    upper: list[int] = []
+    counts: list[int] = []
+    places: list[int] = []
+    for sequence, prompt, answer in zip(
+        batch.sequences.tolist(), batch.prompts.tolist(), batch.answers.tolist(), strict=True
+    ):
+        run = cut.rows(prompt, prompt + answer - 1)
+        upper += run
+        rows += [begins[sequence] + position for position in run]
+        counts.append(len(run))
         # An answer's tokens are predicted by the last of its rows.
-        places = torch.tensor(
-            [
-                (number, column)
-                for number, answer in enumerate(group)
-                for column in range(len(upper[answer]) - answers[answer], len(upper[answer]))
-            ],
-            device=hidden.device,
-        )
-        chosen = hidden[batch.sequences[group][:, None], rows]
-        layers = range(depth, len(decoder.layers))
-        found.append(through(layers, chosen, rows, (places[:, 0], places[:, 1])))
-    return _by_answer(torch.cat(found, dim=1), groups, answers)
+        places += range(len(rows) - answer, len(rows))
+    hidden = hidden[:, torch.tensor(rows, device=device)]
+    layers = range(cut.cutoff, len(decoder.layers))
+    return torch.stack(through(layers, hidden, upper, counts, places)[1])
 
 
-def _run(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-    # Without a mask SDPA is causal, so that padding on the right is seen by no other token.
-    output = layer(hidden, attention_mask=None, position_embeddings=rotary, position_ids=positions)
+def _run(
+    layer: Any,
+    hidden: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    positions: Tensor,
+    segments: Segments,
+) -> Tensor:
+    output = layer(
+        hidden,
+        attention_mask=None,
+        position_embeddings=rotary,
+        position_ids=positions,
+        segments=segments,
+    )
     return output[0] if isinstance(output, tuple) else output
-
-
-def _alike(upper: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Answers by their upper rows, in groups of about one number of them: padding is little."""
-    groups: list[list[int]] = []
-    for answer in sorted(range(len(upper)), key=lambda answer: -len(upper[answer])):
-        if groups and len(upper[answer]) >= ALIKE * len(upper[groups[-1][0]]):
-            groups[-1].append(answer)
-        else:
-            groups.append([answer])
-    return groups
-
-
-def _by_answer(states: Tensor, groups: Sequence[Sequence[int]], answers: Sequence[int]) -> Tensor:
-    """States (_, n, hidden), which are ordered by group, ordered by answer.
-
-    answers: tokens of each.
-    """
-    order = [answer for group in groups for answer in group]
-    places = torch.arange(states.shape[1]).split([answers[answer] for answer in order])
-    of_answer = dict(zip(order, places, strict=True))
-    chosen = torch.cat([of_answer[answer] for answer in range(len(answers))])
-    return states[:, chosen.to(states.device)]
