@@ -23,4 +23,5 @@ def test_as_the_reference(lengths, heads, kv_heads, dim):
     mine = torch.autograd.grad((found * weight).sum(), rows)
     theirs = torch.autograd.grad((expected * weight).sum(), wide)
     for one, other in zip(mine, theirs, strict=True):
-        assert (one.float() - other).norm() < 0.02 * other.norm()
+        # Of a sequence of one row queries and keys have no gradient.
+        assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3

@@ -1,12 +1,13 @@
 """Further turns about a text are what the chat template makes of them; each is learnt from."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference import models, speed
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 from world.models import LOOKUP
 
 from vllm_kvx.errors import ToolError
@@ -21,7 +22,8 @@ from vllm_kvx.tuning.dialogues import (
 )
 from vllm_kvx.tuning.fitting import Wanted, fitted
 from vllm_kvx.tuning.packs import Example
-from vllm_kvx.tuning.plan import Plan
+from vllm_kvx.tuning.plan import RECITALS, TURNS, Plan
+from vllm_kvx.tuning.sources import plan_of
 from vllm_kvx.tuning.student import load
 from vllm_kvx.tuning.visibility import Batch, answer_states
 
@@ -133,6 +135,42 @@ def test_templates_without_turns_are_refused(tokenizer: Any) -> None:
     plain.chat_template = TEMPLATE.replace("m.content", empty)
     with pytest.raises(ToolError, match="given answer otherwise"):
         turns.check(plain)
+
+
+def asking(model: Path, **changes: Any) -> Plan:
+    """The plan of a command without --recitals and --turns, but for `changes`."""
+    options = {
+        "sft": None, "examples": None, "prompts": None, "count": 10, "lookups": 0.5,
+        "recitals": None, "turns": None, "max_length": 4096, "answer_tokens": 256,
+        "held_out": 2, "seed": 0, "model": str(model), "revision": None,
+    }  # fmt: skip
+    return plan_of(Namespace(**options | changes), PretrainedConfig(max_position_embeddings=8192))
+
+
+def test_turns_and_recitals_are_asked_for_where_they_can_be(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    found = asking(tmp_path)
+    assert (found.turns, found.recitals) == (TURNS, RECITALS)
+    assert not capsys.readouterr().err
+    # What is given stays.
+    given = asking(tmp_path, turns=2, recitals=0.1)
+    assert (given.turns, given.recitals) == (2, 0.1)
+    for length, most in ((1024, 5), (768, 3), (512, 1)):
+        assert asking(tmp_path, max_length=length).turns == most
+    assert asking(tmp_path, lookups=0.0).turns == 1
+    assert asking(tmp_path, sft="answers.jsonl", count=None).turns == 1
+
+    found = asking(LOOKUP, max_length=1024)
+    assert (found.turns, found.recitals) == (1, RECITALS)
+    assert "one question to a text: the chat template of" in capsys.readouterr().err
+    other: Any = AutoTokenizer.from_pretrained(LOOKUP)
+    other.chat_template = TEMPLATE.replace("[assistant] ", "[assistant] <think></think>")
+    other.save_pretrained(tmp_path / "other")
+    found = asking(tmp_path / "other")
+    assert (found.turns, found.recitals) == (1, 0.0)
+    assert "no recitals: the chat template of" in capsys.readouterr().err
 
 
 def test_lookups_have_questions_that_differ(tokenizer: Any) -> None:

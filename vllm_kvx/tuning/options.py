@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvx.arguments import positive
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.options import json_object
+from vllm_kvx.tuning.plan import RECITALS, TURNS
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 # The paper's are 5e-6 for both. It tunes for hours on labelled data; in the minutes that this takes
 # LoRA has to go faster (docs/tuning-for-speed.md).
-LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
+LEARNING_RATES = {"lora": 3e-4, "full": 2e-5}
 # Defaults of the options that only LoRA has, and of those of prompts that are made or answered.
 _LORA: dict[str, Any] = {"rank": 32, "alpha": 64, "dropout": 0.0}
-_DISTILLED: dict[str, Any] = {"hidden_loss": 0.0}
+_DISTILLED: dict[str, Any] = {"hidden_loss": 1.0}
 _ASKING: dict[str, Any] = {
     "count": 4000,
     "lookups": 0.5,
-    "recitals": 0.0,
-    "turns": 1,
+    # As the chat template and --max-length allow (`sources.plan_of`).
+    "recitals": None,
+    "turns": None,
     "answer_tokens": 256,
     "engine_args": {},
 }
@@ -105,14 +107,15 @@ def _add_data(command: argparse.ArgumentParser) -> None:
         type=_share,
         metavar="SHARE",
         help="of the generated lookups, those that ask for a part of the text, word for word; the "
-        f"answer is the text's, and not the model's (default: {_ASKING['recitals']})",
+        f"answer is the text's, and not the model's (default: {RECITALS}, if the chat template "
+        "allows it)",
     )
     data.add_argument(
         "--turns",
         type=positive,
         metavar="N",
         help="questions to a generated text, each in a turn of its own, as far as they fit into "
-        f"--max-length (default: {_ASKING['turns']})",
+        f"--max-length (default: {TURNS}, or what the chat template and --max-length allow)",
     )
     data.add_argument(
         "--max-length",
@@ -176,7 +179,7 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--batch-tokens",
         type=positive,
-        default=65536,
+        default=32768,
         metavar="N",
         help="tokens of a batch, and the most that run at once; at least --max-length (default: "
         "%(default)s)",
@@ -184,7 +187,7 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--accumulate",
         type=positive,
-        default=1,
+        default=2,
         metavar="N",
         help="batches of a step on each GPU (default: %(default)s)",
     )
@@ -228,7 +231,7 @@ def _tune(args: argparse.Namespace) -> None:
     if args.lr is None:
         args.lr = LEARNING_RATES[args.method]
     _complete(args, _LORA, "--method full" if args.method == "full" else None)
-    _complete(args, _DISTILLED, "--sft" if args.sft else None)
+    _complete(args, {"hidden_loss": 0.0} if args.sft else _DISTILLED, "--sft" if args.sft else None)
     answered = next((name for name in ("sft", "examples") if getattr(args, name)), None)
     _complete(args, _ASKING, f"--{answered}" if answered else None)
     for name in ("peft", "accelerate"):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 SHORTEST = 256
 # Tokens for which room is left for each further turn: a question, and an answer of a line or two.
 TURN = 128
+# The share of lookups that are recitals, and the questions to a text, where none are given.
+RECITALS, TURNS = 0.35, 8
 
 
 @dataclass(frozen=True)

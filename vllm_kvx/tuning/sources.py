@@ -16,7 +16,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning import packs, selfwritten, turns
 from vllm_kvx.tuning.dialogues import Dialogue, Templated, assistant, read, templated, user
 from vllm_kvx.tuning.packs import Example
-from vllm_kvx.tuning.plan import SHORTEST, TURN, Plan
+from vllm_kvx.tuning.plan import RECITALS, SHORTEST, TURN, TURNS, Plan
 from vllm_kvx.tuning.teacher import Teacher, examples
 from vllm_kvx.tuning.train import EXAMPLES
 
@@ -44,14 +44,8 @@ def plan_of(args: argparse.Namespace, config: Any) -> Plan:
     made = 0 if args.sft else args.count
     if made < 0 or not (made or args.prompts or args.sft):
         raise ToolError("nothing to learn from: give --count above 0, --prompts or --sft")
-    further = 0 if args.sft else args.turns - 1
-    if further and not round(made * args.lookups):
-        raise ToolError("--turns has no meaning without lookups: give --count and --lookups")
-    if further > args.max_length // (2 * TURN):
-        raise ToolError(
-            f"--turns {args.turns} leaves less than half of --max-length {args.max_length} to a "
-            f"text: use at most {1 + args.max_length // (2 * TURN)}"
-        )
+    recitals, asked = _recitals_and_turns(args, round(made * args.lookups))
+    further = asked - 1
     least = 2 if args.sft else args.answer_tokens + (SHORTEST if made else 1) + TURN * further
     if args.max_length < least:
         raise ToolError(f"--max-length {args.max_length} is too short: use at least {least}")
@@ -61,13 +55,77 @@ def plan_of(args: argparse.Namespace, config: Any) -> Plan:
         sft=bool(args.sft),
         count=made,
         lookups=args.lookups,
-        recitals=args.recitals,
-        turns=args.turns,
+        recitals=recitals,
+        turns=asked,
         max_length=args.max_length,
         answer_tokens=args.answer_tokens,
         held_out=args.held_out,
         seed=args.seed,
     )
+
+
+def _recitals_and_turns(args: argparse.Namespace, lookups: int) -> tuple[float, int]:
+    """The share of recitals among so many lookups and the turns of each, as given; where they are
+    not, as many as the chat template and the lengths allow.
+
+    Raises:
+        ToolError: turns are given that have no lookups, or leave no room to a text.
+    """
+    most = 1 + args.max_length // (2 * TURN)
+    if args.turns and args.turns > 1 and not lookups:
+        raise ToolError("--turns has no meaning without lookups: give --count and --lookups")
+    if args.turns and args.turns > most:
+        raise ToolError(
+            f"--turns {args.turns} leaves less than half of --max-length {args.max_length} to a "
+            f"text: use at most {most}"
+        )
+    if not lookups or (args.recitals is not None and args.turns is not None):
+        return args.recitals or 0.0, args.turns or 1
+    tokenizer = _tokenizer(args)
+    recitals, asked = args.recitals, args.turns
+    if recitals is None:
+        refused = not tokenizer.chat_template or _no_recitals(tokenizer)
+        recitals = 0.0 if refused else RECITALS
+        if refused:
+            print(
+                f"no recitals: the chat template of {args.model} does not allow them",
+                file=sys.stderr,
+            )
+    if asked is None:
+        refused = not tokenizer.chat_template or _no_turns(tokenizer)
+        room = 1 + (args.max_length - args.answer_tokens - SHORTEST) // TURN
+        asked = 1 if refused else max(min(TURNS, most, room), 1)
+        if refused:
+            print(
+                f"one question to a text: the chat template of {args.model} does not allow more",
+                file=sys.stderr,
+            )
+    return recitals, asked
+
+
+def _no_recitals(tokenizer: Any) -> ToolError | None:
+    """Why a template does not allow answers that are given."""
+    try:
+        templated(Dialogue((user("x"), assistant("x")), "recital"), tokenizer)
+    except ToolError as error:
+        return error
+    return None
+
+
+def _no_turns(tokenizer: Any) -> ToolError | None:
+    """Why a template does not allow further turns."""
+    try:
+        turns.check(tokenizer)
+    except ToolError as error:
+        return error
+    return None
+
+
+def _tokenizer(args: argparse.Namespace) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    except Exception as error:  # transformers and the hub raise what they like
+        raise ToolError(f"cannot load the tokenizer of {args.model}: {error}") from error
 
 
 def check(args: argparse.Namespace, plan: Plan, config: Any) -> Any:
@@ -78,12 +136,7 @@ def check(args: argparse.Namespace, plan: Plan, config: Any) -> Any:
             allow it; a file of the user's or another run's cannot be read; or there are too few
             examples.
     """
-    try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            args.model, revision=args.revision
-        )
-    except Exception as error:  # transformers and the hub raise what they like
-        raise ToolError(f"cannot load the tokenizer of {args.model}: {error}") from error
+    tokenizer = _tokenizer(args)
     if args.examples:
         # The weights of a hub model may not be here yet, and they are part of its key.
         local = Path(args.model)
@@ -95,23 +148,16 @@ def check(args: argparse.Namespace, plan: Plan, config: Any) -> Any:
             f"{args.model} has no chat template, so no prompts can be made: give --prompts with "
             "texts or token ids, and --count 0"
         )
-    if plan.num_recitals:
-        recited = Dialogue((user("x"), assistant("x")), "recital")
-        try:
-            templated(recited, tokenizer)
-        except ToolError as error:
-            raise ToolError(
-                f"{args.model}: its chat template writes a given answer otherwise than one that is "
-                "generated, so there can be no recitals: leave out --recitals"
-            ) from error
-    if plan.num_lookups and plan.turns > 1:
-        try:
-            turns.check(tokenizer)
-        except ToolError as error:
-            raise ToolError(
-                f"{args.model}: its chat template does not allow further turns ({error}): leave "
-                "out --turns"
-            ) from error
+    if plan.num_recitals and (problem := _no_recitals(tokenizer)):
+        raise ToolError(
+            f"{args.model}: its chat template writes a given answer otherwise than one that is "
+            "generated, so there can be no recitals: leave out --recitals"
+        ) from problem
+    if plan.num_lookups and plan.turns > 1 and (problem := _no_turns(tokenizer)):
+        raise ToolError(
+            f"{args.model}: its chat template does not allow further turns ({problem}): leave "
+            "out --turns"
+        ) from problem
     if plan.num_written:
         selfwritten.user_turn_prefix(tokenizer)
         selfwritten.stop_ids(tokenizer)
