@@ -103,6 +103,7 @@ class Passages(Document):
             "quote": (3, self._quote),
             "complete": (2, self._complete),
             "summary": (3, self._summary),
+            "whole": (2, self._whole),
             "attribute": (2, self._attribute),
             "listing": (1, self._listing),
             "nth": (1, self._nth),
@@ -167,6 +168,9 @@ class Passages(Document):
 
     def _summary(self, rng: random.Random) -> Ask:
         return self._phrased(rng, "summary", "", title=rng.choice(self._titles))
+
+    def _whole(self, rng: random.Random) -> Ask:
+        return self._phrased(rng, "whole", "")
 
     def _attribute(self, rng: random.Random) -> Ask | None:
         if not self.genre.attributes:

@@ -32,6 +32,8 @@ _NUMBERS = ("count", "small")
 _LINK = "link"
 # Fewest fields of a record beside its key, and most records that one answer repeats.
 _FEWEST, _MOST = 2, 4
+# Most links that a question follows, and the values that it ranks.
+_LINKS, _RANKED = 6, 3
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,11 @@ class Records(Document):
             "count": (0.7, self._count),
             "compare": (1, self._compare),
             "hop": (3, self._hop),
+            "chain": (2, self._chain),
+            "frequent": (2, self._frequent),
             "reformat": (1.5, self._reformat),
             "absent": (1, self._absent),
+            "whole": (1, self._whole),
         }
 
     def _phrased(self, rng: random.Random, kind: str, reference: str, **slots: object) -> Ask:
@@ -247,6 +252,37 @@ class Records(Document):
         key = rng.choice(self._keys[1:])
         reference = self._by_key[self._by_key[key][link]][field]
         return self._phrased(rng, "hop", reference, key=key, link=link, field=field)
+
+    def _chain(self, rng: random.Random) -> Ask | None:
+        """All records that links lead to, one after the other: several places of the document."""
+        links = [name for name in self._fields if self.schema.fields[name] == _LINK]
+        link, ways = rng.choice(links or [""]), []
+        for key in self._keys if links else ():
+            way = [key]
+            while (following := self._by_key[way[-1]][link]) in self._by_key:
+                way.append(following)
+            if 3 <= len(way) <= _LINKS + 1:
+                ways.append(way)
+        if not ways:
+            return None
+        key, *found = rng.choice(ways)
+        return self._phrased(rng, "chain", "\n".join(found), key=key, link=link)
+
+    def _frequent(self, rng: random.Random) -> Ask | None:
+        """The values that most records have, by how many: no single place of the document."""
+        fields = [name for name in self._fields if self._slot(name) in _CATEGORIES]
+        for field in rng.sample(fields, len(fields)):
+            times = Counter(record[field] for record in self.records).most_common()
+            for count in range(min(_RANKED, len(times)), 1, -1):
+                # No two as frequent, or the order were not the only right one.
+                ranks = [n for _, n in times[: count + 1]]
+                if len(set(ranks)) == len(ranks) and ranks[count - 1] > 1:
+                    reference = "\n".join(value for value, _ in times[:count])
+                    return self._phrased(rng, "frequent", reference, field=field, count=count)
+        return None
+
+    def _whole(self, rng: random.Random) -> Ask:
+        return self._phrased(rng, "whole", "")
 
     def _reformat(self, rng: random.Random) -> Ask:
         key = rng.choice(self._keys)
