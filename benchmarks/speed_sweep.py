@@ -84,7 +84,7 @@ def sweep(args: argparse.Namespace) -> list[str]:
         names = dict.fromkeys(n.format(K=k) for _, k, _ in runs_of(args) for n in args.policies)
         return run([*command, *names], args.directory / "original.log", slots[-1])
 
-    with ThreadPoolExecutor(len(slots)) as pool:
+    with ThreadPoolExecutor(len(slots) + args.overlap) as pool:
         asking, answering = pool.submit(asked), pool.submit(answered)
         if answering.result():
             return ["examples"]
@@ -162,7 +162,7 @@ def curves(pyplot: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
-def main() -> None:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("directory", type=Path)
@@ -182,8 +182,17 @@ def main() -> None:
         metavar=("NAME", "K", "OPTIONS"),
         help="another run of tune-speed",
     )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="ask the original while the examples are made, on a GPU that has room for both",
+    )
     parser.add_argument("--summary", metavar="NAME", help="only write results of what is there")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
     if args.summary:
         result = summary(args.directory, [name for name, *_ in runs_of(args)])
         path = RESULTS / f"{args.summary}.json"

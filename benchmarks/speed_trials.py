@@ -243,6 +243,7 @@ def main() -> None:
         evaluate=args.evaluate,
         gpus=[args.gpu] * args.at_once,
         policies=["speed-{K}"],
+        overlap=False,
     )
     plan.tune = f"{args.tune} {options} --epochs {epochs[args.cutoffs[0]]:.4f}"
     plan.cutoffs = args.cutoffs[:1]

@@ -1,6 +1,5 @@
 """A queue of commands over the GPUs of a machine, with commands of no weight."""
 
-import itertools
 import json
 import shlex
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, node, turns
+from benchmarks import compare, node, speed_sweep, turns
 from benchmarks.node import PLANS, Step, check, main, read_plan
 from benchmarks.speed_trials import options_of
 
@@ -127,13 +126,16 @@ def test_plans_name_options_that_there_are(name: str) -> None:
             turns.parse_args(arguments)
         elif module == "benchmarks.compare":
             compare.parse_args(arguments)
-        elif module == "benchmarks.speed_trials":
-            option = dict(itertools.pairwise(arguments))
-            trials = [arguments[i + 2] for i, word in enumerate(arguments) if word == "--trial"]
-            assert trials
-            for trial in trials:
-                more = shlex.split(f"{option['--data']} {option['--tune']} {trial}")
-                options_of("MODEL", int(option["--cutoffs"]), Path("OUT"), more)
+        elif module == "benchmarks.speed_sweep":
+            args = speed_sweep.parse_args(arguments)
+            runs = speed_sweep.runs_of(args)
+            assert len({name for name, *_ in runs}) == len(runs) > 1
+            for name, cutoff, options in runs:
+                assert name == f"speed-{cutoff}"
+                given = [*shlex.split(args.data), *shlex.split(args.tune), *options]
+                options_of("MODEL", cutoff, Path("OUT"), given)
+        else:
+            assert module in ("benchmarks.saliency", "benchmarks.retrieval"), module
 
 
 def test_clear_errors(tmp_path: Path) -> None:
