@@ -64,8 +64,8 @@ def mixed(tokens: int, longest: int, answer: int, device: str) -> Batch:
         length = round(SHORTEST * (longest / SHORTEST) ** rng.random())
         if pairs and sum(len(p) + len(a) for p, a in pairs) + length > tokens:
             return Batch.of(pairs).to(device)
-        drawn = [rng.randrange(400) for _ in range(length)]
-        pairs.append((drawn[:-answer], drawn[-answer:]))
+        tokens_of = [rng.randrange(400) for _ in range(length)]
+        pairs.append((tokens_of[:-answer], tokens_of[-answer:]))
 
 
 def measured(student: Student, batch: Batch, loss: str) -> dict[str, Any]:
@@ -128,6 +128,8 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true", help="sequences of up to --length tokens")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if args.mixed and args.answer >= SHORTEST:
+        parser.error(f"--mixed has prompts from {SHORTEST} tokens on: use a smaller --answer")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.tuning_speed", *sys.argv[1:]]),

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from world.models import LOOKUP
 
+from vllm_kvx.tuning.job import Job
 from vllm_kvx.tuning.packed_attention import Segments, attend, attend_reference
+from vllm_kvx.tuning.student import Student
+from vllm_kvx.tuning.visibility import Batch
 
 
 @pytest.mark.parametrize("lengths", [(1,), (7, 1, 300, 2, 128), (4096, 129)])
@@ -25,3 +29,45 @@ def test_as_the_reference(lengths, heads, kv_heads, dim):
     for one, other in zip(mine, theirs, strict=True):
         # Of a sequence of one row queries and keys have no gradient.
         assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_student_learns_as_on_the_cpu(method, checkpointing):
+    """Loss and gradients of a step, but for bfloat16, several turns among its examples."""
+    job = Job(
+        model=str(LOOKUP), revision=None, cutoff=3, anchors=1, tail=1, method=method,
+        loss="self-distillation", hidden_loss=0.5, rank=4, alpha=8, dropout=0.0, lr=1e-3,
+        epochs=1.0, batch_tokens=512, accumulate=1, max_length=256, answer_tokens=32, held_out=1,
+        evaluations=1, seed=0, checkpointing="on", gpus=1, device="cuda", batches="packed",
+    )  # fmt: skip
+    rng = torch.Generator().manual_seed(0)
+
+    def some(count):
+        return torch.randint(3, 500, (count,), generator=rng).tolist()
+
+    batch = Batch.of(
+        [(some(90), some(7)), (some(1), some(1)), (some(60), some(4))], [[(20, 6)], [], []]
+    )
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        student = Student(job, torch.device(device))
+        student.trained.train()
+        if checkpointing:
+            student.trained.gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.no_grad():
+            for name, weight in student.trained.named_parameters():
+                # An adapter's second factor begins with zeros, where the first learns nothing.
+                if "lora_" in name:
+                    weight.copy_(0.02 * torch.randn(weight.shape, generator=rng.manual_seed(1)))
+        here = batch.to(device)
+        with student.computing():
+            teacher = student.teacher_states(here)
+            loss = student.trained(**vars(here), teacher=teacher)
+        loss.backward()
+        learned = [p.grad.float().cpu() for p in student.trained.parameters() if p.grad is not None]
+        found.append((loss.item(), torch.cat([each.flatten() for each in learned])))
+    (loss, gradient), (narrow_loss, narrow) = found
+    assert narrow_loss == pytest.approx(loss, rel=0.05)
+    assert torch.cosine_similarity(gradient, narrow, dim=0) > 0.98

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
-from vllm_kvx.tuning.packed_attention import Segments, attend
+from vllm_kvx.tuning.packed_attention import NAME, Segments, attend
 
 
 def dense(query, key, value, lengths, scale):
@@ -43,3 +44,16 @@ def test_rows_see_the_rows_before_them_of_their_sequence(lengths, heads, kv_head
     theirs = torch.autograd.grad((expected * weight).sum(), rows)
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_wide_queries_and_keys_are_narrowed_to_the_values():
+    """As a model's are whose weights are float32 and which computes in bfloat16."""
+    lengths = (5, 3)
+    query, key, value = (each.detach().transpose(0, 1)[None] for each in drawn(lengths, 4, 2, 16))
+    forward = AttentionInterface()[NAME]
+    value, segments = value.bfloat16(), Segments.of(lengths, "cpu")
+    found, _ = forward(torch.nn.Module(), query, key, value, None, scaling=0.3, segments=segments)
+    assert found.dtype == torch.bfloat16 and found.shape == (1, 8, 4, 16)
+    rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+    expected = dense(*rows, lengths, 0.3)
+    torch.testing.assert_close(found[0].float(), expected.float(), atol=0.03, rtol=0.03)

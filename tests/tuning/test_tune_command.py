@@ -276,7 +276,9 @@ def test_runs_of_before_an_option_go_on(tuned: Path, tmp_path: Path) -> None:
     entry = stored(out / sources.FOLDER / "job.json")
     del entry["batches"]
     (out / sources.FOLDER / "job.json").write_text(json.dumps(entry))
-    with pytest.raises(ToolError, match=r"batches of one length, not packed: .* --out"):
+    with pytest.raises(
+        ToolError, match=r"another version began, with other batches: .* --examples"
+    ):
         command.check_out(out, job, plan)
 
 

@@ -210,7 +210,9 @@ class SizedByStorage(SingleTypeKVCacheManager):
             count += len(self._places(kv, [block.ref_cnt > 1 for block in blocks], False))
         return count
 
-    def _make_room(self, request_id: str, kv: RequestKV, blocks: Sequence[KVCacheBlock]) -> None:
+    def _make_room(
+        self, request_id: str, kv: RequestKV, blocks: Sequence[KVCacheBlock]
+    ) -> None:
         """Takes the new blocks for what stays; what is written over leaves the prefix cache."""
         places = self._places(kv, [block.ref_cnt > 1 for block in blocks], kv.moves_out)
         new_blocks = self._new_blocks(request_id, len(places))

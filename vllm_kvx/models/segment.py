@@ -151,5 +151,6 @@ class Segments(nn.Module):
     def each_cut(self) -> list[list[DecoderSegment]]:
         """Every way to cut the whole decoder, its segments lowest first."""
         return [
-            [self.path(start, end)[0] for start, end in pairwise(edges)] for edges in self._edges
+            [self.path(start, end)[0] for start, end in pairwise(edges)]
+            for edges in self._edges
         ]

@@ -272,11 +272,9 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
 WITH_SPLIT_LAYERS: tuple[Refusal, ...] = (
     Refusal(
         # FlashAttention 3 keeps the plan of a batch beside those of captured graphs, in one buffer.
-        lambda c: (
-            c.compilation_config.cudagraph_mode.has_full_cudagraphs()
-            and (c.compilation_config.max_cudagraph_capture_size or 0)
-            < 2 * c.scheduler_config.max_num_seqs
-        ),
+        lambda c: c.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        and (c.compilation_config.max_cudagraph_capture_size or 0)
+        < 2 * c.scheduler_config.max_num_seqs,
         f"{INNER_CUTS}=1 gives attention up to two sequences for a prompt, more than graphs are "
         "captured for: set --max-cudagraph-capture-size to twice --max-num-seqs at least, lower "
         f"--max-num-seqs, or unset {INNER_CUTS}",

@@ -22,7 +22,7 @@ class Job:
     of the longest example, and of the longest answer. turns: of an example, at most.
     held_out: examples at the file's beginning that only measure. evaluations: how often they do.
     checkpointing: `auto`, `on` or `off`. gpus: processes, 0 for one on the CPU.
-    batches: of which examples; runs that do not say so had those of one length.
+    batches: how they are put together; runs that do not say so had examples of one length.
     """
 
     model: str
@@ -78,6 +78,11 @@ class Job:
 
     def check_continues(self, before: "Job", directory: Path) -> None:
         """Raise ToolError if this is not the same job as one that was begun."""
+        if before.batches != self.batches:
+            raise ToolError(
+                f"{directory} holds a run that another version began, with other batches: choose "
+                f"another --out, with --examples {directory.parent} for its answered prompts"
+            )
         check_same(asdict(self), asdict(before), directory)
 
 

@@ -8,6 +8,7 @@ FlashAttention for sequences of any length, elsewhere SDPA, a sequence at a time
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale:
 
     Returns (T, heads, D).
     """
-    if query.is_cuda:
+    if query.is_cuda and _has_flash(query.shape[-1]):
         return _flash(query, key, value, segments, scale)
     return attend_reference(query, key, value, segments, scale)
 
@@ -63,12 +64,19 @@ def attend_reference(
     return torch.cat(found, dim=2)[0].transpose(0, 1)
 
 
+@cache
+def _has_flash(dim: int) -> bool:
+    """Whether FlashAttention runs heads of this size on this process's GPU, an Ampere or later."""
+    recent = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    return recent and dim % 8 == 0 and dim <= 256
+
+
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {}
     group = query.shape[1] // key.shape[1]
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if _takes_groups():
         options["enable_gqa"] = True
     elif group > 1:
         # torch 2.11 asks for as many heads of keys as of queries.
@@ -84,6 +92,13 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale:
     return output
 
 
+@cache
+def _takes_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def _forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -94,7 +109,10 @@ def _forward(
     segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; query (1, heads, T, D), key and value (1, KV heads, T, D)."""
+    """What transformers calls; query (1, heads, T, D), key and value (1, KV heads, T, D).
+
+    A configuration's attention_dropout is left out, as tuning leaves out its own.
+    """
     if segments is None:
         options["scaling"] = scaling
         found = sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -86,16 +86,17 @@ def _recitals_and_turns(args: argparse.Namespace, lookups: int) -> tuple[float, 
     if recitals is None:
         refused = not tokenizer.chat_template or _no_recitals(tokenizer)
         recitals = 0.0 if refused else RECITALS
-        if refused:
+        if refused and tokenizer.chat_template:
             print(
                 f"no recitals: the chat template of {args.model} does not allow them",
                 file=sys.stderr,
             )
     if asked is None:
         refused = not tokenizer.chat_template or _no_turns(tokenizer)
-        room = 1 + (args.max_length - args.answer_tokens - SHORTEST) // TURN
-        asked = 1 if refused else max(min(TURNS, most, room), 1)
-        if refused:
+        # Three quarters of the room are the text's: long prompts are what is served.
+        room = 1 + (args.max_length - args.answer_tokens) // (4 * TURN)
+        asked = 1 if refused else max(min(TURNS, room), 1)
+        if refused and tokenizer.chat_template:
             print(
                 f"one question to a text: the chat template of {args.model} does not allow more",
                 file=sys.stderr,

@@ -97,8 +97,9 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
 def _largest(job: Job, device: torch.device) -> Iterator[Batch]:
     """Long prompts with long answers, answers with hardly a prompt, and many turns about a short
     text, each with anchors and tail of its own: a batch of each."""
-    answer = min(job.answer_tokens, job.max_length // 2)
-    for prompt in (job.max_length - answer, _SHORT):
+    longest = min(job.answer_tokens, job.max_length // 2)
+    # Many short ones fill a batch better than few long ones.
+    for prompt, answer in ((job.max_length - longest, longest), (_SHORT, min(longest, _SHORT**2))):
         count = max(job.batch_tokens // (prompt + answer), 1)
         yield Batch.of([([0] * prompt, [0] * answer)] * count).to(device)
     if job.turns > 1:
