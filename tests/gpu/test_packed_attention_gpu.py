@@ -9,6 +9,8 @@ from vllm_kvx.tuning.packed_attention import Segments, attend, attend_reference
 from vllm_kvx.tuning.student import Student
 from vllm_kvx.tuning.visibility import Batch
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 
 @pytest.mark.parametrize("lengths", [(1,), (7, 1, 300, 2, 128), (4096, 129)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (14, 2, 64), (8, 2, 128)])

@@ -19,7 +19,7 @@ def test_they_have_nearly_as_many_tokens(longest: int, answer: int, turns: int) 
         answer_tokens=answer,
         turns=turns,
     )
-    tried = list(trial._largest(job, torch.device("cpu")))
+    tried = list(trial.largest(job, torch.device("cpu")))
     assert len(tried) == (2 if turns == 1 else 3)
     for batch in tried:
         assert 0.96 * job.batch_tokens <= len(batch.tokens) <= job.batch_tokens

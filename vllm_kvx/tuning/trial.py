@@ -82,7 +82,7 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
         optimizer = torch.optim.AdamW(learned, lr=0.0)
         # The short prompts, which need the most, come when there are gradients already, as there
         # are for the later batches of a step.
-        for batch in _largest(job, device):
+        for batch in largest(job, device):
             with student.computing():
                 teacher = student.teacher_states(batch)
                 loss = student.trained(**vars(batch), teacher=teacher)
@@ -94,7 +94,7 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
     return True
 
 
-def _largest(job: Job, device: torch.device) -> Iterator[Batch]:
+def largest(job: Job, device: torch.device) -> Iterator[Batch]:
     """Long prompts with long answers, answers with hardly a prompt, and many turns about a short
     text, each with anchors and tail of its own: a batch of each."""
     longest = min(job.answer_tokens, job.max_length // 2)
