@@ -40,7 +40,6 @@ class Step:
         environment: further variables.
         after: names of steps that have to have ended, well or not.
         gpu: whether it takes one. most: minutes after which it is stopped, 0 if there is no limit.
-        keeps: minutes of its time that the command is not told of.
     """
 
     name: str
@@ -49,14 +48,14 @@ class Step:
     after: tuple[str, ...] = ()
     gpu: bool = True
     most: float = 0.0
-    keeps: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def words(self, seconds: float, values: Mapping[str, str]) -> list[str]:
         """The command, of which so many seconds are left; raises SystemExit if it is malformed."""
-        told = max(seconds - 60 * self.keeps, 0.0)
         try:
-            text = self.command.format(**values, seconds=int(told), minutes=round(told / 60, 2))
+            text = self.command.format(
+                **values, seconds=int(seconds), minutes=round(seconds / 60, 2)
+            )
             words = shlex.split(text)
         except (KeyError, IndexError, ValueError) as error:
             problem = f"{self.name}: {error!r} in its command; a brace of its own is written twice"

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from vllm_kvx.tuning.job import Job
-from vllm_kvx.tuning.plan import SHORTEST
+from vllm_kvx.tuning.plan import SHORTEST, length_between
 from vllm_kvx.tuning.student import Student
 from vllm_kvx.tuning.visibility import Batch
 
@@ -61,7 +61,7 @@ def mixed(tokens: int, longest: int, answer: int, device: str) -> Batch:
     rng = random.Random(0)
     pairs: list[tuple[list[int], list[int]]] = []
     while True:
-        length = round(SHORTEST * (longest / SHORTEST) ** rng.random())
+        length = length_between(rng, longest)
         if pairs and sum(len(p) + len(a) for p, a in pairs) + length > tokens:
             return Batch.of(pairs).to(device)
         tokens_of = [rng.randrange(400) for _ in range(length)]

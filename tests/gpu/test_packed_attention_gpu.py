@@ -4,7 +4,7 @@ import pytest
 import torch
 from world.models import LOOKUP
 
-from vllm_kvx.tuning.job import Job
+from benchmarks.tuning_speed import job
 from vllm_kvx.tuning.packed_attention import Segments, attend, attend_reference
 from vllm_kvx.tuning.student import Student
 from vllm_kvx.tuning.visibility import Batch
@@ -37,12 +37,7 @@ def test_as_the_reference(lengths, heads, kv_heads, dim):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_student_learns_as_on_the_cpu(method, checkpointing):
     """Loss and gradients of a step, but for bfloat16, several turns among its examples."""
-    job = Job(
-        model=str(LOOKUP), revision=None, cutoff=3, anchors=1, tail=1, method=method,
-        loss="self-distillation", hidden_loss=0.5, rank=4, alpha=8, dropout=0.0, lr=1e-3,
-        epochs=1.0, batch_tokens=512, accumulate=1, max_length=256, answer_tokens=32, held_out=1,
-        evaluations=1, seed=0, checkpointing="on", gpus=1, device="cuda", batches="packed",
-    )  # fmt: skip
+    settings = job(str(LOOKUP), "cuda", cutoff=3, method=method, hidden_loss=0.5, rank=4, alpha=8)
     rng = torch.Generator().manual_seed(0)
 
     def some(count):
@@ -54,7 +49,7 @@ def test_a_student_learns_as_on_the_cpu(method, checkpointing):
     found = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        student = Student(job, torch.device(device))
+        student = Student(settings, torch.device(device))
         student.trained.train()
         if checkpointing:
             student.trained.gradient_checkpointing_enable({"use_reentrant": False})

@@ -51,4 +51,9 @@ class Plan:
         their logarithm: short ones cost little, long ones are what is served."""
         rng = random.Random(f"lengths {self.seed}")
         longest = self.max_length - self.answer_tokens - TURN * (turns - 1)
-        return [round(SHORTEST * (longest / SHORTEST) ** rng.random()) for _ in range(count)]
+        return [length_between(rng, longest) for _ in range(count)]
+
+
+def length_between(rng: random.Random, longest: int) -> int:
+    """A length from SHORTEST to `longest`, evenly drawn in the logarithm."""
+    return round(SHORTEST * (longest / SHORTEST) ** rng.random())

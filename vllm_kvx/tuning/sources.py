@@ -83,24 +83,22 @@ def _recitals_and_turns(args: argparse.Namespace, lookups: int) -> tuple[float, 
         return args.recitals or 0.0, args.turns or 1
     tokenizer = _tokenizer(args)
     recitals, asked = args.recitals, args.turns
+    if not tokenizer.chat_template:
+        # That nothing can be made without one is said by `check`.
+        return recitals or 0.0, asked or 1
+    template = f"the chat template of {args.model} does not allow"
     if recitals is None:
-        refused = not tokenizer.chat_template or _no_recitals(tokenizer)
-        recitals = 0.0 if refused else RECITALS
-        if refused and tokenizer.chat_template:
-            print(
-                f"no recitals: the chat template of {args.model} does not allow them",
-                file=sys.stderr,
-            )
+        recitals = RECITALS
+        if _no_recitals(tokenizer):
+            recitals = 0.0
+            print(f"no recitals: {template} them", file=sys.stderr)
     if asked is None:
-        refused = not tokenizer.chat_template or _no_turns(tokenizer)
         # Three quarters of the room are the text's: long prompts are what is served.
         room = 1 + (args.max_length - args.answer_tokens) // (4 * TURN)
-        asked = 1 if refused else max(min(TURNS, room), 1)
-        if refused and tokenizer.chat_template:
-            print(
-                f"one question to a text: the chat template of {args.model} does not allow more",
-                file=sys.stderr,
-            )
+        asked = max(min(TURNS, room), 1)
+        if _no_turns(tokenizer):
+            asked = 1
+            print(f"one question to a text: {template} more", file=sys.stderr)
     return recitals, asked
 
 
