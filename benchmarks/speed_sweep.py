@@ -5,9 +5,9 @@
         --evaluate "--tasks lookups,short --lengths 4096,16384"
 
 Every cutoff runs `vllm-kvx tune-speed` and `vllm-kvx evaluate --original` on a GPU of its own, with
-the same examples, and the original is asked once for all; a GPU that is named twice has two at a
-time, and without --gpus they run one after the other on the CPU. --trial adds a run with options of
-its own, such as `--trial full-18 18 "--method full"`. What is there already is taken up again.
+the same examples, and the original is asked once for all; --at-once runs several on each GPU, and
+without --gpus they take the one that is visible, or the CPU. --trial adds a run with options of its
+own, such as `--trial full-18 18 "--method full"`. What is there already is taken up again.
 `--summary NAME` writes benchmarks/results/NAME.json and .png of what DIR holds.
 """
 
@@ -17,10 +17,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from queue import Queue
+from threading import Lock
 from typing import Any
 
 from benchmarks import processes
@@ -67,49 +69,70 @@ def sweep(args: argparse.Namespace) -> list[str]:
     args.directory.mkdir(parents=True, exist_ok=True)
     examples, original = args.directory / "examples", args.directory / "original"
     tune, ask = shlex.split(args.tune), [*shlex.split(args.evaluate), "--no-plot"]
-    slots = args.gpus or [None]
+    slots = (args.gpus or [None]) * args.at_once
     gpus: Queue[str | None] = Queue()
     for gpu in slots:
         gpus.put(gpu)
+
+    @contextmanager
+    def taken() -> Iterator[str | None]:
+        gpu = gpus.get()
+        try:
+            yield gpu
+        finally:
+            gpus.put(gpu)
+
+    # With --overlap evaluations have no slot of their own: engines start slowly, and need little of
+    # a GPU while they do.
+    beside = Lock()
 
     def answered() -> int:
         if (examples / "tuning" / "examples.jsonl").exists():
             return 0
         first = ["tune-speed", args.model, "--cutoff", str(args.cutoffs[0]), *tune]
         more = [*shlex.split(args.data), "--out", str(examples), "--only-examples"]
-        return run([*first, *more], args.directory / "examples.log", slots[0])
+        with taken() as gpu:
+            return run([*first, *more], args.directory / "examples.log", gpu)
 
     def asked() -> int:
         command = ["evaluate", args.model, "--output", str(original), *ask, "--policies"]
         names = dict.fromkeys(n.format(K=k) for _, k, _ in runs_of(args) for n in args.policies)
-        return run([*command, *names], args.directory / "original.log", slots[-1])
+        with nullcontext(slots[-1]) if args.overlap else taken() as gpu:
+            return run([*command, *names], args.directory / "original.log", gpu)
 
-    with ThreadPoolExecutor(len(slots) + args.overlap) as pool:
+    def tuned(name: str, cutoff: int, options: Sequence[str], gpu: str | None) -> str | None:
+        command = ["tune-speed", args.model, "--cutoff", str(cutoff)]
+        command += ["--out", str(args.directory / name), "--examples", str(examples)]
+        code = run([*command, *tune, *options], args.directory / f"{name}.log", gpu)
+        return f"tuning {name}" if code else None
+
+    def evaluated(name: str, cutoff: int, gpu: str | None) -> str | None:
+        evaluation = args.directory / f"evaluate-{name}"
+        if asking.result():
+            return "the original"
+        seed(original, evaluation)
+        command = ["evaluate", str(args.directory / name), "--original", args.model, "--policies"]
+        command += [each.format(K=cutoff) for each in args.policies]
+        command += ["--output", str(evaluation), *ask]
+        code = run(command, args.directory / f"{name}.log", gpu)
+        return f"evaluating {name}" if code else None
+
+    def one(wanted: tuple[str, int, list[str]]) -> str | None:
+        name, cutoff, options = wanted
+        with taken() as gpu:
+            failed = tuned(name, cutoff, options, gpu)
+            if failed or not args.overlap:
+                return failed or evaluated(name, cutoff, gpu)
+        with beside:
+            return evaluated(name, cutoff, gpu)
+
+    runs = runs_of(args)
+    # A thread for each: they wait for a GPU in turn.
+    with ThreadPoolExecutor(len(runs) + 2) as pool:
         asking, answering = pool.submit(asked), pool.submit(answered)
         if answering.result():
             return ["examples"]
-
-        def one(wanted: tuple[str, int, list[str]]) -> str | None:
-            name, cutoff, options = wanted
-            out, log = args.directory / name, args.directory / f"{name}.log"
-            evaluation = args.directory / f"evaluate-{name}"
-            gpu = gpus.get()
-            try:
-                command = ["tune-speed", args.model, "--cutoff", str(cutoff), "--out", str(out)]
-                if run([*command, *tune, *options, "--examples", str(examples)], log, gpu):
-                    return f"tuning {name}"
-                if asking.result():
-                    return "the original"
-                seed(original, evaluation)
-                policies = [each.format(K=cutoff) for each in args.policies]
-                command = ["evaluate", str(out), "--original", args.model, "--policies", *policies]
-                if run([*command, "--output", str(evaluation), *ask], log, gpu):
-                    return f"evaluating {name}"
-                return None
-            finally:
-                gpus.put(gpu)
-
-        failures = list(pool.map(one, runs_of(args)))
+        failures = list(pool.map(one, runs))
     return list(dict.fromkeys(failure for failure in failures if failure))
 
 
@@ -185,7 +208,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="ask the original while the examples are made, on a GPU that has room for both",
+        help="evaluate beside the tuning, on a GPU that has room for both",
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="runs at a time on each GPU"
     )
     parser.add_argument("--summary", metavar="NAME", help="only write results of what is there")
     return parser.parse_args(argv)

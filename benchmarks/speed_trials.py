@@ -241,7 +241,8 @@ def main() -> None:
         directory=folder,
         data=args.data,
         evaluate=args.evaluate,
-        gpus=[args.gpu] * args.at_once,
+        gpus=[args.gpu],
+        at_once=args.at_once,
         policies=["speed-{K}"],
         overlap=False,
     )

@@ -131,7 +131,7 @@ def test_plans_name_options_that_there_are(name: str) -> None:
             runs = speed_sweep.runs_of(args)
             assert len({name for name, *_ in runs}) == len(runs) > 1
             for name, cutoff, options in runs:
-                assert name == f"speed-{cutoff}"
+                assert name.endswith(f"-{cutoff}")
                 given = [*shlex.split(args.data), *shlex.split(args.tune), *options]
                 options_of("MODEL", cutoff, Path("OUT"), given)
         else:

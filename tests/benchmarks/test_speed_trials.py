@@ -74,7 +74,8 @@ def test_what_was_decided_stays(tmp_path, monkeypatch):
     speed_trials.main()
     (plan,) = plans
     assert plan.tune == "--lr 1 - --epochs 2.0000" and plan.cutoffs == [3]
-    assert plan.trial == [("speed-4", "4", "--epochs 1.0000")] and plan.gpus == [None, None]
+    assert plan.trial == [("speed-4", "4", "--epochs 1.0000")]
+    assert plan.gpus == [None] and plan.at_once == 2
     for more in (["--cutoffs", "3"], ["--cutoffs", "3", "4", "--trial", "c", ""]):
         monkeypatch.setattr("sys.argv", [*command, *trials, *more])
         with pytest.raises(SystemExit, match="other cutoffs or trials"):
