@@ -38,8 +38,13 @@ class File:
     @property
     def date(self) -> str:
         """Of the last run, as yyyy-mm-dd; empty if the file does not say."""
+        return self.written[:10]
+
+    @property
+    def written(self) -> str:
+        """The date, with the time of day where the file has one."""
         dates = [run.get("date", "") for run in self.content.get("runs") or []]
-        return str(max(dates, default="") or self._of_reports("date") or "")[:10]
+        return str(max(dates, default="") or self._of_reports("date") or "")
 
     @property
     def model(self) -> str:

@@ -92,7 +92,7 @@ def _cuts_near(own: float, kept: Sequence[Kept]) -> list[Kept]:
     Of equal ones that of the youngest file.
     """
     near: dict[tuple[str, bool], tuple[float, Kept]] = {}
-    for each in sorted(kept, key=lambda k: (k.file.date, k.file.name)):
+    for each in sorted(kept, key=lambda k: (k.file.written, k.file.name)):
         if each.cutoff is not None and each.layers:
             away = abs(each.cutoff / each.layers - own)
             kind = (each.model, each.weights == "not tuned")

@@ -104,12 +104,34 @@ def test_recovery_by_group_and_length() -> None:
     whole = found["ruler"]
     assert (whole.count, whole.full, whole.cut, whole.tuned) == (40, 1.0, 0.2, 0.6)
     assert whole.share is not None and whole.share.value == pytest.approx(0.5)
+    assert (whole.lost, whole.back, whole.newly_lost) == (0.8, 0.4, 0.0) and found[
+        PERPLEXITY
+    ].back is None
     assert found["1-512 tokens"].count == 24
     assert found["short"].share is None and found["short"].tuned == 1.0
     # A loss of 1.35 nats on average, of which a quarter is left.
     nats = found[PERPLEXITY].share
     assert nats is not None and nats.value == pytest.approx((1.35 - 0.25) / 1.35)
     assert nats.low < nats.value < nats.high < 1
+
+
+def test_what_tuning_loses_stands_beside_what_it_brings_back() -> None:
+    """Of each prompt what came back of its loss, and what the cut had kept and is gone."""
+    scores = [
+        # The original in full and cut, the tuned model in full, which does not count, and cut.
+        (1.0, 0.0, 1.0, 1.0),
+        (1.0, 0.25, 1.0, 0.5),
+        (0.5, 0.0, 0.0, 1.0),
+        (1.0, 1.0, 1.0, 0.0),
+        (1.0, 0.5, 1.0, 0.25),
+        (0.0, 0.0, 0.0, 1.0),
+        (0.0, 1.0, 0.0, 0.0),
+        (0.0, 0.0, 0.0, 0.0),
+    ]
+    found = {each.over: each for each in recoveries(Summary(answers("vt", 512, scores), ROWS))}
+    assert found["all"].lost == pytest.approx((1.0 + 0.75 + 0.5 + 0.5) / 8)
+    assert found["all"].back == pytest.approx((1.0 + 0.25 + 0.5) / 8)
+    assert found["all"].newly_lost == pytest.approx((1.0 + 0.25) / 8)
 
 
 def test_the_report_names_the_rows() -> None:
@@ -121,11 +143,15 @@ def test_the_report_names_the_rows() -> None:
     assert "above full (original)" in shown and "+0.2500" in shown
     ruler = next(line for line in shown.splitlines() if line.startswith("speed-5  ruler"))
     assert ruler.split()[2:6] == ["40", "100.0", "20.0", "60.0"] and "50.0% [" in ruler
+    assert ruler.split()[-3:] == ["80.0", "40.0", "0.0"]
     assert "undefined: the cut alone loses nothing significant" in shown
     written = report.as_json(summary, {})
     assert written["yardstick"] == "full (original)"
     short = next(each for each in written["recovery"] if each["over"] == "short")
     assert short["recovery"] is None and short["n"] == 8
+    assert short["lost"] == short["back"] == short["newly_lost"] == 0.0
+    by_task = {each["over"]: each for each in written["recovery"]}
+    assert by_task["niah_single_1"]["n"] == 40 and by_task["niah_single_1"]["back"] == 0.4
     assert "recovery" not in report.as_json(Summary(summary.answers("full").values()), {})
 
 

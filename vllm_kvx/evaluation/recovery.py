@@ -16,10 +16,14 @@ Wanted = Callable[[Asked, Answer], bool]
 class Recovery:
     """A policy's recovery over some of the prompts that all three answered.
 
-    policy: as the user names it. over: a group of tasks, a length or `all`. count: the prompts.
+    policy: as the user names it. over: a group of tasks, a task, a length or `all`. count: of the
+    prompts.
     full, cut, tuned: mean scores of the original in full, of the original under the policy and of
     the tuned model under it; for perplexity nats a token.
     share: (tuned - cut) / (full - cut); None where the cut loses nothing significant.
+    lost, back, newly_lost: what `share` is made of, prompt by prompt, means over all of them: what
+    the cut loses, what of this tuning brings back, and what tuning loses though the cut kept it.
+    None of perplexity, of which every text changes a little.
     """
 
     policy: str
@@ -29,10 +33,14 @@ class Recovery:
     cut: float
     tuned: float
     share: Interval | None
+    lost: float | None = None
+    back: float | None = None
+    newly_lost: float | None = None
 
 
-def recoveries(summary: Summary) -> list[Recovery]:
-    """By policy: over all scored tasks, by group of tasks, by length, and of perplexity.
+def recoveries(summary: Summary, by_task: bool = False) -> list[Recovery]:
+    """By policy: over all scored tasks, by group of tasks, by length, of perplexity, and, where
+    that is asked for, by task.
 
     Empty where no original was asked.
     """
@@ -40,7 +48,10 @@ def recoveries(summary: Summary) -> list[Recovery]:
     for policy in summary.policies:
         if policy == FULL or row_of_original(policy) not in summary.policies:
             continue
-        for over, wanted in _parts(summary):
+        parts = [*_parts(summary)]
+        if by_task:
+            parts += [(task, _is(task)) for task in summary.scored]
+        for over, wanted in parts:
             recovery = _recovery(summary, policy, over, wanted)
             if recovery is not None:
                 found.append(recovery)
@@ -60,6 +71,10 @@ def _parts(summary: Summary) -> Iterator[tuple[str, Wanted]]:
 
 def _of(group: str) -> Wanted:
     return lambda asked, _: group_of(asked[0]) == group
+
+
+def _is(task: str) -> Wanted:
+    return lambda asked, _: asked[0] == task
 
 
 def _within(bucket: Bucket) -> Wanted:
@@ -85,5 +100,12 @@ def _recovery(summary: Summary, policy: str, over: str, wanted: Wanted) -> Recov
     # Fewer nats are better.
     sign = -1.0 if over == PERPLEXITY else 1.0
     share = of_recovery([(sign * a, sign * b, sign * c) for a, b, c in triples])
-    means = [sum(scores) / len(triples) for scores in zip(*triples, strict=True)]
-    return Recovery(policy, over, len(triples), means[0], means[1], means[2], share)
+    count = len(triples)
+    means = [sum(scores) / count for scores in zip(*triples, strict=True)]
+    parts: list[float] = []
+    if over != PERPLEXITY:
+        lost = [max(a - b, 0.0) for a, b, _ in triples]
+        back = [min(max(c - b, 0.0), gone) for (_, b, c), gone in zip(triples, lost, strict=True)]
+        newly = [max(min(a, b) - c, 0.0) for a, b, c in triples]
+        parts = [sum(part) / count for part in (lost, back, newly)]
+    return Recovery(policy, over, count, means[0], means[1], means[2], share, *parts)

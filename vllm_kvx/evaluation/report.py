@@ -8,6 +8,9 @@ from vllm_kvx.evaluation.recovery import Recovery, bucket_name, recoveries
 from vllm_kvx.evaluation.rows import is_of_original
 from vllm_kvx.evaluation.summary import PERPLEXITY, Cell, Summary
 
+# What a recovery is made of, see ``Recovery``.
+_PARTS = ("lost", "back", "newly_lost")
+
 
 def table(summary: Summary) -> str:
     """Policies by lengths: right answers of all prompts in percent, the interval and n."""
@@ -113,8 +116,9 @@ def as_json(summary: Summary, facts: Mapping[str, Any]) -> dict[str, Any]:
                 **{"policy": each.policy, "over": each.over, "n": each.count},
                 **{"full": round(each.full, 5), "cut": round(each.cut, 5)},
                 **{"tuned": round(each.tuned, 5), "recovery": _rounded(each.share)},
+                **{name: part and round(part, 5) for name, part in _parts(each)},
             }
-            for each in recoveries(summary)
+            for each in recoveries(summary, by_task=True)
         ]
     return found
 
@@ -136,17 +140,24 @@ def _rounded(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [round(value, 5) for value in interval]
 
 
+def _parts(recovery: Recovery) -> list[tuple[str, float | None]]:
+    return [(name, getattr(recovery, name)) for name in _PARTS]
+
+
 def _recovery(recovered: Sequence[Recovery]) -> str:
-    rows = [["policy", "over", "n", "full", "cut", "tuned", "recovery"]]
+    rows = [["policy", "over", "n", "full", "cut", "tuned", "recovery", *_PARTS]]
     for each in recovered:
         is_nats = each.over == PERPLEXITY
         means = (each.full, each.cut, each.tuned)
         shown = [f"{mean:.4f}" if is_nats else f"{100 * mean:.1f}" for mean in means]
         share = "undefined" if each.share is None else _interval(each.share)
-        rows.append([each.policy, each.over, str(each.count), *shown, share])
+        parts = ["" if part is None else f"{100 * part:.1f}" for _, part in _parts(each)]
+        rows.append([each.policy, each.over, str(each.count), *shown, share, *parts])
     lines = [
         "Recovery: (tuned - cut) / (full - cut), by scores in %, and perplexity by nats a token;",
-        "full and cut: the original in full and under the policy; tuned: the model under it.",
+        "full and cut: the original in full and under the policy; tuned: the model under it;",
+        "lost, back: what the cut loses, question by question, and what of it tuning brings back;",
+        "newly_lost: what tuning loses of what the cut had kept.",
     ]
     if any(each.share is None for each in recovered):
         lines.append(
