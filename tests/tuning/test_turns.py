@@ -191,7 +191,9 @@ def test_turns_and_recitals_are_asked_for_where_they_can_be(
 def test_lookups_have_questions_that_differ(tokenizer: Any) -> None:
     wanted = [Wanted(str(n), 500, None, n % 2 == 0, 4) for n in range(6)]
     alone = [each._replace(turns=1) for each in wanted]
-    for found, single in zip(fitted(wanted, tokenizer), fitted(alone, tokenizer), strict=True):
+    pairs = zip(fitted(wanted, tokenizer), fitted(alone, tokenizer), strict=True)
+    for (found, ids), (single, _) in pairs:
+        assert ids == templated(found, tokenizer)
         # What else is drawn is the same.
         assert found.messages == single.messages and not single.further
         questions = [question for question, _ in found.further]
@@ -241,3 +243,8 @@ def test_each_turn_is_as_if_it_were_asked_alone(tmp_path: Path, cut: Cut | None)
     found = model.lm_head(states[-1]).log_softmax(dim=-1)
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=0)
     assert batch.answers.tolist() == [5, 60, 3, 4]
+
+
+def test_many_are_made_by_several_processes(tokenizer: Any) -> None:
+    many = [Wanted(str(n), 300) for n in range(208)]
+    assert fitted(many, tokenizer)[::40] == fitted(many[::40], tokenizer)

@@ -2,14 +2,17 @@
 
 import multiprocessing
 import os
+import pickle
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tuning.dialogues import Dialogue
+from vllm_kvx.tuning.dialogues import Dialogue, Templated, templated
 from vllm_kvx.tuning.lookups import fitted_lookup, long_contexts
 
 # Fewer are fitted sooner than processes start.
@@ -32,17 +35,22 @@ class Wanted(NamedTuple):
     turns: int = 1
 
 
-def fitted(wanted: Sequence[Wanted], tokenizer: Any) -> list[Dialogue]:
-    """What is wanted, in order, with progress on stderr."""
+def fitted(wanted: Sequence[Wanted], tokenizer: Any) -> list[tuple[Dialogue, Templated]]:
+    """What is wanted, in order, as text and as tokens, with progress on stderr."""
     workers = min(os.cpu_count() or 1, _MOST_PROCESSES)
     if len(wanted) < _FEW or workers == 1:
         _use(tokenizer)
         return [_fit(each) for each in tqdm(wanted, unit=" prompts", dynamic_ncols=True)]
     # Not forked: an engine may be running, whose threads and device children cannot share.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _use, (tokenizer,)) as pool:
-        found = pool.map(_fit, wanted, chunksize=8)
-        return list(tqdm(found, total=len(wanted), unit=" prompts", dynamic_ncols=True))
+    with tempfile.TemporaryDirectory() as folder:
+        # Through its pipe a process takes so much only when it has imported its modules, and the
+        # next one starts after that.
+        file = Path(folder) / "tokenizer.pickle"
+        file.write_bytes(pickle.dumps(tokenizer))
+        with ProcessPoolExecutor(workers, context, _load, (file,)) as pool:
+            found = pool.map(_fit, wanted, chunksize=8)
+            return list(tqdm(found, total=len(wanted), unit=" prompts", dynamic_ncols=True))
 
 
 _tokenizer: Any = None
@@ -54,7 +62,16 @@ def _use(tokenizer: Any) -> None:
     _tokenizer = tokenizer
 
 
-def _fit(wanted: Wanted) -> Dialogue:
+def _load(file: Path) -> None:
+    _use(pickle.loads(file.read_bytes()))
+
+
+def _fit(wanted: Wanted) -> tuple[Dialogue, Templated]:
+    dialogue = _dialogue(wanted)
+    return dialogue, templated(dialogue, _tokenizer)
+
+
+def _dialogue(wanted: Wanted) -> Dialogue:
     if wanted.behind is None:
         return _lookup(wanted)
     try:

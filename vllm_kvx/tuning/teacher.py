@@ -11,7 +11,7 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.engine import last_line, on_cpu, prepare_environment
 from vllm_kvx.tuning import selfwritten
-from vllm_kvx.tuning.dialogues import Dialogue, Further, read, templated
+from vllm_kvx.tuning.dialogues import Dialogue, Further, Templated, read, templated
 from vllm_kvx.tuning.fitting import Wanted, fitted
 from vllm_kvx.tuning.packs import Example
 from vllm_kvx.tuning.plan import Plan
@@ -97,8 +97,7 @@ def examples(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[Example]:
     prompts: list[Sequence[int]] = []
     asking: list[Dialogue] = []
     found: list[tuple[Example, Further]] = []
-    for dialogue in dialogues:
-        ids = templated(dialogue, tokenizer)
+    for dialogue, ids in dialogues:
         if len(ids.prompt) > longest:
             continue
         if ids.answer is not None:
@@ -141,8 +140,8 @@ def begun(example: Example, rng: random.Random) -> Example:
     return replace(example, prompt=example.prompt + example.answer[:at], answer=example.answer[at:])
 
 
-def asked(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[Dialogue]:
-    """What the model is to answer."""
+def asked(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[tuple[Dialogue, Templated]]:
+    """What the model is to answer, as text and as tokens."""
     dialogues = read(Path(plan.prompts), need_answers=False) if plan.prompts else []
     wanted = [
         Wanted(f"{plan.seed} {number}", length, None, number < plan.num_recitals, plan.turns)
@@ -156,7 +155,8 @@ def asked(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[Dialogue]:
             for number, length in enumerate(plan.lengths(behind))
         ]
         dialogues += written[behind:]
-    return dialogues + fitted(wanted, tokenizer)
+    given = [(dialogue, templated(dialogue, tokenizer)) for dialogue in dialogues]
+    return given + fitted(wanted, tokenizer)
 
 
 def write_prompts(count: int, seed: int, teacher: Teacher, tokenizer: Any) -> list[Dialogue]:
