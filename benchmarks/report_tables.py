@@ -89,14 +89,16 @@ def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
 def _cuts_near(own: float, kept: Sequence[Kept]) -> list[Kept]:
     """By model and kind of weights the cut nearest to `own`, a share of the layers.
 
-    Of equal ones that of the youngest file.
+    Of equal ones that of the youngest file, and of those in it the first: trials come last.
     """
     near: dict[tuple[str, bool], tuple[float, Kept]] = {}
     for each in sorted(kept, key=lambda k: (k.file.written, k.file.name)):
         if each.cutoff is not None and each.layers:
             away = abs(each.cutoff / each.layers - own)
             kind = (each.model, each.weights == "not tuned")
-            if kind not in near or away <= near[kind][0]:
+            best = near.get(kind)
+            is_later = best is not None and each.file is not best[1].file
+            if best is None or away < best[0] or (away == best[0] and is_later):
                 near[kind] = (away, each)
     return [each for _, (_, each) in sorted(near.items())]
 

@@ -19,13 +19,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 from benchmarks import processes
+from vllm_kvx.arguments import positive
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.evaluation.rows import row_of_original
 from vllm_kvx.evaluation.store import ANSWERS_FILE
@@ -83,8 +84,9 @@ def sweep(args: argparse.Namespace) -> list[str]:
             gpus.put(gpu)
 
     # With --overlap evaluations have no slot of their own: engines start slowly, and need little of
-    # a GPU while they do.
-    beside = Lock()
+    # a GPU while they do. One at a time on each.
+    beside = {gpu: Lock() for gpu in slots}
+    stopping = Event()
 
     def answered() -> int:
         if (examples / "tuning" / "examples.jsonl").exists():
@@ -94,11 +96,10 @@ def sweep(args: argparse.Namespace) -> list[str]:
         with taken() as gpu:
             return run([*first, *more], args.directory / "examples.log", gpu)
 
-    def asked() -> int:
+    def asked(gpu: str | None) -> int:
         command = ["evaluate", args.model, "--output", str(original), *ask, "--policies"]
         names = dict.fromkeys(n.format(K=k) for _, k, _ in runs_of(args) for n in args.policies)
-        with nullcontext(slots[-1]) if args.overlap else taken() as gpu:
-            return run([*command, *names], args.directory / "original.log", gpu)
+        return run([*command, *names], args.directory / "original.log", gpu)
 
     def tuned(name: str, cutoff: int, options: Sequence[str], gpu: str | None) -> str | None:
         command = ["tune-speed", args.model, "--cutoff", str(cutoff)]
@@ -120,19 +121,32 @@ def sweep(args: argparse.Namespace) -> list[str]:
     def one(wanted: tuple[str, int, list[str]]) -> str | None:
         name, cutoff, options = wanted
         with taken() as gpu:
+            if stopping.is_set():
+                return f"not begun: {name}"
             failed = tuned(name, cutoff, options, gpu)
             if failed or not args.overlap:
                 return failed or evaluated(name, cutoff, gpu)
-        with beside:
+        with beside[gpu]:
             return evaluated(name, cutoff, gpu)
 
     runs = runs_of(args)
     # A thread for each: they wait for a GPU in turn.
     with ThreadPoolExecutor(len(runs) + 2) as pool:
-        asking, answering = pool.submit(asked), pool.submit(answered)
-        if answering.result():
-            return ["examples"]
-        failures = list(pool.map(one, runs))
+        # The original has its GPU before anything that waits for its answers can have it.
+        first = gpus.get()
+        asking = pool.submit(asked, first)
+        if args.overlap:
+            gpus.put(first)
+        else:
+            asking.add_done_callback(lambda _: gpus.put(first))
+        answering = pool.submit(answered)
+        try:
+            if answering.result():
+                return ["examples"]
+            failures = list(pool.map(one, runs))
+        except BaseException:
+            stopping.set()
+            raise
     return list(dict.fromkeys(failure for failure in failures if failure))
 
 
@@ -178,7 +192,7 @@ def curves(pyplot: Any, result: dict[str, Any]) -> Any:
                     lines.setdefault(name, []).append((int(cutoff), 100 * each[name]))
     for name, label in (("full", "full depth"), ("cut", "cut, not tuned"), ("tuned", "tuned")):
         if name in lines:
-            right.plot(*zip(*lines[name], strict=True), marker="o", label=label)
+            right.plot(*zip(*sorted(lines[name]), strict=True), marker="o", label=label)
     right.set(xlabel="cutoff K", ylabel="right answers (%)", title="answers")
     right.legend()
     figure.tight_layout()
@@ -211,7 +225,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="evaluate beside the tuning, on a GPU that has room for both",
     )
     parser.add_argument(
-        "--at-once", type=int, default=1, metavar="N", help="runs at a time on each GPU"
+        "--at-once", type=positive, default=1, metavar="N", help="runs at a time on each GPU"
     )
     parser.add_argument("--summary", metavar="NAME", help="only write results of what is there")
     return parser.parse_args(argv)

@@ -117,6 +117,20 @@ def test_answers_name_weights_cutoff_and_model(write: Any) -> None:
     assert "| `fier-64` |" not in page
 
 
+def test_of_equal_cutoffs_the_youngest_file_and_its_first_stand(write: Any) -> None:
+    def at(hour: int, share: float) -> dict[str, Any]:
+        made = tuned(15, share)
+        made["cutoffs"]["15"]["report"]["date"] = f"2026-11-23T{hour:02}:00:00+00:00"
+        return made
+
+    young = at(15, 0.7)
+    young["cutoffs"]["longer-15"] = tuned(15, 0.8)["cutoffs"]["15"]
+    load = loaded({"stock": 2.0, "speed-24": 3.0})
+    page = write(load=load, a=young, b=at(9, 0.6))
+    line = row(page, "| `speed-24` |", "n 40")
+    assert "70.0 [60-80]" in line and "60.0" not in line and "80.0 [" not in line
+
+
 def test_nothing_measured_is_said_and_not_drawn(write: Any) -> None:
     page = write(cpu=loaded({"stock": 2.0, "speed-16": 3.0}, gpu=None), other={"what": "x"})
     assert "speed-16" not in page and "publish" not in page and "![" not in page

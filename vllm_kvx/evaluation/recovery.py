@@ -16,14 +16,14 @@ Wanted = Callable[[Asked, Answer], bool]
 class Recovery:
     """A policy's recovery over some of the prompts that all three answered.
 
-    policy: as the user names it. over: a group of tasks, a task, a length or `all`. count: of the
-    prompts.
+    policy: as the user names it. over: a group of tasks, a task, a length or `all`. count: how
+    many prompts.
     full, cut, tuned: mean scores of the original in full, of the original under the policy and of
     the tuned model under it; for perplexity nats a token.
     share: (tuned - cut) / (full - cut); None where the cut loses nothing significant.
     lost, back, newly_lost: what `share` is made of, prompt by prompt, means over all of them: what
     the cut loses, what of this tuning brings back, and what tuning loses though the cut kept it.
-    None of perplexity, of which every text changes a little.
+    None for perplexity, where every text's score changes a little.
     """
 
     policy: str

@@ -1,0 +1,91 @@
+"""benchmarks.speed_sweep: what runs when, and what becomes of it if a part fails."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import speed_sweep
+from benchmarks.speed_sweep import curves, parse_args, sweep
+
+
+class Commands:
+    """Stands for vllm-kvx: what is asked of it, how many at once, and what fails."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.asked: list[str] = []
+        self.most: dict[str, int] = {}
+        self._failing, self._now, self._lock = failing, dict[str, int](), threading.Lock()
+
+    def run(self, command: list[str], log: Path, gpu: str | None) -> int:
+        out = Path(command[command.index("--out" if "--out" in command else "--output") + 1])
+        kind = out.name if out.name in ("examples", "original") else command[0]
+        with self._lock:
+            self.asked.append(out.name)
+            self._now[kind] = self._now.get(kind, 0) + 1
+            self.most[kind] = max(self.most.get(kind, 0), self._now[kind])
+        # The slowest is what the others wait for.
+        time.sleep(0.15 if kind == "original" else 0.02)
+        if kind == "original":
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "answers.jsonl").write_text("")
+        with self._lock:
+            self._now[kind] -= 1
+        return int(out.name == self._failing)
+
+
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def sweep_with(*options: str, failing: str = "") -> tuple[list[str], Commands]:
+        commands = Commands(failing)
+        monkeypatch.setattr(speed_sweep, "run", commands.run)
+        args = ["MODEL", str(tmp_path / "out"), "--cutoffs", "6", "7", "--trial", "more-7", "7", ""]
+        return sweep(parse_args([*args, *options])), commands
+
+    return sweep_with
+
+
+RUNS = ("speed-6", "speed-7", "more-7")
+
+
+def test_one_at_a_time_without_more_gpus(swept: Any) -> None:
+    failed, commands = swept()
+    assert not failed and max(commands.most.values()) == 1
+    # The only GPU is the original's first; each run is evaluated before the next begins.
+    each = [name for run in RUNS for name in (run, f"evaluate-{run}")]
+    assert commands.asked == ["original", "examples", *each]
+
+
+def test_several_at_once_and_evaluated_beside(swept: Any) -> None:
+    failed, commands = swept("--at-once", "2", "--overlap")
+    assert not failed and sorted(commands.asked[:2]) == ["examples", "original"]
+    assert commands.most == {"examples": 1, "original": 1, "tune-speed": 2, "evaluate": 1}
+
+
+def test_what_fails_is_named(swept: Any) -> None:
+    assert swept(failing="examples")[0] == ["examples"]
+    failed, commands = swept("--gpus", "0", "1", failing="speed-7")
+    assert failed == ["tuning speed-7"] and "evaluate-speed-7" not in commands.asked
+    assert swept("--at-once", "3", failing="original")[0] == ["the original"]
+    assert swept(failing="evaluate-more-7")[0] == ["evaluating more-7"]
+    with pytest.raises(SystemExit):
+        swept("--at-once", "0")
+
+
+def test_lines_go_from_cutoff_to_cutoff() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+
+    def entry(cutoff: int, tuned: float) -> dict[str, Any]:
+        means = {"full": 0.7, "cut": tuned / 2, "tuned": tuned}
+        return {"report": {"recovery": [{"policy": f"speed-{cutoff}", "over": "all", **means}]}}
+
+    found = {"18": entry(18, 0.6), "21": entry(21, 0.65), "12": entry(12, 0.1)}
+    found["more-18"] = entry(18, 0.2)
+    figure = curves(pyplot, {"cutoffs": json.loads(json.dumps(found))})
+    tuned = figure.axes[1].get_lines()[2]
+    assert list(tuned.get_xdata()) == [12, 18, 21]
+    assert list(tuned.get_ydata()) == pytest.approx([10, 60, 65])
+    pyplot.close(figure)
