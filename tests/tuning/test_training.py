@@ -18,7 +18,7 @@ from world.models import LOOKUP
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tuning import packs, train
-from vllm_kvx.tuning.batches import Batches
+from vllm_kvx.tuning.batches import Batches, agreement_of
 from vllm_kvx.tuning.job import Job
 from vllm_kvx.tuning.packs import Example
 from vllm_kvx.tuning.student import Student
@@ -33,6 +33,7 @@ JOB = Job(
     method="lora",
     loss="self-distillation",
     hidden_loss=0.5,
+    at_full_depth=0.25,
     rank=4,
     alpha=8,
     dropout=0.1,
@@ -123,7 +124,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(whole, tmp_path):
 
 def test_two_processes_learn_what_one_does_in_larger_steps(tmp_path):
     """Batches of a step lie on two processes or follow each other on one: the gradient is one."""
-    job = Job(**{**vars(JOB), "dropout": 0.0})
+    job = Job(**{**vars(JOB), "dropout": 0.0, "at_full_depth": 0.0})
     # Of an odd number of batches the last step would have one twice.
     assert len(Batches(examples(EVEN)[job.held_out :], job)) % 2 == 0
     alone, together = begin(tmp_path / "alone", job, EVEN), tmp_path / "together"
@@ -152,7 +153,8 @@ def test_every_token_weighs_the_same_in_all_batches(tmp_path):
     """Gradients of batches add up to that of all examples at once, however many tokens each has."""
     found = []
     for tokens in (300, 10**6):
-        job = Job(**{**vars(JOB), "dropout": 0.0, "batch_tokens": tokens, "accumulate": 1})
+        more = {"dropout": 0.0, "at_full_depth": 0.0, "batch_tokens": tokens, "accumulate": 1}
+        job = Job(**{**vars(JOB), **more})
         set_seed(0)
         student = Student(job, torch.device("cpu"))
         with torch.no_grad():
@@ -175,6 +177,40 @@ def test_every_token_weighs_the_same_in_all_batches(tmp_path):
         if some.grad is not None:
             expected = every.grad * several
             assert (some.grad - expected).norm() < 1e-3 * expected.norm(), name
+
+
+def test_batches_at_full_depth_keep_the_weights_what_they_were(tmp_path, monkeypatch):
+    """They are as many as the job says, and one such loses nothing before anything is learnt."""
+    seen, students = [], []
+
+    class Watched(Student):
+        def __init__(self, *args):
+            super().__init__(*args)
+            students.append(self)
+
+        def _loss(self, *args, at_full_depth=False, **inputs):
+            loss = super()._loss(*args, at_full_depth=at_full_depth, **inputs)
+            if torch.is_grad_enabled():
+                seen.append((at_full_depth, loss.item()))
+            return loss
+
+    monkeypatch.setattr(train, "Student", Watched)
+    found = []
+    for share in (0.0, 0.5):
+        more = {"at_full_depth": share, "dropout": 0.0, "epochs": 3.0, "checkpointing": "off"}
+        job = Job(**{**vars(JOB), **more})
+        directory = begin(tmp_path / str(share), job, FEW)
+        train.train(directory)
+        held_out = Batches(examples(FEW)[: job.held_out], job)
+        at_depth = [agreement_of(students[-1], held_out, at_full_depth=full) for full in (0, 1)]
+        found.append([each["all"]["kl"] for each in at_depth])
+        assert found[-1][0] == losses(directory)["after"]["all"]["kl"]
+    learnt = seen[len(seen) // 2 :]
+    assert not any(full for full, _ in seen[: len(seen) // 2])
+    assert [full for full, _ in learnt] == [number % 2 == 1 for number in range(len(learnt))]
+    # The second batch of the first step.
+    assert learnt[1][1] < 1e-4 < learnt[0][1]
+    assert found[1][1] < 0.7 * found[0][1]
 
 
 def test_agreement_is_told_by_kind_and_length(whole):

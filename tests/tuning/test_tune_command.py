@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,19 +175,20 @@ def test_the_folder_is_a_checkpoint_that_says_what_it_is(tuned: Path) -> None:
 def test_answers_are_the_full_depth_models_and_agreement_is_with_it(tuned: Path) -> None:
     original, merged = speed.load(LOOKUP), speed.load(tuned)
     record = recorded(tuned)
-    kl, same, tokens = {"before": 0.0, "after": 0.0}, {"before": 0, "after": 0}, 0
+    kl, same, tokens = defaultdict(float), defaultdict(int), 0
     for example in examples(tuned)[:8]:
         prompt, answer = example["prompt"], example["answer"]
         assert len(prompt) + len(answer) <= 512 and len(answer) <= 16
         full = speed.score(original, prompt, answer, cutoff=None)
         if example["kind"] != "recital":
             assert full.regret.max() < 1e-2
-        for when, model in (("before", original), ("after", merged)):
-            cut = speed.score(model, prompt, answer, cutoff=3)
+        models = (("before", original, 3), ("after", merged, 3), ("full_depth", merged, None))
+        for when, model, cutoff in models:
+            cut = speed.score(model, prompt, answer, cutoff=cutoff)
             kl[when] += (full.logprobs.exp() * (full.logprobs - cut.logprobs)).sum().item()
             same[when] += sum(a == b for a, b in zip(cut.argmax, full.argmax, strict=True))
         tokens += len(answer)
-    for when in ("before", "after"):
+    for when in kl:
         found: Any = record.agreement[when]  # type: ignore[literal-required]
         assert found["tokens"] == tokens and found["answers"] == 8
         assert found["kl"] == pytest.approx(kl[when] / tokens, rel=1e-3, abs=1e-4)
@@ -228,6 +230,9 @@ def test_the_same_command_is_done_at_once(
     shown = capsys.readouterr().out
     assert "speed-3 of lookup-8l" in shown and f"vllm serve {tuned}" in shown
     agreement = recorded(tuned).agreement
+    kept = agreement["full_depth"]
+    assert 0 < kept["kl"] < agreement["before"]["kl"]
+    assert f"choose {kept['greedy']:.1%} of the tokens as the original does" in shown
     is_worse = agreement["after"]["kl"] >= agreement["before"]["kl"]
     assert is_worse == ("further from full depth than the original" in shown)
 
@@ -454,6 +459,8 @@ def test_texts_are_asked_several_questions(tmp_path: Path) -> None:
         (("--hidden-loss", "-1"), "--hidden-loss must be at least 0, got -1.0"),
         (("--hidden-loss", "inf"), "--hidden-loss must be at least 0, got inf"),
         (("--sft", "a.jsonl", "--hidden-loss", "1"), "--hidden-loss has no meaning with --sft"),
+        (("--at-full-depth", "1"), "--at-full-depth must be from 0 to below 1, got 1"),
+        (("--sft", "a.jsonl", "--at-full-depth", "0.1"), "--at-full-depth has no meaning with"),
         (("--examples", "a", "--recitals", "1"), "--recitals has no meaning with --examples"),
         (("--examples", "a", "--turns", "2"), "--turns has no meaning with --examples"),
         (("--turns", "2", "--lookups", "0"), "--turns has no meaning without lookups"),

@@ -55,11 +55,16 @@ class Batches(Dataset[dict[str, Tensor]]):
 
 
 def agreement_of(
-    student: Student, held_out: Batches, rank: int = 0, world: int = 1
+    student: Student,
+    held_out: Batches,
+    rank: int = 0,
+    world: int = 1,
+    at_full_depth: bool = False,
 ) -> dict[str, dict[str, float | int]]:
     """Of all answers, and of those of a kind and of prompts of a length (`Agreement.as_json`).
 
     rank, world: this process among those that measure together; each gets the whole.
+    at_full_depth: without the cut, where the model is to have stayed what it was.
     """
     found: dict[str, Agreement] = {}
     device = student.trained.device
@@ -67,7 +72,7 @@ def agreement_of(
         inputs = held_out[index]
         inputs.pop("targets", None)
         with student.computing():
-            each = student.agreements(Batch(**inputs).to(device))
+            each = student.agreements(Batch(**inputs).to(device), at_full_depth)
         turns = [(e.kind, prompt) for e in held_out.members(index) for prompt, _ in e.spans()]
         for (kind, prompt), one in zip(turns, each, strict=True):
             for name in ("all", kind, _length_name(prompt)):

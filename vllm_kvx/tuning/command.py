@@ -30,7 +30,7 @@ from vllm_kvx.tuning import record as tuned_record
 from vllm_kvx.tuning.job import FILE, Job, check_same
 from vllm_kvx.tuning.plan import Plan
 from vllm_kvx.tuning.record import TunedRecord
-from vllm_kvx.tuning.train import EXAMPLES, LOSSES, MERGED, REFUSED
+from vllm_kvx.tuning.train import EXAMPLES, FULL_DEPTH, LOSSES, MERGED, REFUSED
 from vllm_kvx.tuning.trial import TRIED
 
 
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
         losses = json.loads((directory / LOSSES).read_text(encoding="utf-8"))
         # Adapted weights were rounded when they were merged.
         losses["after"] = json.loads((directory / MERGED).read_text(encoding="utf-8"))
+        if (directory / FULL_DEPTH).exists():
+            losses["full_depth"] = json.loads((directory / FULL_DEPTH).read_text(encoding="utf-8"))
         if record is None:
             record = record_of(args, str(policy), config.num_hidden_layers, plan, job, losses)
             record.write(out)
@@ -103,6 +105,8 @@ def job_of(args: argparse.Namespace, plan: Plan) -> Job:
             raise ToolError(f"--{name} must be above 0, got {getattr(args, name)}")
     if not 0 <= args.hidden_loss < math.inf:
         raise ToolError(f"--hidden-loss must be at least 0, got {args.hidden_loss}")
+    if not 0 <= args.at_full_depth < 1:
+        raise ToolError(f"--at-full-depth must be from 0 to below 1, got {args.at_full_depth:g}")
     if not 0 <= args.seed < 2**32:
         raise ToolError(f"--seed must be from 0 to below 2**32, got {args.seed}")
     device = choose_device(args.device)
@@ -122,6 +126,7 @@ def job_of(args: argparse.Namespace, plan: Plan) -> Job:
         method=args.method,
         loss="sft" if args.sft else "self-distillation",
         hidden_loss=args.hidden_loss,
+        at_full_depth=args.at_full_depth,
         rank=args.rank,
         alpha=args.alpha,
         dropout=args.dropout,
@@ -272,11 +277,23 @@ def record_of(
             name: getattr(job, name)
             for name in (
                 *(("rank", "alpha", "dropout") if job.method == "lora" else ()),
-                *("hidden_loss", "lr", "epochs", "batch_tokens", "accumulate", "gpus"),
+                *(
+                    "hidden_loss",
+                    "at_full_depth",
+                    "lr",
+                    "epochs",
+                    "batch_tokens",
+                    "accumulate",
+                    "gpus",
+                ),
             )
         }
         | {name: losses[name] for name in ("steps", "seconds", "peak_gib")},
-        agreement={"before": losses["before"]["all"], "after": losses["after"]["all"]},
+        agreement={
+            "before": losses["before"]["all"],
+            "after": losses["after"]["all"],
+            "full_depth": losses["full_depth"]["all"],
+        },
         versions={
             "vllm_kvx": vllm_kvx.__version__,
             "torch": torch.__version__,
@@ -301,6 +318,12 @@ def summary(record: TunedRecord, losses: Mapping[str, Any]) -> str:
             f"{before['kl']:6.3f} ->{after['kl']:6.3f}",
         ]
         lines.append(f"{name:24}{after['answers']:>8}  {'  '.join(f'{c:>15}' for c in cells)}")
+    if full_depth := losses.get("full_depth"):
+        found = full_depth["all"]
+        lines.append(
+            f"At full depth the tuned weights choose {found['greedy']:.1%} of the tokens as the "
+            f"original does, KL {found['kl']:.3f}."
+        )
     if losses["after"]["all"]["kl"] >= losses["before"]["all"]["kl"]:
         lines.append(
             "The tuned weights are further from full depth than the original ones: use a smaller "

@@ -18,9 +18,10 @@ class Job:
 
     model, revision: the checkpoint that is tuned. cut: what upper layers run; None tunes at full
     depth, to compare with. loss: `self-distillation` or `sft`. hidden_loss: weight of the upper
-    layers' states beside it. accumulate: batches of a step on one GPU. max_length, answer_tokens:
-    of the longest example, and of the longest answer. turns: of an example, at most.
-    held_out: examples at the file's beginning that only measure. evaluations: how often they do.
+    layers' states beside it. at_full_depth: the share of the batches that are learnt without the
+    cut. accumulate: batches of a step on one GPU. max_length, answer_tokens: of the longest
+    example, and of the longest answer. turns: of an example, at most. held_out: examples at the
+    file's beginning that only measure. evaluations: how often they do.
     checkpointing: `auto`, `on` or `off`. gpus: processes, 0 for one on the CPU.
     batches: how they are put together; runs that do not say so had examples of one length.
     """
@@ -48,6 +49,7 @@ class Job:
     gpus: int
     device: str
     hidden_loss: float = 0.0
+    at_full_depth: float = 0.0
     turns: int = 1
     batches: str = "of one length"
 

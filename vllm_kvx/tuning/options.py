@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LEARNING_RATES = {"lora": 3e-4, "full": 2e-5}
 # Defaults of the options that only LoRA has, and of those of prompts that are made or answered.
 _LORA: dict[str, Any] = {"rank": 32, "alpha": 64, "dropout": 0.0}
-_DISTILLED: dict[str, Any] = {"hidden_loss": 1.0}
+_DISTILLED: dict[str, Any] = {"hidden_loss": 1.0, "at_full_depth": 0.0}
 _ASKING: dict[str, Any] = {
     "count": 4000,
     "lookups": 0.5,
@@ -168,6 +168,13 @@ def _add_training(command: argparse.ArgumentParser) -> None:
         f"beside the divergence of the predictions (default: {_DISTILLED['hidden_loss']})",
     )
     training.add_argument(
+        "--at-full-depth",
+        type=_share,
+        metavar="SHARE",
+        help="of the batches, those that are learnt without the cut, where the weights are to stay "
+        f"what they were (default: {_DISTILLED['at_full_depth']:g})",
+    )
+    training.add_argument(
         "--lr",
         type=float,
         help=f"learning rate (default: {LEARNING_RATES['lora']}, with --method full "
@@ -231,7 +238,8 @@ def _tune(args: argparse.Namespace) -> None:
     if args.lr is None:
         args.lr = LEARNING_RATES[args.method]
     _complete(args, _LORA, "--method full" if args.method == "full" else None)
-    _complete(args, {"hidden_loss": 0.0} if args.sft else _DISTILLED, "--sft" if args.sft else None)
+    distilled = dict.fromkeys(_DISTILLED, 0.0) if args.sft else _DISTILLED
+    _complete(args, distilled, "--sft" if args.sft else None)
     answered = next((name for name in ("sft", "examples") if getattr(args, name)), None)
     _complete(args, _ASKING, f"--{answered}" if answered else None)
     for name in ("peft", "accelerate"):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import Propagate
@@ -33,10 +33,12 @@ class Agreement(TypedDict):
 
 
 class Agreements(TypedDict):
-    """The agreement of the original weights, and of the tuned ones."""
+    """The agreement of the original weights, and of the tuned ones; and of these at full depth,
+    which older records do not have."""
 
     before: Agreement
     after: Agreement
+    full_depth: NotRequired[Agreement]
 
 
 @dataclass(frozen=True)

@@ -118,19 +118,20 @@ class Student:
         sequences: Tensor,
         teacher: Tensor | None = None,
         targets: Tensor | None = None,
+        at_full_depth: bool = False,
     ) -> Tensor:
-        """The loss of a batch (`Batch`'s tensors).
+        """The loss of a batch (`Batch`'s tensors), under the cut or at full depth.
 
         teacher: (states, n, hidden), the full-depth model's (`teacher_states`); or targets: (n,)
             int64, the answers.
         """
         batch = Batch(tokens, lengths, prompts, answers, sequences)
-        head = self._model.lm_head
+        head, cut = self._model.lm_head, None if at_full_depth else self.job.cut
         if teacher is None:
             assert targets is not None
-            states = answer_states(self._model, batch, self.job.cut)
+            states = answer_states(self._model, batch, cut)
             return supervised_loss(states[-1], head, targets)
-        states = answer_states(self._model, batch, self.job.cut, self._watched)
+        states = answer_states(self._model, batch, cut, self._watched)
         loss = distillation_loss(states[-1], head, teacher[-1], self._teacher_head)
         if self._watched is not None:
             loss = loss + self.job.hidden_loss * hidden_loss(states[:-1], teacher[:-1])
@@ -161,13 +162,14 @@ class Student:
             return answer_states(model, batch, watched=watched)
 
     @torch.no_grad()
-    def agreements(self, batch: Batch) -> list[Agreement]:
-        """Of each answer of a batch, under the cut, with the full-depth model."""
+    def agreements(self, batch: Batch, at_full_depth: bool = False) -> list[Agreement]:
+        """Of each answer of a batch, under the cut or at full depth, with the full-depth model."""
         teacher = self._teacher_states(batch, None)[-1]
         training = self._model.training
         self._model.eval()
         try:
-            states = answer_states(self._model, batch, self.job.cut)[-1]
+            cut = None if at_full_depth else self.job.cut
+            states = answer_states(self._model, batch, cut)[-1]
         finally:
             self._model.train(training)
         return agreements(

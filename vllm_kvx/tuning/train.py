@@ -32,6 +32,7 @@ from vllm_kvx.tuning.visibility import Batch
 # Files and folders of a job's directory.
 EXAMPLES, CHECKPOINTS, ADAPTER, WEIGHTS = "examples.jsonl", "checkpoints", "adapter", "weights"
 BEFORE, LOSSES, MERGED = "before.json", "losses.json", "merged.json"
+FULL_DEPTH = "full_depth.json"
 
 # The share of the steps in which the learning rate rises.
 WARMUP = 0.03
@@ -51,6 +52,8 @@ class SpeedTrainer(Trainer):
         self._learnt = learned.learnt
         self._student, self._held_out = student, held_out
         self._latest: tuple[int, Found] | None = None
+        # The step of the latest batch, and which of the step's batches it was.
+        self._batch = (-1, 0)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.add_callback(Progress())
@@ -65,9 +68,19 @@ class SpeedTrainer(Trainer):
         with self._student.computing():
             if "targets" not in inputs:
                 inputs = {**inputs, "teacher": self._student.teacher_states(Batch(**inputs))}
-            loss: Tensor = model(**inputs) * (inputs["answers"].sum() / shares)
+            full = self._next_is_at_full_depth()
+            loss: Tensor = model(**inputs, at_full_depth=full) * (inputs["answers"].sum() / shares)
         self.accelerator.backward(loss)
         return loss.detach()
+
+    def _next_is_at_full_depth(self) -> bool:
+        """Of the batches that are learnt as many as the job says, evenly spread; the same ones in a
+        run that is taken up again, and in all processes."""
+        job, step = self._student.job, self.state.global_step
+        self._batch = (step, self._batch[1] + 1 if self._batch[0] == step else 0)
+        number = step * job.accumulate + self._batch[1]
+        share = job.at_full_depth
+        return math.floor((number + 1) * share) > math.floor(number * share)
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Agreement of held-out answers with the full-depth model's, into the log."""
@@ -188,11 +201,15 @@ def train(directory: Path) -> None:
 
 
 def measure(directory: Path, checkpoint: str) -> None:
-    """Writes the agreement of a checkpoint that was made of a job: of its weights as they are."""
+    """Writes the agreement of a checkpoint that was made of a job, of its weights as they are:
+    under the cut, and at full depth."""
     job, device = job_and_device(directory)
     held_out = packs.read(directory / EXAMPLES)[: job.held_out]
     student = Student(job, device, checkpoint)
-    write(directory / MERGED, agreement_of(student, Batches(held_out, job)))
+    measured = Batches(held_out, job)
+    write(directory / FULL_DEPTH, agreement_of(student, measured, at_full_depth=True))
+    # It is written last.
+    write(directory / MERGED, agreement_of(student, measured))
 
 
 def _last_checkpoint(checkpoints: Path, main: bool) -> str | None:

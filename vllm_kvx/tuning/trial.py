@@ -85,7 +85,8 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
         for batch in largest(job, device):
             with student.computing():
                 teacher = student.teacher_states(batch)
-                loss = student.trained(**vars(batch), teacher=teacher)
+                full = job.at_full_depth > 0
+                loss = student.trained(**vars(batch), teacher=teacher, at_full_depth=full)
             loss.backward()
             optimizer.step()
         del reserve
