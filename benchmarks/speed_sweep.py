@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -84,9 +85,20 @@ def sweep(args: argparse.Namespace) -> list[str]:
             gpus.put(gpu)
 
     # With --overlap evaluations have no slot of their own: engines start slowly, and need little of
-    # a GPU while they do. One at a time on each.
+    # a GPU while they do. Each GPU has one at a time, the original's aside.
     beside = {gpu: Lock() for gpu in slots}
+    running: set[subprocess.Popen[bytes]] = set()
     stopping = Event()
+
+    def code_of(command: Sequence[str], log: Path, gpu: str | None) -> int:
+        if stopping.is_set():
+            return 1
+        process = start(command, log, gpu)
+        running.add(process)
+        code = process.wait()
+        running.discard(process)
+        processes.stop(process)
+        return code
 
     def answered() -> int:
         if (examples / "tuning" / "examples.jsonl").exists():
@@ -94,17 +106,17 @@ def sweep(args: argparse.Namespace) -> list[str]:
         first = ["tune-speed", args.model, "--cutoff", str(args.cutoffs[0]), *tune]
         more = [*shlex.split(args.data), "--out", str(examples), "--only-examples"]
         with taken() as gpu:
-            return run([*first, *more], args.directory / "examples.log", gpu)
+            return code_of([*first, *more], args.directory / "examples.log", gpu)
 
     def asked(gpu: str | None) -> int:
         command = ["evaluate", args.model, "--output", str(original), *ask, "--policies"]
         names = dict.fromkeys(n.format(K=k) for _, k, _ in runs_of(args) for n in args.policies)
-        return run([*command, *names], args.directory / "original.log", gpu)
+        return code_of([*command, *names], args.directory / "original.log", gpu)
 
     def tuned(name: str, cutoff: int, options: Sequence[str], gpu: str | None) -> str | None:
         command = ["tune-speed", args.model, "--cutoff", str(cutoff)]
         command += ["--out", str(args.directory / name), "--examples", str(examples)]
-        code = run([*command, *tune, *options], args.directory / f"{name}.log", gpu)
+        code = code_of([*command, *tune, *options], args.directory / f"{name}.log", gpu)
         return f"tuning {name}" if code else None
 
     def evaluated(name: str, cutoff: int, gpu: str | None) -> str | None:
@@ -115,14 +127,12 @@ def sweep(args: argparse.Namespace) -> list[str]:
         command = ["evaluate", str(args.directory / name), "--original", args.model, "--policies"]
         command += [each.format(K=cutoff) for each in args.policies]
         command += ["--output", str(evaluation), *ask]
-        code = run(command, args.directory / f"{name}.log", gpu)
+        code = code_of(command, args.directory / f"{name}.log", gpu)
         return f"evaluating {name}" if code else None
 
     def one(wanted: tuple[str, int, list[str]]) -> str | None:
         name, cutoff, options = wanted
         with taken() as gpu:
-            if stopping.is_set():
-                return f"not begun: {name}"
             failed = tuned(name, cutoff, options, gpu)
             if failed or not args.overlap:
                 return failed or evaluated(name, cutoff, gpu)
@@ -146,6 +156,8 @@ def sweep(args: argparse.Namespace) -> list[str]:
             failures = list(pool.map(one, runs))
         except BaseException:
             stopping.set()
+            for process in list(running):
+                processes.stop(process)
             raise
     return list(dict.fromkeys(failure for failure in failures if failure))
 
@@ -242,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         path.write_text(text + "\n", encoding="utf-8")
         print(draw(path.with_suffix(".png"), curves, result))
         return
+    # Ending by a signal must end what runs too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if failed := sweep(args):
         raise SystemExit("failed, see the logs: " + ", ".join(failed))
 

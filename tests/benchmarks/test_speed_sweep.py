@@ -8,27 +8,38 @@ from typing import Any
 
 import pytest
 
-from benchmarks import speed_sweep
+from benchmarks import processes, speed_sweep
 from benchmarks.speed_sweep import curves, parse_args, sweep
 
 
 class Commands:
-    """Stands for vllm-kvx: what is asked of it, how many at once, and what fails."""
+    """Stands for vllm-kvx: what is asked of it, how many at once, and what fails.
 
-    def __init__(self, failing: str = "") -> None:
+    together: of `tune-speed` so many are at work before the first one ends.
+    """
+
+    def __init__(self, failing: str = "", together: int = 1) -> None:
         self.asked: list[str] = []
         self.most: dict[str, int] = {}
         self._failing, self._now, self._lock = failing, dict[str, int](), threading.Lock()
+        self._left, self._together = together, threading.Event()
 
-    def run(self, command: list[str], log: Path, gpu: str | None) -> int:
+    def start(self, command: list[str], log: Path, gpu: str | None) -> "Command":
+        return Command(self, command)
+
+    def work(self, command: list[str]) -> int:
         out = Path(command[command.index("--out" if "--out" in command else "--output") + 1])
         kind = out.name if out.name in ("examples", "original") else command[0]
         with self._lock:
             self.asked.append(out.name)
             self._now[kind] = self._now.get(kind, 0) + 1
             self.most[kind] = max(self.most.get(kind, 0), self._now[kind])
+            self._left -= kind == "tune-speed"
+            if self._left == 0:
+                self._together.set()
+        assert kind != "tune-speed" or self._together.wait(timeout=30)
         # The slowest is what the others wait for.
-        time.sleep(0.15 if kind == "original" else 0.02)
+        time.sleep(0.2 if kind == "original" else 0.02)
         if kind == "original":
             out.mkdir(parents=True, exist_ok=True)
             (out / "answers.jsonl").write_text("")
@@ -37,11 +48,24 @@ class Commands:
         return int(out.name == self._failing)
 
 
+class Command:
+    """A process: it works where it is waited for."""
+
+    def __init__(self, commands: Commands, command: list[str]) -> None:
+        self._commands, self._command = commands, command
+
+    def wait(self) -> int:
+        return self._commands.work(self._command)
+
+
 @pytest.fixture
 def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def sweep_with(*options: str, failing: str = "") -> tuple[list[str], Commands]:
-        commands = Commands(failing)
-        monkeypatch.setattr(speed_sweep, "run", commands.run)
+    def sweep_with(
+        *options: str, failing: str = "", together: int = 1
+    ) -> tuple[list[str], Commands]:
+        commands = Commands(failing, together)
+        monkeypatch.setattr(speed_sweep, "start", commands.start)
+        monkeypatch.setattr(processes, "stop", lambda process: None)
         args = ["MODEL", str(tmp_path / "out"), "--cutoffs", "6", "7", "--trial", "more-7", "7", ""]
         return sweep(parse_args([*args, *options])), commands
 
@@ -55,13 +79,15 @@ def test_one_at_a_time_without_more_gpus(swept: Any) -> None:
     failed, commands = swept()
     assert not failed and max(commands.most.values()) == 1
     # The only GPU is the original's first; each run is evaluated before the next begins.
-    each = [name for run in RUNS for name in (run, f"evaluate-{run}")]
-    assert commands.asked == ["original", "examples", *each]
+    assert commands.asked[:2] == ["original", "examples"] and len(commands.asked) == 8
+    for run in RUNS:
+        assert commands.asked[commands.asked.index(run) + 1] == f"evaluate-{run}"
 
 
 def test_several_at_once_and_evaluated_beside(swept: Any) -> None:
-    failed, commands = swept("--at-once", "2", "--overlap")
-    assert not failed and sorted(commands.asked[:2]) == ["examples", "original"]
+    failed, commands = swept("--at-once", "2", "--overlap", together=2)
+    assert not failed and len(commands.asked) == len(set(commands.asked)) == 8
+    assert commands.asked.index("examples") < min(map(commands.asked.index, RUNS))
     assert commands.most == {"examples": 1, "original": 1, "tune-speed": 2, "evaluate": 1}
 
 

@@ -198,10 +198,12 @@ def test_batches_at_full_depth_keep_the_weights_what_they_were(tmp_path, monkeyp
     found = []
     for share in (0.0, 0.5):
         more = {"at_full_depth": share, "dropout": 0.0, "epochs": 3.0, "checkpointing": "off"}
-        job = Job(**{**vars(JOB), **more})
+        job = Job(**{**vars(JOB), **more, "batch_tokens": 600})
         directory = begin(tmp_path / str(share), job, FEW)
         train.train(directory)
         held_out = Batches(examples(FEW)[: job.held_out], job)
+        # The last step of an epoch has one batch.
+        assert len(Batches(examples(FEW)[job.held_out :], job)) % job.accumulate == 1
         at_depth = [agreement_of(students[-1], held_out, at_full_depth=full) for full in (0, 1)]
         found.append([each["all"]["kl"] for each in at_depth])
         assert found[-1][0] == losses(directory)["after"]["all"]["kl"]

@@ -171,8 +171,8 @@ def _add_training(command: argparse.ArgumentParser) -> None:
         "--at-full-depth",
         type=_share,
         metavar="SHARE",
-        help="of the batches, those that are learnt without the cut, where the weights are to stay "
-        f"what they were (default: {_DISTILLED['at_full_depth']:g})",
+        help="of the batches, those that are learnt without the cut, so that the weights answer "
+        f"there as before; below 1 (default: {_DISTILLED['at_full_depth']:g})",
     )
     training.add_argument(
         "--lr",

@@ -33,8 +33,8 @@ class Agreement(TypedDict):
 
 
 class Agreements(TypedDict):
-    """The agreement of the original weights, and of the tuned ones; and of these at full depth,
-    which older records do not have."""
+    """The agreement of the original weights, and of the tuned ones; `full_depth` is the tuned ones'
+    without the cut, which older records lack."""
 
     before: Agreement
     after: Agreement

@@ -49,7 +49,7 @@ class SpeedTrainer(Trainer):
         self, student: Student, learned: Batches, held_out: Batches, **options: Any
     ) -> None:
         super().__init__(model=student.trained, train_dataset=learned, **options)
-        self._learnt = learned.learnt
+        self._learnt, self._batches = learned.learnt, len(learned)
         self._student, self._held_out = student, held_out
         self._latest: tuple[int, Found] | None = None
         # The step of the latest batch, and which of the step's batches it was.
@@ -74,11 +74,15 @@ class SpeedTrainer(Trainer):
         return loss.detach()
 
     def _next_is_at_full_depth(self) -> bool:
-        """Of the batches that are learnt as many as the job says, evenly spread; the same ones in a
-        run that is taken up again, and in all processes."""
+        """Whether the next batch is learnt without the cut. Such batches are evenly spread over the
+        run, in the share that the job says; a run that is taken up again and all processes choose
+        the same ones."""
         job, step = self._student.job, self.state.global_step
         self._batch = (step, self._batch[1] + 1 if self._batch[0] == step else 0)
-        number = step * job.accumulate + self._batch[1]
+        # An epoch's last step may have fewer batches.
+        batches = math.ceil(self._batches / max(job.gpus, 1))
+        epoch, within = divmod(step, math.ceil(batches / job.accumulate))
+        number = epoch * batches + within * job.accumulate + self._batch[1]
         share = job.at_full_depth
         return math.floor((number + 1) * share) > math.floor(number * share)
 

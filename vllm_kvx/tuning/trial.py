@@ -42,7 +42,7 @@ def run(directory: Path) -> None:
 
 _REMEDIES = (
     "use smaller --batch-tokens or --max-length, --method lora, --checkpointing auto, no "
-    "--hidden-loss, or a smaller model"
+    "--hidden-loss, no --at-full-depth, or a smaller model"
 )
 
 
@@ -83,11 +83,14 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
         # The short prompts, which need the most, come when there are gradients already, as there
         # are for the later batches of a step.
         for batch in largest(job, device):
-            with student.computing():
-                teacher = student.teacher_states(batch)
-                full = job.at_full_depth > 0
-                loss = student.trained(**vars(batch), teacher=teacher, at_full_depth=full)
-            loss.backward()
+            # Long tails may make more rows of many turns than there are at full depth.
+            for at_full_depth in (False, True)[: 1 + (job.at_full_depth > 0)]:
+                with student.computing():
+                    teacher = student.teacher_states(batch)
+                    loss = student.trained(
+                        **vars(batch), teacher=teacher, at_full_depth=at_full_depth
+                    )
+                loss.backward()
             optimizer.step()
         del reserve
     except torch.cuda.OutOfMemoryError:
