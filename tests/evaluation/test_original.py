@@ -104,9 +104,8 @@ def test_recovery_by_group_and_length() -> None:
     whole = found["ruler"]
     assert (whole.count, whole.full, whole.cut, whole.tuned) == (40, 1.0, 0.2, 0.6)
     assert whole.share is not None and whole.share.value == pytest.approx(0.5)
-    assert (whole.lost, whole.back, whole.newly_lost) == (0.8, 0.4, 0.0) and found[
-        PERPLEXITY
-    ].back is None
+    assert (whole.lost, whole.back, whole.newly_lost) == (0.8, 0.4, 0.0)
+    assert found[PERPLEXITY].back is None
     assert found["1-512 tokens"].count == 24
     assert found["short"].share is None and found["short"].tuned == 1.0
     # A loss of 1.35 nats on average, of which a quarter is left.

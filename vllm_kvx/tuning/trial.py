@@ -84,7 +84,7 @@ def _fits(job: Job, device: torch.device, checkpointing: bool) -> bool:
         # are for the later batches of a step.
         for batch in largest(job, device):
             # Long tails may make more rows of many turns than there are at full depth.
-            for at_full_depth in (False, True)[: 1 + (job.at_full_depth > 0)]:
+            for at_full_depth in (False, True) if job.at_full_depth else (False,):
                 with student.computing():
                     teacher = student.teacher_states(batch)
                     loss = student.trained(
