@@ -7,8 +7,9 @@
 Every cutoff runs `vllm-kvx tune-speed` and `vllm-kvx evaluate --original` on a GPU of its own, with
 the same examples, and the original is asked once for all; --at-once runs several on each GPU, and
 without --gpus they take the one that is visible, or the CPU. --trial adds a run with options of its
-own, such as `--trial full-18 18 "--method full"`. What is there already is taken up again.
-`--summary NAME` writes benchmarks/results/NAME.json and .png of what DIR holds.
+own, such as `--trial full-18 18 "--method full"`. Each is evaluated under the policy that it tunes
+for. What is there already is taken up again. `--summary NAME` writes benchmarks/results/NAME.json
+and .png of what DIR holds.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from vllm_kvx.arguments import positive
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.evaluation.rows import row_of_original
 from vllm_kvx.evaluation.store import ANSWERS_FILE
+from vllm_kvx.policy.spec import parse_policy
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = [sys.executable, "-m", "vllm_kvx.cli"]
@@ -51,6 +53,17 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
     plain = [(f"speed-{cutoff}", cutoff, "") for cutoff in args.cutoffs]
     trials = [(name, int(cutoff), options) for name, cutoff, options in args.trial]
     return [(name, cutoff, shlex.split(options)) for name, cutoff, options in plain + trials]
+
+
+def policies_of(cutoff: int, tune: Sequence[str], policies: Sequence[str] | None) -> list[str]:
+    """What a run is evaluated under: `policies`, or what these options of tune-speed tune for."""
+    if policies:
+        return [each.format(K=cutoff) for each in policies]
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--anchors", type=int, default=1)
+    parser.add_argument("--tail", type=int, default=1)
+    wanted, _ = parser.parse_known_args(tune)
+    return [str(parse_policy(f"speed-{cutoff}:anchors={wanted.anchors},tail={wanted.tail}"))]
 
 
 def seed(original: Path, evaluation: Path) -> None:
@@ -110,8 +123,12 @@ def sweep(args: argparse.Namespace) -> list[str]:
 
     def asked(gpu: str | None) -> int:
         command = ["evaluate", args.model, "--output", str(original), *ask, "--policies"]
-        names = dict.fromkeys(n.format(K=k) for _, k, _ in runs_of(args) for n in args.policies)
-        return code_of([*command, *names], args.directory / "original.log", gpu)
+        names = [
+            name
+            for _, cutoff, options in runs_of(args)
+            for name in policies_of(cutoff, [*tune, *options], args.policies)
+        ]
+        return code_of([*command, *dict.fromkeys(names)], args.directory / "original.log", gpu)
 
     def tuned(name: str, cutoff: int, options: Sequence[str], gpu: str | None) -> str | None:
         command = ["tune-speed", args.model, "--cutoff", str(cutoff)]
@@ -119,13 +136,13 @@ def sweep(args: argparse.Namespace) -> list[str]:
         code = code_of([*command, *tune, *options], args.directory / f"{name}.log", gpu)
         return f"tuning {name}" if code else None
 
-    def evaluated(name: str, cutoff: int, gpu: str | None) -> str | None:
+    def evaluated(name: str, cutoff: int, options: Sequence[str], gpu: str | None) -> str | None:
         evaluation = args.directory / f"evaluate-{name}"
         if asking.result():
             return "the original"
         seed(original, evaluation)
         command = ["evaluate", str(args.directory / name), "--original", args.model, "--policies"]
-        command += [each.format(K=cutoff) for each in args.policies]
+        command += policies_of(cutoff, [*tune, *options], args.policies)
         command += ["--output", str(evaluation), *ask]
         code = code_of(command, args.directory / f"{name}.log", gpu)
         return f"evaluating {name}" if code else None
@@ -135,9 +152,9 @@ def sweep(args: argparse.Namespace) -> list[str]:
         with taken() as gpu:
             failed = tuned(name, cutoff, options, gpu)
             if failed or not args.overlap:
-                return failed or evaluated(name, cutoff, gpu)
+                return failed or evaluated(name, cutoff, options, gpu)
         with beside[gpu]:
-            return evaluated(name, cutoff, gpu)
+            return evaluated(name, cutoff, options, gpu)
 
     runs = runs_of(args)
     # A thread for each: they wait for a GPU in turn.
@@ -221,7 +238,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tune", default="", metavar="OPTIONS", help="of all tune-speed commands")
     parser.add_argument("--evaluate", default="", metavar="OPTIONS")
     parser.add_argument(
-        "--policies", nargs="+", default=["speed-{K}"], help="{K} stands for the cutoff"
+        "--policies",
+        nargs="+",
+        help="in place of the one that a run tunes for; {K} stands for the cutoff",
     )
     parser.add_argument(
         "--trial",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import processes, speed_sweep
-from benchmarks.speed_sweep import curves, parse_args, sweep
+from benchmarks.speed_sweep import curves, parse_args, policies_of, sweep
 
 
 class Commands:
@@ -20,6 +20,7 @@ class Commands:
 
     def __init__(self, failing: str = "", together: int = 1) -> None:
         self.asked: list[str] = []
+        self.evaluations: list[list[str]] = []
         self.most: dict[str, int] = {}
         self._failing, self._now, self._lock = failing, dict[str, int](), threading.Lock()
         self._left, self._together = together, threading.Event()
@@ -32,6 +33,8 @@ class Commands:
         kind = out.name if out.name in ("examples", "original") else command[0]
         with self._lock:
             self.asked.append(out.name)
+            if command[0] == "evaluate":
+                self.evaluations.append(command)
             self._now[kind] = self._now.get(kind, 0) + 1
             self.most[kind] = max(self.most.get(kind, 0), self._now[kind])
             self._left -= kind == "tune-speed"
@@ -99,6 +102,23 @@ def test_what_fails_is_named(swept: Any) -> None:
     assert swept(failing="evaluate-more-7")[0] == ["evaluating more-7"]
     with pytest.raises(SystemExit):
         swept("--at-once", "0")
+
+
+def test_a_run_is_evaluated_under_what_it_tunes_for(swept: Any) -> None:
+    tune = ["--lr", "1e-3", "--tail", "8"]
+    assert policies_of(6, [], None) == ["speed-6"]
+    assert policies_of(6, tune, None) == ["speed-6:tail=8"]
+    assert policies_of(6, [*tune, "--anchors", "4", "--tail", "1"], None) == ["speed-6:anchors=4"]
+    assert policies_of(6, tune, ["speed-{K}", "full"]) == ["speed-6", "full"]
+
+    _, commands = swept("--trial", "longer-6", "6", "--tail 8", "--tune", "--anchors 2")
+    found = {Path(c[c.index("--output") + 1]).name: c for c in commands.evaluations}
+    names = {name: c[c.index("--policies") + 1 :] for name, c in found.items()}
+    assert names["original"] == [
+        *("speed-6:anchors=2", "speed-7:anchors=2", "speed-6:anchors=2,tail=8")
+    ]
+    assert names["evaluate-more-7"][0] == "speed-7:anchors=2"
+    assert names["evaluate-longer-6"][0] == "speed-6:anchors=2,tail=8"
 
 
 def test_lines_go_from_cutoff_to_cutoff() -> None:

@@ -46,11 +46,13 @@ class Plan:
     def num_written(self) -> int:
         return self.count - self.num_lookups
 
-    def lengths(self, count: int, turns: int = 1) -> list[int]:
+    def lengths(self, count: int) -> list[int]:
         """Tokens of `count` long prompts, evenly spread between the shortest and the longest in
-        their logarithm: short ones cost little, long ones are what is served."""
+        their logarithm: short ones cost little, long ones are what is served. The longest leave no
+        room for further turns, since a model that is to be served with them has to have seen them.
+        """
         rng = random.Random(f"lengths {self.seed}")
-        longest = self.max_length - self.answer_tokens - TURN * (turns - 1)
+        longest = self.max_length - self.answer_tokens
         return [length_between(rng, longest) for _ in range(count)]
 
 

@@ -145,7 +145,7 @@ def asked(plan: Plan, teacher: Teacher, tokenizer: Any) -> list[tuple[Dialogue, 
     dialogues = read(Path(plan.prompts), need_answers=False) if plan.prompts else []
     wanted = [
         Wanted(f"{plan.seed} {number}", length, None, number < plan.num_recitals, plan.turns)
-        for number, length in enumerate(plan.lengths(plan.num_lookups, plan.turns))
+        for number, length in enumerate(plan.lengths(plan.num_lookups))
     ]
     if plan.num_written:
         written = write_prompts(plan.num_written, plan.seed, teacher, tokenizer)
