@@ -117,6 +117,8 @@ def reports_of(file: File) -> list[Report]:
                 record = entry["record"]
                 tokens = record["data"]["tokens"] * record["training"]["epochs"]
                 weights = f"tuned on {tokens / 1e6:.1f}M tokens"
+                if share := record["training"].get("at_full_depth"):
+                    weights += f", {100 * share:g}% of the batches at full depth"
                 original = str(report["original"])
                 found.append(Report(original, weights, record["layers"], report))
     elif file.kind == "speed_untuned":

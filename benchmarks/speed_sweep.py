@@ -32,7 +32,8 @@ from vllm_kvx.arguments import positive
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.evaluation.rows import row_of_original
 from vllm_kvx.evaluation.store import ANSWERS_FILE
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.methods.speed import Speed
+from vllm_kvx.tuning.options import add_tune_speed
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = [sys.executable, "-m", "vllm_kvx.cli"]
@@ -55,15 +56,21 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
     return [(name, cutoff, shlex.split(options)) for name, cutoff, options in plain + trials]
 
 
+def options_of(model: str, cutoff: int, out: Path, options: Sequence[str]) -> Any:
+    """What `vllm-kvx tune-speed` makes of its options, defaults included."""
+    parser = argparse.ArgumentParser()
+    add_tune_speed(parser.add_subparsers())
+    return parser.parse_args(
+        ["tune-speed", model, "--cutoff", str(cutoff), "--out", str(out), *options]
+    )
+
+
 def policies_of(cutoff: int, tune: Sequence[str], policies: Sequence[str] | None) -> list[str]:
     """What a run is evaluated under: `policies`, or what these options of tune-speed tune for."""
     if policies:
         return [each.format(K=cutoff) for each in policies]
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--anchors", type=int, default=1)
-    parser.add_argument("--tail", type=int, default=1)
-    wanted, _ = parser.parse_known_args(tune)
-    return [str(parse_policy(f"speed-{cutoff}:anchors={wanted.anchors},tail={wanted.tail}"))]
+    wanted = options_of("MODEL", cutoff, Path("OUT"), tune)
+    return [str(Speed(wanted.cutoff, wanted.anchors, wanted.tail))]
 
 
 def seed(original: Path, evaluation: Path) -> None:
@@ -84,6 +91,11 @@ def sweep(args: argparse.Namespace) -> list[str]:
     args.directory.mkdir(parents=True, exist_ok=True)
     examples, original = args.directory / "examples", args.directory / "original"
     tune, ask = shlex.split(args.tune), [*shlex.split(args.evaluate), "--no-plot"]
+    runs = runs_of(args)
+    policies = {
+        name: policies_of(cutoff, [*tune, *options], args.policies)
+        for name, cutoff, options in runs
+    }
     slots = (args.gpus or [None]) * args.at_once
     gpus: Queue[str | None] = Queue()
     for gpu in slots:
@@ -123,12 +135,8 @@ def sweep(args: argparse.Namespace) -> list[str]:
 
     def asked(gpu: str | None) -> int:
         command = ["evaluate", args.model, "--output", str(original), *ask, "--policies"]
-        names = [
-            name
-            for _, cutoff, options in runs_of(args)
-            for name in policies_of(cutoff, [*tune, *options], args.policies)
-        ]
-        return code_of([*command, *dict.fromkeys(names)], args.directory / "original.log", gpu)
+        names = dict.fromkeys(name for wanted in policies.values() for name in wanted)
+        return code_of([*command, *names], args.directory / "original.log", gpu)
 
     def tuned(name: str, cutoff: int, options: Sequence[str], gpu: str | None) -> str | None:
         command = ["tune-speed", args.model, "--cutoff", str(cutoff)]
@@ -136,13 +144,13 @@ def sweep(args: argparse.Namespace) -> list[str]:
         code = code_of([*command, *tune, *options], args.directory / f"{name}.log", gpu)
         return f"tuning {name}" if code else None
 
-    def evaluated(name: str, cutoff: int, options: Sequence[str], gpu: str | None) -> str | None:
+    def evaluated(name: str, gpu: str | None) -> str | None:
         evaluation = args.directory / f"evaluate-{name}"
         if asking.result():
             return "the original"
         seed(original, evaluation)
         command = ["evaluate", str(args.directory / name), "--original", args.model, "--policies"]
-        command += policies_of(cutoff, [*tune, *options], args.policies)
+        command += policies[name]
         command += ["--output", str(evaluation), *ask]
         code = code_of(command, args.directory / f"{name}.log", gpu)
         return f"evaluating {name}" if code else None
@@ -152,11 +160,10 @@ def sweep(args: argparse.Namespace) -> list[str]:
         with taken() as gpu:
             failed = tuned(name, cutoff, options, gpu)
             if failed or not args.overlap:
-                return failed or evaluated(name, cutoff, options, gpu)
+                return failed or evaluated(name, gpu)
         with beside[gpu]:
-            return evaluated(name, cutoff, options, gpu)
+            return evaluated(name, gpu)
 
-    runs = runs_of(args)
     # A thread for each: they wait for a GPU in turn.
     with ThreadPoolExecutor(len(runs) + 2) as pool:
         # The original has its GPU before anything that waits for its answers can have it.
@@ -215,8 +222,10 @@ def curves(pyplot: Any, result: dict[str, Any]) -> Any:
     left.legend()
     lines: dict[str, list[tuple[int, float]]] = {}
     for cutoff, entry in result["cutoffs"].items():
+        tuned_for = entry.get("record", {}).get("policy")
         for each in entry.get("report", {}).get("recovery", ()):
-            if each["policy"] == f"speed-{cutoff}" and each["over"] == "all":
+            # Trials have names, and are not in the lines.
+            if cutoff.isdecimal() and each["policy"] == tuned_for and each["over"] == "all":
                 for name in ("full", "cut", "tuned"):
                     lines.setdefault(name, []).append((int(cutoff), 100 * each[name]))
     for name, label in (("full", "full depth"), ("cut", "cut, not tuned"), ("tuned", "tuned")):

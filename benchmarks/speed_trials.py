@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import stop
-from benchmarks.speed_sweep import run, start, sweep
+from benchmarks.speed_sweep import options_of, policies_of, run, start, sweep
 from vllm_kvx.tuning import packs
 from vllm_kvx.tuning.lookups import KINDS
-from vllm_kvx.tuning.options import add_tune_speed
 from vllm_kvx.tuning.packs import Example
 from vllm_kvx.tuning.sources import FOLDER
 from vllm_kvx.tuning.train import EXAMPLES, LOSSES
@@ -40,15 +39,6 @@ from vllm_kvx.tuning.train import EXAMPLES, LOSSES
 USED = 0.85
 # Of the time that is left when the trials start, that after which those that still run are stopped.
 TRIED_UNTIL = 0.5
-
-
-def options_of(model: str, cutoff: int, out: Path, options: Sequence[str]) -> Any:
-    """What `vllm-kvx tune-speed` makes of its options, defaults included."""
-    parser = argparse.ArgumentParser()
-    add_tune_speed(parser.add_subparsers())
-    return parser.parse_args(
-        ["tune-speed", model, "--cutoff", str(cutoff), "--out", str(out), *options]
-    )
 
 
 def lookups(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -162,8 +152,14 @@ def decide(args: argparse.Namespace, folder: Path, began: float) -> dict[str, An
     folder.mkdir(parents=True, exist_ok=True)
     # The original is asked meanwhile; the sweep finds its answers.
     asked = ["evaluate", args.model, "--output", str(folder / "original"), "--no-plot"]
-    policies = [f"speed-{cutoff}" for cutoff in args.cutoffs]
-    command = [*asked, *shlex.split(args.evaluate), "--policies", *policies]
+    # Any of the trials may be the one that is chosen.
+    policies = [
+        name
+        for cutoff in args.cutoffs
+        for _, options in args.trial
+        for name in policies_of(cutoff, shlex.split(f"{args.tune} {options}"), None)
+    ]
+    command = [*asked, *shlex.split(args.evaluate), "--policies", *dict.fromkeys(policies)]
     asking = start(command, folder / "original.log", args.gpu)
     try:
         if not (examples / FOLDER / EXAMPLES).exists():
@@ -243,7 +239,7 @@ def main() -> None:
         evaluate=args.evaluate,
         gpus=[args.gpu],
         at_once=args.at_once,
-        policies=["speed-{K}"],
+        policies=None,
         overlap=False,
     )
     plan.tune = f"{args.tune} {options} --epochs {epochs[args.cutoffs[0]]:.4f}"

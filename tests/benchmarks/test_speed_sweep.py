@@ -109,6 +109,7 @@ def test_a_run_is_evaluated_under_what_it_tunes_for(swept: Any) -> None:
     assert policies_of(6, [], None) == ["speed-6"]
     assert policies_of(6, tune, None) == ["speed-6:tail=8"]
     assert policies_of(6, [*tune, "--anchors", "4", "--tail", "1"], None) == ["speed-6:anchors=4"]
+    assert policies_of(6, ["--anchor", "4"], None) == ["speed-6:anchors=4"]
     assert policies_of(6, tune, ["speed-{K}", "full"]) == ["speed-6", "full"]
 
     _, commands = swept("--trial", "longer-6", "6", "--tail 8", "--tune", "--anchors 2")
@@ -126,7 +127,9 @@ def test_lines_go_from_cutoff_to_cutoff() -> None:
 
     def entry(cutoff: int, tuned: float) -> dict[str, Any]:
         means = {"full": 0.7, "cut": tuned / 2, "tuned": tuned}
-        return {"report": {"recovery": [{"policy": f"speed-{cutoff}", "over": "all", **means}]}}
+        policy = f"speed-{cutoff}:anchors=2"
+        report = {"recovery": [{"policy": policy, "over": "all", **means}]}
+        return {"record": {"policy": policy}, "report": report}
 
     found = {"18": entry(18, 0.6), "21": entry(21, 0.65), "12": entry(12, 0.1)}
     found["more-18"] = entry(18, 0.2)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from world.models import LOOKUP
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tuning import packs, turns
+from vllm_kvx.tuning import packs, teacher, turns
 from vllm_kvx.tuning.cut import Cut
 from vllm_kvx.tuning.dialogues import (
     Dialogue,
@@ -163,9 +163,6 @@ def test_turns_and_recitals_are_asked_for_where_they_can_be(
     for length, most in ((4096, 8), (2048, 4), (1024, 2), (768, 2), (512, 1)):
         found = asking(tmp_path, max_length=length)
         assert found.turns == most
-        # Some texts have all the room that the answer leaves.
-        longest = max(found.lengths(1000))
-        assert 0.99 * (length - 256) <= longest <= length - 256
     assert asking(tmp_path, lookups=0.0).turns == 1
     assert asking(tmp_path, sft="answers.jsonl", count=None).turns == 1
 
@@ -185,6 +182,16 @@ def test_turns_and_recitals_are_asked_for_where_they_can_be(
     found = asking(tmp_path / "none")
     assert (found.turns, found.recitals) == (1, 0.0)
     assert not capsys.readouterr().err
+
+
+def test_the_longest_texts_have_all_the_room(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher, "fitted", lambda wanted, _: wanted)
+    wanted: Any = teacher.asked(plan(count=2000, lookups=1.0, turns=8), Any, tokenizer)
+    longest = max(each.longest for each in wanted)
+    room = plan().max_length - plan().answer_tokens
+    assert 0.99 * room <= longest <= room and {each.turns for each in wanted} == {8}
 
 
 def test_lookups_have_questions_that_differ(tokenizer: Any) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 # Tokens of the shortest of the long prompts: lookups need a text to look something up in.
 SHORTEST = 256
-# Tokens for which room is left for each further turn: a question, and an answer of a line or two.
+# Tokens of a further turn, roughly: a question, and an answer of a line or two.
 TURN = 128
 # The share of lookups that are recitals, and the questions to a text, where none are given.
 RECITALS, TURNS = 0.35, 8

@@ -76,8 +76,8 @@ def _recitals_and_turns(args: argparse.Namespace, lookups: int) -> tuple[float, 
         raise ToolError("--turns has no meaning without lookups: give --count and --lookups")
     if args.turns and args.turns > most:
         raise ToolError(
-            f"--turns {args.turns} leaves less than half of --max-length {args.max_length} to a "
-            f"text: use at most {most}"
+            f"--turns {args.turns} may take more than half of --max-length {args.max_length} from "
+            f"a text: use at most {most}"
         )
     if not lookups or (args.recitals is not None and args.turns is not None):
         return args.recitals or 0.0, args.turns or 1
@@ -93,7 +93,7 @@ def _recitals_and_turns(args: argparse.Namespace, lookups: int) -> tuple[float, 
             recitals = 0.0
             print(f"no recitals: {template} them", file=sys.stderr)
     if asked is None:
-        # Three quarters of the room are the text's: long prompts are what is served.
+        # At most a quarter of the room is theirs: long prompts are what is served.
         room = 1 + (args.max_length - args.answer_tokens) // (4 * TURN)
         asked = max(min(TURNS, room), 1)
         if _no_turns(tokenizer):
