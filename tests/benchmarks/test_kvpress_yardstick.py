@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kvpress_yardstick as yardstick
+from benchmarks import kvpress_presses, kvpress_yardstick
 
 LENGTH, MAX_TOKENS = 150, 8
 
@@ -15,7 +15,7 @@ LENGTH, MAX_TOKENS = 150, 8
 @pytest.fixture(scope="module")
 def model(one_thread: None) -> Any:
     try:
-        yardstick.load_kvpress()
+        kvpress_presses.load_kvpress()
     except SystemExit:
         pytest.skip("kvpress is not installed")
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -58,21 +58,23 @@ def alone(model: Any, token_ids: list[int], press: Any) -> list[int]:
 def test_every_press_answers_as_it_does_alone(model: Any) -> None:
     token_ids = torch.randint(0, 96, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
     names = [
-        yardstick.cell_name(press, budget) for press in yardstick.presses() for budget in (0.1, 0.5)
+        kvpress_yardstick.cell_name(press, budget)
+        for press in kvpress_presses.presses()
+        for budget in (0.1, 0.5)
     ]
     with torch.inference_mode():
-        found = yardstick.answer_all(model, token_ids, names, MAX_TOKENS, set())
-    assert found.keys() == {yardstick.FULL, *names}
+        found = kvpress_presses.answer_all(model, token_ids, names, MAX_TOKENS, set())
+    assert found.keys() == {kvpress_presses.FULL, *names}
     for name in names:
         press_name, budget = name.rsplit(" ", 1)
-        press = yardstick.presses()[press_name]()
+        press = kvpress_presses.presses()[press_name]()
         kept = int(LENGTH * float(budget))
         press.compression_ratio = 1 - (kept + 0.5) / LENGTH
         assert found[name].tokens == alone(model, token_ids, press), name
         assert found[name].entries == pytest.approx(kept, abs=2.5), name
     # The presses must matter here, or the comparison shows nothing.
     assert len({tuple(answer.tokens) for answer in found.values()}) > 5
-    assert found[yardstick.FULL].entries == LENGTH
+    assert found[kvpress_presses.FULL].entries == LENGTH
 
 
 def test_merged_shards_have_every_prompt_once(tmp_path: Any) -> None:
@@ -95,7 +97,7 @@ def test_merged_shards_have_every_prompt_once(tmp_path: Any) -> None:
         paths.append(tmp_path / f"{shard}.json")
         paths[-1].write_text(json.dumps({"about": about, "prompts": prompts}))
     output = tmp_path / "all.json"
-    yardstick.merge(SimpleNamespace(files=paths, output=output))
+    kvpress_yardstick.merge(SimpleNamespace(files=paths, output=output))
     merged = json.loads(output.read_text())["models"]["m"]
     assert sorted(prompt["index"] for prompt in merged["prompts"]) == list(range(8))
     full, snapkv = merged["cells"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import fastkv, fier
 
-from benchmarks import recall, recall_data, recall_model
+from benchmarks import recall, recall_attention, recall_data, recall_model
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.evaluation.prompts import Prompt
 from vllm_kvx.evaluation.tasks.base import Sample
@@ -37,7 +37,7 @@ def test_steps_choose_what_the_policy_chooses(method: str, group: int, reduction
     products = recall_data.score(query.flatten(0, 1), step.keys, method, group)
     products = products.unflatten(0, (8, ROWS))
     key = method, group, reduction
-    scores = recall_model.unit_scores(products, 2, LENGTH, LENGTH + ROWS, key, step.scaling)
+    scores = recall_attention.unit_scores(products, 2, LENGTH, LENGTH + ROWS, key, step.scaling)
     unit = 1 if method == "fier" else group
     for row, budget in product((0, 23, 24, ROWS - 1), (128, 160)):
         seen = LENGTH + row + 1
@@ -67,7 +67,7 @@ def test_metrics_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None
 def test_answers_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall_model, "BUDGETS", (64,))
     monkeypatch.setattr(recall_model, "ANSWER_METHODS", (("fier", 32), ("quest", 16)))
-    model = recall_model.Model(CHECKPOINT, torch.device("cpu"), torch.float32)
+    model = recall_attention.Model(CHECKPOINT, torch.device("cpu"), torch.float32)
     reference = fastkv.load(CHECKPOINT)
     prompt, answer = make_prompt(3, 250, model.tokenizer, values=3)
     ids = model.tokenizer.encode(prompt)
