@@ -141,9 +141,11 @@ def leave_out_the_device(clock: Clock) -> None:
         shape[dim] = len(index)
         return self.new_empty(shape)
 
+    hidden_size: Any = CONFIG["hidden_size"]
+
     def zeros(count: int) -> torch.Tensor:
         with clock.paused():
-            return torch.zeros(count, CONFIG["hidden_size"], dtype=torch.float32)
+            return torch.zeros((count, hidden_size), dtype=torch.float32)
 
     def forward(self: Any, input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
         return zeros(positions.shape[0])
@@ -164,11 +166,17 @@ def leave_out_the_device(clock: Clock) -> None:
     # Where all is on CPU the host would map slots.
     model_state.map_slots = partial(model_state.map_slots, on_host=False)
     InterpretedFunction.run = run
-    torch.Tensor.index_select = index_select  # type: ignore[method-assign, assignment]
-    LlamaForCausalLM.forward = SegmentedModel.forward = forward  # type: ignore[method-assign]
-    ModelCudaGraphManager.dispatch = dispatched
-    ModelCudaGraphManager.run_fullgraph = lambda self, desc: zeros(desc.num_tokens)
-    CpuPlatform.check_and_update_config = classmethod(ahead)
+    # Classes whose methods are replaced.
+    tensors: Any = torch.Tensor
+    graphs: Any = ModelCudaGraphManager
+    platform: Any = CpuPlatform
+    models: tuple[Any, ...] = (LlamaForCausalLM, SegmentedModel)
+    tensors.index_select = index_select
+    for model in models:
+        model.forward = forward
+    graphs.dispatch = dispatched
+    graphs.run_fullgraph = lambda self, desc: zeros(desc.num_tokens)
+    platform.check_and_update_config = classmethod(ahead)
 
 
 class Engine:

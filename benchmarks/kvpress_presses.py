@@ -60,7 +60,7 @@ def presses() -> dict[str, Maker]:
     """Every press by name. `our-` marks those that score as this project does."""
     kv: Any = load_kvpress()
 
-    class OurSnap(kv.SnapKVPress):  # type: ignore[misc]
+    class OurSnap(kv.SnapKVPress):
         """This project's saliency: fp32 rows summed, then max-pooled, then summed over heads.
 
         Means in place of the sums keep the order, and kvpress' scale, which CriticalKV needs.

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def measured(
                     continue
                 step = layer.decode(length, batch, budget)
                 us = measure(
-                    lambda step=step, scratch=scratch: step.made_with(retrieve.retrieve, scratch),
+                    partial(step.made_with, retrieve.retrieve, scratch),
                     repeats,
                     before=scratch.histogram.zero_,
                 )

@@ -6,9 +6,9 @@ they are float32 and times mean nothing: that only tries whether a benchmark run
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,11 @@ def _flush() -> torch.Tensor:
     return torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=DEVICE)
 
 
+def run_all(operators: Sequence[Call]) -> None:
+    for operator in operators:
+        operator()
+
+
 def measure(operator: Call, repeats: int, captured: bool = True, before: Call = nothing) -> float:
     """Median microseconds of one call, replayed as a CUDA graph if `captured`.
 
@@ -64,12 +69,12 @@ def measure(operator: Call, repeats: int, captured: bool = True, before: Call = 
     for _ in range(repeats):
         _flush().zero_()
         before()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
         run()
-        ended.record()
+        last.record()
         torch.cuda.synchronize()
-        samples.append(began.elapsed_time(ended) * 1e3)
+        samples.append(first.elapsed_time(last) * 1e3)
     return statistics.median(samples)
 
 
@@ -232,7 +237,7 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
     for name, run in step.made_with(retrieve.steps, scratch).items():
         operators[f"{name}/{backend}"] = run
         earlier = list(done)
-        before[f"{name}/{backend}"] = lambda earlier=earlier: [run() for run in earlier]
+        before[f"{name}/{backend}"] = partial(run_all, earlier)
         done.append(run)
     operators[f"all/{backend}"] = lambda: step.made_with(retrieve.retrieve, scratch)
     before[f"all/{backend}"] = done[0]
@@ -266,7 +271,7 @@ def stock_attention(step: Decode) -> Call:
         get_scheduler_metadata,
     )
 
-    version = get_flash_attn_version()
+    version: Any = get_flash_attn_version()
     lens = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
     splits = 32  # vLLM's bound under CUDA graphs.

@@ -78,14 +78,14 @@ def xformers_attention(query: torch.Tensor, kv_heads: int, budget: int, page: in
     Raises:
         ImportError: there is no xformers.
     """
-    from xformers.ops.fmha import Inputs  # type: ignore[import-not-found]
-    from xformers.ops.fmha.attn_bias import (  # type: ignore[import-not-found]
+    from xformers.ops.fmha import Inputs
+    from xformers.ops.fmha.attn_bias import (
         BlockDiagonalPaddedKeysMask,
         PagedBlockDiagonalPaddedKeysMask,
     )
-    from xformers.ops.fmha.triton_splitk import FwOp  # type: ignore[import-not-found]
+    from xformers.ops.fmha.triton_splitk import FwOp
 
-    class PageOp(FwOp):  # type: ignore[misc]
+    class PageOp(FwOp):
         """With tiles that a page is a multiple of."""
 
         BLOCK_N = min(page, FwOp.BLOCK_N)

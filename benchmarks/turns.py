@@ -193,7 +193,7 @@ async def measure(args: argparse.Namespace, model: dict[str, Any], vocab: int, p
     counters = Counters()
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(**model, **options, additional_config=settings),
-        stat_loggers=[lambda *_: counters],  # type: ignore[list-item, arg-type, return-value]
+        stat_loggers=[lambda *_: counters],  # type: ignore[list-item]
     )
     config = engine.vllm_config
     result: dict[str, Any] = {
