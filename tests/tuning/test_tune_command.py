@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import PeftModel
 from reference import speed
 from transformers import AutoTokenizer
 from world.engine import keep_in_process
 from world.models import LOOKUP
+from world.tuning import (
+    MADE,
+    SHORT,
+    SIZES,
+    answered,
+    arguments,
+    copy,
+    last_error,
+    lines,
+    stored,
+    tune,
+)
+from world.tuning import nothing_starts as nothing_starts
 
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
@@ -32,16 +44,8 @@ from vllm_kvx.tuning.record import FILE, TunedRecord, read
 # What a run of the command takes from the source, byte for byte.
 KEPT = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 ENGINE = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 512}
-SIZES = ("--max-length", "512", "--batch-tokens", "2048", "--held-out", "8")
-MADE = ("--lookups", "1", "--recitals", "0.25", "--count", "40", "--answer-tokens", "16")
 ASKING = (*MADE, "--engine-args", json.dumps(ENGINE))
 LEARNING = ("--lr", "1e-3", "--hidden-loss", "0.5")
-# Answers are generated behind a mark that those of earlier turns do not have.
-THINKING = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
-)
-SHORT = ("--max-length", "64", "--batch-tokens", "512", "--held-out", "4", "--lr", "1e-3")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_thread_each")
@@ -55,29 +59,10 @@ def one_thread_each() -> Iterator[None]:
         yield
 
 
-def arguments(out: Path, *more: str, model: Path | str = LOOKUP, cutoff: int = 3) -> list[str]:
-    return ["tune-speed", str(model), "--cutoff", str(cutoff), "--out", str(out), *more]
-
-
-def tune(out: Path, *more: str, model: Path | str = LOOKUP, cutoff: int = 3) -> int:
-    return main(arguments(out, *more, model=model, cutoff=cutoff))
-
-
-def stored(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
 def recorded(out: Path) -> TunedRecord:
     found = read(out)
     assert found is not None
     return found
-
-
-def last_error(capture: pytest.CaptureFixture[str]) -> str:
-    (line,) = capture.readouterr().err.strip().splitlines()[-1:]
-    head, _, message = line.partition("error: ")
-    assert head == "vllm-kvx tune-speed: "
-    return message
 
 
 @pytest.fixture
@@ -91,17 +76,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run_training", here)
 
 
-@pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither training nor an engine."""
-
-    def started(*args: Any, **options: Any) -> None:
-        raise AssertionError("it started")
-
-    monkeypatch.setattr(command, "run_training", started)
-    monkeypatch.setattr(sources, "Teacher", started)
-
-
 def wait_until_free(out: Path) -> None:
     """What is killed takes a moment to be gone."""
     for _ in range(200):
@@ -111,25 +85,6 @@ def wait_until_free(out: Path) -> None:
         except ToolError:
             time.sleep(0.05)
     raise AssertionError(f"something still works in {out}")
-
-
-def dialogues(count: int = 24) -> list[dict[str, Any]]:
-    """Each with one answer for all."""
-    words = ("north", "south", "east", "west")
-    return [
-        {"messages": [{"role": "user", "content": f"{number} {words[number % 4]} of the lake?"}]}
-        for number in range(count)
-    ]
-
-
-def answered(count: int = 24) -> list[dict[str, Any]]:
-    answer = {"role": "assistant", "content": " The answer is hidden."}
-    return [{"messages": [*each["messages"], answer]} for each in dialogues(count)]
-
-
-def lines(path: Path, entries: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return path
 
 
 # From a checkpoint to another, by the model's own answers.
@@ -439,157 +394,3 @@ def test_texts_are_asked_several_questions(tmp_path: Path) -> None:
     assert all(tokens[first + count - 1] == end for tokens, (first, count) in earlier)
     assert stored(out / sources.FOLDER / sources.PLAN)["turns"] == 3
     assert Job.read(out / sources.FOLDER).turns == 3
-
-
-# What cannot be done.
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--cutoff", "0"), "K must be an integer of at least 1, got 0"),
-        (("--cutoff", "8"), "this model has 8 layers; use speed-1 .. speed-7"),
-        (("--cutoff", "99"), "use speed-1 .. speed-7"),
-        (("--anchors", "-1"), "anchors must be an integer of at least 0"),
-        (("--max-length", "8193"), "more than the model's 8192 tokens: use at most 8192"),
-        (("--max-length", "300"), "--max-length 300 is too short: use at least 512"),
-        (("--batch-tokens", "511"), "--batch-tokens 511 does not hold"),
-        (("--dropout", "1"), "--dropout must be from 0 to below 1, got 1.0"),
-        (("--dropout", "-0.1"), "--dropout must be from 0"),
-        (("--hidden-loss", "-1"), "--hidden-loss must be at least 0, got -1.0"),
-        (("--hidden-loss", "inf"), "--hidden-loss must be at least 0, got inf"),
-        (("--sft", "a.jsonl", "--hidden-loss", "1"), "--hidden-loss has no meaning with --sft"),
-        (("--at-full-depth", "1"), "--at-full-depth must be from 0 to below 1, got 1"),
-        (("--sft", "a.jsonl", "--at-full-depth", "0.1"), "--at-full-depth has no meaning with"),
-        (("--examples", "a", "--recitals", "1"), "--recitals has no meaning with --examples"),
-        (("--examples", "a", "--turns", "2"), "--turns has no meaning with --examples"),
-        (("--turns", "2", "--lookups", "0"), "--turns has no meaning without lookups"),
-        (("--turns", "2", "--count", "0", "--prompts", "a"), "--turns has no meaning without"),
-        (("--turns", "40"), "may take more than half of --max-length 512 from a text: use at most"),
-        (("--turns", "3"), "--max-length 512 is too short: use at least 768"),
-        (("--lr", "0"), "--lr must be above 0, got 0.0"),
-        (("--lr", "nan"), "--lr must be above 0, got nan"),
-        (("--lr", "inf"), "--lr must be above 0, got inf"),
-        (("--epochs", "-1"), "--epochs must be above 0, got -1.0"),
-        (("--seed", "-1"), "--seed must be from 0"),
-        (("--gpus", "2", "--device", "cpu"), "--gpus 2: --device cpu has 0 that torch can use"),
-        (("--device", "tpu"), "device must be auto, cpu, cuda"),
-        (("--count", "0"), "nothing to learn from: give --count above 0, --prompts or --sft"),
-        (("--count", "-3", "--sft", ""), "nothing to learn from"),
-        (("--count", "8", "--lookups", "1"), "8 examples, of which 8 are held out"),
-        (("--lookups", "0.5"), "cannot write prompts itself: use --lookups 1, or --prompts with"),
-        (("--rank", "4", "--method", "full"), "--rank has no meaning with --method full"),
-        (("--sft", "a.jsonl", "--prompts", "b.jsonl"), "--sft brings its own prompts"),
-        (("--sft", "a.jsonl", "--count", "9"), "--count has no meaning with --sft"),
-        (("--sft", "nowhere.jsonl"), "cannot read dialogues from"),
-        (("--prompts", "prompts.txt", "--count", "0"), "a file of dialogues is named *.jsonl"),
-        (("--examples", "nowhere"), "holds no answered prompts"),
-    ],
-)
-@pytest.mark.usefixtures("nothing_starts")
-def test_bad_options_are_one_message(
-    more: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune(tmp_path / "out", *SIZES, *more) == 2
-    assert message in last_error(capsys)
-    # And the next try finds nothing that is in its way.
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("entries", "option", "message"),
-    [
-        ([*answered(2), "no object"], "--sft", "given.jsonl:3: give an object"),
-        ([*answered(2), *dialogues(1)], "--sft", "given.jsonl:3: it has no answer to learn"),
-        ([], "--sft", "holds no dialogues"),
-        (answered(4), "--sft", "4 examples, of which 4 are held out"),
-        ([{"text": "a lake " * 99}] * 9, "--prompts", "0 examples, of which 4 are held out"),
-        ([{"prompt_token_ids": [5, 2048]}] * 9, "--prompts", "tokens from 5 to 2048: the model's"),
-        ([{"prompt_token_ids": [-1]}] * 9, "--prompts", "are from 0 to 2047"),
-    ],
-)
-@pytest.mark.usefixtures("nothing_starts")
-def test_bad_files_are_one_message(
-    entries: list[Any],
-    option: str,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = lines(tmp_path / "given.jsonl", entries)
-    more = ("--count", "0", "--answer-tokens", "16") if option == "--prompts" else ()
-    assert tune(tmp_path / "out", *SHORT, option, str(file), *more) == 2
-    assert message in last_error(capsys)
-
-
-def copy(source: Path, target: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> Path:
-    """The demo model with other fields in its files; None leaves one out."""
-    target.mkdir()
-    for path in source.iterdir():
-        if path.suffix == ".json":
-            fields = {"config.json": config, "tokenizer_config.json": tokenizer}.get(path.name, {})
-            found = stored(path) | fields
-            text = json.dumps({name: value for name, value in found.items() if value is not None})
-            (target / path.name).write_text(text)
-        else:
-            (target / path.name).symlink_to(path)
-    return target
-
-
-@pytest.mark.parametrize(
-    ("config", "tokenizer", "message"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, {}, "has GPT2LMHeadModel; supported: Llama"),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantized: tune the checkpoint"),
-        ({"sliding_window": 256}, {}, "more than the model's 256 tokens"),
-        ({}, {"chat_template": None}, "has no chat template, so no prompts can be made"),
-        ({}, {"chat_template": THINKING}, "so there can be no recitals: leave out --recitals"),
-    ],
-)
-@pytest.mark.usefixtures("nothing_starts")
-def test_models_that_cannot_be_tuned_so(
-    config: dict[str, Any],
-    tokenizer: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = copy(LOOKUP, tmp_path / "model", config, tokenizer)
-    assert tune(tmp_path / "out", *SIZES, *MADE, model=model) == 2
-    assert message in last_error(capsys)
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_without_a_template_texts_can_be_learnt_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = copy(LOOKUP, tmp_path / "model", {}, {"chat_template": None})
-    texts = lines(tmp_path / "texts.jsonl", [{"text": f"Lake {n}"} for n in range(9)])
-    turns = lines(tmp_path / "turns.jsonl", dialogues())
-    given = ("--count", "0", *SIZES, "--answer-tokens", "16")
-    assert tune(tmp_path / "out", *given, "--prompts", str(turns), model=model) == 2
-    assert 'give prompts as raw text, {"text": "..."}' in last_error(capsys)
-    with pytest.raises(AssertionError, match="it started"):
-        tune(tmp_path / "out", *given, "--prompts", str(texts), model=model)
-    # Nothing was made yet, so that other options may begin anew in the same place.
-    with pytest.raises(AssertionError, match="it started"):
-        tune(tmp_path / "out", *given, "--prompts", str(texts), model=model, cutoff=4)
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_where_and_with_what(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert tune(tmp_path, *SIZES, *MADE) == 2
-    assert "is not empty: choose another --out" in last_error(capsys)
-    assert tune(tmp_path / "file", *SIZES, *MADE) == 2
-    assert "cannot write to" in last_error(capsys)
-    assert tune(tmp_path / "out", *SIZES, *MADE, model=tmp_path / "nowhere") == 2
-    assert "no model at" in last_error(capsys)
-    if not torch.cuda.is_available():
-        assert tune(tmp_path / "out", *SIZES, *MADE, "--gpus", "2") == 2
-        assert "--gpus 2: this machine has 0 that torch can use" in last_error(capsys)
-    monkeypatch.setattr("vllm_kvx.tuning.options.find_spec", lambda name: None)
-    assert tune(tmp_path / "out", *SIZES, *MADE) == 2
-    assert last_error(capsys) == "peft is missing: pip install 'vllm-kvx[tune]'"
