@@ -13,8 +13,8 @@ run side by side, each asks on when it is answered (`--think` seconds later on a
 `--seed` makes all that is random. `--share off` only times prompts that nobody saw before.
 
 The client is this module's own, on vLLM's `AsyncLLM`, and sends token ids; times are vLLM's own.
-vLLM's multi-turn benchmark and AIPerf send chats as text: the text of an answer of random weights
-is not tokenised to the answer's tokens again, so that no turn would begin with the one before.
+vLLM's multi-turn benchmark and AIPerf send chats as text, for which the shapes of random weights
+measured here have no tokenizer: an answer's text would come back as other and more tokens.
 """
 
 import argparse
@@ -112,7 +112,7 @@ class Server:
         """All sessions side by side. None begins a turn after the deadline, in monotonic time."""
         before, stats = asdict(self._counters), await self._policy_stats()
         began, turns = time.monotonic(), list[Turn]()
-        one = (self._session(i, policy, turns, deadline) for i in range(self._load.sessions))
+        one = (self._session(i, policy, turns, began, deadline) for i in range(self._load.sessions))
         await asyncio.gather(*one)
         seconds = time.monotonic() - began
         now, later = asdict(self._counters), await self._policy_stats()
@@ -129,7 +129,7 @@ class Server:
         }
 
     async def _session(
-        self, session: int, policy: str | None, turns: list[Turn], deadline: float
+        self, session: int, policy: str | None, turns: list[Turn], began: float, deadline: float
     ) -> None:
         load, prompt = self._load, list[int]()
         pauses = random.Random(f"{load.seed}/{session}")
@@ -152,6 +152,7 @@ class Server:
                     round(1e3 * times.first_token_latency, 3),
                     round(1e3 * decode, 4),
                     times.num_preemptions,
+                    round(time.monotonic() - began, 3),
                 )
             )
             prompt += output.outputs[0].token_ids

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Turn:
-    """One request. cached: tokens from the prefix cache. Times in ms; turns count from 0."""
+    """One request; turns count from 0.
+
+    cached: tokens from the prefix cache. ttft, tpot: ms. ended: seconds since sessions began.
+    """
 
     session: int
     turn: int
@@ -62,6 +66,7 @@ class Turn:
     ttft: float
     tpot: float
     preemptions: int
+    ended: float
 
 
 def summarise(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -80,6 +85,7 @@ def summarise(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     load = Load(**files[0]["load"])
     result: dict[str, Any] = {key: files[0][key] for key in same}
     result |= {"runs": [each["run"] for each in files], "policies": {}, "cold": {}}
+    asked: dict[str, list[Turn]] = {}
     off = {each["policy"]: each["requests"] for each in files if each["share"] == "off"}
     for each in files:
         if each["share"] == "off":
@@ -87,27 +93,59 @@ def summarise(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         facts = {key: each[key] for key in ("config", "start_s", "num_blocks", "block_size")}
         for policy, report in each["requests"].items():
             name = policy if policy == each["policy"] else f"{policy} on {each['policy']}"
-            result["policies"][name] = facts | sessions_of(report, load)
+            asked[name] = [Turn(**turn) for turn in report["turns"]]
+            result["policies"][name] = facts | sessions_of(report, asked[name], load)
             without = off.get(each["policy"], {}).get(policy, {}).get("cold", {})
             result["cold"][name] = cold_of(report["cold"], without)
-    stock = result["policies"].get(STOCK)
     for name, entry in result["policies"].items():
-        if stock is not None and name != STOCK:
-            entry["against_stock"] = against(entry, stock)
+        if STOCK in asked and name != STOCK:
+            entry["against_stock"] = against(asked[name], asked[STOCK], load)
     return result
 
 
-def against(entry: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, float | None]:
-    """A policy's figures over stock's."""
-    pairs = {
-        "later_hit_rate": [each["later"]["hit_rate"] for each in (entry, stock)],
-        "later_mean_ttft": [each["later"]["mean_ttft_ms"] for each in (entry, stock)],
-        "first_mean_ttft": [each["first"]["mean_ttft_ms"] for each in (entry, stock)],
-        "tokens_per_s": [each["tokens_per_s"] for each in (entry, stock)],
-    }
-    return {
-        key: round(ours / theirs, 4) if theirs else None for key, (ours, theirs) in pairs.items()
-    }
+def against(ours: Sequence[Turn], stock: Sequence[Turn], load: Load) -> dict[str, Any]:
+    """A policy's requests against stock's, of turns that all sessions of both were answered.
+
+    later: from the second turn on. fitting: of these, up to the last before stock's cache loses
+    some of a session. Each with the number of the last turn that counts, and ratios to stock's;
+    that of tokens_per_s includes the first turn.
+    """
+    both = ours, stock
+    last = min(all_answered(each, load) for each in both)
+    lost = {t.turn for t in stock if t.turn and not is_held(t, load)}
+    first = (figures([t for t in each if not t.turn]) for each in both)
+    found: dict[str, Any] = {"first_mean_ttft": ratio(*(each["mean_ttft_ms"] for each in first))}
+    for name, end in ("later", last), ("fitting", min([last, *lost])):
+        now = [figures([t for t in each if 0 < t.turn < end]) for each in both]
+        found[name] = {
+            "turns_to": end,
+            "hit_rate": ratio(*(each["hit_rate"] for each in now)),
+            "mean_ttft": ratio(*(each["mean_ttft_ms"] for each in now)),
+            "p99_ttft": ratio(*(each["p99_ttft_ms"] for each in now)),
+            "tokens_per_s": ratio(*(speed([t for t in each if t.turn < end]) for each in both)),
+        }
+    return found
+
+
+def speed(turns: Sequence[Turn]) -> float | None:
+    """Turns a second until the last of them was answered."""
+    return len(turns) / max(t.ended for t in turns) if turns else None
+
+
+def is_held(turn: Turn, load: Load) -> bool:
+    """Whether all of the turn before was still in the cache."""
+    return turn.cached >= load.prompt_len(turn.turn - 1) - _SLACK
+
+
+def all_answered(turns: Sequence[Turn], load: Load) -> int:
+    """Turns, from the first on, that all sessions were answered."""
+    done = Counter(t.turn for t in turns)
+    return next((turn for turn in range(load.turns) if done[turn] < load.sessions), load.turns)
+
+
+def ratio(ours: float | None, theirs: float | None) -> float | None:
+    """None where either was not measured."""
+    return round(ours / theirs, 4) if ours is not None and theirs else None
 
 
 def cold_of(
@@ -131,17 +169,15 @@ def spread(times: Sequence[float]) -> float:
     return round((max(times) - min(times)) / statistics.median(times), 4)
 
 
-def sessions_of(report: Mapping[str, Any], load: Load) -> dict[str, Any]:
+def sessions_of(report: Mapping[str, Any], turns: Sequence[Turn], load: Load) -> dict[str, Any]:
     """Figures of one policy's sessions: by turn, of the first and of all later ones."""
-    turns = [Turn(**each) for each in report["turns"]]
     by_turn: list[dict[str, Any]] = []
     for turn in range(load.turns):
         now = [t for t in turns if t.turn == turn]
         entry = {"turn": turn + 1, "prompt_len": load.prompt_len(turn), **figures(now)}
         if turn:
             # Sessions of which all of the turn before was still there.
-            before = load.prompt_len(turn - 1)
-            entry["held"] = sum(t.cached >= before - _SLACK for t in now)
+            entry["held"] = sum(is_held(t, load) for t in now)
         by_turn.append(
             entry | {"ttft_ms": [t.ttft for t in now], "cached": [t.cached for t in now]}
         )

@@ -14,7 +14,7 @@ LOAD = Load(sessions=2, turns=3, first=1000, last=3000, answer=10, think=0.0, re
 def engine(policy: str, cached: list[list[int]], ttft: float, share: str = "on") -> dict[str, Any]:
     """A file of `benchmarks.turns`. cached: by session and turn."""
     asked = [
-        Turn(i, n, LOAD.prompt_len(n), tokens, ttft * (n + 1), 5.0, 0)
+        Turn(i, n, LOAD.prompt_len(n), tokens, ttft * (n + 1), 5.0, 0, ttft * (n + 1))
         for i, session in enumerate(cached)
         for n, tokens in enumerate(session)
     ]
@@ -51,14 +51,32 @@ def test_figures_against_stock() -> None:
     result = summarise(files)
     stock, ours = (result["policies"][name] for name in ("stock", "snapkv"))
     assert stock["later"]["hit_rate"] == pytest.approx(6016 / 10000, abs=1e-5)
-    assert ours["against_stock"]["later_hit_rate"] == pytest.approx(4968 / 6016, abs=1e-4)
-    assert ours["against_stock"]["later_mean_ttft"] == 1.1
+    later = ours["against_stock"]["later"]
+    assert later["hit_rate"] == pytest.approx(4968 / 6016, abs=1e-4)
+    assert (later["turns_to"], later["mean_ttft"]) == (3, 1.1)
     assert stock["tokens_per_s"] == 6 * 10 / 2.0
     # The cache lost most of one session's second turn.
     assert (stock["least_sessions_held"], stock["all_held_to"]) == (2, 2000)
     assert (ours["least_sessions_held"], ours["all_held_to"]) == (1, 1000)
     assert result["cold"]["snapkv"]["1000"]["on_over_off"] == round(12 / 11, 4)
     assert "on_over_off" not in result["cold"]["stock"]["1000"]
+
+
+def test_turns_that_stock_was_not_answered_or_did_not_hold_are_left_out() -> None:
+    files = [
+        engine("stock", [[0, 1008, 1000], [0, 1008, 2000]], 10.0),
+        engine("snapkv", [[0, 1008, 1984], [0, 504]], 5.0),
+    ]
+    ours = summarise(files)["policies"]["snapkv"]["against_stock"]
+    figures = {"hit_rate": 0.75, "mean_ttft": 0.5, "p99_ttft": 0.5, "tokens_per_s": 2.0}
+    assert ours["later"] == ours["fitting"] == {"turns_to": 2, **figures}
+    assert ours["first_mean_ttft"] == 0.5
+
+    files[1] = engine("snapkv", [[0, 1008, 1984], [0, 1008, 1984]], 5.0)
+    ours = summarise(files)["policies"]["snapkv"]["against_stock"]
+    assert [ours[key]["turns_to"] for key in ("later", "fitting")] == [3, 2]
+    assert ours["later"]["hit_rate"] == pytest.approx(5984 / 5016, abs=1e-4)
+    assert ours["fitting"]["hit_rate"] == 1.0
 
 
 def test_other_settings_are_not_compared() -> None:
