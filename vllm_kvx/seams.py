@@ -68,6 +68,7 @@ REPLACED = {
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         "vllm.v1.attention.backend:AttentionImpl.forward",
         "vllm.v1.core.block_pool:BlockPool.free_blocks",
+        "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks",
         "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output",
@@ -92,6 +93,8 @@ CALLED = {
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.emit_cached_block_events",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.prefix_cache_lookup_enabled",
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.iter_blocks_after",
+        "vllm.v1.core.kv_cache_utils:get_block_hash",
         "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
         "vllm.v1.core.single_type_kv_cache_manager:"
         "SingleTypeKVCacheManager._get_num_evictable_blocks",

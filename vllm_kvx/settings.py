@@ -14,6 +14,8 @@ kv_pivot: the layer that StructKV's ``pivot=calibrated`` stands for. The server 
 kv_tsp_reduction, kv_struct_reduction: the reduction that goes with such a layer, if not ``sum``.
 kv_share: "on" (the default) or "off": whether prompts whose entries go once they are in read
     prefixes from vLLM's prefix cache and stay in it.
+kv_eviction: which cached blocks go where the cache cannot hold all that come back: "adaptive" (the
+    default; see ``cache/eviction.py``) or "lru", as vLLM does.
 kv_recall_every: of the steps that retrieve, every n-th measures recall (default 0, none).
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
 """
@@ -41,6 +43,7 @@ STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
 SHARE_KEY = "kv_share"
+EVICTION_KEY = "kv_eviction"
 # The layers that methods leave to measurement; each has a key.
 MEASUREMENTS: tuple[Measurement, ...] = tuple(
     method.to_measure for method in METHODS.values() if method.to_measure is not None
@@ -50,7 +53,7 @@ _MEASURED_KEYS = tuple(m.key for m in MEASUREMENTS) + tuple(
 )
 KEYS = (
     *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS),
-    *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, REQUESTS_KEY),
+    *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY),
 )
 # What REQUESTS_KEY may be.
 NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
@@ -130,6 +133,7 @@ class KVSettings:
     recall_every: of the steps that retrieve every n-th measures recall; 0 for none.
     policies: those that the server was started for, `policy` first.
     shares: whether prompts that retention compacts share prefixes.
+    keeps_by_reuse: whether the prefix cache keeps by reuse distance; else what was used last.
     request_policies: which policies requests may name, one of `REQUEST_POLICIES`.
     """
 
@@ -143,6 +147,7 @@ class KVSettings:
     recall_every: int = 0
     policies: tuple[KVPolicy, ...] = ()
     shares: bool = True
+    keeps_by_reuse: bool = True
     request_policies: str = ANY_THAT_FITS
 
     @classmethod
@@ -195,6 +200,9 @@ class KVSettings:
         share = config.get(SHARE_KEY, "on")
         if share not in ("on", "off"):
             raise ValueError(f'{SHARE_KEY} must be "on" or "off", got {share!r}')
+        eviction = config.get(EVICTION_KEY, "adaptive")
+        if eviction not in ("adaptive", "lru"):
+            raise ValueError(f'{EVICTION_KEY} must be "adaptive" or "lru", got {eviction!r}')
         requests = config.get(REQUESTS_KEY, ANY_THAT_FITS)
         if requests not in REQUEST_POLICIES:
             raise ValueError(
@@ -228,6 +236,7 @@ class KVSettings:
             measured=measured,
             recall_every=recall_every,
             shares=share == "on",
+            keeps_by_reuse=eviction == "adaptive",
             request_policies=requests,
         )
 

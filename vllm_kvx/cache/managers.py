@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
@@ -13,6 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.request import Request
 
+from vllm_kvx.cache.eviction import forget
 from vllm_kvx.cache.ledger import BlockLedger
 from vllm_kvx.cache.request_kv import NEVER, PrivateBlocks, RequestKV
 from vllm_kvx.cache.shared_blocks import copies_to_come
@@ -210,9 +211,7 @@ class SizedByStorage(SingleTypeKVCacheManager):
             count += len(self._places(kv, [block.ref_cnt > 1 for block in blocks], False))
         return count
 
-    def _make_room(
-        self, request_id: str, kv: RequestKV, blocks: Sequence[KVCacheBlock]
-    ) -> None:
+    def _make_room(self, request_id: str, kv: RequestKV, blocks: Sequence[KVCacheBlock]) -> None:
         """Takes the new blocks for what stays; what is written over leaves the prefix cache."""
         places = self._places(kv, [block.ref_cnt > 1 for block in blocks], kv.moves_out)
         new_blocks = self._new_blocks(request_id, len(places))
@@ -284,7 +283,11 @@ class SizedByStorage(SingleTypeKVCacheManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """The blocks of all groups, by place: a prefix that lost a block in one is lost in all, so
         that its end is to go first in each."""
-        each = zip_longest(*(manager.pop_blocks(request_id) for manager in self.siblings))
+        stays = kv.stays if (kv := self.requests.get(request_id)) is not None else None
+        groups = [manager.pop_blocks(request_id) for manager in self.siblings]
+        if stays is not None:
+            forget(self.block_pool, chain.from_iterable(blocks[stays:] for blocks in groups))
+        each = zip_longest(*groups)
         return [block for place in each for block in place if block is not None]
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:

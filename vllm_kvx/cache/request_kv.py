@@ -49,6 +49,8 @@ class RequestKV:
         private: by place in the list of blocks, the new block that takes it; between the step
             that compacts and the next.
         is_overwritten: some of its blocks are written over by that step, and out of the cache.
+        stays: how many of its blocks may stay in the prefix cache when it gives them back; None if
+            all. See ``Recency``.
         row: its policy's, by which blocks are counted.
         room: up to how many computed tokens it needs no block. full_at: at how many it may have a
             block to publish. Of all KV groups, kept by the first one's. See ``QuietSteps``.
@@ -67,6 +69,7 @@ class RequestKV:
     moves_out: bool = False
     private: dict[int, KVCacheBlock] = field(default_factory=dict)
     is_overwritten: bool = False
+    stays: int | None = None
     row: int = 0
     room: int = 0
     full_at: int = 0

@@ -1,16 +1,19 @@
 """vLLM's schedulers, told what each request's policy stores and shares."""
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
+from vllm_kvx.cache.eviction import forget
 from vllm_kvx.cache.facts import RunInFull, SchedulerFacts
 from vllm_kvx.cache.managers import LowerKVCacheManager, SizedByStorage
 from vllm_kvx.cache.pool import pool_tokens
@@ -180,6 +183,7 @@ class _PolicyScheduling:
 
     def _count_prefixes(self, scheduled: dict[str, int], states: dict[str, StateBlocks]) -> None:
         looked_up, self.sharing.looked_up = self.sharing.looked_up, {}
+        self.sharing.begin_prompts(scheduled, self.requests)  # type: ignore[attr-defined]
         for request_id, (hit, cached) in looked_up.items():
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if request_id in scheduled and not request.num_preemptions:
@@ -199,7 +203,15 @@ class _PolicyScheduling:
             for manager in managers
             if manager.req_to_blocks.get(request.request_id)
         ]
-        free_end_first(self.kv_cache_manager.block_pool, dropped)  # type: ignore[attr-defined]
+        self._give_back(request.request_id, dropped)
+
+    def _give_back(self, request_id: str, dropped: list[Mapping[int, KVCacheBlock]]) -> None:
+        """Frees blocks that a request no longer needs: by KV group and place."""
+        pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        stays = self.lower_managers[0].requests[request_id].stays
+        if stays is not None:
+            forget(pool, (b for group in dropped for place, b in group.items() if place >= stays))
+        free_end_first(pool, dropped)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
         for request_id, kept in getattr(output, KEPT_BLOCKS, {}).items():
@@ -213,12 +225,13 @@ class _PolicyScheduling:
                     for manager in (*self.lower_managers, *self.policy_managers)
                     if manager.stage in kept
                 ]
-                free_end_first(self.kv_cache_manager.block_pool, dropped)  # type: ignore[attr-defined]
+                self._give_back(request_id, dropped)
         by_client = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         self.facts.add_outputs(chain.from_iterable(each.outputs for each in by_client.values()))
         return by_client
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.sharing.keep_all(request.request_id)  # It is back soon.
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         self.admission.restart(request)
         self.sharing.restart(request.request_id)

@@ -6,19 +6,20 @@ every prompt token in the group's layers, and reads those groups that it would c
 Of layers that it skips it needs the anchors' entries, or the states of tokens that are selected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, resolve_block_hashes
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvx.cache.admission import in_both
+from vllm_kvx.cache.eviction import Recency, Rivals
 from vllm_kvx.cache.managers import SizedByStorage
 from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV, anchor_hash
 from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows, overlays
@@ -56,6 +57,9 @@ class PrefixSharing:
         self._runs: dict[str, int] = {}
         # By request that was looked up in this step: tokens that it takes, and that are cached.
         self.looked_up: dict[str, tuple[int, int]] = {}
+        # By the same requests, see `Recency`.
+        self._rivals: dict[str, Rivals | None] = {}
+        self.recency = Recency(self._pool) if self._is_on and settings.keeps_by_reuse else None
         self.states: StateCache | None = None
         if self._is_on and settings.shares and settings.layout.stash:
             rows = StateRows.of(kv_cache_manager.kv_cache_config, config)
@@ -197,6 +201,7 @@ class PrefixSharing:
             hits = [blocks[:num_blocks] for blocks in hits]
         if num_blocks * size <= max(kv.anchors for kv in kvs):
             num_blocks = 0
+        self._note_fit(request, hashes, layer, num_blocks, hits, kvs)
         self.looked_up[request.request_id] = num_blocks * size, in_cache * size
         if num_blocks == 0:
             return manager.empty_kv_cache_blocks, 0
@@ -205,6 +210,28 @@ class PrefixSharing:
             if report == "full":  # As vLLM's own lookup does.
                 manager.coordinator.emit_cached_block_events(request, tuple(hits))
         return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * size
+
+    def _note_fit(
+        self,
+        request: Request,
+        hashes: Sequence[BlockHash],
+        layer: int | None,
+        num_blocks: int,
+        hits: Sequence[Sequence[KVCacheBlock]],
+        kvs: Sequence[RequestKV],
+    ) -> None:
+        """Tells managers how much of the prompt may stay in the cache once it is no longer held."""
+        if self.recency is None:
+            return
+        following = [hashes[num_blocks]] if num_blocks < len(hashes) else []
+        if layer is not None and self.states is not None:
+            following += self.states.following(hashes, layer, num_blocks * self._block_size)
+        found = list(chain.from_iterable(hits))
+        each_rivals = (self.recency.too_late(each, found) for each in following)
+        rivals = next((each for each in each_rivals if each is not None), None)
+        self._rivals[request.request_id] = rivals
+        for kv in kvs:
+            kv.stays = num_blocks if rivals is not None and self.recency.is_strict else None
 
     def pass_up(self, request: Request) -> None:
         """The request takes nothing of what is cached."""
@@ -265,6 +292,8 @@ class PrefixSharing:
                 del self._coming[request_id]
             first = (request.num_computed_tokens - count) // self.states.tokens
             last = end // self.states.tokens
+            if (stays := self._managers[0].requests[request_id].stays) is not None:
+                last = min(last, stays * self._block_size // self.states.tokens)
             if first < last:
                 filled = self.states.publish(self._hashes(request), layer, first, last)
                 if filled.write:
@@ -272,6 +301,23 @@ class PrefixSharing:
                     found[request_id] = replace(filled, read=before.read)
         self.states.end_step()
         return found
+
+    def begin_prompts(self, scheduled: Collection[str], requests: Mapping[str, Request]) -> None:
+        """Of the requests that were looked up, those that were scheduled begin."""
+        rivals, self._rivals = self._rivals, {}
+        if self.recency is None:
+            return
+        for request_id in in_both(rivals, scheduled):
+            hashes, layer = self._hashes(requests[request_id]), self._resumes.get(request_id)
+            asked = [hashes]
+            if layer is not None and self.states is not None:
+                asked.append(self.states.keys(hashes, layer))
+            self.recency.begin_prompt(chain.from_iterable(asked), rivals[request_id])
+
+    def keep_all(self, request_id: str) -> None:
+        """What the request gives back stays in the cache as long as it may."""
+        for manager in self._managers:
+            manager.requests[request_id].stays = None
 
     @property
     def state_tokens(self) -> int:

@@ -97,6 +97,19 @@ class StateCache:
             found += cached
         return found
 
+    def following(
+        self, hashes: Sequence[BlockHash], layer: int, num_tokens: int
+    ) -> list[BlockHash]:
+        """The key of the states after a prompt's first `num_tokens`, if it has a whole block."""
+        index = num_tokens // self.tokens
+        return (
+            [self._key(hashes, layer, index)] if (index + 1) * self._stride <= len(hashes) else []
+        )
+
+    def keys(self, hashes: Sequence[BlockHash], layer: int) -> list[BlockHash]:
+        """Those of all of a prompt's states."""
+        return [self._key(hashes, layer, i) for i in range(len(hashes) // self._stride)]
+
     def hold(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
         """Nobody gets these until the step is scheduled, in place of what the request held."""
         self.let_go(request_id)
