@@ -63,6 +63,7 @@ class Load:
 # The first two are those of plans/turns.toml on one H200.
 LOADS = {
     "turns": Load(57362, 16, 320, 8192, 65536, 3018),
+    "turns, half the pool": Load(57362 * 2, 16, 320, 8192, 65536, 3018),
     "turns, think 5 s": Load(57362, 16, 320, 8192, 65536, 3018, think=5.0),
     "sessions go on": Load(22000, 16, 400, 2048, 40960, 2048),
     "19 of 20 go on": Load(22000, 16, 400, 2048, 40960, 2048, stays=0.95),
@@ -229,6 +230,7 @@ def _scheduler(policy: str, eviction: str | None, load: Load, model: str, shape:
     ).create_engine_config()
     config.cache_config.block_size = BLOCK_SIZE
     config.cache_config.num_gpu_blocks = load.blocks
+    config.cache_config.kv_cache_layout = "LBHNC"  # The engine asks the attention backend.
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE,
         num_kv_heads=shape.kv_heads,

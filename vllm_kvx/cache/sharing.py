@@ -226,6 +226,8 @@ class PrefixSharing:
         following = [hashes[num_blocks]] if num_blocks < len(hashes) else []
         if layer is not None and self.states is not None:
             following += self.states.following(hashes, layer, num_blocks * self._block_size)
+        # What is there, but not of use to this request, is not lost.
+        following = [each for each in following if not self._pool.get_cached_block(each, [0])]
         found = list(chain.from_iterable(hits))
         each_rivals = (self.recency.too_late(each, found) for each in following)
         rivals = next((each for each in each_rivals if each is not None), None)
