@@ -63,7 +63,6 @@ class Load:
 # The first two are those of plans/turns.toml on one H200.
 LOADS = {
     "turns": Load(57362, 16, 320, 8192, 65536, 3018),
-    "turns, half the pool": Load(57362 * 2, 16, 320, 8192, 65536, 3018),
     "turns, think 5 s": Load(57362, 16, 320, 8192, 65536, 3018, think=5.0),
     "sessions go on": Load(22000, 16, 400, 2048, 40960, 2048),
     "19 of 20 go on": Load(22000, 16, 400, 2048, 40960, 2048, stays=0.95),

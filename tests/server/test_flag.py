@@ -232,7 +232,11 @@ def test_a_misspelled_key_of_a_flag_is_an_error(parser, llama: str, flags: list[
             {"kv_policy": "quest-64", "kv_layout": ["quest-64:reduction=softmax"]},
             r"one sidecar, but quest-64 .*\(max,.*\(softmax,.*give them the same .* reduction",
         ),
-        ({"kv_policy": "snapkv", "kv_share": "no"}, "kv_share must be \"on\" or \"off\", got 'no'"),
+        ({"kv_policy": "snapkv", "kv_share": "no"}, 'kv_share must be "on" or "off", got \'no\''),
+        (
+            {"kv_policy": "snapkv", "kv_eviction": "lirs"},
+            'kv_eviction must be "adaptive" or "lru", got \'lirs\'',
+        ),
         ({"kv_policy": "fier-64", "kv_recall_every": -1}, "kv_recall_every .*0 for never, got -1"),
         ({"kv_policy": "fier-64", "kv_recall_every": 1.5}, "kv_recall_every .*got 1.5"),
         ({"kv_policy": "fier-64", "kv_recall_every": True}, "kv_recall_every .*got True"),
