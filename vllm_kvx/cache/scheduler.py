@@ -208,8 +208,8 @@ class _PolicyScheduling:
     def _give_back(self, request_id: str, dropped: list[Mapping[int, KVCacheBlock]]) -> None:
         """Frees blocks that a request no longer needs: by KV group and place."""
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
-        stays = self.lower_managers[0].requests[request_id].stays
-        if stays is not None:
+        kv = self.lower_managers[0].requests.get(request_id)
+        if kv is not None and (stays := kv.stays) is not None:
             forget(pool, (b for group in dropped for place, b in group.items() if place >= stays))
         free_end_first(pool, dropped)
 
