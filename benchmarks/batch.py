@@ -2,8 +2,9 @@
 
     python -m benchmarks.batch MODEL --policies full speed-24 --output batch.json -- -tp 2
 
-Prompts are random tokens, all different. What follows ``--`` are flags of `vllm serve`. Starting
-the servers does not count. Policies take turns, so that a machine that changes meanwhile shows.
+MODEL is a shape with random weights (`llama-3.1-8b`), or a checkpoint. Prompts are random tokens,
+all different. What follows ``--`` are flags of `vllm serve`. Starting the servers does not count.
+Policies take turns, so that a machine that changes meanwhile shows.
 """
 
 import argparse
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import about
+from benchmarks.compare import prepare_model
+from benchmarks.ideal import SHAPES
+from benchmarks.serving import MODEL, write_tokenizer
 
 
 def main() -> None:
@@ -26,10 +30,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         batch = Path(folder) / "in.jsonl"
         write_batch(batch, args)
+        _, model = prepare_model(args.model, Path(folder))
+        if "load_format" in model:
+            write_tokenizer(Path(folder), SHAPES[args.model].vocab)
+            args.serve += ["--load-format", model["load_format"]]
         for repeat in range(args.repeats):
             for policy in args.policies:
                 runs[policy].append(
-                    run(batch, Path(folder) / f"{repeat}-{policy}.jsonl", policy, args)
+                    run(
+                        batch,
+                        Path(folder) / f"{repeat}-{policy}.jsonl",
+                        policy,
+                        model["model"],
+                        args,
+                    )
                 )
     first = args.policies[0]
     lines = {
@@ -55,7 +69,7 @@ def write_batch(path: Path, args: argparse.Namespace) -> None:
         for number in range(args.lines):
             length = round(args.length * rng.uniform(0.75, 1.25))
             body: dict[str, Any] = {
-                "model": args.model,
+                "model": MODEL,
                 "prompt": [rng.randrange(*args.tokens) for _ in range(length)],
                 "max_tokens": args.answer,
                 "ignore_eos": True,
@@ -65,11 +79,14 @@ def write_batch(path: Path, args: argparse.Namespace) -> None:
             print(json.dumps({**line, "body": body}), file=file)
 
 
-def run(batch: Path, answers: Path, policy: str, args: argparse.Namespace) -> dict[str, float]:
+def run(
+    batch: Path, answers: Path, policy: str, model: str, args: argparse.Namespace
+) -> dict[str, float]:
     """One run's summary; every line must have been answered."""
     summary = answers.with_suffix(".summary")
-    command = [sys.executable, "-m", "vllm_kvx.cli", "batch", str(batch), str(answers), args.model]
-    command += ["--kv-policy", policy, *args.serve, "--summary", str(summary)]
+    command = [sys.executable, "-m", "vllm_kvx.cli", "batch", str(batch), str(answers), model]
+    command += ["--served-model-name", MODEL, "--kv-policy", policy, *args.serve]
+    command += ["--summary", str(summary)]
     subprocess.run(command, check=True)
     found: dict[str, float] = json.loads(summary.read_text())
     if found["answered"] != args.lines:

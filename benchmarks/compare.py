@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--steps", type=int, default=64, help="steps of decode cases")
     add("--seed", type=int, default=0)
     add("--time-limit", type=float, help="seconds, after which the engine is stopped")
+    add("--starts", action="store_true", help="start each twice: with empty caches, and with them")
     add("--commit", help="what is measured, where the tree is no git checkout")
     add("--dtype", default="bfloat16", choices=_DTYPE_BYTES)
     add("--max-model-len", type=int, help="default: the model's, at most 131072")
@@ -108,13 +110,23 @@ def cases_of(engine: str, cases: list[Case]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def caches_in(folder: str) -> dict[str, str]:
+    """Variables by which all that a start compiles is kept in `folder`."""
+    names = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+    return {name: f"{folder}/{name.lower()}" for name in names}
+
+
 def run_engine(
-    spec: dict[str, Any], log: Path, on_report: Any, deadline: float | None
+    spec: dict[str, Any],
+    log: Path,
+    on_report: Any,
+    deadline: float | None,
+    variables: Mapping[str, str],
 ) -> dict[str, Any]:
     """Runs one engine in its own process and hands on its report whenever that changes."""
     report_path, spec_path = Path(spec["report"]), Path(spec["report"]).with_suffix(".spec.json")
     write_json(spec_path, spec)
-    environment = dict(os.environ)
+    environment = {**os.environ, **variables}
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -272,8 +284,13 @@ class Results:
         measured = there.get("cases", {})
         return [case for case in cases if "median" not in measured.get(case, {})]
 
-    def measure(self, name: str, options: dict[str, Any], deadline: float | None) -> bool:
-        """Runs an engine and adds what it reports; whether all went well."""
+    def measure(
+        self, name: str, options: dict[str, Any], deadline: float | None, starts: bool
+    ) -> bool:
+        """Runs an engine and adds what it reports; whether all went well.
+
+        starts: it is started before, with empty caches, which it then finds filled.
+        """
         settings = self.content["settings"]
         earlier = self.content["engines"].get(name, {}).get("cases", {})
         shown: set[str] = set()
@@ -300,9 +317,18 @@ class Results:
             "engine": {**settings["engine"], **options["engine"], **own},
         }
         log = self.path.with_name(f"{self.path.stem}.{file_name(name)}.log")
-        report = run_engine(spec, log, on_report, deadline)
+        if not starts:
+            report = run_engine(spec, log, on_report, deadline, {})
+            on_report(report)
+            return "log_tail" not in report
+        with tempfile.TemporaryDirectory() as folder:
+            caches = caches_in(folder)
+            cold = run_engine({**spec, "cases": []}, log, lambda _: None, deadline, caches)
+            Path(spec["report"]).unlink(missing_ok=True)
+            report = run_engine(spec, log, on_report, deadline, caches)
+        report["starts"] = {"cold_s": cold.get("start_s"), "warm_s": report.get("start_s")}
         on_report(report)
-        return "log_tail" not in report
+        return "log_tail" not in {**cold, **report}
 
 
 def main(argv: list[str]) -> int:
@@ -323,7 +349,7 @@ def main(argv: list[str]) -> int:
                 if not options["cases"]:
                     print(f"{name}: measured before", flush=True)
                     continue
-            well &= results.measure(name, options, deadline)
+            well &= results.measure(name, options, deadline, args.starts)
     print(table(results.content))
     print(composed.table(results.content))
     return 0 if well else 1

@@ -24,7 +24,6 @@ from vllm_kvx.server.refusals import (
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
-    WITH_SPLIT_LAYERS,
     reasons,
 )
 from vllm_kvx.server.validate import WORKERS
@@ -120,31 +119,6 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     refused |= set(reasons(WITH_POLICY, changed(stock, EXECUTOR, older)))
     refused |= set(reasons(WITH_POLICY, several_engines(stock, "ray")))
     assert refused == {row.reason for row in WITH_POLICY}
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({}, None),
-        ({"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}, "--max-cudagraph-capture-size"),
-        (
-            {
-                "cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE,
-                "max_cudagraph_capture_size": 512,
-            },
-            None,
-        ),
-        ({"pass_config.fuse_attn_quant": True}, "fuse_attn_quant"),
-    ],
-)
-def test_split_layers_on_gpus(stock, changes: dict[str, Any], named: str | None) -> None:
-    config = changed(stock, "scheduler_config.max_num_seqs", 256)
-    config = changed(config, "compilation_config.max_cudagraph_capture_size", 256)
-    for path, value in changes.items():
-        config = changed(config, f"compilation_config.{path}", value)
-    found = reasons(WITH_SPLIT_LAYERS, config)
-    assert len(found) == (named is not None)
-    assert named is None or named in found[0]
 
 
 def several_engines(config: Any, backend: str) -> Any:

@@ -9,22 +9,28 @@ import torch
 
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.worker.batch import PassBatch
+from vllm_kvx.worker import splits
+from vllm_kvx.worker.batch import PassBatch, unplanned
 from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.rows import DeviceRows, plan_rows
 from vllm_kvx.worker.splits import Cuts, cuts_of
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 def cuts(
-    *names: str, device: torch.device = CPU, backend: str = "FLASH_ATTN", updates: bool = False
+    *names: str, backend: str = "FLASH_ATTN", updates: bool = False, fused: bool = False
 ) -> Cuts:
-    """Of a server with 8 layers. updates: whether its attention stores entries itself."""
+    """Of a server with 8 layers.
+
+    updates: whether its attention stores entries itself. fused: and quantizes its output.
+    """
     layout = layout_of(map(parse_policy, names), 8)
     its = SimpleNamespace(get_name=lambda: backend, forward_includes_kv_cache_update=updates)
     attention: Any = [SimpleNamespace(attn_backend=its)] * 8
-    return cuts_of(layout, attention, device)
+    compiled = SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=fused))
+    config: Any = SimpleNamespace(compilation_config=compiled)
+    return cuts_of(layout, attention, config)
 
 
 @pytest.fixture(autouse=True)
@@ -51,25 +57,41 @@ def test_the_layer_below_a_cut(names: list[str], firsts: tuple[int, ...], splits
 
 
 @pytest.mark.parametrize(
-    ("device", "switch", "is_split"),
-    [(CPU, None, True), (CPU, "0", False), (GPU, None, False), (GPU, "1", True), (GPU, "", False)],
+    ("switch", "is_split"), [(None, True), ("1", True), ("0", False), ("", False)]
 )
-def test_the_switch(
-    device: torch.device, switch: str | None, is_split: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_switch(switch: str | None, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if switch is not None:
         monkeypatch.setenv("KVX_INNER_CUTS", switch)
-    assert cuts("speed-5", device=device) == (
+    assert cuts("speed-5") == (
         Cuts((0, 4), frozenset({4})) if is_split else Cuts((0, 5), frozenset())
     )
 
 
-@pytest.mark.parametrize("options", [{"backend": "FLASHINFER"}, {"updates": True}])
-def test_attention_backends_that_cannot(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("switch", [None, "1"])
+@pytest.mark.parametrize("options", [{"backend": "FLASHINFER"}, {"updates": True}, {"fused": True}])
+def test_attention_that_cannot(
+    options: dict[str, Any], switch: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVX_INNER_CUTS", "1")
+    """Only who asks for it by name is warned."""
+    warned: list[str] = []
+    monkeypatch.setattr(splits.logger, "warning_once", lambda text, *_: warned.append(text))
+    if switch is not None:
+        monkeypatch.setenv("KVX_INNER_CUTS", switch)
     assert cuts("speed-5", **options) == Cuts((0, 5), frozenset())
+    assert len(warned) == (switch is not None)
+
+
+def test_batches_that_are_too_long_to_plan() -> None:
+    builders: Any = [
+        SimpleNamespace(aot_schedule=True),
+        SimpleNamespace(aot_schedule=False),
+        object(),
+    ]
+    groups: Any = [[SimpleNamespace(metadata_builders=builders)], []]
+    with pytest.raises(RuntimeError), unplanned(groups):
+        assert not builders[0].aot_schedule
+        raise RuntimeError
+    assert builders[0].aot_schedule and not builders[1].aot_schedule
 
 
 def test_both_ends_of_a_prompt_are_two_sequences() -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_kvx.environment import INNER_CUTS
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 
 if TYPE_CHECKING:
@@ -264,26 +263,6 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         lambda c: c.compilation_config.pass_config.fuse_attn_quant,
         "retrieval writes attention's output unquantized, so its quantization cannot be fused into "
         'attention: set --compilation-config \'{"pass_config": {"fuse_attn_quant": false}}\'',
-    ),
-)
-
-
-# Where INNER_CUTS is on, on a GPU.
-WITH_SPLIT_LAYERS: tuple[Refusal, ...] = (
-    Refusal(
-        # FlashAttention 3 keeps the plan of a batch beside those of captured graphs, in one buffer.
-        lambda c: c.compilation_config.cudagraph_mode.has_full_cudagraphs()
-        and (c.compilation_config.max_cudagraph_capture_size or 0)
-        < 2 * c.scheduler_config.max_num_seqs,
-        f"{INNER_CUTS}=1 gives attention up to two sequences for a prompt, more than graphs are "
-        "captured for: set --max-cudagraph-capture-size to twice --max-num-seqs at least, lower "
-        f"--max-num-seqs, or unset {INNER_CUTS}",
-    ),
-    Refusal(
-        lambda c: c.compilation_config.pass_config.fuse_attn_quant,
-        f"{INNER_CUTS}=1 writes attention's output unquantized, so its quantization cannot be "
-        "fused into attention: set --compilation-config "
-        f'\'{{"pass_config": {{"fuse_attn_quant": false}}}}\', or unset {INNER_CUTS}',
     ),
 )
 

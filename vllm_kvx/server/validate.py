@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING
 
 from vllm_kvx import __version__
 from vllm_kvx.calibration.resolve import find_measured
-from vllm_kvx.environment import INNER_CUTS, is_on
 from vllm_kvx.server.refusals import (
     ALWAYS,
     WITH_POLICY,
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
-    WITH_SPLIT_LAYERS,
     reasons,
 )
 from vllm_kvx.server.trust import Trust
@@ -51,8 +49,6 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
     if not settings.stock:
         problems += machinery_problems(vllm_config)
         problems += _retention_problems(vllm_config, settings)
-        if settings.layout.row_cuts and is_on(INNER_CUTS):
-            problems += reasons(WITH_SPLIT_LAYERS, vllm_config)
     if problems:
         raise ValueError(
             f"KV policy {settings.policy} cannot run in this configuration:"

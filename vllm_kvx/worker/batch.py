@@ -1,12 +1,16 @@
 """The one cutter of batches: some requests of a step, and some rows of each, as a batch."""
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.utils import AttentionGroup
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,24 @@ class PassBatch:
             is_prefilling_np=is_prefilling,
             positions=self.positions,
         )
+
+
+@contextlib.contextmanager
+def unplanned(groups: Iterable[Iterable[AttentionGroup]]) -> Iterator[None]:
+    """Inside, what attention builds for the groups of each leaves a batch's plan to its kernels.
+
+    FlashAttention 3 plans ahead into a buffer for as many sequences as requests may run, or as a
+    CUDA graph takes. A pass in which prompts come twice may have more.
+    """
+    builders: list[Any] = [b for each in groups for group in each for b in group.metadata_builders]
+    planning = [builder for builder in builders if getattr(builder, "aot_schedule", False)]
+    for builder in planning:
+        builder.aot_schedule = False
+    try:
+        yield
+    finally:
+        for builder in planning:
+            builder.aot_schedule = True
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

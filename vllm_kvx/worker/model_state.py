@@ -30,7 +30,7 @@ from vllm_kvx.models.decoder import SegmentedModel
 from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
-from vllm_kvx.worker.batch import PassBatch
+from vllm_kvx.worker.batch import PassBatch, unplanned
 from vllm_kvx.worker.blocks import cut_tables, relink, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
@@ -68,7 +68,7 @@ class PolicyModelState(DefaultModelState):
         self.segmented, self.starts = cast(SegmentedModel, model), layout.starts
         dtype = cast(torch.dtype, self.dtype)
         attention = self.segmented.attention_layers()
-        self.cuts = cuts_of(layout, attention, device)
+        self.cuts = cuts_of(layout, attention, vllm_config)
         # The segment of the decoder that each KV stage begins in.
         self.stage_segments = [self.cuts.segment_of(start) for start in layout.starts]
         policy_kv_cache_specs(attention, settings)
@@ -283,14 +283,16 @@ class PolicyModelState(DefaultModelState):
             ) -> AttnMetadata:
                 prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
                 lens, bounds = lens_to_device(ends, self.device), torch.from_numpy(ends)
-                return super(PolicyModelState, self).prepare_attn(
-                    batch.of(input_batch, lens, bounds, prefilling),
-                    CUDAGraphMode.NONE,
-                    batch.block_tables,
-                    batch.slot_mappings,
-                    self._groups_of(attn_groups, groups),
-                    kv_cache_config,
-                )
+                its = self._groups_of(attn_groups, groups)
+                with unplanned(its if len(ends) > self.max_num_reqs else ()):
+                    return super(PolicyModelState, self).prepare_attn(
+                        batch.of(input_batch, lens, bounds, prefilling),
+                        CUDAGraphMode.NONE,
+                        batch.block_tables,
+                        batch.slot_mappings,
+                        its,
+                        kv_cache_config,
+                    )
 
             here = StepBatch(
                 step.requests,
@@ -336,8 +338,6 @@ class PolicyModelState(DefaultModelState):
         """After the forward pass: by request and stage, which blocks stay; see ``relink``."""
         chosen = self.memory.centrality.take_blocks()
         return relink(self.block_tables, chosen, self.requests.index, self.group_stages)
-
-    # Parts of `prepare_attn`.
 
     def _groups_of(self, attn_groups: _Groups, wanted: Collection[int]) -> _Groups:
         """By KV group, the attention groups of those that are `wanted`, and none of others."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 
@@ -37,31 +37,28 @@ class Cuts(NamedTuple):
         return {first: ran for first, ran in by_first if first in self.splits}
 
 
-def cuts_of(layout: Layout, attention: Sequence[Attention], device: torch.device) -> Cuts:
+def cuts_of(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> Cuts:
     """The segments of a server. attention: the model's attention layers.
 
     A row cut is at the first layer that rows do not run. The layer below is split, unless it is
-    layer 0, below which there are no states.
+    layer 0, below which there are no states, or the switch is off.
     """
-    obstacle = _obstacle(layout, attention)
-    if obstacle is not None or not _is_wanted(device):
-        if obstacle is not None and layout.row_cuts and is_on(INNER_CUTS):
-            logger.warning_once("%s has no effect: %s.", INNER_CUTS, obstacle)
+    obstacle = _obstacle(layout, attention, config)
+    if obstacle is not None and layout.row_cuts and is_on(INNER_CUTS):
+        logger.warning_once("%s has no effect: %s.", INNER_CUTS, obstacle)
+    if obstacle is not None or (INNER_CUTS in os.environ and not is_on(INNER_CUTS)):
         return Cuts((0, *layout.row_cuts), frozenset())
     splits = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
     whole = {cut for cut in layout.row_cuts if cut == 1}
     return Cuts((0, *sorted(splits | whole)), splits)
 
 
-def _is_wanted(device: torch.device) -> bool:
-    """What the switch says; without it, not on GPUs, where it has to be measured first."""
-    return is_on(INNER_CUTS) if INNER_CUTS in os.environ else device.type == "cpu"
-
-
-def _obstacle(layout: Layout, attention: Sequence[Attention]) -> str | None:
+def _obstacle(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> str | None:
     """Why no layer can be split; None if they can."""
     if layout.projects:
         return "swiftkv, for which this server has room, needs every row of the layer below its cut"
+    if config.compilation_config.pass_config.fuse_attn_quant:
+        return "a split layer writes attention's output unquantized, and fuse_attn_quant is on"
     for layer in attention:
         backend: Any = layer.attn_backend
         name = backend.get_name()

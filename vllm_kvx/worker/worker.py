@@ -34,10 +34,10 @@ class _PolicyWorking:
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = KVSettings.from_vllm_config(config)
         assert settings is not None
-        layout, device = settings.layout, self.device  # type: ignore[attr-defined]
+        layout = settings.layout
 
         def row_cuts(attention: Any) -> tuple[int, ...]:
-            return cuts_of(layout, attention, device).firsts[1:]
+            return cuts_of(layout, attention, config).firsts[1:]
 
         build = Build(PolicyModelState, row_cuts, layout.online_cuts)
         use_segmented_model(config.model_config, build)
