@@ -51,7 +51,6 @@ def set_environment() -> None:
         KVX_CPU="1",
         TRITON_INTERPRET="1",
         KVX_RETRIEVAL_OPS="triton",  # The code of GPUs, in the place of CPUs' plain torch.
-        KVX_INNER_CUTS="0",  # As on GPUs.
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="WARNING",

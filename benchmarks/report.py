@@ -39,7 +39,8 @@ TTFT, bytes for decode, KV entries for the pool, and for requests/s at saturatio
 sheet's peaks. Where more than 100% is reached, stock is further from the hardware than the policy.
 
 The ideals of TTFT take it that the last layer which sees the whole prompt is
-[split](architecture.md#a-layer-that-is-split), which was off in all files up to 2026-11-23.
+[split](architecture.md#a-layer-that-is-split), which was off in all files up to 2026-11-23 and in
+that of turns.
 
 Shapes with random weights have speeds and no answers. Answers were measured on other, small models,
 under the same parameters but for the layer; those of `speed-K` at the cutoff that is nearest in
@@ -54,6 +55,10 @@ _LOAD = """
 `vllm bench serve` against `vllm serve`, random prompts, no prefix cache. "At once" is the most
 requests that ran at the same time. ITL is the time between two tokens of a request: while long
 prompts come in, its p99 is what running decodes wait.
+"""
+_STARTS = """
+With random weights, which no disk has to give. Cold: nothing compiled is in any cache; warm: what
+the cold start left is. Smaller is better.
 """
 _COMPOSED = """
 The product of decode gains overstates: what one part no longer reads, another cannot save. The
@@ -87,6 +92,8 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
     lines += ["", "## While a long prompt comes in", ""]
     lines += ["Waits of four decoding requests between two tokens, by `benchmarks.compare`.", ""]
     lines += tables.waits(files)
+    lines += ["", "## Until an engine is up", "", *_STARTS.strip().splitlines(), ""]
+    lines += tables.starts(files)
     lines += ["", "## Policies composed", "", *_COMPOSED.strip().splitlines(), ""]
     lines += tables.compositions(files)
     lines += ["", "## Sessions of many turns", "", *tables.sessions(files)]

@@ -167,6 +167,24 @@ def waits(files: Sequence[File]) -> list[str]:
     return table(head, rows)
 
 
+def starts(files: Sequence[File]) -> list[str]:
+    """Seconds until an engine is up, with empty caches of what is compiled, and with them."""
+    head = ["engine", "cold", "over stock's", "warm", "over stock's", "file"]
+    rows = []
+    for file in files:
+        engines = file.content["engines"] if file.kind == "compare" else {}
+        stock = engines.get(STOCK, {}).get("starts", {})
+        for name, engine in engines.items():
+            row = [f"`{name}`"]
+            for key in ("cold_s", "warm_s") if "starts" in engine else ():
+                took, base = engine["starts"][key], stock.get(key)
+                row.append(MISSING if took is None else f"{took:.0f} s")
+                row.append(f"{took / base:.2f}x" if took and base else "")
+            if len(row) > 1:
+                rows.append([*row, reference(file)])
+    return table(head, rows)
+
+
 def compositions(files: Sequence[File]) -> list[str]:
     """What is measured together beside the product of what each part gains alone."""
     head = ["policy", "case", "measured", "product of parts", "of it", "ideal", "parts", "file"]

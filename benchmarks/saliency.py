@@ -10,6 +10,7 @@ eagerly costs the host. `ideal_us` is for bytes that no implementation can avoid
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.about import about
+from benchmarks.compare import command_line
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.move import move_entries
 from vllm_kvx.ops.prompt.pool import pool_per_kv_head
@@ -115,7 +118,7 @@ def case(num_keys: int, repeats: int) -> dict[str, dict[str, float]]:
             lambda: select_moves(*selection),
             num_keys * KV_HEADS * 4,
         ),
-        # Bounds by many programs: see SHARED_FROM in ops/prompt/select.py.
+        # Bounds by many programs: see SHARED_FROM in ops/radix.py.
         "select_moves, shared": (
             lambda: select_moves(*selection, unpooled=unpooled, splits=splits_of(KV_HEADS)),
             num_keys * KV_HEADS * 4,
@@ -138,10 +141,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 130_000])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     args = parser.parse_args()
     report = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        **about(command_line("benchmarks.saliency", sys.argv[1:]), args.commit),
         "cases": {str(length): case(length, args.repeats) for length in args.lengths},
     }
     text = json.dumps(report, indent=2)

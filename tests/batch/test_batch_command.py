@@ -21,6 +21,7 @@ from world.nightly import nightly
 
 from benchmarks.checkpoint.prompts import make_prompt
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+from vllm_kvx.batch import guard
 from vllm_kvx.batch import run as asking
 from vllm_kvx.batch.server import own_server
 from vllm_kvx.cli import main
@@ -275,6 +276,50 @@ def test_its_own_server_ends_with_it(url: str, tmp_path: Path) -> None:
     code, said = run(batch, path, "--base-url", url)
     assert code == 0, said
     assert_answered(path, expected)
+
+
+def test_a_server_that_does_not_listen_yet_ends_too() -> None:
+    """vLLM's does not hear that it is asked to end, before it is up; its engines hear nothing."""
+    mark = f"KVX_TEST_GUARD={os.getpid()}"
+    deaf = "import signal, time; signal.signal(15, 1); print(1, flush=True); time.sleep(99)"
+    engine = f'import subprocess, sys; subprocess.Popen([sys.executable, "-c", "{deaf}"])'
+    command = [
+        sys.executable,
+        guard.__file__,
+        "0.2",
+        sys.executable,
+        "-c",
+        f"{engine}; {deaf}",
+    ]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"KVX_TEST_GUARD": str(os.getpid())},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == process.stdout.readline() == b"1\n"
+    assert len(processes_of(mark)) == 3
+    process.stdin.close()
+    assert process.wait(30) == 128 + 9
+    end = time.monotonic() + 30
+    while left := processes_of(mark):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_guard_ends_as_its_command(code: int) -> None:
+    command = [
+        sys.executable,
+        guard.__file__,
+        "1",
+        sys.executable,
+        "-c",
+        f"raise SystemExit({code})",
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.wait(30) == code
 
 
 def test_what_cannot_be_done_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,5 @@
 """A ``vllm serve`` of a batch's own, behind a Unix socket; it ends with this process."""
 
-import ctypes
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,10 +10,10 @@ from pathlib import Path
 
 import httpx
 
+from vllm_kvx.batch import guard
 from vllm_kvx.errors import ToolError
 
 _POLL_S, _STOP_S = 0.5, 30.0
-_SET_PARENT_DEATH_SIGNAL = 1  # prctl's
 # Flags with which nothing would answer at the socket, or not to this process; and such as would
 # have no effect there.
 _NOT_AT_A_SOCKET = ("--api-key", "--grpc", "--headless", "--host", "--port", "--uds")
@@ -37,20 +34,18 @@ def own_server(model: str, flags: Sequence[str]) -> Iterator[Path]:
         socket = Path(folder) / "socket"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags]
         command += ["--uds", str(socket), "--disable-uvicorn-access-log"]
+        guarded = [sys.executable, guard.__file__, str(_STOP_S), *command]
         # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
         process = subprocess.Popen(
-            command, stdout=sys.stderr, start_new_session=True, preexec_fn=_end_with_parent
+            guarded, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True
         )
         try:
             _wait(process, socket)
             yield socket
         finally:
-            _stop(process)
-
-
-def _end_with_parent() -> None:
-    """In the child: it is asked to end when this process is killed."""
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
 
 
 def _wait(process: "subprocess.Popen[bytes]", socket: Path) -> None:
@@ -61,13 +56,3 @@ def _wait(process: "subprocess.Popen[bytes]", socket: Path) -> None:
                     return
             time.sleep(_POLL_S)
     raise ToolError(f"the server ended with code {process.returncode} before it was up: see above")
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_S)
-    # Engines and workers outlive a server that crashed.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -1,5 +1,8 @@
 """The score that separates the best of every row and KV head, found by many programs each."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
@@ -11,12 +14,27 @@ _BITS = 8
 BINS = 1 << _BITS
 # Scores that a program reads at a time.
 BLOCK = 2048
+# From how many scores on this is how what stays of a prompt is found, and not by the one program
+# that writes it. On an H200 it takes 0.4 of that one's time at 130,000 scores, 0.8 at 32,768, 1.2
+# at 8,192, and six times as long to launch (benchmarks/results/h200-retention-ops.json).
+SHARED_FROM = 65536
 # How many programs scan scores in all.
 _PROGRAMS = 1024
 _MAX_SPLITS = 64
 # What is known of a row and head after a digit: the wanted key so far, how many with it are still
 # wanted, and how many there are.
 FIELDS = tl.constexpr(3)
+
+
+@contextlib.contextmanager
+def always_shared() -> Iterator[None]:
+    """Inside, scores are shared however few they are: what long prompts run, for short ones."""
+    global SHARED_FROM
+    usual, SHARED_FROM = SHARED_FROM, 0
+    try:
+        yield
+    finally:
+        SHARED_FROM = usual
 
 
 def splits_of(num_pairs: int) -> int:
@@ -147,7 +165,18 @@ def store(state, prefix, wanted, equal):
     tl.store(state + 2, equal)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "row_lens",
+        "row_budgets",
+        "row_offsets",
+        "before",
+        "state",
+        "last_histogram",
+        "score_stride",
+        "splits",
+    ],
+)
 def _count_kernel(
     scores,
     row_lens,
@@ -213,7 +242,7 @@ def _count_kernel(
     tl.atomic_add(histogram + place.to(tl.int64) * BINS + bins, counted, mask=counted > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_lens", "row_budgets", "state"])
 def _find_kernel(
     row_lens,
     row_budgets,

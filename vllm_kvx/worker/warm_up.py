@@ -6,6 +6,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
+from vllm_kvx.ops.radix import always_shared
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.settings import POLICY_KEY, KVSettings
 
@@ -50,6 +51,12 @@ def warm_up(
             tokens //= 2
         if tokens >= _FEWEST:
             ran.append(policy)
+            # And once with the kernels that find what stays of long prompts.
+            again = f"_kvx_warm_up_long_{number}"
+            with always_shared():
+                run_mixed_prefill_decode_warmup(
+                    runner, _under(policy, execute), sample, tokens, req_id_prefix=again
+                )
     state.checks_blocks = checked
     if len(ran) < len(policies):
         missing = ", ".join(str(policy) for policy in policies if policy not in ran)
@@ -61,7 +68,9 @@ def warm_up(
 
 def _tokens(runner: Any, settings: KVSettings) -> int:
     """Of a step with a whole prompt and a decode."""
-    longest = min(PROMPT_TOKENS, runner.max_num_tokens, runner.max_model_len)
+    # vLLM's prompt is 0, 1, 2 and so on.
+    vocabulary = runner.model_config.get_vocab_size()
+    longest = min(PROMPT_TOKENS, runner.max_num_tokens, runner.max_model_len, vocabulary)
     if settings.layout.stash:
         longest = min(longest, settings.stash_tokens)
     return int(longest)

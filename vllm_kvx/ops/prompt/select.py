@@ -16,9 +16,6 @@ from vllm_kvx.ops import radix
 
 # Scores that the program of one row and request reads at a time.
 _BLOCK = 8192
-# From how many scores on many programs find a row's bound, and not the one that writes what stays.
-# None is never: off until it is measured, `python -m benchmarks.saliency` times both.
-SHARED_FROM: int | None = None
 
 
 def select_kept(
@@ -48,7 +45,7 @@ def select_kept(
         unpooled: (R, total_keys) float32, what decides among equal scores; unit stride along a row.
             It is read only where some of them stay and others do not. None: their index decides.
         splits: programs that share a row to find its bound; 0 leaves it to the one that writes what
-            stays, None to SHARED_FROM.
+            stays, None to `radix.SHARED_FROM`.
 
     Returns:
         (R, total_kept) int32, request f in columns out_offsets[f]:out_offsets[f + 1]; those from
@@ -112,8 +109,8 @@ def _select(
     if not (requests and scores.shape[0]):
         return
     if splits is None:
-        shared = SHARED_FROM is not None and scores.is_cuda and scores.shape[1] >= SHARED_FROM
-        splits = radix.splits_of(scores.shape[0] * requests) if shared else 0
+        shares = scores.is_cuda and scores.shape[1] >= radix.SHARED_FROM
+        splits = radix.splits_of(scores.shape[0] * requests) if shares else 0
     bounds = None
     if splits:
         outside = num_keys - windows
@@ -267,6 +264,7 @@ def _among_equal(
         "out_offsets",
         "out_stride",
         "num_moves",
+        "bounds",
     ],
 )
 def _select_kernel(
