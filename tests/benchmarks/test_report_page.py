@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks import report
+from benchmarks import report_tables as tables
 from benchmarks.ideal import SHAPES
-from benchmarks.report_files import kind_of, same_method
+from benchmarks.report_files import File, kind_of, same_method
 
 SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1"]
 
@@ -129,6 +130,19 @@ def test_of_equal_cutoffs_the_youngest_file_and_its_first_stand(write: Any) -> N
     page = write(load=load, a=young, b=at(9, 0.6))
     line = row(page, "| `speed-24` |", "n 40")
     assert "70.0 [60-80]" in line and "60.0" not in line and "80.0 [" not in line
+
+
+def test_starts_are_held_against_stock() -> None:
+    engines = {
+        "stock": {"starts": {"cold_s": 80.0, "warm_s": 40.0}},
+        "speed-24": {"starts": {"cold_s": 100.0, "warm_s": None}},
+        "snapkv": {},
+    }
+    file = File(3, "starts.json", "compare", {"engines": engines})
+    _, _, stock, speed = tables.starts([file])
+    link = "[3](../benchmarks/results/starts.json) |"
+    assert stock == f"| `stock` | 80 s | 1.00x | 40 s | 1.00x | {link}"
+    assert speed == f"| `speed-24` | 100 s | 1.25x | not measured |  | {link}"
 
 
 def test_nothing_measured_is_said_and_not_drawn(write: Any) -> None:

@@ -61,6 +61,14 @@ class _DefaultState(DefaultModelState):
         attn_groups: list[list[Any]],
         *args: Any,
     ) -> dict[str, Metadata]:
+        plans = any(
+            builder.aot_schedule
+            for parts in attn_groups
+            for part in parts
+            for builder in part.metadata_builders
+        )
+        # FlashAttention 3's plan has room for so many sequences.
+        assert not plans or len(input_batch.idx_mapping_np) <= self.max_num_reqs
         return {
             name: Metadata(
                 input_batch.idx_mapping_np,
@@ -140,9 +148,19 @@ class AttentionLayer:
 
 
 def attention_groups(groups: Sequence[KVCacheGroupSpec]) -> Any:
-    """By KV group, vLLM's attention groups: one, of a backend that takes blocks of any size."""
+    """By KV group, vLLM's attention groups: one, of a backend that takes blocks of any size.
+
+    Their builders plan ahead, as FlashAttention 3's do.
+    """
     return [
-        [SimpleNamespace(backend=_Backend, kv_cache_group_id=number, **vars(group))]
+        [
+            SimpleNamespace(
+                backend=_Backend,
+                kv_cache_group_id=number,
+                metadata_builders=[SimpleNamespace(aot_schedule=True)],
+                **vars(group),
+            )
+        ]
         for number, group in enumerate(groups)
     ]
 
