@@ -157,7 +157,7 @@ def attention_groups(groups: Sequence[KVCacheGroupSpec]) -> Any:
             SimpleNamespace(
                 backend=_Backend,
                 kv_cache_group_id=number,
-                metadata_builders=[SimpleNamespace(aot_schedule=True)],
+                metadata_builders=[_Builder()],
                 **vars(group),
             )
         ]
@@ -177,6 +177,7 @@ class _Backend:
 
 class _Builder:
     requires_block_table_width = False
+    aot_schedule = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
