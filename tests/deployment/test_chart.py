@@ -43,13 +43,13 @@ def merged(into: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return into
 
 
-def render(*files: str, **values: Any) -> list[dict[str, Any]]:
-    """The objects of a release named kvx in the namespace llm."""
+def render(*files: str, release: str = "kvx", **values: Any) -> list[dict[str, Any]]:
+    """The objects of a release in the namespace llm."""
     total: dict[str, Any] = {}
     for file in files:
         merged(total, yaml.safe_load((CHART / file).read_text()))
     merged(total, values)
-    texts = Chart.load(CHART).render(total, name="kvx", namespace="llm")
+    texts = Chart.load(CHART).render(total, name=release, namespace="llm")
     manifests = [text for path, text in texts.items() if path.endswith(".yaml")]
     return [each for text in manifests for each in yaml.safe_load_all(text) if each]
 
@@ -173,6 +173,24 @@ def test_a_server_has_its_flags() -> None:
         "nodeSelectorTerms"
     ][0]["matchExpressions"]
     assert all("H100" in p or "H200" in p for p in term["values"])
+
+
+@pytest.mark.parametrize("release", ["kvx", "vllm"])
+def test_no_service_sets_variables(release: str) -> None:
+    """Of a service called vllm Kubernetes would make VLLM_PORT, at which vLLM ends."""
+    objects = render("values-replicas.yaml", release=release, model="org/model")
+    specs = [o["spec"]["template"]["spec"] for o in objects if o["kind"] in ("Deployment", "Job")]
+    assert len(specs) == 3 and all(spec["enableServiceLinks"] is False for spec in specs)
+
+
+def test_large_numbers_are_written_out() -> None:
+    prepare = {"lengths": [4096, 1000000], "deadlineSeconds": 2000000, "evaluate": ["fier-2048"]}
+    objects = render(model="org/model", maxModelLen=2097152, prepare=prepare)
+    assert "--max-model-len=2097152" in server(objects)[1]["args"]
+    job = one(objects, "Job")
+    assert job["spec"]["activeDeadlineSeconds"] == 2000000
+    (script,) = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "--lengths 4096,1000000 --samples" in script
 
 
 def test_the_startup_probe_has_time() -> None:
@@ -310,6 +328,7 @@ def test_the_jobs_commands_parse() -> None:
         # What YAML makes of off without quotes.
         ({"additionalConfig": {"kv_request_policies": False}}, "'off', 'layout', 'list'"),
         ({"additionalConfig": {"kv_share": False}}, "'on', 'off'"),
+        ({"additionalConfig": {"kv_calibration": 1}}, "kv_calibration"),
         ({"extraArgs": ["--port=9000"]}, "--port is the chart's own"),
         ({"extraArgs": ["--additional_config.kv_share=off"]}, "is the chart's own"),
         ({"extraArgs": ["-tp=4"]}, "-tp is the chart's own"),
@@ -415,3 +434,12 @@ def test_policies_of_the_values_are_policies() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     for name in (values["policy"], *values["layout"]):
         parse_policy(name)
+
+
+def test_the_schema_knows_every_key() -> None:
+    """Of `additional_config`, as its page has them in a table."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["additionalConfig"]["propertyNames"]["anyOf"][0]["enum"]
+    page = (CHART.parents[1] / "docs" / "configuration.md").read_text()
+    named = {name for row in re.findall(r"^\| (`kv_.*?) \|", page, re.M) for name in row.split("`")}
+    assert {name for name in named if name.startswith("kv_")} == set(known)

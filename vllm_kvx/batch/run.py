@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ SYNC_S = 1.0
 RETRY_S = (1.0, 2.0, 4.0, 8.0)
 # Statuses that are no answer: of a busy server, and of what stands before one that is gone.
 _BUSY = (429, 502, 503, 504)
+# An answer may take hours; a connection may not. Of a host that is gone without a word the kernel
+# is to ask after a minute, and to give up after another.
+_TIMEOUT = httpx.Timeout(None, connect=10)
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+]
 # What is wrong is the key, and so with every line.
 _NO_KEY = (401, 403)
 
@@ -123,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         with _transport(args) as (url, transport):
             progress.began = time.monotonic()
             client = httpx.AsyncClient(
-                base_url=url, transport=transport, timeout=None, headers=_headers()
+                base_url=url, transport=transport, timeout=_TIMEOUT, headers=_headers()
             )
             return asyncio.run(_run(args, client, batch, answers, progress))
     finally:
@@ -143,10 +153,10 @@ def _transport(args: argparse.Namespace) -> Iterator[tuple[str, httpx.AsyncHTTPT
         # Another server's 404 would be taken for the answer to every line.
         if health.status_code != 200:
             raise ToolError(f"no vLLM is ready there: {url}/health answers {health.status_code}")
-        yield url, httpx.AsyncHTTPTransport(limits=limits)
+        yield url, httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE)
         return
-    with own_server(args.model, args.serve_args) as socket:
-        yield "http://server", httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
+    with own_server(args.model, args.serve_args) as path:
+        yield "http://server", httpx.AsyncHTTPTransport(uds=str(path), limits=limits)
 
 
 def _write_summary(path: str | None, progress: Progress) -> None:

@@ -133,6 +133,8 @@ securityContext:
   seccompProfile:
     type: RuntimeDefault
 automountServiceAccountToken: false
+# A service called vllm or kvx would set variables that vLLM and vllm-kvx read as their own.
+enableServiceLinks: false
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
