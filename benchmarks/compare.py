@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--time-limit", type=float, help="seconds, after which the engine is stopped")
     add("--starts", action="store_true", help="start each twice: with empty caches, and with them")
+    add("--layout", nargs="+", default=[], help="policies that servers with one make room for, too")
     add("--commit", help="what is measured, where the tree is no git checkout")
     add("--dtype", default="bfloat16", choices=_DTYPE_BYTES)
     add("--max-model-len", type=int, help="default: the model's, at most 131072")
@@ -59,6 +60,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         args.engines = args.engines or preset["engines"]
         args.cases = args.cases or preset["cases"]
         args.engine_args = {**preset["engine_args"], **args.engine_args}
+        args.layout = args.layout or preset.get("layout", [])
     args.out = args.out or args.append
     if args.out is None:
         parser.error("give --out or --append")
@@ -285,18 +287,27 @@ class Results:
         return [case for case in cases if "median" not in measured.get(case, {})]
 
     def measure(
-        self, name: str, options: dict[str, Any], deadline: float | None, starts: bool
+        self,
+        name: str,
+        options: dict[str, Any],
+        deadline: float | None,
+        starts: bool,
+        layout: Sequence[str] = (),
     ) -> bool:
         """Runs an engine and adds what it reports; whether all went well.
 
         starts: it is started before, with empty caches, which it then finds filled.
+        layout: policies that requests may name besides, if the engine has one.
         """
         settings = self.content["settings"]
         earlier = self.content["engines"].get(name, {}).get("cases", {})
+        policy, dtype = split_name(name)
         shown: set[str] = set()
 
         def on_report(report: dict[str, Any]) -> None:
             entry = {**report, "run": len(self.content["runs"]) - 1}
+            if policy and layout:
+                entry["room_for"] = list(layout)
             entry["cases"] = {**earlier, **report["cases"]}
             self.content["engines"][name] = entry
             derive(self.content, self.shape)
@@ -307,10 +318,10 @@ class Results:
             line = "; ".join([*values, report["status"]])
             print(f"[{time.monotonic() - self.began:6.1f}s] {name}: {line}", flush=True)
 
-        policy, dtype = split_name(name)
         own = {"kv_cache_dtype": dtype} if dtype else {}
         spec = {
             "policy": policy,
+            "layout": layout,
             "vocab": self.shape.vocab,
             **settings,
             **options,
@@ -349,7 +360,7 @@ def main(argv: list[str]) -> int:
                 if not options["cases"]:
                     print(f"{name}: measured before", flush=True)
                     continue
-            well &= results.measure(name, options, deadline, args.starts)
+            well &= results.measure(name, options, deadline, args.starts, args.layout)
     print(table(results.content))
     print(composed.table(results.content))
     return 0 if well else 1

@@ -8,18 +8,24 @@ longer reads another cannot save. The ideal of the composition knows that.
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from benchmarks.names import parts_of
+from benchmarks.ideal import Case
+from benchmarks.names import parts_of, split_name
 
 # Engines and cases of `benchmarks.compare --preset`. Each has its own stock, so that it is one run.
 _CASES = ["ttft:32768", "tpot:32768", "ttft:130000", "tpot:130000", "pool_decode:32768"]
 # Without it a full pool of a policy that drops entries is cut off at 64 requests.
 _OPTIONS = {"max_num_seqs": 256}
+
+
+# Of one server that has room for all, whose requests name them.
+_PARTS = ("speed-24", "fastkv:tsp_layer=15", "snapkv", "fier-512")
+_BOTH = ("speed-24+fier-2048", "fastkv:tsp_layer=15+fier-512", "snapkv+fier-512")
 
 
 def _preset(*parts: str) -> dict[str, Any]:
@@ -28,7 +34,23 @@ def _preset(*parts: str) -> dict[str, Any]:
     return {"engines": engines, "cases": _CASES, "engine_args": _OPTIONS}
 
 
+def _mixed() -> dict[str, Any]:
+    """All compositions and parts, and what the server's own policy gains in batches."""
+    names = [*_BOTH, *_PARTS, "full"]
+    alone = [f"{kind}:{n}" for n in (32768, 130000) for kind in ("ttft", "tpot")]
+    cases = [*alone, *(f"{case}@{name}" for name in names for case in alone)]
+    cases += ["decode:16x32768", "decode:6x128000"]
+    pools = [f"pool_decode:32768@{name}" for name in (*_BOTH, *_PARTS)]
+    return {
+        "engines": ["stock", "fier-2048", "stock@fp8", "fier-2048@fp8"],
+        "cases": [*cases, *pools[:3], "pool_decode:32768", *pools[3:]],
+        "engine_args": {},
+        "layout": list(_PARTS),
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
+    "composed": _mixed(),
     "composed-speed": _preset("speed-24", "fier-2048"),
     "composed-fastkv": _preset("fastkv:tsp_layer=15", "fier-512"),
     "composed-snapkv": _preset("snapkv", "fier-512"),
@@ -58,25 +80,42 @@ class Composed:
 def composed(results: Mapping[str, Any]) -> list[Composed]:
     """Every case of every composition in a file of `benchmarks.compare`."""
     found = []
-    for engine in results["engines"]:
-        parts = parts_of(engine)
-        if not parts:
-            continue
-        for case, result in gains_of(results, engine).items():
-            if case.startswith("itl:"):
-                continue  # A worst case is no product.
-            alone = {part: gains_of(results, part).get(case, {}) for part in parts}
-            gains = {part: each.get("ratio_to_stock") for part, each in alone.items()}
+    gains = gains_of(results)
+    for name, cases in gains.items():
+        parts = parts_of(name)
+        for case, result in cases.items() if parts else ():
+            if case.startswith("itl:") or "@" in case:
+                continue  # A worst case is no product, and requests for `full` are none.
+            alone = {part: gains.get(part, {}).get(case, {}) for part in parts}
+            by_part = {part: each.get("ratio_to_stock") for part, each in alone.items()}
             measured, ideal = result["ratio_to_stock"], result["ideal"]
-            found.append(Composed(engine, case, measured, ideal, gains))
+            found.append(Composed(name, case, measured, ideal, by_part))
     return found
 
 
-def gains_of(results: Mapping[str, Any], engine: str) -> dict[str, dict[str, Any]]:
-    """The engine's pool and cases that were measured beside stock."""
-    entry = results["engines"].get(engine, {})
-    lines = {"pool": entry.get("pool") or {}, **entry.get("cases", {})}
-    return {case: result for case, result in lines.items() if "ratio_to_stock" in result}
+def gains_of(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Pools and cases that were measured beside stock, by name and case."""
+    gains: dict[str, dict[str, dict[str, Any]]] = {}
+    for engine, entry in results["engines"].items():
+        for name, case, result in lines_of(engine, entry):
+            if "ratio_to_stock" in result:
+                gains.setdefault(name, {}).setdefault(case, result)
+    return gains
+
+
+def lines_of(engine: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, case and result of all that an engine measured, `pool` first.
+
+    Where a server has room for further policies, requests that name one are that policy's.
+    """
+    yield engine, "pool", entry.get("pool") or {}
+    dtype = split_name(engine)[1]
+    for text, result in entry.get("cases", {}).items():
+        case = Case.parse(text)
+        if entry.get("room_for") and case.policy not in (None, "full"):
+            yield f"{case.policy}@{dtype}" if dtype else str(case.policy), str(case.stock), result
+        else:
+            yield engine, text, result
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from benchmarks.ideal import Case, work_of
 
 # Steps right after the last prefill may still wait for what was scheduled beside it.
 _SETTLE_STEPS = 3
+_LONGEST_WARM_UP = 131_072
 
 
 @dataclass
@@ -107,7 +108,8 @@ class Bench:
         options = dict(self.spec["engine"])
         if policy is not None:
             check_plugin()
-            options["additional_config"] = {"kv_policy": policy}
+            room = {"kv_layout": self.spec["layout"]} if self.spec.get("layout") else {}
+            options["additional_config"] = {"kv_policy": policy, **room}
         from vllm import LLM
 
         self.llm = cast(Any, LLM(disable_log_stats=False, cudagraph_metrics=True, **options))
@@ -183,7 +185,8 @@ class Bench:
             return self._latency[key]
         decodes = any(c.kind == "tpot" and (c.length, c.policy) == key for c in self.cases)
         count = self.spec["tokens"] if decodes else 1
-        self._generate(case, [min(count, 8)])
+        # A prompt of minutes would take as long again; what it compiles, a shorter one does, too.
+        self._generate(case, [min(count, 8)], lengths=[min(case.length, _LONGEST_WARM_UP)])
         self.recorder.steps.clear()
         repeats = self.spec["repeats"] or (3 if case.length > 65536 else 5)
         before = self._policy_s()
@@ -274,10 +277,25 @@ class Bench:
 
     def _largest_batch(self, case: Case) -> int:
         """The most requests that the pool holds, within max_num_seqs."""
-        tokens = self.report["pool"]["tokens"]
+        tokens = self._pool_tokens(case)
         most = min(self.spec["engine"]["max_num_seqs"], tokens // case.length)
         fitting = (batch for batch in range(most, 0, -1) if self._room(case, batch) <= tokens)
         return next(fitting, 0)
+
+    def _pool_tokens(self, case: Case) -> float:
+        """Prompt tokens that the pool holds, under the policy that the requests ask for.
+
+        Raises:
+            ValueError: the name leaves open how many entries stay.
+        """
+        pool: dict[str, float] = self.report["pool"]
+        if case.policy is None:
+            return pool["tokens"]
+        layers = self.config.model_config.get_total_num_hidden_layers()
+        work = work_of(case.policy, layers, case.length)
+        if work is None:
+            raise ValueError(f"{case}: how much the pool holds is not known by the name alone")
+        return pool["stock_tokens"] * case.length * layers / sum(work.stored)
 
     def _room(self, case: Case, batch: int) -> float:
         """Prompt tokens whose room in the pool a batch takes, outputs included.
@@ -285,8 +303,7 @@ class Bench:
         A generated token is stored in every layer, hence takes the room of tokens / stock_tokens
         prompt tokens. Each request may leave some blocks partly filled.
         """
-        pool = self.report["pool"]
-        per_output = pool["tokens"] / pool["stock_tokens"]
+        per_output = self._pool_tokens(case) / self.report["pool"]["stock_tokens"]
         room = batch * (case.length + 64) + per_output * sum(self._output_lengths(case, batch))
         return room + self._peak(case)
 
@@ -326,7 +343,7 @@ class Bench:
             **result,
             "batch": together,
             "requests": batch,
-            "pool_filled": round(self._room(case, batch) / self.report["pool"]["tokens"], 3),
+            "pool_filled": round(self._room(case, batch) / self._pool_tokens(case), 3),
             "tokens_per_s": round(1e3 * together / result["median"], 2),
             "preemptions": sum(m.num_preemptions for m in metrics),
             "decode_graphs": dict(Counter(str(step.graph) for step in settled)),

@@ -3,10 +3,10 @@
     python -m benchmarks.node turns tuning --gpus 0 1 --minutes 28 --out OUT --models MODELS
 
 Arguments are plans: names of benchmarks/plans/NAME.toml, or files. A plan is a list of steps, each
-a command that takes one GPU, or none. Steps begin in the order of the plans, as soon as a GPU is
-free and those that they come after have ended, if the minutes that they need are left. What still
-runs at the end is stopped. OUT has a log of each, and node.json, which says what became of them;
-the same command again leaves out what ended well.
+a command that takes one GPU, several, or none. Steps begin in the order of the plans, as soon as
+their GPUs are free and those that they come after have ended, if the minutes that they need are
+left. What still runs at the end is stopped. OUT has a log of each, and node.json, which says what
+became of them; the same command again leaves out what ended well.
 """
 
 import argparse
@@ -39,14 +39,15 @@ class Step:
             that it has are filled in. A leading `python` is the one that runs this.
         environment: further variables.
         after: names of steps that have to have ended, well or not.
-        gpu: whether it takes one. most: minutes after which it is stopped, 0 if there is no limit.
+        gpus: how many it takes, each of them whole if more than one.
+        most: minutes after which it is stopped, 0 if there is no limit.
     """
 
     name: str
     command: str
     minutes: float = 0.0
     after: tuple[str, ...] = ()
-    gpu: bool = True
+    gpus: int = 1
     most: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -76,12 +77,14 @@ def read_plan(name: str) -> list[Step]:
         raise SystemExit(f"{path} is no plan: {error}") from error
 
 
-def check(steps: Sequence[Step]) -> None:
-    """Raises SystemExit if a name is double, or comes after one that is not there before it."""
+def check(steps: Sequence[Step], gpus: int) -> None:
+    """Raises SystemExit if a step could never begin: see its messages. gpus: of the machine."""
     seen: set[str] = set()
     for step in steps:
         if step.name in seen:
             raise SystemExit(f"two steps are called {step.name!r}")
+        if step.gpus > gpus:
+            raise SystemExit(f"{step.name!r} takes {step.gpus} GPUs, and --gpus names {gpus}")
         for name in step.after:
             if name not in seen:
                 raise SystemExit(f"{step.name!r} comes after {name!r}, which no step before it is")
@@ -90,11 +93,11 @@ def check(steps: Sequence[Step]) -> None:
 
 @dataclass
 class Running:
-    """A step at work. began, end: seconds of the monotonic clock."""
+    """A step at work on `gpus`. began, end: seconds of the monotonic clock."""
 
     step: Step
     process: "subprocess.Popen[bytes]"
-    gpu: str | None
+    gpus: tuple[str, ...]
     began: float
     end: float
 
@@ -139,35 +142,43 @@ class Node:
     def _begin(self, waiting: Sequence[Step]) -> list[Step]:
         """Starts what can be started; returns the others that may still begin."""
         others = []
+        kept_free = False
         for step in waiting:
             left = self.end - time.monotonic()
             if left < 60 * step.minutes or left <= 0:
                 self._note(step, {"state": "left out", "minutes_left": round(left / 60, 1)})
                 continue
-            slot = self._free_slot(step)
-            if slot is None or any(name not in self.states for name in step.after):
-                others.append(step)
+            ready = all(name in self.states for name in step.after)
+            taken = None if kept_free and step.gpus else self._free(step)
+            if ready and taken is not None:
+                self._start(step, taken, left)
             else:
-                self._start(step, slot or None, left)
+                others.append(step)
+                # Later ones would take a GPU each for ever.
+                kept_free |= ready and step.gpus > 1
         return others
 
-    def _free_slot(self, step: Step) -> str | None:
-        """A GPU, "" for none, or None if the step has to wait."""
-        used = [each.gpu for each in self.running]
-        if not step.gpu:
-            return "" if used.count(None) < WITHOUT_GPU else None
-        for gpu in dict.fromkeys(self.gpus):
-            if used.count(gpu) < self.gpus.count(gpu):
-                return gpu
-        return None
+    def _free(self, step: Step) -> tuple[str, ...] | None:
+        """The GPUs that the step can have now; None if it has to wait."""
+        used = [gpu for each in self.running for gpu in each.gpus]
+        if not step.gpus:
+            idle = sum(not each.gpus for each in self.running) < WITHOUT_GPU
+            return () if idle else None
+        distinct = list(dict.fromkeys(self.gpus))
+        if step.gpus > 1:
+            unused = [gpu for gpu in distinct if gpu not in used]
+            return tuple(unused[: step.gpus]) if len(unused) >= step.gpus else None
+        free = (gpu for gpu in distinct if used.count(gpu) < self.gpus.count(gpu))
+        return next(((gpu,) for gpu in free), None)
 
-    def _start(self, step: Step, gpu: str | None, left: float) -> None:
+    def _start(self, step: Step, gpus: tuple[str, ...], left: float) -> None:
         seconds = min(left, 60 * step.most) if step.most else left
         now = time.monotonic()
         words = step.words(seconds, self.values)
-        process = start(words, self.out / f"{step.name}.log", gpu, step.environment)
-        self.running.append(Running(step, process, gpu, now, now + seconds))
-        where = "no GPU" if gpu is None else f"GPU {gpu}"
+        names = ",".join(gpus) or None
+        process = start(words, self.out / f"{step.name}.log", names, step.environment)
+        self.running.append(Running(step, process, gpus, now, now + seconds))
+        where = "no GPU" if names is None else f"GPU {names}"
         print(f"{step.name} begins on {where}, {left / 60:.1f} minutes are left", flush=True)
 
     def _look(self) -> None:
@@ -184,7 +195,7 @@ class Node:
     def _end(self, each: Running, state: str) -> None:
         seconds = round(time.monotonic() - each.began, 1)
         found = {"state": state, "seconds": seconds, "exit": each.process.poll()}
-        self._note(each.step, found | {"gpu": each.gpu})
+        self._note(each.step, found | {"gpus": each.gpus})
 
     def _note(self, step: Step, found: dict[str, Any]) -> None:
         self.states[step.name] = found | {"command": step.command}
@@ -205,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--commit", default="unknown", help="what is measured")
     args = parser.parse_args(argv)
     steps = [step for plan in args.plans for step in read_plan(plan)]
-    check(steps)
+    check(steps, len(set(args.gpus)))
     values = {"out": str(args.out), "models": args.models, "commit": args.commit}
     for step in steps:
         step.words(0, values)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.compare import derive
+from benchmarks.composed import lines_of
 from benchmarks.ideal import Shape
 from benchmarks.names import STOCK, split_name
 from benchmarks.serving_figures import Setting, is_whole
@@ -169,17 +170,13 @@ def figures_of(files: Sequence[File]) -> list[Figure]:
         if file.kind != "compare":
             continue
         engines = file.content["engines"]
-        stock = _lines(engines.get(STOCK, {}))
-        for name, engine in engines.items():
-            for case, result in _lines(engine).items():
-                if name != STOCK and "ratio_to_stock" in result:
+        stock = {case: result for _, case, result in lines_of(STOCK, engines.get(STOCK, {}))}
+        for engine, entry in engines.items():
+            for name, case, result in lines_of(engine, entry):
+                if engine != STOCK and "ratio_to_stock" in result:
                     base = stock[case.partition("@")[0]]
                     found.append(Figure(file, name, case, result, base))
     return found
-
-
-def _lines(engine: Mapping[str, Any]) -> dict[str, Any]:
-    return {"pool": engine.get("pool") or {}, **engine.get("cases", {})}
 
 
 def newest(figures: Sequence[Figure]) -> dict[tuple[str, str], Figure]:

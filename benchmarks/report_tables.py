@@ -148,7 +148,18 @@ def alone(file: File, found: Sequence[Figure]) -> list[str]:
             if "error" in result:
                 why = str(result["error"][-1])[:80].replace("|", "/")
                 rows.append([f"`{name}`", words(case), "", f"{MISSING}: {why}", *[""] * 4])
-    return table(head, rows)
+    return [*_rooms(file), *table(head, rows)]
+
+
+def _rooms(file: File) -> list[str]:
+    """Which servers had room for several policies; nothing if none had."""
+    lines = []
+    for engine, entry in file.content["engines"].items():
+        if others := entry.get("room_for"):
+            names = ", ".join(f"`{name}`" for name in others)
+            lines += [f"The server of `{engine}` had room for {names}, too. Figures of these, and"]
+            lines += ["of compositions, are of requests to it that name them.", ""]
+    return lines
 
 
 def waits(files: Sequence[File]) -> list[str]:

@@ -9,6 +9,8 @@ from benchmarks import compare
 from benchmarks.composed import PRESETS, composed, table
 from benchmarks.engine import Step, percentile, waits_during
 from benchmarks.ideal import SHAPES, Case, Shape
+from vllm_kvx.policy.layout import check_fits, layout_of
+from vllm_kvx.policy.spec import parse_policy
 
 LLAMA = SHAPES["llama-3.1-8b"]
 CASE = "tpot:32768"
@@ -52,7 +54,37 @@ def test_a_part_that_was_not_measured_has_no_product() -> None:
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+def test_one_server_that_has_room_for_all(tmp_path: Path) -> None:
+    argv = ["--model", "llama-3.1-8b", "--preset", "composed", "--out", str(tmp_path / "x.json")]
+    args = compare.parse_args(argv)
+    cases = {name: compare.cases_of(name, args.cases) for name in args.engines}
+    assert len(cases["stock"]) == len(cases["stock@fp8"]) == 7
+    content = results({"stock": 12.0}, {"stock": 1})
+    settings = content["settings"]
+    content = {"settings": settings, "engines": {}}
+    for name, of_engine in cases.items():
+        room = {} if name.startswith("stock") else {"room_for": args.layout}
+        measured = {case: {"median": 1.0, "tokens_per_s": 1.0, "batch": 4} for case in of_engine}
+        content["engines"][name] = {"pool": {"tokens": 1}, "cases": measured, **room}
+    compare.derive(content, LLAMA)
+    found = composed(content)
+    assert {each.engine for each in found if "+" not in each.engine} == {
+        f"{name}@fp8" for name in ("fier-2048", *args.layout)
+    }
+    known = [each for each in found if each.case != "pool"]
+    assert known and [(c.engine, c.case) for c in known if c.product is None] == []
+    both = next(c for c in known if (c.engine, c.case) == ("snapkv+fier-512", "tpot:130000"))
+    # The ideal is that of what the requests ask for, and requests for `full` are no composition.
+    assert both.ideal is not None and both.ideal > 1.5
+    assert not any("full" in each.engine for each in found)
+    # Every policy that requests name fits the server.
+    policies = [parse_policy(name) for name in ("fier-2048", *args.layout)]
+    layout = layout_of(policies, LLAMA.layers)
+    for case in args.cases:
+        check_fits(parse_policy(case.policy or "full"), layout, LLAMA.layers)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "composed"])
 def test_presets_have_every_part(name: str, tmp_path: Path) -> None:
     argv = ["--model", "llama-3.1-8b", "--preset", name, "--out", str(tmp_path / "x.json")]
     args = compare.parse_args(argv)

@@ -52,7 +52,7 @@ def test_steps_run_in_order_on_their_gpus(tmp_path: Path) -> None:
             "name": "sums up",
             "command": WRITE.replace("NAME", "sum"),
             "after": ["a", "fails", "long"],
-            "gpu": False,
+            "gpus": 0,
             "environment": {"MORE": "1"},
         },
     )
@@ -102,11 +102,34 @@ def test_a_gpu_named_twice_takes_two(tmp_path: Path) -> None:
     assert main(arguments) == 0
 
 
+def test_a_step_of_two_gpus_waits_for_both_and_is_not_overtaken(tmp_path: Path) -> None:
+    script = tmp_path / "in_turn.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "with open(sys.argv[1], 'a') as file:\n"
+        "    print(sys.argv[2], os.environ['CUDA_VISIBLE_DEVICES'], file=file, flush=True)\n"
+        "    time.sleep(float(sys.argv[3]))\n"
+        "    print('end', sys.argv[2], file=file, flush=True)\n"
+    )
+    lasts = {"short": 0, "long": 1.5, "both": 0, "later": 0}
+    steps: list[dict[str, Any]] = [
+        {"name": name, "command": f"python {script} {{out}}/log {name} {seconds}"}
+        for name, seconds in lasts.items()
+    ]
+    steps[2]["gpus"] = 2
+    out = tmp_path / "out"
+    arguments = ["--gpus", "3", "4", "--minutes", "2", "--out", str(out)]
+    assert main([plan(tmp_path, *steps), *arguments]) == 0
+    lines = (out / "log").read_text().splitlines()
+    assert lines[-4:] == ["both 3,4", "end both", "later 3", "end later"]
+    assert json.loads((out / "node.json").read_text())["both"]["gpus"] == ["3", "4"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_are_sound(name: str) -> None:
     """Every command can be filled in, and its module is there."""
     steps = read_plan(name)
-    check(steps)
+    check(steps, 2)
     for step in steps:
         words = step.words(1200, VALUES)
         assert words[:2] == [sys.executable, "-m"], step.name
@@ -141,12 +164,14 @@ def test_plans_name_options_that_there_are(name: str) -> None:
 def test_clear_errors(tmp_path: Path) -> None:
     step = Step("a", "python -m x")
     with pytest.raises(SystemExit, match="two steps are called 'a'"):
-        check([step, step])
+        check([step, step], 1)
     with pytest.raises(SystemExit, match="'a' comes after 'b', which no step before it is"):
-        check([Step("a", "true", after=("b",)), Step("b", "true")])
+        check([Step("a", "true", after=("b",)), Step("b", "true")], 1)
     with pytest.raises(SystemExit, match=r"no plan 'all': give one of .*turns"):
         read_plan("all")
-    with pytest.raises(SystemExit, match=r"is no plan: .*'gpus'"):
-        read_plan(plan(tmp_path, {"name": "a", "command": "true", "gpus": 1}))
+    with pytest.raises(SystemExit, match=r"is no plan: .*'gpu'"):
+        read_plan(plan(tmp_path, {"name": "a", "command": "true", "gpu": True}))
+    with pytest.raises(SystemExit, match="'a' takes 2 GPUs, and --gpus names 1"):
+        check([Step("a", "true", gpus=2)], 1)
     with pytest.raises(SystemExit, match=r"a: KeyError.'model'. in its command"):
         Step("a", "python -m x {model}").words(1, {})
