@@ -418,6 +418,32 @@ class TestScores:
                 torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-5)
         assert scores[~written].isnan().all(), "wrote past a row's units"
 
+    @pytest.mark.parametrize("factor", [1e-3, 300.0])
+    def test_products_keep_their_digits(self, factor: float, device: str) -> None:
+        """Queries of 8 bits and scales of 11, multiplied in float16, of any magnitude."""
+        shape = Shape((130,), heads=12, kv_heads=1, head_dim=128, dtype=torch.bfloat16)
+        layer = Layer.of(shape, 0, device).fill()
+        rows = Rows([0], [0], [130], [64], 1, device).on_device
+        query = layer.query(1) * factor
+        scores = torch.full((1, 132), float("nan"), device=device)
+        stats = torch.empty(0, device=device)
+        shape.index.score_in_triton(
+            query,
+            layer.sidecar,
+            layer.tables,
+            rows,
+            scores,
+            stats,
+            reduction="max",
+            scale=1.0,
+            splits=2,
+        )
+        expected = shape.index.score_in_torch(
+            query[0], layer.sidecar, layer.tables[0], 130, "max", 1.0
+        )
+        off = (scores[:, :128] - expected[:, :128]).abs().max()
+        assert off <= 2e-6 * expected[:, :128].abs().max()
+
     def test_large_scores_do_not_overflow_a_softmax(self, device: str) -> None:
         """Over splits some of which have no group at all."""
         shape = Shape((161,), heads=2, kv_heads=1, head_dim=32)

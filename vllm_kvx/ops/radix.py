@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,8 +61,23 @@ def find_bounds(
     """
     what = (scores, lens, budgets, offsets)
     scan = (splits, scores.shape[0], lens.shape[0])
-    state, _ = find_digits(what, scan, 1, fused=False, by_bits=True)
-    return state[-1]
+    return find_digits(what, scan, 1, fused=False, by_bits=True).state[-1]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """What is known of the wanted keys once their digits are counted.
+
+    Attributes:
+        state: (digits + 1, R, G, 3) int32, see FIELDS; by digit where each has its own, else 2.
+        histogram: (digits, R, G, 256) int32: how often a digit occurs, likewise.
+        tallies: (R, G, splits, 2, 256) int32 if fused: for each value that the last digit may have,
+            how many keys of a program's share are above the wanted key, and how many equal to it.
+    """
+
+    state: Tensor
+    histogram: Tensor
+    tallies: Tensor
 
 
 def find_digits(
@@ -71,16 +87,14 @@ def find_digits(
     *,
     fused: bool,
     by_bits: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Finds all digits of the wanted keys but, if `fused`, the last one.
+    block: int = BLOCK,
+) -> Digits:
+    """Finds all digits of the wanted keys but, if `fused`, the last one, which is counted alone.
 
     Args:
         what: scores, lens, budgets and offsets, as `find_bounds` has them; lens in tokens.
         scan: programs that share a row and head, heads, rows. unit: tokens of a score.
-        by_bits: see ``load_keys``.
-
-    Returns:
-        state, histogram: by digit where each has its own; what the kernels that follow read.
+        by_bits: see ``order_of``. block: scores that a program reads at a time.
     """
     scores, lens, budgets, _ = what
     splits, kv_heads, num_rows = scan
@@ -91,6 +105,7 @@ def find_digits(
     histogram = torch.zeros(digits, *pairs, BINS, dtype=torch.int32, device=device)
     # Before the first digit, and after each.
     state = torch.empty(digits + 1, *pairs, FIELDS.value, dtype=torch.int32, device=device)
+    tallies = torch.empty(*pairs, splits, 2, BINS if fused else 0, dtype=torch.int32, device=device)
     for digit, shift in enumerate(_SHIFTS):
         mine = digit if fused else 0
         _count_kernel[scan](
@@ -99,6 +114,7 @@ def find_digits(
             state[mine],
             histogram[mine - 1],
             histogram[mine],
+            tallies,
             scores.stride(0),
             splits,
             UNIT=unit,
@@ -107,9 +123,10 @@ def find_digits(
             SHIFT=shift,
             MASK=BINS - 1,
             BINS=BINS,
-            BLOCK=BLOCK,
+            BLOCK=block,
             BY_BITS=by_bits,
             FUSED=fused,
+            LAST=shift == 0,
         )
         if not fused:
             _find_kernel[(kv_heads, num_rows)](
@@ -122,16 +139,15 @@ def find_digits(
                 SHIFT=shift,
                 BINS=BINS,
             )
-    return state, histogram
+    return Digits(state, histogram, tallies)
 
 
 @triton.jit
-def load_keys(scores, inside, BY_BITS: tl.constexpr):
+def order_of(score, BY_BITS: tl.constexpr):
     """int32 keys in the order of the scores, which sort as unsigned numbers.
 
     BY_BITS: scores are at least 0, and the order is that of their bits as int32, NaN's too.
     """
-    score = tl.load(scores, mask=inside, other=0.0)
     if BY_BITS:
         return score.to(tl.int32, bitcast=True) ^ -2147483648
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # Negative zero is zero.
@@ -173,6 +189,8 @@ def store(state, prefix, wanted, equal):
         "before",
         "state",
         "last_histogram",
+        "histogram",
+        "tallies",
         "score_stride",
         "splits",
     ],
@@ -186,6 +204,7 @@ def _count_kernel(
     state,
     last_histogram,
     histogram,
+    tallies,
     score_stride,
     splits,
     UNIT: tl.constexpr,
@@ -197,23 +216,29 @@ def _count_kernel(
     BLOCK: tl.constexpr,
     BY_BITS: tl.constexpr,
     FUSED: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     """Adds up how often each digit occurs among keys that begin like the wanted one.
 
     before: the wanted key's digits so far. If FUSED, those but for the last one, which every
-    program finds in `last_histogram`; the first program writes them to `state`.
+    program finds in `last_histogram`; the first program writes them to `state`. If it is the LAST
+    digit, too, every program writes its `tallies`: see ``Digits``.
     """
     head = tl.program_id(1)
     row = tl.program_id(2)
     num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
     budget = tl.load(row_budgets + row)
+    offset = tl.load(row_offsets + row)
     if num_units <= budget:
         return
     begin, end = share(num_units, splits, BLOCK)
     if begin >= end:
         return
     place = row * tl.num_programs(1) + head
-    mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
+    mine = scores + head.to(tl.int64) * score_stride + offset
+    at = tl.arange(0, BLOCK)
+    # On their way while the last digit is found, as the next ones are while these are counted.
+    following = tl.load(mine + begin + at, mask=begin + at < end, other=0.0)
     prefix = 0
     if DIGIT > 0:
         if FUSED:
@@ -227,19 +252,31 @@ def _count_kernel(
                 store(state + place * FIELDS, prefix, wanted, equal)
         else:
             prefix = tl.load(before + place * FIELDS)
-    at = tl.arange(0, BLOCK)
     counted = tl.zeros((BINS,), tl.int32)
     left_out = tl.zeros((), tl.int32)
+    above = tl.zeros((), tl.int32)
     for start in range(begin, end, BLOCK):
         inside = start + at < end
-        key = load_keys(mine + start + at, inside, BY_BITS)
+        key = order_of(following, BY_BITS)
+        later = start + BLOCK + at
+        following = tl.load(mine + later, mask=later < end, other=0.0)
         if DIGIT > 0:
-            inside = inside & ((key >> ABOVE) == (prefix >> ABOVE))
+            # As signed numbers.
+            top = (key ^ -2147483648) >> ABOVE
+            wanted_top = (prefix ^ -2147483648) >> ABOVE
+            if FUSED and LAST:
+                above += tl.sum((inside & (top > wanted_top)).to(tl.int32), axis=0)
+            inside = inside & (top == wanted_top)
         counted += tl.histogram(tl.where(inside, (key >> SHIFT) & MASK, 0), BINS)
         left_out += BLOCK - tl.sum(inside.to(tl.int32), axis=0)
     bins = tl.arange(0, BINS)
     counted -= tl.where(bins == 0, left_out, 0)
     tl.atomic_add(histogram + place.to(tl.int64) * BINS + bins, counted, mask=counted > 0)
+    if FUSED and LAST:
+        tally = tallies + (place * splits + tl.program_id(0)).to(tl.int64) * (2 * BINS) + bins
+        above += tl.sum(counted, axis=0)
+        tl.store(tally, above - tl.cumsum(counted, axis=0))
+        tl.store(tally + BINS, counted)
 
 
 @triton.jit(do_not_specialize=["row_lens", "row_budgets", "state"])

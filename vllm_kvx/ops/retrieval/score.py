@@ -8,10 +8,17 @@ from vllm_kvx.equations.retrieval import SOFTMAX_FACTOR, reduce_heads
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.sidecar import Sidecar
 
-# Programs of one warp each: a program waits for its loads, so an SM needs many of them.
-SCORE_PROGRAMS = 4096
+# As many as an H100 holds at a time: 20 on each multiprocessor.
+SCORE_PROGRAMS = 2640
+# Warps of a program, and how far its loop is pipelined: loads of codes wait for the block table's,
+# so with 5 stages the codes of two steps are under way while a third one is scored.
+SCORE_WARPS = 1
+SCORE_STAGES = 5
 # Tokens of a group that a program scores at a time, at most.
-MAX_STEP: tl.constexpr = tl.constexpr(128)
+MAX_STEP: tl.constexpr = tl.constexpr(64)
+# Of each half of a word the top bit, and minus one in each half, of float16.
+_TOP_BITS: tl.constexpr = tl.constexpr(0x80008000 - (1 << 32))
+_MINUS_ONES = 0xBC00BC00 - (1 << 32)
 
 
 def score_units(
@@ -42,8 +49,11 @@ def score_units(
     shape = sidecar.shape
     heads = query.shape[1]
     share = heads // shape.num_kv_heads
-    padded = triton.next_power_of_2(share)
     exact = query.dtype == torch.float32
+    # Matrix instructions want 8 columns or more; a product is the sum of two of float16.
+    padded = max(16 if exact else 4, triton.next_power_of_2(share))
+    # Exact products take much shared memory, and are for tests; bounds need few instructions.
+    stages = (1 if exact else SCORE_STAGES) if has_codes else 3
     grid = (splits, shape.num_kv_heads, rows.lens.shape[0])
     args = (
         query,
@@ -57,6 +67,7 @@ def score_units(
         scores,
         stats,
         scale * SOFTMAX_FACTOR,
+        _MINUS_ONES,
         query.stride(0),
         query.stride(1),
         sidecar.codes.stride(0),
@@ -73,11 +84,11 @@ def score_units(
         D=shape.head_dim,
         SHARE=share,
         PADDED=padded,
-        # Matrix instructions want 16 columns; a product is the sum of two bfloat16 ones.
-        COLUMNS=max(16, padded * (1 if exact else 2)),
         HAS_CODES=has_codes,
         EXACT=exact,
-        num_warps=1,
+        STAGES=stages,
+        # One warp's registers do not hold the weights of many heads and channels.
+        num_warps=SCORE_WARPS if shape.head_dim * padded <= 2048 else max(SCORE_WARPS, 2),
     )
     kernel = _score_kernel[grid]
     if reduction != "softmax":
@@ -90,7 +101,7 @@ def score_units(
     kernel(*args, REDUCTION="softmax", **constants)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["minus_ones", "table_stride", "score_stride", "splits"])
 def _score_kernel(
     query,
     codes,
@@ -103,6 +114,7 @@ def _score_kernel(
     scores,
     stats,
     scale,
+    minus_ones,
     query_stride,
     query_head_stride,
     code_block_stride,
@@ -118,14 +130,28 @@ def _score_kernel(
     D: tl.constexpr,
     SHARE: tl.constexpr,
     PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
     HAS_CODES: tl.constexpr,
     EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    """Scores a row and head's share of the units.
+
+    A key is z + s b with b = -1 or 1, so its product with a query is q z + (q s) b: two matrix
+    products whose rows are tokens. A code word becomes pairs of float16 by a shift and one logical
+    operation: see ``sidecar.WORD``. `minus_ones` is an argument since compilers make two operations
+    of that one where they know both of its constants.
+
+    In float16 q s loses half of its digits, so a head has two columns: q s rounded, and the
+    rounding error, which is q s - (q s rounded) in one operation that rounds once.
+    """
     split = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2)
+    # All at once: each is a trip to memory.
     length = tl.load(row_lens + row)
+    token = tl.load(row_tokens + row).to(tl.int64)
+    request = tl.load(row_requests + row).to(tl.int64)
+    offset = tl.load(row_offsets + row)
     if length == 0:
         return
     num_groups = (length - 1) // GROUP
@@ -137,25 +163,50 @@ def _score_kernel(
     end = tl.minimum(begin + per_split, steps)
     UNITS: tl.constexpr = STEP if HAS_CODES else 1
     unit = tl.arange(0, UNITS)
-    out = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
+    out = scores + head.to(tl.int64) * score_stride + offset
     if REDUCTION != "stats" and split == 0:
         last = length if HAS_CODES else num_groups + 1
         for later in range(GROUP // STEP):
             newest = (steps + later) * UNITS + unit
             tl.store(out + newest, float("inf"), mask=newest < last)
 
-    channel = tl.arange(0, D)
-    column = tl.arange(0, COLUMNS)
-    part = column // PADDED
-    token = tl.load(row_tokens + row).to(tl.int64)
-    table = block_table + tl.load(row_requests + row).to(tl.int64) * table_stride
+    table = block_table + request * table_stride
     first_head = query + token * query_stride + head * SHARE * query_head_stride
-    at = (column % PADDED)[None, :] * query_head_stride + channel[:, None]
-    is_head = (column % PADDED)[None, :] < SHARE
-    wide = tl.load(first_head + at, mask=is_head, other=0.0).to(tl.float32)
     one = tl.arange(0, PADDED)
-    at = one[None, :] * query_head_stride + channel[:, None]
-    narrow = tl.load(first_head + at, mask=one[None, :] < SHARE, other=0.0).to(tl.float32)
+    depth = tl.arange(0, D)
+    # What products are multiplied with.
+    undo = 1.0
+    if HAS_CODES:
+        WORDS: tl.constexpr = D // 32
+        PARTS: tl.constexpr = 1 if EXACT else 2
+        COLUMNS: tl.constexpr = PADDED * PARTS
+        # The order in which a matrix instruction's lanes find all channels of a word in that word:
+        # four channels of the first word, four of the second one, and so on.
+        channel = depth // 4 % WORDS * 32 + depth // (4 * WORDS) * 4 + depth % 4
+        column = tl.arange(0, COLUMNS)
+        at = (column // PARTS)[None, :] * query_head_stride + channel[:, None]
+        is_head = (column // PARTS)[None, :] < SHARE
+        q = tl.load(first_head + at, mask=is_head, other=0.0).to(tl.float32)
+        if EXACT:
+            weight = q
+            plain = q
+        else:
+            # Brought to a largest magnitude in [1, 2), for float16 to hold it and its products.
+            largest = tl.max(tl.max(tl.abs(q), axis=1), axis=0)
+            exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+            exponent = tl.minimum(tl.maximum(exponent, -100), 126)
+            undo = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+            q = (q * ((127 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+            is_error = (column % 2)[None, :].to(tl.float16)
+            weight = q * (1 - 2 * is_error)
+            error = q * is_error
+            plain = q * (1 - is_error)
+        code = unit[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        shift = tl.arange(0, 8)[None, :, None, None] * 2 + tl.arange(0, 2)[None, None, None, :]
+    else:
+        channel = depth
+        at = one[None, :] * query_head_stride + channel[:, None]
+        narrow = tl.load(first_head + at, mask=one[None, :] < SHARE, other=0.0).to(tl.float32)
 
     stat = stats + ((row * tl.num_programs(1) + head) * SHARE + one).to(tl.int64) * splits * 2
     peak = tl.full((PADDED,), float("-inf"), tl.float32)
@@ -164,52 +215,53 @@ def _score_kernel(
         peak = tl.load(stat, mask=one < SHARE, other=0.0)
         mass = tl.load(stat + 1, mask=one < SHARE, other=1.0)
 
-    for index in range(begin, end):
+    for index in tl.range(begin, end, num_stages=STAGES):
         block = tl.load(table + index * STEP // BLOCK_SIZE).to(tl.int64)
         slot = index * STEP % BLOCK_SIZE
         pair = scales + block * scale_block_stride + head * scale_head_stride
         pair += slot // GROUP * (2 * D)
-        step = tl.load(pair + channel).to(tl.float32)
-        zero = tl.load(pair + D + channel).to(tl.float32)
-        bias = tl.sum(narrow * zero[:, None], axis=0)
+        step = tl.load(pair + channel)
+        zero = tl.load(pair + D + channel)
         if HAS_CODES:
-            WORDS: tl.constexpr = D // 32
             word = codes + block * code_block_stride + head * code_head_stride + slot * WORDS
-            word = tl.load(word + unit[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
-            lane = tl.arange(0, 32)
-            shift = 15 - lane // 2 + 16 * (lane % 2)
-            sign = ((word[:, :, None] >> shift[None, None, :]) & 1) * 2 - 1
-            sign = tl.reshape(sign, (UNITS, D))
-            factor = wide * step[:, None]
+            word = tl.load(word + code)
+            signs = ((word[:, None, :, None] << shift) & _TOP_BITS) ^ minus_ones
+            even = signs.to(tl.int16).to(tl.float16, bitcast=True)
+            odd = (signs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            sign = tl.reshape(tl.join(even, odd), (UNITS, D))
             if EXACT:
-                factor = tl.where(part[None, :] == 0, factor, 0.0)
-                product = tl.dot(sign.to(tl.float32), factor, input_precision="ieee")
+                sign = sign.to(tl.float32)
+                zero = zero.to(tl.float32)
+                factor = weight * step.to(tl.float32)[:, None]
             else:
-                high = factor.to(tl.bfloat16)
-                low = (factor - high.to(tl.float32)).to(tl.bfloat16)
-                factor = tl.where(part[None, :] == 0, high, low)
-                factor = tl.where(part[None, :] < 2, factor, 0.0).to(tl.bfloat16)
-                product = tl.dot(sign.to(tl.bfloat16), factor)
-            product = tl.reshape(product, (UNITS, COLUMNS // PADDED, PADDED))
-            product = tl.sum(product, axis=1) + bias[None, :]
+                step = tl.broadcast_to(step[:, None], (D, COLUMNS))
+                factor = tl.fma(error, step, weight * step)
+            zero = tl.broadcast_to(zero[None, :], (UNITS, D))
+            product = tl.dot(zero, plain, input_precision="ieee")
+            product = tl.dot(sign, factor, product, input_precision="ieee")
+            if PARTS > 1:
+                product = tl.sum(tl.reshape(product, (UNITS, PADDED, PARTS)), axis=2)
         else:
-            bound = bias + tl.sum(tl.abs(narrow) * step[:, None], axis=0)
+            bias = tl.sum(narrow * zero.to(tl.float32)[:, None], axis=0)
+            bound = bias + tl.sum(tl.abs(narrow) * step.to(tl.float32)[:, None], axis=0)
             product = tl.reshape(bound, (1, PADDED))
         if REDUCTION == "stats":
-            product = product * scale
+            product = product * (scale * undo)
             higher = tl.maximum(peak, tl.max(product, axis=0))
             mass = mass * tl.exp(peak - higher)
             mass += tl.sum(tl.exp(product - higher[None, :]), axis=0)
             peak = higher
         else:
             if REDUCTION == "softmax":
-                product = tl.exp(product * scale - peak[None, :]) / mass[None, :]
+                product = tl.exp(product * (scale * undo) - peak[None, :]) / mass[None, :]
             if REDUCTION == "max":
                 product = tl.where(one[None, :] < SHARE, product, float("-inf"))
                 score = tl.max(product, axis=1)
             else:
                 product = tl.where(one[None, :] < SHARE, product, 0.0)
                 score = tl.sum(product, axis=1)
+            if REDUCTION != "softmax":
+                score *= undo
             # NaN ranks last, as in the CUDA ops.
             score = tl.where(score == score, score, float("-inf"))
             tl.store(out + index * UNITS + unit, score)

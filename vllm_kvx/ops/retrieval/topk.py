@@ -4,22 +4,18 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from vllm_kvx.ops.radix import (
-    BINS,
-    BLOCK,
-    FIELDS,
-    find_digits,
-    found,
-    load_keys,
-    share,
-    splits_of,
-    store,
-)
+from vllm_kvx.ops.radix import BINS, FIELDS, find_digits, found, order_of, share
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
-# Whether a digit is found by the programs that need it, not by a kernel of its own: six launches
-# in the place of ten. Off until it is measured: `python -m benchmarks.retrieval` times both.
-FUSED = False
+# Whether a digit is found by the programs that need it, not by a kernel of its own, and the last
+# digit's are counted by program: six launches in the place of eleven.
+# `python -m benchmarks.retrieval_triton` times both.
+FUSED = True
+# How many programs scan scores in all, and at most those of one row and head; scores that a program
+# reads at a time: twice as many take twice the registers, and fewer programs run at a time.
+SELECT_PROGRAMS = 1024
+MAX_SPLITS = 128
+BLOCK = 1024
 
 
 def top_units(
@@ -46,28 +42,29 @@ def top_units(
     fused = FUSED if fused is None else fused
     kv_heads, num_rows = scores.shape[0], rows.lens.shape[0]
     if splits is None:
-        splits = splits_of(kv_heads * num_rows) if scores.is_cuda else 1
-    pairs = (num_rows, kv_heads)
-    tallies = torch.empty(*pairs, splits, 2, dtype=torch.int32, device=scores.device)
+        most = min(SELECT_PROGRAMS // (kv_heads * num_rows), MAX_SPLITS)
+        splits = max(most, 1) if scores.is_cuda else 1
     what = (scores, rows.lens, rows.budgets, rows.offsets)
     scan = (splits, kv_heads, num_rows)
-    state, histogram = find_digits(what, scan, unit, fused=fused)
-    _tally_kernel[scan](
-        *what,
-        state[-2],
-        state[-1],
-        histogram[-1],
-        tallies,
-        scores.stride(0),
-        splits,
-        UNIT=unit,
-        BINS=BINS,
-        BLOCK=BLOCK,
-        FUSED=fused,
-    )
+    digits = find_digits(what, scan, unit, fused=fused, block=BLOCK)
+    tallies = digits.tallies
+    if not fused:
+        tallies = torch.empty(
+            num_rows, kv_heads, splits, 2, dtype=torch.int32, device=scores.device
+        )
+        _tally_kernel[scan](
+            *what,
+            digits.state[-1],
+            tallies,
+            scores.stride(0),
+            splits,
+            UNIT=unit,
+            BLOCK=BLOCK,
+        )
     _emit_kernel[scan](
         *what,
-        state[-1],
+        digits.state[-2 if fused else -1],
+        digits.histogram[-1],
         tallies,
         scores.stride(0),
         splits,
@@ -75,8 +72,10 @@ def top_units(
         counts,
         indices.shape[2],
         UNIT=unit,
+        BINS=BINS,
         BLOCK=BLOCK,
-        SPLITS=triton.next_power_of_2(splits),
+        SPLITS=max(MAX_SPLITS, triton.next_power_of_2(splits)),
+        FUSED=fused,
     )
 
 
@@ -86,21 +85,14 @@ def _tally_kernel(
     row_lens,
     row_budgets,
     row_offsets,
-    before,
     state,
-    histogram,
     tallies,
     score_stride,
     splits,
     UNIT: tl.constexpr,
-    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FUSED: tl.constexpr,
 ):
-    """Counts keys above the wanted one, and equal to it, in each program's share.
-
-    If FUSED, the wanted key's last digit is found first: see ``_count_kernel``.
-    """
+    """Counts keys above the wanted one, and equal to it, in each program's share."""
     head = tl.program_id(1)
     row = tl.program_id(2)
     num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
@@ -109,22 +101,14 @@ def _tally_kernel(
     begin, end = share(num_units, splits, BLOCK)
     place = row * tl.num_programs(1) + head
     mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
-    if FUSED:
-        prefix = tl.load(before + place * FIELDS)
-        wanted = tl.load(before + place * FIELDS + 1)
-        last = histogram + place.to(tl.int64) * BINS
-        prefix, wanted, equal = found(prefix, wanted, last, 0, BINS)
-        if tl.program_id(0) == 0:
-            store(state + place * FIELDS, prefix, wanted, equal)
-    else:
-        prefix = tl.load(state + place * FIELDS)
-    threshold = prefix ^ -2147483648
+    threshold = tl.load(state + place * FIELDS) ^ -2147483648
     at = tl.arange(0, BLOCK)
     above = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)
     for start in range(begin, end, BLOCK):
         inside = start + at < end
-        key = load_keys(mine + start + at, inside, False) ^ -2147483648
+        score = tl.load(mine + start + at, mask=inside, other=0.0)
+        key = order_of(score, False) ^ -2147483648
         above += tl.sum((inside & (key > threshold)).to(tl.int32), axis=0)
         equal += tl.sum((inside & (key == threshold)).to(tl.int32), axis=0)
     tally = tallies + (place * splits + tl.program_id(0)) * 2
@@ -139,6 +123,7 @@ def _emit_kernel(
     row_budgets,
     row_offsets,
     state,
+    histogram,
     tallies,
     score_stride,
     splits,
@@ -146,16 +131,22 @@ def _emit_kernel(
     counts,
     max_units,
     UNIT: tl.constexpr,
+    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
-    """Writes the selected units of each program's share."""
+    """Writes the selected units of each program's share.
+
+    If FUSED, the wanted key's last digit is found first, and tallies are by its value.
+    """
     split = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2)
     place = row * tl.num_programs(1) + head
     num_units = tl.cdiv(tl.load(row_lens + row), UNIT)
     budget = tl.load(row_budgets + row)
+    offset = tl.load(row_offsets + row)
     if split == 0:
         tl.store(counts + place, tl.minimum(num_units, budget))
     begin, end = share(num_units, splits, BLOCK)
@@ -165,25 +156,40 @@ def _emit_kernel(
         for start in range(begin, end, BLOCK):
             tl.store(out + start + at, start + at, mask=start + at < end)
         return
-    other = tl.arange(0, SPLITS)
-    tally = tallies + (place * splits + other) * 2
-    written = tl.sum(tl.load(tally, mask=other < split, other=0), axis=0)
-    equal_seen = tl.sum(tl.load(tally + 1, mask=other < split, other=0), axis=0)
+    if begin >= end:
+        return
+    mine = scores + head.to(tl.int64) * score_stride + offset
+    following = tl.load(mine + begin + at, mask=begin + at < end, other=0.0)
+    prefix = tl.load(state + place * FIELDS)
     wanted = tl.load(state + place * FIELDS + 1)
-    written += tl.minimum(equal_seen, wanted)
-    mine = scores + head.to(tl.int64) * score_stride + tl.load(row_offsets + row)
-    threshold = tl.load(state + place * FIELDS) ^ -2147483648
+    other = tl.arange(0, SPLITS)
+    if FUSED:
+        last = histogram + place.to(tl.int64) * BINS
+        prefix, wanted, _ = found(prefix, wanted, last, 0, BINS)
+        tally = tallies + (place * splits + other).to(tl.int64) * (2 * BINS) + (prefix & (BINS - 1))
+        next_tally = BINS
+    else:
+        tally = tallies + (place * splits + other) * 2
+        next_tally = 1
+    above_seen = tl.sum(tl.load(tally, mask=other < split, other=0), axis=0)
+    equal_seen = tl.sum(tl.load(tally + next_tally, mask=other < split, other=0), axis=0)
+    threshold = prefix ^ -2147483648
     for start in range(begin, end, BLOCK):
         inside = start + at < end
-        key = load_keys(mine + start + at, inside, False) ^ -2147483648
-        equal = (inside & (key == threshold)).to(tl.int32)
-        rank = tl.cumsum(equal, axis=0) + equal_seen
-        take = inside & ((key > threshold) | ((equal == 1) & (rank <= wanted)))
-        taken = take.to(tl.int32)
-        target = written + tl.cumsum(taken, axis=0) - 1
-        tl.store(out + target, start + at, mask=take)
-        equal_seen += tl.sum(equal, axis=0)
-        written += tl.sum(taken, axis=0)
+        key = order_of(following, False) ^ -2147483648
+        later = start + BLOCK + at
+        following = tl.load(mine + later, mask=later < end, other=0.0)
+        above = inside & (key > threshold)
+        equal = inside & (key == threshold)
+        # One scan for both: of equal keys above bit 16.
+        both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+        before = tl.cumsum(both, axis=0) - both
+        rank = equal_seen + (before >> 16)
+        target = above_seen + (before & 65535) + tl.minimum(rank, wanted)
+        tl.store(out + target, start + at, mask=above | (equal & (rank < wanted)))
+        counted = tl.sum(both, axis=0)
+        above_seen += counted & 65535
+        equal_seen += counted >> 16
 
 
 def top_units_reference(scores: Tensor, budget: int) -> Tensor:
