@@ -37,7 +37,9 @@ RULES = {
     ),
     "scores": Rule(("ops", "equations", "policy"), "the device half of propagate and retain"),
     "indexes": Rule(("ops", "equations", "policy"), "the device half of retrieve"),
-    "models": Rule((), "a model runs passes and knows no policy; the worker tells it what to run"),
+    "models": Rule(
+        ("environment",), "a model runs passes and knows no policy; the worker tells it what to run"
+    ),
     "cache": Rule(
         ("policy", "indexes", "ops.paged", "settings"),
         "the scheduler counts blocks; an index says how many bytes of a page are its own",

@@ -82,6 +82,7 @@ REPLACED = {
 CALLED = {
     "server": ("vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async",),
     "engine": (
+        "vllm.compilation.codegen:generate_execution_code",
         "vllm.forward_context:override_forward_context",
         "vllm.v1.core.block_pool:BlockPool._insert_block_hash",
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",

@@ -19,6 +19,8 @@ from world.models import LOOKUP
 from world.parity import ask, assert_parity, room_for
 from world.prompts import EDGES, lookups, prompts_of
 
+from vllm_kvx.environment import STOCK_PIECES, is_off
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -36,6 +38,7 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:
     with running(
         model, "fastkv:tsp_layer=3", max_num_seqs=32, config=room_for(kinds), **EXACT
     ) as engine:
+        assert inside.runs_stock_pieces(engine) or is_off(STOCK_PIECES)
         counts = inside.count_graph_replays(engine)
         answers = ask(engine, prompts, policies, max_tokens=24)
         engine.assert_idle()

@@ -296,6 +296,11 @@ def profiled_scratch(engine: Any) -> int:
     return max(sizes, default=0)
 
 
+def runs_stock_pieces(engine: Any) -> bool:
+    """Whether prompts run the stock decoder's compiled pieces, and nothing was compiled for them."""
+    return _state(engine).segmented.pieces is not None
+
+
 def limit_pass(engine: Any, tokens: int) -> None:
     """Passes of selected tokens run so many at most."""
     _state(engine).passes.max_tokens = tokens

@@ -18,6 +18,7 @@ VARIABLES = (
     "KVX_INNER_CUTS",
     "KVX_CPU",
     "KVX_RETRIEVAL_OPS",
+    "KVX_STOCK_PIECES",
 )
 # Read where the package is built, or set by the scripts of deploy/ themselves.
 SCRIPT_VARIABLES = ("KVX_BUILD_OPS", "KVX_PYTHON", "KVX_ROOT", "KVX_VENV")

@@ -1,15 +1,17 @@
 """Decoders that run in passes over ranges of layers, each on its own set of rows.
 
-Between two passes the rows whose layers end there leave the batch: hidden state and residual are
-gathered, the next layers' attention runs on its own slots and metadata, and at the end the result
-is scattered back to the batch's rows. Which passes a step has, the worker says (``passes``). A step
-with no row to drop (every decode step) runs the stock decoder instead, with its own compiled graph
-and CUDA graphs: a cut through the compiled graph rounds differently.
+Between two passes the rows whose layers end there leave the batch: what goes on is gathered, the
+next layers' attention runs on its own slots and metadata, and at the end the result is scattered
+back to the batch's rows. Which passes a step has, the worker says (``passes``). A step with no row
+to drop (every decode step) runs the stock decoder instead, with its own compiled graph and CUDA
+graphs. Passes run that decoder's compiled pieces (``pieces``); where it has none, segments of their
+own (``segment``), which round differently.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -24,6 +27,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
+from vllm_kvx.environment import STOCK_PIECES, is_off
 from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
@@ -34,8 +38,13 @@ from vllm_kvx.models.passes import (
     TokenIds,
     ToStash,
 )
-from vllm_kvx.models.projection import queries_of, store_entries
-from vllm_kvx.models.segment import Out, Segments
+from vllm_kvx.models.pieces import StockPieces
+from vllm_kvx.models.projection import attention_of, queries_of, store_entries, write_entries
+from vllm_kvx.models.segment import Segments
+from vllm_kvx.models.stitching import UnknownForm
+from vllm_kvx.models.stream import Out, Stream, rows_of
+
+logger = init_logger("vllm.kvx.models")
 
 
 class Build(NamedTuple):
@@ -70,11 +79,14 @@ class SegmentedModel(nn.Module):
         self.segments = Segments(self.model, row_cuts, build.online_cuts, vllm_config, prefix)
         self._dtype: torch.dtype = vllm_config.model_config.dtype  # type: ignore[assignment]
         self._captured_sizes: set[int] = set()
+        # In the place of segments, once the stock decoder is compiled.
+        self.pieces: StockPieces | None = None
+        self._may_have_pieces = not (self.model.do_not_compile or is_off(STOCK_PIECES))
         self.begin_step(StepPlan())
 
     def attention_layers(self) -> list[Attention]:
         """The attention layer of every decoder layer, in order."""
-        return [_attention_of(layer) for layer in self.model.layers]
+        return [attention_of(layer) for layer in self.model.layers]
 
     def output_projections(self) -> list[nn.Module]:
         """What projects the output of each layer's attention, in order."""
@@ -117,7 +129,7 @@ class SegmentedModel(nn.Module):
     def _run_pass(self, now: Pass, before: Out | None, input_ids: Tensor, positions: Tensor) -> Out:
         source = now.source
         ids: Tensor | None = None
-        states: tuple[Tensor | None, Tensor | None] = (None, None)
+        stream: Stream | None = None
         takes_batch = isinstance(source, BatchRows) and source.rows is None
         if isinstance(source, BatchRows):
             rows = source.rows
@@ -125,15 +137,13 @@ class SegmentedModel(nn.Module):
         elif isinstance(source, TokenIds):
             ids = source.ids
         elif isinstance(source, Previous):
-            assert isinstance(before, tuple)
-            hidden, residual = before
+            assert isinstance(before, Stream)
+            stream = before
             if source.rows is not None:
-                hidden, residual = (part.index_select(0, source.rows) for part in before)
-            states = hidden, residual
+                stream = before.select(source.rows)
+                before.release()
         elif isinstance(source, Stashed):
-            hidden = source.states.index_select(0, source.rows)
-            # The stash holds the sum already; the compiled segment wants both terms.
-            states = hidden, torch.zeros_like(hidden)
+            stream = Stream((source.states.index_select(0, source.rows),))
         at = positions if now.positions is None else now.positions
         # A size without captured pieces would be captured now, amid serving, which CUDA refuses.
         captured = takes_batch and at.shape[0] in self._captured_sizes
@@ -141,21 +151,18 @@ class SegmentedModel(nn.Module):
         if now.attn_metadata is not None:
             context = replace(context, attn_metadata=now.attn_metadata)
         with nullcontext() if captured else override_forward_context(context):
-            for segment in self.segments.path(now.first, now.last):
-                out: Out = segment(ids, at, *states)
-                ids = None
-                if isinstance(out, tuple):
-                    states = out
-        return out
+            return self._ranges.run(now.first, now.last, ids, at, stream)
 
     def _write(self, now: Pass, out: Out, output: Tensor | None, num_tokens: int) -> Tensor | None:
         """Puts the pass's output where it goes; the step's output so far, None before any."""
         for sink in now.sinks:
             if isinstance(sink, ToEntries):
-                self._project(sink, out)
+                assert isinstance(out, Stream)
+                self._project(sink, out, now.last)
                 continue
             if isinstance(sink, ToStash):
-                sink.states.index_copy_(0, sink.targets, _sum_of(out, sink.rows))
+                assert isinstance(out, Stream)
+                sink.states.index_copy_(0, sink.targets, out.sum(sink.rows))
                 continue
             assert isinstance(out, Tensor)
             if sink.in_batch is None:
@@ -168,16 +175,29 @@ class SegmentedModel(nn.Module):
             output.index_copy_(0, sink.in_batch, rows)
         return output
 
-    def _project(self, sink: ToEntries, out: Out) -> None:
-        states, wanted = _sum_of(out, sink.rows), sink.queries
-        asked = None if wanted is None else _sum_of(out, wanted.rows)
+    def _project(self, sink: ToEntries, out: Stream, layer: int) -> None:
+        """layer: the one above the pass, which may have its entries and queries made already."""
+        wanted = sink.queries
+        states = asked = None
         with nullcontext() if wanted is None else wanted.beside:
             for number in range(sink.first, sink.last):
-                layer = self.model.layers[number]
-                slots = sink.slot_mapping[_attention_of(layer).layer_name]
-                store_entries(layer, states, sink.positions, slots)
-                if wanted is not None and asked is not None:
-                    wanted.run(number, queries_of(layer, asked, wanted.positions))
+                above = self.model.layers[number]
+                slots = sink.slot_mapping[attention_of(above).layer_name]
+                made = out.projected if number == layer else None
+                if made is not None:
+                    key, value = (rows_of(part, sink.rows) for part in (made.key, made.value))
+                    write_entries(above, key, value, slots)
+                else:
+                    states = out.sum(sink.rows) if states is None else states
+                    store_entries(above, states, sink.positions, slots)
+                if wanted is None:
+                    continue
+                if made is not None and made.query.dtype == self._dtype:
+                    query = made.query.index_select(0, wanted.rows)
+                else:
+                    asked = out.sum(wanted.rows) if asked is None else asked
+                    query = queries_of(above, asked, wanted.positions)
+                wanted.run(number, query)
 
     def _zeros(self, positions: Tensor) -> Tensor:
         hidden = self.model.config.hidden_size
@@ -191,31 +211,64 @@ class SegmentedModel(nn.Module):
         inputs_embeds: Tensor | None,
     ) -> Tensor:
         context = get_forward_context()
-        if self.segments and context.attn_metadata is None:
-            # The profiling run: what can run later has to be compiled, and its memory counted.
-            for segments in self.segments.each_cut():
-                ids, out = input_ids, (None, None)
-                with override_forward_context(_without_graphs({})):
-                    for segment in segments:
-                        ids, out = None, segment(ids, positions, *out)
-        elif (
-            self.segments
-            and self._is_dummy_step
+        if not self.segments:
+            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        is_profiling = context.attn_metadata is None
+        if (
+            self._is_dummy_step
+            and not is_profiling
             and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
         ):
-            # Small prefills replay the first segment's pieces; captured here beside the stock ones.
-            self.segments.first(input_ids, positions, None, None)
+            # Small prefills replay the first pieces, captured here: stock ones by the stock decoder
+            # below, the first segment's beside them.
+            if self.pieces is None:
+                self.segments.first(input_ids, positions, None, None)
             self._captured_sizes.add(positions.shape[0])
-        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        out = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        if is_profiling and input_ids is not None:
+            del out
+            with override_forward_context(_without_graphs({})):
+                out = self._profile(input_ids, positions)
+        return out
 
+    def _profile(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Runs what can run later: it has to be compiled, and its memory counted.
 
-def _sum_of(out: Out, rows: Tensor | None) -> Tensor:
-    """The residual stream after a pass, (n, H): of all of its rows, or of `rows`, (n,) int64."""
-    assert isinstance(out, tuple)
-    hidden, residual = out
-    if rows is not None:
-        hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
-    return hidden + residual
+        After the stock decoder, whose compiled pieces are there then.
+        """
+        if self.pieces is None and self._may_have_pieces:
+            self._may_have_pieces = False
+            forward = super().forward
+            try:
+                self.pieces = StockPieces(self.model, lambda ids, at: forward(ids, at, None, None))
+                return self._run_cuts(input_ids, positions)
+            except UnknownForm as problem:
+                self.pieces = None
+                logger.warning(
+                    "Layers are compiled a second time, for prompts, and the server starts later: "
+                    "the stock decoder's compiled pieces cannot be used, since %s.",
+                    problem,
+                )
+        return self._run_cuts(input_ids, positions)
+
+    def _run_cuts(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """All layers, in passes of every kind; each row is copied wherever rows may leave."""
+        rows = torch.arange(positions.shape[0], device=positions.device)
+        for edges in self.segments.edges:
+            stream: Stream | None = None
+            for first, last in pairwise(edges):
+                ids = None if first else input_ids
+                out = self._ranges.run(first, last, ids, positions, stream)
+                if isinstance(out, Stream):
+                    stream = out.select(rows)
+                    out.release()
+        assert isinstance(out, Tensor)
+        return out
+
+    @property
+    def _ranges(self) -> Segments | StockPieces:
+        """What runs ranges of layers."""
+        return self.segments if self.pieces is None else self.pieces
 
 
 def _without_graphs(slot_mapping: dict[str, Tensor]) -> ForwardContext:
@@ -229,12 +282,6 @@ def _without_graphs(slot_mapping: dict[str, Tensor]) -> ForwardContext:
         batch_descriptor=None,
         is_padding=None,
     )
-
-
-def _attention_of(layer: nn.Module) -> Attention:
-    found = [module for module in layer.modules() if isinstance(module, Attention)]
-    assert len(found) == 1, f"expected one attention per layer, found {len(found)}"
-    return found[0]
 
 
 class SegmentedLlamaForCausalLM(SegmentedModel, LlamaForCausalLM):

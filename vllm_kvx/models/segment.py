@@ -10,8 +10,10 @@ from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 
+from vllm_kvx.models.stream import Out, Stream
+
 # States and residual, of which the sum is the residual stream; after the last layer normed states.
-Out = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_SegmentOut = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class DecoderSegment(nn.Module):
@@ -36,7 +38,7 @@ class DecoderSegment(nn.Module):
         positions: torch.Tensor,
         hidden_states: torch.Tensor | None,
         residual: torch.Tensor | None,
-    ) -> Out:
+    ) -> _SegmentOut:
         """(N,) ids or (N, hidden) states -> states and residual, or normed states at the end."""
         if self.embed is not None:
             hidden_states = self.embed(input_ids)
@@ -63,7 +65,7 @@ def compiled_segment(name: str) -> type[DecoderSegment]:
             positions: torch.Tensor,
             hidden_states: torch.Tensor | None,
             residual: torch.Tensor | None,
-        ) -> Out:
+        ) -> _SegmentOut:
             return self.run(input_ids, positions, hidden_states, residual)
 
     Segment.__qualname__ = Segment.__name__ = name
@@ -94,12 +96,13 @@ class Segments(nn.Module):
         self._from: dict[int, list[tuple[int, int]]] = {}
         self._paths: dict[tuple[int, int], list[DecoderSegment]] = {}
         made: list[DecoderSegment] = []
-        self._edges: list[tuple[int, ...]] = []
+        # Every way to cut the whole decoder.
+        self.edges: list[tuple[int, ...]] = []
         if row_cuts or online_cuts:
-            self._edges.append((0, *row_cuts, self.num_layers))
+            self.edges.append((0, *row_cuts, self.num_layers))
         if online_cuts:
-            self._edges.append((0, *online_cuts, self.num_layers))
-        for edges in self._edges:
+            self.edges.append((0, *online_cuts, self.num_layers))
+        for edges in self.edges:
             for start, end in pairwise(edges):
                 index = len(made)
                 # By its layers too: a switch that the cache's key does not know may move a cut.
@@ -124,6 +127,33 @@ class Segments(nn.Module):
         """The segment that a step's direct pass begins with."""
         return self.all[0]  # type: ignore[return-value]
 
+    def run(
+        self,
+        first: int,
+        last: int,
+        ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        stream: Stream | None,
+    ) -> Out:
+        """Layers [first, last): (N,) ids if it begins the model, else the stream, which it takes.
+
+        The stream is released, so that its memory is free for the layers.
+        """
+        states: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if stream is not None:
+            hidden, *rest = stream.terms
+            # A compiled segment wants both terms.
+            states = hidden, rest[0] if rest else torch.zeros_like(hidden)
+            stream.release()
+        for segment in self.path(first, last):
+            out = segment(ids, positions, *states)
+            ids = None
+            if isinstance(out, torch.Tensor):
+                return out
+            states = out
+        assert isinstance(out, tuple)
+        return Stream(out)
+
     def path(self, first: int, last: int) -> list[DecoderSegment]:
         """The fewest segments that make up layers [first, last).
 
@@ -147,10 +177,3 @@ class Segments(nn.Module):
             if rest is not None and (best is None or len(rest) + 1 < len(best)):
                 best = [index, *rest]
         return best
-
-    def each_cut(self) -> list[list[DecoderSegment]]:
-        """Every way to cut the whole decoder, its segments lowest first."""
-        return [
-            [self.path(start, end)[0] for start, end in pairwise(edges)]
-            for edges in self._edges
-        ]
