@@ -64,7 +64,6 @@ SERVED = [policy for policies in METHODS.values() for policy in policies if is_s
 BESIDE = [FULL, Keep(kv_rate=0.2), Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=0.2)]
 
 
-
 def is_filter(policy: Policy) -> bool:
     """Whether its tokens run again in the place of the prompt, which nobody can share."""
     return isinstance(policy, Filter)

@@ -27,9 +27,7 @@ def test_chunked_and_mixed_with_full(
     model = tiny(arch, **options)
     prompts = prompts_of((1, *EDGES, 500))
     policies = [FULL if i % 3 == 2 else Alone(cutoff, i % 4) for i in range(len(prompts))]
-    with running(
-        model, f"selfonly-{cutoff}", config=room_for(policies), max_num_seqs=32
-    ) as engine:
+    with running(model, f"selfonly-{cutoff}", config=room_for(policies), max_num_seqs=32) as engine:
         answers = ask(engine, prompts, policies, max_tokens=6)
         long = ask(engine, prompts[:5], policies[:5], max_tokens=40)
         engine.assert_idle()

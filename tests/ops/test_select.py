@@ -173,9 +173,7 @@ def test_pooled_scores_are_cut_at_their_peaks(device: str) -> None:
     """Scores as they come: pooled heads summed, and the same heads summed without pooling."""
     rng = torch.Generator().manual_seed(3)
     heads = torch.rand(4, 500, generator=rng) ** 20
-    pooled, unpooled = (
-        dense.per_kv_head(dense.max_pool(heads, kernel), 2) for kernel in (7, 1)
-    )
+    pooled, unpooled = (dense.per_kv_head(dense.max_pool(heads, kernel), 2) for kernel in (7, 1))
     caps = [10, 15, 22, 41]
     selection = Selection(
         [pooled] * 4, [8] * 4, caps, block=512, unpooled=[unpooled] * 4, device=device

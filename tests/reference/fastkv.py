@@ -223,9 +223,7 @@ def retain(
     cap = keep.cap(prompt_len)
     if len(rows) <= cap:
         return rows.expand(kv_heads, -1), float("inf")
-    scores, unpooled = (
-        saliency(probs, kv_heads, keep.window, width) for width in (keep.kernel, 1)
-    )
+    scores, unpooled = (saliency(probs, kv_heads, keep.window, width) for width in (keep.kernel, 1))
     heads = zip(scores, unpooled, strict=True)
     chosen, slacks = zip(
         *(top(head, cap - keep.window, keep.window, peaks) for head, peaks in heads), strict=True

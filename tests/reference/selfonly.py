@@ -31,9 +31,7 @@ def score(
 
 
 @torch.no_grad()
-def forward(
-    model: PreTrainedModel, sequence: list[int], prompt_len: int, alone: Alone
-) -> Tensor:
+def forward(model: PreTrainedModel, sequence: list[int], prompt_len: int, alone: Alone) -> Tensor:
     """(n, V) float32 log-softmax of all rows.
 
     Prompt tokens between anchors and the last one are computed too; nobody reads them.

@@ -57,9 +57,7 @@ def test_refuses_what_it_cannot_cut(llama: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def by_hand(
-    model: PreTrainedModel, prompt: list[int], generated: list[int], cutoff: int
-) -> Tensor:
+def by_hand(model: PreTrainedModel, prompt: list[int], generated: list[int], cutoff: int) -> Tensor:
     """(S, V) log-softmax of each generated token, one row at a time."""
     layers, n = model.model.layers, len(prompt)
     entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]

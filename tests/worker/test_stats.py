@@ -40,9 +40,7 @@ def test_totals_never_fall(name: str, computed: Any, length: int) -> None:
         count = np.array([end - begin])
         chunk = PromptChunk(state, 0, begin, end)
         nothing: Any = None
-        step = Step(
-            nothing, np.array([0]), np.array([begin]), count, [], nothing, [chunk], nothing
-        )
+        step = Step(nothing, np.array([0]), np.array([begin]), count, [], nothing, [chunk], nothing)
         stats.add_step(step, requests, [(cut, count)])
         counters = stats.as_dict()[str(policy)]
         seen.append([counters[f"layer_tokens_{what}"] for what in ("computed", "skipped")])

@@ -297,7 +297,7 @@ def profiled_scratch(engine: Any) -> int:
 
 
 def runs_stock_pieces(engine: Any) -> bool:
-    """Whether prompts run the stock decoder's compiled pieces, and nothing was compiled for them."""
+    """Whether prompts run the stock decoder's compiled pieces."""
     return _state(engine).segmented.pieces is not None
 
 

@@ -73,9 +73,7 @@ def propagation_scores(attention: Tensor, kernel: int, reduction: str) -> Tensor
     raise ValueError(f"reduction must be sum or max, got {reduction!r}")
 
 
-def kept_indices(
-    scores: Tensor, count: int, window: int, unpooled: Tensor | None = None
-) -> Tensor:
+def kept_indices(scores: Tensor, count: int, window: int, unpooled: Tensor | None = None) -> Tensor:
     """The `count - window` best of n keys and the `window` keys that follow them, ascending.
 
     Max-pooling gives neighbours one score: of equal ones the higher unpooled score wins, so that

@@ -122,13 +122,9 @@ class PassPrompt:
             if self.ranked_after is not None:
                 if layer <= self.ranked_after:
                     ranks = layer == self.ranked_after
-                    wanted.append(
-                        Job(self, self.by, self.num_keys, carried=self.by, ranks=ranks)
-                    )
+                    wanted.append(Job(self, self.by, self.num_keys, carried=self.by, ranks=ranks))
             elif self.kept[stage] < self.num_keys:
-                wanted.append(
-                    Job(self, self.by, self.kept[stage], over_heads=self.by.over_heads)
-                )
+                wanted.append(Job(self, self.by, self.kept[stage], over_heads=self.by.over_heads))
         if len(wanted) == 2 and (both := wanted[0].merged(wanted[1])) is not None:
             return [both]
         return wanted
