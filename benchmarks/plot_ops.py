@@ -13,7 +13,7 @@ MARKS = {
     "cuda": ("o", "tab:blue"),
     "cuda overlapped": ("P", "tab:cyan"),
     "triton": ("s", "tab:orange"),
-    "triton fused": ("p", "tab:pink"),
+    "triton unfused": ("p", "tab:pink"),
     "torch": ("x", "tab:gray"),
     "vllm persistent_topk": ("^", "tab:green"),
     "vllm top_k_per_row_decode": ("v", "tab:olive"),

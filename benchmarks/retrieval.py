@@ -4,8 +4,8 @@
 bf16, every request of the same length. Each operator is captured in a CUDA graph and replayed, its
 L2 cold but for what the operator before it left. `ideal_us` is for the bytes that the operator has
 to move; `of_bandwidth` is its share of the time. `stock` is FlashAttention as vLLM calls it in
-decode. `overlapped` and `fused` are variants that are off (``cuda.OVERLAP``, ``topk.FUSED``). Long
-cases share blocks between requests once memory runs out, and say so.
+decode. `overlapped`, `apart` and `unfused` are variants (``cuda.OVERLAP_ROWS``, ``topk.FUSED``).
+Long cases share blocks between requests once memory runs out, and say so.
 
 `--crossover` measures in place of that from which length on a layer is faster than stock, for
 several shapes: see ``retrieval_crossover``.

@@ -241,14 +241,18 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
         done.append(run)
     operators[f"all/{backend}"] = lambda: step.made_with(retrieve.retrieve, scratch)
     before[f"all/{backend}"] = done[0]
-    # What is off until it is measured beside what runs.
+    # What runs otherwise, for the number of rows or at all.
     name, other = {
-        "cuda": ("overlapped", replace(scratch, overlap=True)),
-        "triton": ("fused", replace(scratch, fused=True)),
+        "cuda": ("overlapped", replace(scratch, overlap_rows=1 << 30)),
+        "triton": ("unfused", replace(scratch, fused=False)),
     }[backend]
     operators[f"all/{backend} {name}"] = lambda: step.made_with(retrieve.retrieve, other)
     before[f"all/{backend} {name}"] = done[0]
-    if other.fused:
+    if backend == "cuda":
+        apart = replace(scratch, overlap_rows=0)
+        operators["all/cuda apart"] = lambda: step.made_with(retrieve.retrieve, apart)
+        before["all/cuda apart"] = done[0]
+    else:
         select = f"select/{backend}"
         operators[f"{select} {name}"] = step.made_with(retrieve.steps, other)["select"]
         before[f"{select} {name}"] = before[select]

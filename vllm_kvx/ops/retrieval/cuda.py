@@ -30,10 +30,11 @@ REDUCTIONS = {"max": 0, "sum": 1}
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 MAX_SHARE = 16
-# Whether selection and attention may start before the operator before them has ended, on Hopper and
-# later (programmatic dependent launch): a layer of one request is mostly their starting. Off until
-# it is measured: `python -m benchmarks.retrieval` times both.
-OVERLAP = False
+# Up to so many rows selection and attention may start before the operator before them has ended, on
+# Hopper and later (programmatic dependent launch). With one row, where a layer is mostly their
+# starting, it takes 2 to 6% less; with six of 130,000 entries 8% more, as they wait where others
+# could run (benchmarks/results/h200-retrieval-variants.json).
+OVERLAP_ROWS = 1
 
 
 def available() -> bool:
@@ -201,7 +202,7 @@ def select(
         indices: (R, G, K) int32, written in ascending order.
         counts: (R, G) int32, how many were; 0 for rows with nothing to do.
         unit_tokens: tokens of a unit.
-        overlap: see OVERLAP; only behind a score operator on the same stream.
+        overlap: see OVERLAP_ROWS; only behind a score operator on the same stream.
     """
     torch.ops.vllm_kvx.kvx_select(
         scores, histogram, lens, budgets, offsets, indices, counts, unit_tokens, overlap
@@ -242,7 +243,7 @@ def attend(
         scale: of the products. key_scale, value_scale: what stored numbers are multiplied by.
         unit_tokens: tokens of a unit.
         splits: CTAs per row and KV head, at most 128.
-        overlap: see OVERLAP; only behind ``select`` on the same stream.
+        overlap: see OVERLAP_ROWS; only behind ``select`` on the same stream.
     """
     torch.ops.vllm_kvx.kvx_attend(
         q,

@@ -46,7 +46,7 @@ class Scratch:
         unit: tokens per unit. reduction: see ``equations.retrieval``.
         score_programs, attend_programs: how many to share the work between.
         backends: of the ops. scorer: the index, whose sidecar the ops read.
-        overlap: see ``cuda.OVERLAP``. fused: see ``topk.FUSED``.
+        overlap_rows: see ``cuda.OVERLAP_ROWS``. fused: see ``topk.FUSED``.
     """
 
     scores: Tensor
@@ -65,7 +65,7 @@ class Scratch:
     attend_programs: int
     backends: Backends
     scorer: Scorer[Any]
-    overlap: bool = cuda_ops.OVERLAP
+    overlap_rows: int = cuda_ops.OVERLAP_ROWS
     fused: bool = FUSED
 
     @classmethod
@@ -207,6 +207,7 @@ def steps(
     if scratch.backends.attend == "cuda":
         most = min(max(scratch.indices.shape[2] * unit // _ENTRIES_PER_CTA, 16), most)
     attend_splits = splits_of(scratch.attend_programs, num_rows, kv_heads, most)
+    overlap = num_rows <= scratch.overlap_rows
     where = (block_table, rows.tokens, rows.requests, rows.lens)
 
     def score_in_cuda() -> None:
@@ -231,7 +232,7 @@ def steps(
             scratch.indices,
             scratch.counts,
             unit,
-            scratch.overlap,
+            overlap,
         )
 
     def attend_in_cuda() -> None:
@@ -251,7 +252,7 @@ def steps(
             unit,
             attend_splits,
             # What comes before it waits for the scores by itself.
-            scratch.overlap and scratch.backends.score == "cuda",
+            overlap and scratch.backends.score == "cuda",
         )
 
     def score_in_triton() -> None:
