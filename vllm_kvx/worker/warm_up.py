@@ -1,5 +1,6 @@
 """Every policy of a server runs before the server is ready: no request waits for a compiler."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,9 @@ def warm_up(
     state, ran = runner.model_state, []
     checked, state.checks_blocks = state.checks_blocks, False
     policies = dict.fromkeys(policy for policy in settings.policies if not policy.is_full)
+    took: dict[str, float] = {}
     for number, policy in enumerate(policies):
-        tokens = _tokens(runner, settings)
+        began, tokens = time.monotonic(), _tokens(runner, settings)
         while tokens >= _FEWEST and not run_mixed_prefill_decode_warmup(
             runner,
             _under(policy, execute),
@@ -57,7 +59,12 @@ def warm_up(
                 run_mixed_prefill_decode_warmup(
                     runner, _under(policy, execute), sample, tokens, req_id_prefix=again
                 )
+            took[str(policy)] = time.monotonic() - began
     state.checks_blocks = checked
+    if took:
+        # Of the first policy mostly Triton's compiler, where its cache is empty.
+        each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took.items())
+        logger.info("Policies ran once, with all their kernels: %s.", each)
     if len(ran) < len(policies):
         missing = ", ".join(str(policy) for policy in policies if policy not in ran)
         logger.warning(
