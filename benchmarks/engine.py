@@ -278,7 +278,7 @@ class Bench:
     def _largest_batch(self, case: Case) -> int:
         """The most requests that the pool holds, within max_num_seqs."""
         tokens = self._pool_tokens(case)
-        most = min(self.spec["engine"]["max_num_seqs"], tokens // case.length)
+        most = min(self.spec["engine"]["max_num_seqs"], int(tokens // case.length))
         fitting = (batch for batch in range(most, 0, -1) if self._room(case, batch) <= tokens)
         return next(fitting, 0)
 

@@ -8,7 +8,7 @@ one is far ahead, an error decides nothing.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,12 @@ import numpy as np
 from vllm_kvx.ops.retrieval.costs import KI, Costs
 
 RESULTS = Path(__file__).parent / "results"
-LAYERS, ENGINE = RESULTS / "h200-retrieval-crossover.json", RESULTS / "h200-fier.json"
+# The Triton ops were written anew since the first of these.
+LAYERS = {
+    "cuda": RESULTS / "h200-retrieval-crossover.json",
+    "triton": RESULTS / "h200-retrieval-crossover-triton.json",
+}
+ENGINE = RESULTS / "h200-fier.json"
 NEAR = 2
 # What h200-fier.json measured both ways: Llama-3.1-8B with CUDA ops, 30 of its layers retrieve.
 ENGINE_SHAPE, ENGINE_LENGTH, ENGINE_BUDGET, ENGINE_LAYERS = (8, 512), 12_288, 2_048, 30
@@ -46,15 +51,15 @@ def fitted(cases: Sequence[Case], backend: str) -> Costs:
     return Costs(*whole, *_fit([entries / KI, budgets / KI], ours))
 
 
-def table(report: dict[str, Any]) -> Table:
-    """By backend and shape, from the report of ``retrieval_crossover``."""
-    by_shape: dict[tuple[int, int], list[Case]] = {}
-    for case in report["cases"]:
-        by_shape.setdefault((case["kv_heads"], case["head_bytes"]), []).append(case)
-    return {
-        backend: {shape: fitted(cases, backend) for shape, cases in by_shape.items()}
-        for backend in ("cuda", "triton")
-    }
+def table(reports: Mapping[str, dict[str, Any]]) -> Table:
+    """By backend and shape, from the report of ``retrieval_crossover`` on each backend."""
+    found: Table = {}
+    for backend, report in reports.items():
+        by_shape: dict[tuple[int, int], list[Case]] = {}
+        for case in report["cases"]:
+            by_shape.setdefault((case["kv_heads"], case["head_bytes"]), []).append(case)
+        found[backend] = {shape: fitted(cases, backend) for shape, cases in by_shape.items()}
+    return found
 
 
 def in_engine(engines: dict[str, Any], costs: Costs) -> float:
@@ -70,7 +75,7 @@ def in_engine(engines: dict[str, Any], costs: Costs) -> float:
 
 
 def main() -> None:
-    found = table(json.loads(LAYERS.read_text()))
+    found = table({backend: json.loads(file.read_text()) for backend, file in LAYERS.items()})
     engines = json.loads(ENGINE.read_text())["engines"]
     for backend, shapes in found.items():
         for shape, costs in shapes.items():

@@ -17,16 +17,18 @@ EVEN = Costs(whole=10, whole_entry=4, fixed=30, scored=1, read=2)
 def test_the_table_is_what_was_measured() -> None:
     """Every figure follows from the result files."""
     assert set(COSTS) == set(BACKENDS) and not COSTS["torch"]
-    found = fit.table(json.loads(fit.LAYERS.read_text()))
+    found = fit.table(
+        {backend: json.loads(path.read_text()) for backend, path in fit.LAYERS.items()}
+    )
     assert found == {backend: COSTS[backend] for backend in found}
     engines = json.loads(fit.ENGINE.read_text())["engines"]
     assert fit.in_engine(engines, COSTS["cuda"][fit.ENGINE_SHAPE]) == IN_ENGINE_US
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_the_fit_chooses_what_was_faster(backend: str) -> None:
-    """Where the costs' choice was the slower one, it took at most an eighth longer."""
-    for case in json.loads(fit.LAYERS.read_text())["cases"]:
+@pytest.mark.parametrize(("backend", "most"), [("cuda", 1.125), ("triton", 1.2)])
+def test_the_fit_chooses_what_was_faster(backend: str, most: float) -> None:
+    """Where the costs' choice was the slower one, it took at most an eighth, or a fifth, longer."""
+    for case in json.loads(fit.LAYERS[backend].read_text())["cases"]:
         found = COSTS[backend][case["kv_heads"], case["head_bytes"]]
         entries = case["batch"] * case["length"]
         for budget, ours in case.get(backend, {}).items():
@@ -34,7 +36,7 @@ def test_the_fit_chooses_what_was_faster(backend: str) -> None:
             read = found.read * case["batch"] * int(budget)
             retrieves = found.fixed + (found.scored * entries + read) / KI
             chosen = ours if retrieves < whole else case["stock"]
-            assert chosen <= 1.125 * min(ours, case["stock"]), (case, budget)
+            assert chosen <= most * min(ours, case["stock"]), (case, budget)
 
 
 def test_from_where_on_a_batch_retrieves() -> None:

@@ -75,7 +75,8 @@ class Begins:
 # 128 channels, CUDA ops), and taken for all shapes and ops.
 IN_ENGINE_US = 4.28
 # By the backend that scores and selects, and by (KV heads of the rank, bytes of a key and a value
-# of one head): fitted to h200-retrieval-crossover.json by `python -m benchmarks.retrieval_costs`.
+# of one head): fitted to h200-retrieval-crossover.json and, for Triton,
+# h200-retrieval-crossover-triton.json by `python -m benchmarks.retrieval_costs`.
 COSTS: dict[str, dict[tuple[int, int], Costs]] = {
     "cuda": {
         (2, 256): Costs(14.858, 0.187, 24.951, 0.049, 0.089),
@@ -86,12 +87,12 @@ COSTS: dict[str, dict[tuple[int, int], Costs]] = {
         (8, 512): Costs(15.91, 1.189, 23.715, 0.202, 1.553),
     },
     "triton": {
-        (2, 256): Costs(23.55, 0.148, 47.226, 0.158, 0.765),
-        (4, 256): Costs(23.173, 0.272, 49.306, 0.289, 1.211),
-        (8, 256): Costs(23.642, 0.532, 55.232, 0.545, 1.41),
-        (2, 512): Costs(23.485, 0.259, 51.245, 0.23, 1.088),
-        (4, 512): Costs(22.954, 0.489, 53.605, 0.42, 1.337),
-        (8, 512): Costs(23.385, 0.963, 61.595, 0.772, 1.662),
+        (2, 256): Costs(19.096, 0.154, 37.662, 0.089, 0.681),
+        (4, 256): Costs(20.018, 0.273, 40.699, 0.168, 0.831),
+        (8, 256): Costs(19.297, 0.535, 44.263, 0.277, 1.088),
+        (2, 512): Costs(19.656, 0.271, 39.706, 0.111, 0.761),
+        (4, 512): Costs(20.178, 0.497, 43.428, 0.211, 1.042),
+        (8, 512): Costs(18.817, 1.015, 45.954, 0.327, 1.502),
     },
     "torch": {},
 }

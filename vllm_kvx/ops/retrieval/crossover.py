@@ -8,7 +8,9 @@ NEVER = 1 << 30
 # head). For 16-bit caches of 128 channels those are 512 bytes. Budgets of up to 2,048 tokens;
 # larger ones: ``Retrieve.floor``. Measured on an H200 for 64 and 128 channels
 # (benchmarks/results/h200-retrieval-crossover.json), but for (8, 512): with a whole engine around
-# it that shape gains from 16,384 on, where the layer alone gains from 12,288 (h200-fier.json).
+# it that shape gains from 16,384 on, where the layer alone gains from 12,288 (h200-fier.json). The
+# Triton ops' lengths are those from which on a layer gains more than `costs.IN_ENGINE_US`
+# (h200-retrieval-crossover-triton.json); no engine has measured them for one request.
 # `python -m benchmarks.retrieval --crossover` measures again. On a CPU retrieval gains nothing,
 # and every length may try it.
 CROSSOVERS: dict[str, dict[tuple[int, int], int]] = {
@@ -20,7 +22,14 @@ CROSSOVERS: dict[str, dict[tuple[int, int], int]] = {
         (4, 512): 32_768,
         (8, 512): 16_384,
     },
-    "triton": {(8, 512): 262_144},
+    "triton": {
+        (2, 256): 262_144,
+        (4, 256): 262_144,
+        (8, 256): 131_072,
+        (2, 512): 131_072,
+        (4, 512): 98_304,
+        (8, 512): 65_536,
+    },
     "torch": {},
 }
 
@@ -41,8 +50,8 @@ def crossover(backend: str, reduction: str, kv_heads: int, head_bytes: int) -> i
     measured = CROSSOVERS[backend]
     if not measured:
         return 0
-    # Softmax in Triton takes two passes over the units: for one request they alone take longer
-    # than stock attention at every length measured (h200-retrieval-ops.json).
+    # Softmax in Triton takes two passes over the units. By kernels of before they alone took longer
+    # than stock attention at every length (h200-retrieval-ops.json); today's were not measured.
     if backend == "triton" and reduction == "softmax":
         return NEVER
     no_larger = [
