@@ -7,7 +7,6 @@ the statistics that the engine core sends with each step's output.
 
 import importlib.metadata
 import json
-import math
 import os
 import statistics
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.ideal import Case, work_of
+from benchmarks.samples import percentile, summary
 
 # Steps right after the last prefill may still wait for what was scheduled beside it.
 _SETTLE_STEPS = 3
@@ -133,7 +133,16 @@ class Bench:
             "async_scheduling": bool(scheduler.async_scheduling),
             "block_size": self.config.cache_config.block_size,
             "max_model_len": self.config.model_config.max_model_len,
+            **self._retrieval(),
         }
+
+    def _retrieval(self) -> dict[str, Any]:
+        """Which ops retrieve, and from which length on; empty where none do."""
+        if self.spec["policy"] in (None, "full"):
+            return {}
+        found = self.llm.collective_rpc("kv_policy_stats")[0].get("retrieval", {})
+        names = {"score_ops": "retrieval_ops", "dense_below": "dense_below"}
+        return {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
 
     def _pool(self) -> dict[str, Any]:
         """Prompt tokens that the KV pool holds; `stock_tokens` without a policy, same memory."""
@@ -350,27 +359,10 @@ class Bench:
         }
 
 
-def summary(samples: list[float]) -> dict[str, Any]:
-    """Samples in ms, their median, and their spread (max - min) / median."""
-    median = statistics.median(samples)
-    spread = (max(samples) - min(samples)) / median if median else 0.0
-    return {
-        "samples": [round(sample, 4) for sample in samples],
-        "median": round(median, 4),
-        "spread": round(spread, 4),
-    }
-
-
 def waits_during(steps: list[Step]) -> list[float]:
     """The running requests' waits up to the step in which the last prompt's first token came."""
     end = max((i for i, step in enumerate(steps) if step.first_tokens), default=-1)
     return [wait for step in steps[: end + 1] for wait in step.intervals]
-
-
-def percentile(samples: list[float], percent: float) -> float:
-    """The smallest sample that is not below `percent` of all samples."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def check_plugin() -> None:

@@ -144,7 +144,8 @@ def _has_gpu(content: Mapping[str, Any]) -> bool:
 class Figure:
     """One measurement of `benchmarks.compare` beside stock's, of one file.
 
-    case: `pool` or a case. result and stock: what the file has of it.
+    case: `pool` or a case. result and stock: what the file has of it. ops: those that retrieved,
+    empty where none did or the file does not say.
     """
 
     file: File
@@ -152,6 +153,7 @@ class Figure:
     case: str
     result: Mapping[str, Any]
     stock: Mapping[str, Any]
+    ops: str = ""
 
     @property
     def ratio(self) -> float:
@@ -172,16 +174,20 @@ def figures_of(files: Sequence[File]) -> list[Figure]:
         engines = file.content["engines"]
         stock = {case: result for _, case, result in lines_of(STOCK, engines.get(STOCK, {}))}
         for engine, entry in engines.items():
+            ops = entry.get("resolved", {}).get("retrieval_ops", "")
             for name, case, result in lines_of(engine, entry):
                 if engine != STOCK and "ratio_to_stock" in result:
                     base = stock[case.partition("@")[0]]
-                    found.append(Figure(file, name, case, result, base))
+                    own = ops if re.search(r"\b(fier|quest)-", name) else ""
+                    found.append(Figure(file, name, case, result, base, own))
     return found
 
 
 def newest(figures: Sequence[Figure]) -> dict[tuple[str, str], Figure]:
-    """By engine and case the figure of the youngest file."""
-    ordered = sorted(figures, key=lambda each: (each.file.date, each.file.name))
+    """By engine and case the figure of the youngest file, of Triton's ops where no other is."""
+    ordered = sorted(
+        figures, key=lambda each: (each.ops != "triton", each.file.date, each.file.name)
+    )
     return {(each.engine, each.case): each for each in ordered}
 
 

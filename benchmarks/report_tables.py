@@ -43,7 +43,7 @@ def glance(found: Sequence[Figure]) -> list[str]:
         for case in GLANCE.values():
             each = young.get((name, case))
             shown = f"{gain(each.ratio, each.ideal)} {reference(each.file)}" if each else MISSING
-            row.append(shown)
+            row.append(shown + (", Triton ops" if each and each.ops == "triton" else ""))
         rows.append(row)
     return table(["policy", *GLANCE], rows)
 
@@ -152,13 +152,15 @@ def alone(file: File, found: Sequence[Figure]) -> list[str]:
 
 
 def _rooms(file: File) -> list[str]:
-    """Which servers had room for several policies; nothing if none had."""
+    """Which servers had room for several policies, and the file's own note, if any."""
     lines = []
     for engine, entry in file.content["engines"].items():
         if others := entry.get("room_for"):
             names = ", ".join(f"`{name}`" for name in others)
             lines += [f"The server of `{engine}` had room for {names}, too. Figures of these, and"]
             lines += ["of compositions, are of requests to it that name them.", ""]
+    if note := file.content.get("note"):
+        lines += [note, ""]
     return lines
 
 
@@ -216,7 +218,13 @@ def compositions(files: Sequence[File]) -> list[str]:
                     reference(file),
                 ]
             )
-    return table(head, rows)
+    notes = [
+        line
+        for file in files
+        if file.content.get("note") and any(reference(file) in row for row in rows)
+        for line in ("", f"{reference(file)}: {file.content['note']}")
+    ]
+    return [*table(head, rows), *notes]
 
 
 def sessions(files: Sequence[File]) -> list[str]:

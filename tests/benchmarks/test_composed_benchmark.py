@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.composed import PRESETS, composed, table
-from benchmarks.engine import Step, percentile, waits_during
+from benchmarks.engine import Step, waits_during
 from benchmarks.ideal import SHAPES, Case, Shape
+from benchmarks.samples import percentile
 from vllm_kvx.policy.layout import check_fits, layout_of
 from vllm_kvx.policy.spec import parse_policy
 
