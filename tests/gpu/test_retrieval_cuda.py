@@ -155,8 +155,9 @@ def bins_of(scores: Tensor) -> Tensor:
     return torch.bincount(keys >> 21, minlength=2048).int()
 
 
-# Products of bytes have weights of 16 bits, of a unit that is up to a 64 * 254th of the largest: of
-# 10,000 random cases, rounding it makes an error of at most 1.5e-4 of the largest score.
+# Weights in bytes have 16 bits: rounding takes up to a 508th of a unit from each, and a unit is up
+# to a 64th of the group's largest weight. In 1,600 random rows (numpy) that made errors of up to
+# 1.5e-4 of the largest score, and half of that in most. No GPU has run them yet.
 FLOAT16_TOLERANCE, BYTES_TOLERANCE = 2e-5, 2e-4
 
 
@@ -228,7 +229,7 @@ def test_score(
 
 
 @pytest.mark.parametrize("s8_products", [False, True])
-@pytest.mark.parametrize("factor", [0.0, 2.0**-9, 2.0**-5, 100.0, 15_000.0])
+@pytest.mark.parametrize("factor", [0.0, 2.0**-9, 2.0**-5, 100.0, 3000.0])
 def test_scales_of_any_size(
     monkeypatch: pytest.MonkeyPatch, factor: float, s8_products: bool
 ) -> None:
