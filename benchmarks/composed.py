@@ -61,7 +61,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Composed:
     """One case of a composition. Gains over stock; None where a part was not measured.
 
-    parts: each part's gain, in the order of the name.
+    parts: each part's gain, in the order of the name. filled: the share of the pool in use, 1 where
+        the case does not fill it.
     """
 
     engine: str
@@ -69,6 +70,7 @@ class Composed:
     measured: float
     ideal: float | None
     parts: dict[str, float | None]
+    filled: float = 1.0
 
     @property
     def product(self) -> float | None:
@@ -89,7 +91,8 @@ def composed(results: Mapping[str, Any]) -> list[Composed]:
             alone = {part: gains.get(part, {}).get(case, {}) for part in parts}
             by_part = {part: each.get("ratio_to_stock") for part, each in alone.items()}
             measured, ideal = result["ratio_to_stock"], result["ideal"]
-            found.append(Composed(name, case, measured, ideal, by_part))
+            filled = float(result.get("pool_filled", 1))
+            found.append(Composed(name, case, measured, ideal, by_part, filled))
     return found
 
 

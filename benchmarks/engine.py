@@ -304,7 +304,11 @@ class Bench:
         work = work_of(case.policy, layers, case.length)
         if work is None:
             raise ValueError(f"{case}: how much the pool holds is not known by the name alone")
-        return pool["stock_tokens"] * case.length * layers / sum(work.stored)
+        own = work_of(self.spec["policy"], layers, case.length)
+        if own is None:
+            raise ValueError(f"{case}: how much the pool holds is not known by the server's name")
+        # Not from `stock_tokens`, whose pages have no sidecar.
+        return pool["tokens"] * sum(own.stored) / sum(work.stored)
 
     def _room(self, case: Case, batch: int) -> float:
         """Prompt tokens whose room in the pool a batch takes, outputs included.

@@ -34,6 +34,8 @@ def merge(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise ValueError("the files were measured on different GPUs or drivers")
     name, parts = _PARTS[kind]
     merged: dict[str, Any] = {**contents[0], "runs": [], name: {}}
+    if notes := [content["note"] for content in contents if content.get("note")]:
+        merged["note"] = " ".join(notes)
     for content in contents:
         before = len(merged["runs"])
         merged["runs"] += content["runs"]
@@ -56,6 +58,10 @@ def _add(
         for case, result in entry.get(parts, {}).items()
     }
     if there := engines.get(engine):
+        for each in (there, moved):
+            # From here on the entry is of several runs.
+            for result in each[parts].values() if "run" in each else ():
+                result.setdefault("run", each["run"])
         failed = {case for case, result in moved[parts].items() if "error" in result}
         kept = {case: result for case, result in there[parts].items() if case in failed}
         moved[parts] = {**there[parts], **moved[parts], **kept}

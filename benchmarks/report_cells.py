@@ -9,6 +9,8 @@ from benchmarks.report_files import File
 
 RESULTS = "../benchmarks/results"
 MISSING = "not measured"
+# Of a pool: what is left is less than a request takes.
+FULL = 0.8
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -39,12 +41,15 @@ def order(names: Iterable[str]) -> list[str]:
     return sorted(set(names), key=key)
 
 
-def words(case: str) -> str:
-    """A case as a reader names it."""
+def words(case: str, result: Mapping[str, Any] | None = None) -> str:
+    """A case as a reader names it; a pool that the server's limit kept from filling says so."""
     if case == "pool":
         return "KV pool, prompt tokens"
     parsed = Case.parse(case)
     length = f"{parsed.length:,}"
+    filled = (result or {}).get("pool_filled", 1)
+    if parsed.kind == "pool_decode" and filled < FULL:
+        return f"decode, {length} each, pool {100 * filled:.0f}% full"
     text = {
         "ttft": f"TTFT, {length}",
         "tpot": f"TPOT, {length}",

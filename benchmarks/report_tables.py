@@ -134,7 +134,7 @@ def alone(file: File, found: Sequence[Figure]) -> list[str]:
         rows.append(
             [
                 f"`{each.engine}`",
-                words(each.case),
+                words(each.case, each.result),
                 value(each.stock),
                 value(each.result),
                 f"{each.ratio:.3f}x",
@@ -209,7 +209,7 @@ def compositions(files: Sequence[File]) -> list[str]:
             rows.append(
                 [
                     f"`{each.engine}`",
-                    words(each.case),
+                    words(each.case, {"pool_filled": each.filled}),
                     f"{each.measured:.2f}x",
                     MISSING if product is None else f"{product:.2f}x",
                     "" if product is None else f"{100 * each.measured / product:.0f}%",
@@ -280,10 +280,15 @@ def answered(found: Sequence[Figure], loads: Sequence[Load]) -> set[str]:
     return names | set(map(same_method, ALSO)) if names else names
 
 
+def _named(each: Figure) -> str:
+    """The policy, and whether Triton's ops retrieved."""
+    return f"`{each.engine}`" + (", Triton ops" if each.ops == "triton" else "")
+
+
 def losses(found: Sequence[Figure], loads: Sequence[Load]) -> list[str]:
     """Everything below stock by more than runs differ."""
     rows = [
-        (each.ratio, [f"`{each.engine}`", words(each.case), f"{each.ratio:.3f}x"], each.file)
+        (each.ratio, [_named(each), words(each.case, each.result), f"{each.ratio:.3f}x"], each.file)
         for each in found
         if each.ratio < LOSS
     ]
@@ -308,15 +313,18 @@ def losses(found: Sequence[Figure], loads: Sequence[Load]) -> list[str]:
 
 def far(found: Sequence[Figure], loads: Sequence[Load]) -> list[str]:
     """Everything that reaches less than four fifths of its ideal."""
-    every = [(each.ratio, each.ideal, each.engine, words(each.case), each.file) for each in found]
+    every = [
+        (each.ratio, each.ideal, _named(each), words(each.case, each.result), each.file)
+        for each in found
+    ]
     for load in loads:
         ratio, ideal = load_ratio(load, loads), load_ideal(load)
         if load.server != STOCK and ratio is not None:
             what = f"requests/s, {load.setting.lengths}, {load.setting.load}"
-            every.append((ratio, ideal, load.server, what, load.file))
+            every.append((ratio, ideal, f"`{load.server}`", what, load.file))
     short = [row for row in every if row[1] is not None and row[0] < FAR * row[1]]
     rows = [
-        [f"`{name}`", case, f"{ratio:.2f}x", f"{ideal:.2f}x", f"{100 * ratio / ideal:.0f}%", ref]
+        [name, case, f"{ratio:.2f}x", f"{ideal:.2f}x", f"{100 * ratio / ideal:.0f}%", ref]
         for ratio, ideal, name, case, file in short
         if (ref := reference(file)) and ideal is not None
     ]

@@ -1,14 +1,16 @@
 """Compositions beside the product of their parts; engines with a KV cache dtype of their own."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import compare
 from benchmarks.composed import PRESETS, composed, table
-from benchmarks.engine import Step, waits_during
+from benchmarks.engine import Bench, Step, waits_during
 from benchmarks.ideal import SHAPES, Case, Shape
+from benchmarks.report_cells import words
 from benchmarks.samples import percentile
 from vllm_kvx.policy.layout import check_fits, layout_of
 from vllm_kvx.policy.spec import parse_policy
@@ -110,6 +112,25 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     assert compare.cases_of("stock@fp8", [Case.parse("ttft:96@full")]) == ["ttft:96"]
     with pytest.raises(SystemExit):
         compare.parse_args([*argv[:-3], "--out", "x.json", "--resume"])
+
+
+def test_a_pool_that_is_not_full_says_so() -> None:
+    assert words("pool_decode:32768", {"pool_filled": 0.27}) == "decode, 32,768 each, pool 27% full"
+    assert words("pool_decode:32768", {"pool_filled": 0.97}) == "decode, pool full of 32,768"
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens"),
+    # Every page of the server has a sidecar; of snapkv's prompts a tenth stays, of speed-24's 3/4.
+    [(None, 90_000), ("full", 90_000), ("snapkv", 900_000), ("speed-24", 120_000)],
+)
+def test_the_pool_of_what_requests_ask_for(policy: str | None, tokens: int) -> None:
+    model = SimpleNamespace(get_total_num_hidden_layers=lambda: 32)
+    bench = Bench({"cases": [], "policy": "fier-2048"})
+    bench.config = SimpleNamespace(model_config=model)
+    bench.report["pool"] = {"tokens": 90_000, "stock_tokens": 96_000}
+    case = Case("pool_decode", 32_000, policy=policy)
+    assert bench._pool_tokens(case) == pytest.approx(tokens, rel=1e-3)
 
 
 def test_waits_while_the_long_prompt_comes_in() -> None:

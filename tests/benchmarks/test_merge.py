@@ -39,6 +39,10 @@ def test_engines_of_two_gpus_meet(tmp_path: Path) -> None:
     # What one file has stays where the other failed.
     assert engines["stock"]["cases"]["ttft:32768"]["median"] == 12.0
     assert engines["stock"]["cases"]["tpot:32768"]["median"] == 9.0
+    assert [engines["stock"]["cases"][case]["run"] for case in ("ttft:32768", "tpot:32768")] == [
+        0,
+        1,
+    ]
     # And gains are over the stock of the other file.
     assert engines["fastkv"]["cases"]["ttft:32768"]["ratio_to_stock"] == 2.0
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -239,16 +240,25 @@ class SegmentedModel(nn.Module):
         if self.pieces is None and self._may_have_pieces:
             self._may_have_pieces = False
             forward = super().forward
+            why: object = "another rank has none"
             try:
                 self.pieces = StockPieces(self.model, lambda ids, at: forward(ids, at, None, None))
-                return self._run_cuts(input_ids, positions)
             except UnknownForm as problem:
+                why = problem
+            # Ranks run the same ranges, or would wait for each other for ever.
+            if _all_ranks(self.pieces is not None):
+                try:
+                    return self._run_cuts(input_ids, positions)
+                except UnknownForm as problem:
+                    why = problem
+            if self.pieces is not None:
+                self.pieces.give_back()
                 self.pieces = None
-                logger.warning(
-                    "Layers are compiled a second time, for prompts, and the server starts later: "
-                    "the stock decoder's compiled pieces cannot be used, since %s.",
-                    problem,
-                )
+            logger.warning(
+                "Layers are compiled a second time, for prompts, and the server starts later: "
+                "the stock decoder's compiled pieces cannot be used, since %s.",
+                why,
+            )
         return self._run_cuts(input_ids, positions)
 
     def _run_cuts(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -269,6 +279,16 @@ class SegmentedModel(nn.Module):
     def _ranges(self) -> Segments | StockPieces:
         """What runs ranges of layers."""
         return self.segments if self.pieces is None else self.pieces
+
+
+def _all_ranks(has: bool) -> bool:
+    """Whether every tensor-parallel rank `has` something; all of them ask."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return has
+    flag = torch.tensor([int(has)], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())
 
 
 def _without_graphs(slot_mapping: dict[str, Tensor]) -> ForwardContext:

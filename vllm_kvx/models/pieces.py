@@ -44,6 +44,7 @@ class StockPieces:
         cuts = len(self._program.cuts)
         if cuts != len(self._layers):
             raise UnknownForm(f"{cuts} of its {len(self._layers)} layers have attention outside")
+        self._compiled = compiled
         self._decode, self._stock, self._pieces = decode, stock, stock.keywords[PIECES]
         self._scope: dict[str, Any] = stock.func.__globals__
         self._parts: dict[tuple[int, int], Callable[..., Any]] = {}
@@ -60,13 +61,14 @@ class StockPieces:
 
         Raises:
             UnknownForm: the first time that this range runs, what comes out is not as expected.
+            RuntimeError: vLLM ran the decoder past its compiled program.
         """
         live: dict[str, Tensor] = {}
         if first:
             assert stream is not None
             live = self._entering(first, positions, stream)
             # Nothing reads them, but their number is the number of rows.
-            ids = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
+            ids = torch.zeros(len(positions), dtype=torch.int32, device=positions.device)
         assert ids is not None
         is_new = (first, last) not in self._parts
         out = self._run_part(first, last, ids, positions, live)
@@ -108,9 +110,16 @@ class StockPieces:
             self._parts[first, last] = part
         self._asked = part, live
         try:
-            return self._decode(ids, positions)
+            out = self._decode(ids, positions)
+            if self._asked is not None:
+                raise RuntimeError("the decoder ran, and not the program that its pieces are in")
+            return out
         finally:
             self._asked = None
+
+    def give_back(self) -> None:
+        """Leaves the decoder as vLLM made it."""
+        self._compiled.optimized_call = self._stock
 
     def _answer(self, *given: Any) -> Any:
         """In the place of the program: the decoder takes its output out of a tuple."""

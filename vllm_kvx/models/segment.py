@@ -137,7 +137,7 @@ class Segments(nn.Module):
     ) -> Out:
         """Layers [first, last): (N,) ids if it begins the model, else the stream, which it takes.
 
-        The stream is released, so that its memory is free for the layers.
+        The stream is released: nobody reads it any more.
         """
         states: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if stream is not None:

@@ -97,6 +97,8 @@ class Stitching:
             read = (read - _names([statement], ast.Store)) | _names([statement], ast.Load)
             call = _call_of(statement)
             if call is not None and (places := taken.get(call[0])) is not None:
+                if len(call[1]) <= max(places):
+                    raise UnknownForm("attention is called with arguments by name")
                 self.cuts.append(self._cut(index, [call[1][place] for place in places], read))
         self.cuts.reverse()
 

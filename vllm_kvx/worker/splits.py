@@ -5,7 +5,6 @@ output and MLP of that layer reach nobody. So rows leave before the layer, their
 projected from the states below (``models/projection``), and the layer runs for the rest.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_kvx.environment import INNER_CUTS, is_on
+from vllm_kvx.environment import INNER_CUTS, is_off, is_on
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, ONE_PLAN
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.rows import SegmentRows
@@ -46,7 +45,7 @@ def cuts_of(layout: Layout, attention: Sequence[Attention], config: VllmConfig) 
     obstacle = _obstacle(layout, attention, config)
     if obstacle is not None and layout.row_cuts and is_on(INNER_CUTS):
         logger.warning_once("%s has no effect: %s.", INNER_CUTS, obstacle)
-    if obstacle is not None or (INNER_CUTS in os.environ and not is_on(INNER_CUTS)):
+    if obstacle is not None or is_off(INNER_CUTS):
         return Cuts((0, *layout.row_cuts), frozenset())
     splits = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
     whole = {cut for cut in layout.row_cuts if cut == 1}

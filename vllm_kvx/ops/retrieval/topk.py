@@ -12,8 +12,9 @@ from vllm_kvx.ops.retrieval.rows import RetrievalRows
 # `python -m benchmarks.retrieval_triton` times both.
 FUSED = True
 # How many programs scan scores in all, and at most those of one row and head; scores that a program
-# reads at a time: twice as many take twice the registers, and fewer programs run at a time.
-SELECT_PROGRAMS = 1024
+# reads at a time: twice as many take twice the registers, and fewer programs run at a time. Chosen
+# by h200-retrieval-triton.json; within 6% of it are 512 to 2,048 programs.
+SELECT_PROGRAMS = 768
 MAX_SPLITS = 128
 BLOCK = 1024
 
