@@ -40,7 +40,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.platforms.cpu import CpuPlatform
 
-    from vllm_kvx.server import refusals
+    from vllm_kvx.server import validate
 
     stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
@@ -56,8 +56,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(
         CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
     )
-    others = [each for each in refusals.ALWAYS if "torch.compile" not in each.reason]
-    monkeypatch.setattr(refusals, "ALWAYS", tuple(others))
+    others = [each for each in validate.ALWAYS if "torch.compile" not in each.reason]
+    monkeypatch.setattr(validate, "ALWAYS", tuple(others))
     monkeypatch.setattr(backends, "make_compiler", lambda *_, **__: EagerAdaptor())
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     # As with the torch that vLLM has on GPUs; and there is nothing compiled to be kept.
