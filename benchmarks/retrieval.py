@@ -12,24 +12,21 @@ several shapes: see ``retrieval_crossover``.
 """
 
 import argparse
-import datetime
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import vllm
 
 from benchmarks import retrieval_crossover
-from benchmarks.compare import git_commit
 from benchmarks.retrieval_layer import (
     GROUP,
     INDEX,
     LLAMA_8B,
     ON_GPU,
     Layer,
+    about,
     add_ops,
     measure,
     nothing,
@@ -109,19 +106,11 @@ def main() -> None:
     args = parser.parse_args()
     if not (ON_GPU or (args.crossover and args.dry)):
         parser.error("times are those of a GPU, and there is none")
-    about = {
-        "command": f"python -m benchmarks.retrieval {' '.join(sys.argv[1:])}".strip(),
-        "device": torch.cuda.get_device_name() if ON_GPU else "CPU: times mean nothing",
-        "date": datetime.date.today().isoformat(),
-        "commit": args.commit or git_commit(),
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
+    head = about("benchmarks.retrieval", args.commit)
     if args.crossover:
-        retrieval_crossover.main(about, args.output, args.repeats, args.dry, args.time_limit)
+        retrieval_crossover.main(head, args.output, args.repeats, args.dry, args.time_limit)
         return
-    report: dict[str, Any] = about | {
+    report: dict[str, Any] = head | {
         "budget": args.budget,
         "bytes_per_us": BYTES_PER_US,
         "cases": {},

@@ -4,7 +4,9 @@ On a GPU caches are bfloat16 and each operator is a CUDA graph, replayed with a 
 they are float32 and times mean nothing: that only tries whether a benchmark runs.
 """
 
+import datetime
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import vllm
 
+from benchmarks.compare import git_commit
 from benchmarks.retrieval_others import Operators
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
@@ -32,6 +37,19 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 _FLUSH_BYTES = 256 << 20
 Call = Callable[[], Any]
+
+
+def about(module: str, commit: str | None) -> dict[str, Any]:
+    """The head of a result file; commit: what is measured, where the tree is no git checkout."""
+    return {
+        "command": f"python -m {module} {' '.join(sys.argv[1:])}".strip(),
+        "device": torch.cuda.get_device_name() if ON_GPU else "CPU: times mean nothing",
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or git_commit(),
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
 
 
 def nothing() -> None:

@@ -12,7 +12,6 @@ TRITON_INTERPRET=1.
 """
 
 import argparse
-import datetime
 import importlib.util
 import json
 import math
@@ -25,9 +24,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 
-from benchmarks.compare import git_commit
 from benchmarks.retrieval_layer import (
     INDEX,
     LLAMA_8B,
@@ -35,6 +32,7 @@ from benchmarks.retrieval_layer import (
     Decode,
     Heads,
     Layer,
+    about,
     add_ops,
     measure,
     nothing,
@@ -257,16 +255,8 @@ def main() -> None:
     cut_off = False
 
     def save() -> Line:
-        about = {
-            "command": f"python -m benchmarks.retrieval_triton {' '.join(sys.argv[1:])}".strip(),
-            "device": torch.cuda.get_device_name() if ON_GPU else "CPU: times mean nothing",
-            "date": datetime.date.today().isoformat(),
-            "commit": args.commit or git_commit(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cut_off": cut_off,
-        }
-        whole = about | {"best": best_of(report), "lines": report}
+        head = about("benchmarks.retrieval_triton", args.commit)
+        whole = head | {"cut_off": cut_off, "best": best_of(report), "lines": report}
         if args.output:
             args.output.write_text(json.dumps(whole, indent=1) + "\n")
         return whole
