@@ -22,7 +22,6 @@ from benchmarks.compare import git_commit
 from benchmarks.retrieval_others import Operators
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.ops.retrieval import retrieve
 from vllm_kvx.ops.retrieval.attend import attend_reference
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
@@ -246,16 +245,6 @@ def scratch_of(
     )
 
 
-def _scored(s8_products: bool, more_warps: bool, run: Call) -> None:
-    """Runs what scores in CUDA with these products; a graph that captures it keeps them."""
-    kept = cuda_ops.S8_PRODUCTS, cuda_ops.MORE_WARPS
-    cuda_ops.S8_PRODUCTS, cuda_ops.MORE_WARPS = s8_products, more_warps
-    try:
-        run()
-    finally:
-        cuda_ops.S8_PRODUCTS, cuda_ops.MORE_WARPS = kept
-
-
 def add_ops(step: Decode, backend: str, operators: Operators, before: Operators) -> None:
     """One backend's three operators and all of them, and what comes before each.
 
@@ -281,11 +270,6 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
         apart = replace(scratch, overlap_rows=0)
         operators["all/cuda apart"] = lambda: step.made_with(retrieve.retrieve, apart)
         before["all/cuda apart"] = done[0]
-        for op in ("score/cuda", "all/cuda"):
-            for s8, more in ((True, False), (True, True), (False, True)):
-                how = ("s8" if s8 else "float16") + (" 12 warps" if more else "")
-                operators[f"{op} {how}"] = partial(_scored, s8, more, operators[op])
-                before[f"{op} {how}"] = before[op]
     else:
         select = f"select/{backend}"
         operators[f"{select} {name}"] = step.made_with(retrieve.steps, other)["select"]

@@ -1,6 +1,7 @@
 """Two engines on two GPUs behind one address. Skipped without two GPUs."""
 
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,8 @@ from deploy.server import CHECKPOINT, serving
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 MODEL = "lookup"
+# Where packages lie in a folder of PYTHONPATH, no `vllm` is beside this Python.
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 POLICIES = ("speed-4", "full", "fier-64:dense_below=0", "snapkv", "speed-4:tail=2")
 
 
@@ -66,7 +69,7 @@ def test_two_engines_answer_as_one(tmp_path: Path) -> None:
     for engines in (1, 2):
         log = tmp_path / f"server-{engines}.log"
         more = ["--data-parallel-size", str(engines)]
-        with serving([*flags, *more], log, os.environ, timeout_s=420.0) as url:
+        with serving([*flags, *more], log, os.environ, 420.0, VLLM) as url:
             found[engines] = answers(url, asked)
     (alone, one, _), (together, two, by_engine) = found[1], found[2]
     assert together == alone

@@ -146,8 +146,7 @@ kvx::ScoreParams score_params(const Tensor& q, const Tensor& scales, const Tenso
 void kvx_score(const Tensor& q, const Tensor& codes, const Tensor& scales,
                const Tensor& block_table, const Tensor& tokens, const Tensor& requests,
                const Tensor& lens, const Tensor& offsets, const Tensor& scores,
-               const Tensor& histogram, int64_t group, int64_t reduction, int64_t splits,
-               bool float16_products, bool more_warps) {
+               const Tensor& histogram, int64_t group, int64_t reduction, int64_t splits) {
   STD_TORCH_CHECK(group == 32 || group == 64 || group == 128 || group == 256,
                   "group must be 32, 64, 128 or 256");
   check(codes, "codes", 4, ScalarType::Int, false);
@@ -162,8 +161,6 @@ void kvx_score(const Tensor& q, const Tensor& codes, const Tensor& scales,
   STD_TORCH_CHECK(codes.size(0) * byte_stride(codes, 0) < MOST_BYTES &&
                       scales.size(0) * byte_stride(scales, 0) < MOST_BYTES,
                   "a layer's cache must be less than 64 GiB");
-  p.float16_products = float16_products;
-  p.more_warps = more_warps;
   p.codes = data<char>(codes);
   p.code_block_bytes = byte_stride(codes, 0);
   p.code_head_bytes = byte_stride(codes, 1);
@@ -302,8 +299,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
   library.def(
       "kvx_score(Tensor q, Tensor codes, Tensor scales, Tensor block_table, Tensor tokens, "
       "Tensor requests, Tensor lens, Tensor offsets, Tensor(a!) scores, Tensor(b!) histogram, "
-      "int group, int reduction, int splits, bool float16_products, bool more_warps) "
-      "-> ()");
+      "int group, int reduction, int splits) -> ()");
   library.def(
       "kvx_score_pages(Tensor q, Tensor scales, Tensor block_table, Tensor tokens, "
       "Tensor requests, Tensor lens, Tensor offsets, Tensor(a!) scores, Tensor(b!) histogram, "

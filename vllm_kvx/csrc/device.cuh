@@ -62,18 +62,6 @@ __device__ __forceinline__ uint32_t multiply_add_half2(uint32_t a, uint32_t b, u
   return result;
 }
 
-__device__ __forceinline__ uint32_t subtract_half2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
-__device__ __forceinline__ uint32_t max_half2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
 // Keeps a value in its register: the compiler would rather compute it anew with every use.
 __device__ __forceinline__ uint32_t keep(uint32_t x) {
   asm volatile("" : "+r"(x));
@@ -160,25 +148,6 @@ template <typename T>
 __device__ __forceinline__ void accumulate_tiles(float (&c)[4], const uint32_t (&a)[4],
                                                  uint32_t b0, uint32_t b1) {
   multiply_tiles<T>(c[0], c[1], c[2], c[3], a, b0, b1, c[0], c[1], c[2], c[3]);
-}
-
-// c += a b for bytes, a of 16 x 32, unsigned, and b of 32 x 8, signed. Lane l holds bytes
-// 4 (l % 4) to 4 (l % 4) + 3 of the depth, and those 16 further on; else as above.
-__device__ __forceinline__ void accumulate_bytes(int (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                 uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The same with all of a the same four bytes, signed.
-__device__ __forceinline__ void accumulate_bytes_of(int (&c)[4], uint32_t a, uint32_t b0,
-                                                    uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-      "{%0,%1,%2,%3}, {%4,%4,%4,%4}, {%5,%6}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a), "r"(b0), "r"(b1));
 }
 
 // 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.

@@ -45,9 +45,6 @@ struct ScoreParams {
   int* histogram;            // (R, G, 2048)
   int group;                 // tokens that share scales; of Quest, tokens of a page
   bool sum;                  // over query heads; else their maximum
-  // Of FIER alone:
-  bool float16_products;     // else products of bytes
-  bool more_warps;           // a CTA of 12 warps with fewer registers each, not of 8
   int splits;
 };
 

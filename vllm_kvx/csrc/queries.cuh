@@ -8,26 +8,19 @@
 
 namespace kvx {
 
-// What the columns of a tile of 8 hold.
-enum class Columns {
-  HEADS,         // a head each; lanes take turns every 8 channels
-  WHOLE_HEADS,   // a head each; a lane has a quarter of the channels in one piece, as 1-bit keys do
-  PAIRS,         // columns 2h and 2h + 1 both hold head h, lanes as before
-  SIGNED_PAIRS,  // the same, but column 2h + 1 is negative
-};
-
 // Which head and channels lane l holds, of a column n = l / 4 and a quarter t = l % 4 of the depth.
-template <int D, Columns COLUMNS>
+// PAIRED: columns 2h and 2h + 1 hold head h and its negative, and a lane a quarter of the channels
+// in one piece, as 1-bit keys have it. Else a column is a head, and lanes take turns every 8
+// channels.
+template <int D, bool PAIRED>
 struct QueryLayout {
   static constexpr int CHUNKS = D / 32;  // of 8 channels, per lane
-  static constexpr bool PAIRED = COLUMNS == Columns::PAIRS || COLUMNS == Columns::SIGNED_PAIRS;
   static constexpr int HEADS = PAIRED ? 4 : 8;
   __device__ static int head(int tile, int lane) {
     return tile * HEADS + (PAIRED ? lane / 8 : lane / 4);
   }
   __device__ static int channel(int chunk, int lane) {
-    return COLUMNS == Columns::HEADS ? (chunk * 4 + lane % 4) * 8
-                                     : (lane % 4) * (D / 4) + chunk * 8;
+    return PAIRED ? (lane % 4) * (D / 4) + chunk * 8 : (chunk * 4 + lane % 4) * 8;
   }
 };
 
@@ -38,9 +31,9 @@ __device__ __forceinline__ float2 unpack(uint32_t pair, Dtype dtype) {
 
 // A row's queries on their way into fragments[TILES][CHUNKS][32], zeros for heads that there are
 // not. All threads of the CTA take part.
-template <int D, int TILES, Columns COLUMNS, int THREADS>
+template <int D, int TILES, bool PAIRED, int THREADS>
 struct QueryLoader {
-  using Layout = QueryLayout<D, COLUMNS>;
+  using Layout = QueryLayout<D, PAIRED>;
   static constexpr int COUNT = TILES * Layout::CHUNKS * 32, PER = (COUNT + THREADS - 1) / THREADS;
   uint4 raw[PER];
   Dtype dtype;
@@ -60,10 +53,9 @@ struct QueryLoader {
     }
   }
 
-  // Returns what scores must be multiplied by: queries are brought to a largest magnitude in [1, 2)
-  // times 2^to_exponent, for float16 to hold them, and their products with scales, whatever the
-  // model.
-  __device__ float store(uint4* fragments, float* scratch, int to_exponent = 0) const {
+  // Returns what scores must be multiplied by: queries are brought to a largest magnitude in [1, 2),
+  // for float16 to hold them, and their products with scales, whatever the model.
+  __device__ float store(uint4* fragments, float* scratch) const {
     float largest = 0.0f;
 #pragma unroll
     for (int k = 0; k < PER; ++k) {
@@ -81,14 +73,12 @@ struct QueryLoader {
     for (int warp = 0; warp < THREADS / 32; ++warp) largest = fmaxf(largest, scratch[warp]);
 
     const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100);
-    const int shift = min(exponent - to_exponent, 126);
-    const float factor = __uint_as_float(static_cast<uint32_t>(127 - shift) << 23);
+    const float factor = __uint_as_float(static_cast<uint32_t>(127 - min(exponent, 126)) << 23);
 #pragma unroll
     for (int k = 0; k < PER; ++k) {
       const int i = k * THREADS + threadIdx.x;
       if (i >= COUNT) continue;
-      const bool negative = COLUMNS == Columns::SIGNED_PAIRS && (i / 4 & 1);
-      const float by = negative ? -factor : factor;
+      const float by = PAIRED && (i / 4 & 1) ? -factor : factor;
       auto scaled = [&](uint32_t pair) {
         const float2 x = unpack(pair, dtype);
         return Float16::pack(x.x * by, x.y * by);
@@ -97,7 +87,7 @@ struct QueryLoader {
       fragments[i] = make_uint4(scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w));
     }
     __syncthreads();
-    return __uint_as_float(static_cast<uint32_t>(127 + shift) << 23);
+    return __uint_as_float(static_cast<uint32_t>(127 + min(exponent, 126)) << 23);
   }
 };
 

@@ -35,11 +35,6 @@ MAX_SHARE = 16
 # starting, it takes 2 to 6% less; with six of 130,000 entries 8% more, as they wait where others
 # could run (benchmarks/results/h200-retrieval-variants.json).
 OVERLAP_ROWS = 1
-# How `score` multiplies: products of bytes, or of float16, which are more accurate; in CTAs of 12
-# warps or of 8. Both off: no GPU has run them. `python -m benchmarks.retrieval` times all four, and
-# tests/gpu compares them; what does not win is to be deleted.
-S8_PRODUCTS = False
-MORE_WARPS = False
 
 
 def available() -> bool:
@@ -149,8 +144,6 @@ def score(
         group,
         reduction,
         splits,
-        not S8_PRODUCTS,
-        MORE_WARPS,
     )
 
 
