@@ -14,6 +14,7 @@ from vllm_kvx.models.registry import use_segmented_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.seams import check_engine
 from vllm_kvx.settings import KVSettings
+from vllm_kvx.worker.compile_ahead import CompilesAhead
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
 from vllm_kvx.worker.sleep import SleepingBuffers
@@ -156,9 +157,20 @@ def _keep_prompts_off_graphs(runner: Any) -> None:
 class PolicyWorker(_PolicyWorking, Worker):
     """GPU worker under a KV policy."""
 
+    _ahead: CompilesAhead | None = None
+
+    def compile_or_warm_up_model(self) -> Any:
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            # The layers have their caches, and vLLM's own kernels and graphs take a while.
+            runner: Any = self.model_runner
+            self._ahead = CompilesAhead.of(runner.model_state)
+        return super().compile_or_warm_up_model()
+
     def _maybe_activate_jit_monitor(self) -> None:
         # From here on vLLM calls a kernel that is compiled a surprise.
         if self.vllm_config.kernel_config.enable_jit_warmup:
+            if self._ahead is not None:
+                self._ahead.wait()
             runner: Any = self.model_runner
             warm_up(runner, self.execute_model, self.sample_tokens, runner.model_state.settings)
         super()._maybe_activate_jit_monitor()

@@ -104,10 +104,30 @@ def attend_chosen_kernel(
     value_scale: float = 1.0,
 ) -> None:
     """The same by a Triton kernel."""
+    block_rows = _BLOCK_ROWS[query.element_size()]
+    tiles = async_tensor_h2d(_tiles_of(rows.counts, block_rows), device=query.device)
+    tables = rows.block_tables
+    launch(query, paged, rows.positions, tables, tiles, out, scale, key_scale, value_scale)
+
+
+def launch(
+    query: Tensor,
+    paged: PagedKV,
+    positions: Tensor,
+    block_tables: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+) -> None:
+    """The kernel of `attend_chosen_kernel`, for all that is on the device.
+
+    positions, block_tables: of ``ChosenRows``. tiles: as `_tiles_of` has them.
+    """
     width, device = query.element_size(), query.device
     block_rows, block_keys = _BLOCK_ROWS[width], _BLOCK_KEYS[width]
     heads, head_dim = query.shape[1:]
-    tiles = _tiles_of(rows.counts, block_rows)
     _attend_kernel[(tiles.shape[1], heads)](
         query,
         *query.stride(),
@@ -117,10 +137,10 @@ def attend_chosen_kernel(
         *paged.keys.stride(),
         paged.values,
         *paged.values.stride(),
-        rows.positions,
-        rows.block_tables,
-        rows.block_tables.stride(0),
-        async_tensor_h2d(tiles, device=device),
+        positions,
+        block_tables,
+        block_tables.stride(0),
+        tiles,
         tiles.shape[1],
         scale * key_scale * _LOG2_E,
         value_scale,

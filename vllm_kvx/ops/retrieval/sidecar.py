@@ -231,7 +231,8 @@ class SidecarWriter:
         )
 
 
-@triton.jit
+# The first layer is 0, or any layer where a request resumes.
+@triton.jit(do_not_specialize=["first_layer"])
 def _write_groups_kernel(
     jobs,
     key_ptrs,

@@ -75,6 +75,11 @@ class Sidecars:
             )
         return self._writer
 
+    @property
+    def kernel_writer(self) -> Writer | None:
+        """`writer`; None where torch writes."""
+        return None if self._in_torch else self.writer
+
     def add_request(self, req_index: int) -> None:
         """A request takes this state; it has run no step yet."""
         self._is_fresh[req_index] = True

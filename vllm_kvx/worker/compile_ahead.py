@@ -1,0 +1,195 @@
+"""The kernels of prompts, compiled in a thread while vLLM captures its graphs.
+
+Without it the first policy that drops or chooses tokens waits for 10 to 14 seconds at a start with
+empty caches. Where it fails nothing is lost: `warm_up` runs every policy once, and Triton then
+compiles what is missing.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from vllm_kvx.ops import radix
+from vllm_kvx.ops.ahead import compiling
+from vllm_kvx.ops.prompt import chosen_rows
+from vllm_kvx.ops.prompt.attention_metrics import window_metrics
+from vllm_kvx.ops.prompt.move import move_entries
+from vllm_kvx.ops.prompt.select import select_kept, select_moves
+from vllm_kvx.policy.axes import Positions, ScoreSpec
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.scores.base import KeyScores, LayerView, ScoredPrompts
+from vllm_kvx.scores.table import SCORES
+from vllm_kvx.worker.layer_hooks import LayerHook
+from vllm_kvx.worker.model_state import PolicyModelState
+
+logger = init_logger("vllm.kvx.worker")
+
+# Of the prompt that stands for all; kernels take lengths from the device, or as they come.
+_KEYS = 4096
+_KEPT = 512
+
+
+class PromptKernels:
+    """Operators of prompts with the arguments that a server's policies give them.
+
+    Only dtypes, shapes and devices of the arguments count.
+    """
+
+    def __init__(
+        self, hook: LayerHook, dtype: torch.dtype, max_window: int, device: torch.device
+    ) -> None:
+        """hook: of a layer that has its cache. dtype: the model's. max_window: W of the server."""
+        self._hook, self._dtype, self._device = hook, dtype, device
+        self._paged, self._window = hook.paged(), max_window
+        self._block_size = self._paged.block_size
+
+    def launch(self, policies: Sequence[KVPolicy], num_layers: int, attends: bool) -> None:
+        """Launches all of them.
+
+        attends: whether chosen tokens attend in the layer that chose them.
+        """
+        for policy in policies:
+            propagate, retain = policy.propagate, policy.retain
+            by = None if propagate is None else propagate.score
+            if by is not None and propagate is not None:
+                measures = propagate.online_rule(num_layers) is not None
+                rated = self._rate(by, measures)
+                self._select(rated, 1, moves=False)
+                if attends:
+                    self._attend()
+            if retain is not None and retain.unit == "entry":
+                kept = retain.keeps_by
+                if isinstance(kept, ScoreSpec):
+                    rows = 1 if kept.over_heads else self._paged.num_heads
+                    self._select(self._rate(kept, False), rows, moves=True)
+                else:
+                    assert isinstance(kept, Positions)
+                self._move()
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _query(self, rows: int) -> Tensor:
+        impl = self._hook.layer.impl
+        return self._new(rows, impl.num_heads, impl.head_size, dtype=self._dtype)
+
+    def _table(self) -> Tensor:
+        return self._new(1, -(-_KEYS // self._block_size))
+
+    def _rate(self, spec: ScoreSpec, measures: bool) -> KeyScores:
+        prompts = ScoredPrompts(
+            block_tables=self._table(),
+            num_keys=self._new(1),
+            windows=self._new(1),
+            kernels=self._new(1),
+            caps=self._new(1),
+            offsets=self._new(2, dtype=torch.int64),
+            max_num_keys=_KEYS,
+            total_keys=_KEYS,
+            max_window=self._window,
+            pools=spec.kernel > 1,
+            window_rows=self._new(self._window, dtype=torch.int64),
+            early=None,
+        )
+        hook = self._hook
+        query = self._query(max(self._window, 1))
+        key_scale = hook.key_scale(self._paged)
+        view = LayerView(query, query[None], self._paged, hook.scale, key_scale, hook.value_factors)
+        if measures:
+            window_metrics(
+                prompts.window_queries(view),
+                self._paged,
+                prompts.block_tables,
+                prompts.num_keys,
+                prompts.windows,
+                _KEYS,
+                hook.scale,
+                key_scale=key_scale,
+            )
+        return SCORES[spec.family].rate(prompts, view)
+
+    def _select(self, rated: KeyScores, rows: int, moves: bool) -> None:
+        """By the one program of a row, and by many, which long prompts take."""
+        scores = rated.scores[:rows]
+        unpooled = None if rated.unpooled is None else rated.unpooled[:rows]
+        sizes = (self._new(1), self._new(1), self._new(1))
+        offsets = (self._new(2, dtype=torch.int64), self._new(2, dtype=torch.int64))
+        select = select_moves if moves else select_kept
+        for splits in (0, radix.splits_of(rows)):
+            select(scores, *sizes, *offsets, _KEPT, unpooled=unpooled, splits=splits)
+
+    def _move(self) -> None:
+        heads, table = self._paged.num_heads, self._table()
+        places = self._new(heads, _KEPT)
+        counts, offsets = self._new(heads, 1), self._new(2, dtype=torch.int64)
+        move_entries(self._paged, table, places, places, counts, offsets, _KEPT, table)
+
+    def _attend(self) -> None:
+        query, fp8 = self._query(_KEPT), self._paged.keys.element_size() == 1
+        value_scale = float(self._hook.layer._v_scale_float) if fp8 else 1.0
+        chosen_rows.launch(
+            query,
+            self._paged,
+            self._new(_KEPT, dtype=torch.int64),
+            self._table(),
+            self._new(3, 4),
+            torch.empty_like(query),
+            self._hook.scale,
+            self._hook.key_scale(self._paged),
+            value_scale,
+        )
+
+
+class CompilesAhead:
+    """A thread that compiles; `wait` for it before the kernels are launched."""
+
+    def __init__(self, launch: Callable[[], None], device: torch.device) -> None:
+        """launch: launches operators, in `compiling`."""
+        self._launch, self._device = launch, device
+        self._thread = threading.Thread(target=self._run, name="kvx-compile", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, state: PolicyModelState) -> "CompilesAhead | None":
+        """Of a worker whose layers have their caches; None if Triton compiles nothing there."""
+        if state.device.type != "cuda":
+            return None
+        settings, hooks = state.settings, state.hooks
+        kernels = PromptKernels(hooks.layers[0], hooks.dtype, settings.layout.window, state.device)
+        policies = [policy for policy in settings.policies if not policy.is_full]
+        attends = settings.layout.selects and bool(state.cuts.splits)
+        tables = state.block_tables
+        # Its tensors are made here: nothing is allocated or copied while graphs are captured.
+        writer = None if state.retrieval is None else state.retrieval.sidecars.kernel_writer
+
+        def launch() -> None:
+            kernels.launch(policies, settings.num_layers, attends)
+            if writer is not None:
+                jobs = torch.empty(1, 3, dtype=torch.int32, device=state.device)
+                writer.write(jobs, tables.block_table_ptrs, tables.block_table_strides)
+
+        return cls(launch, state.device)
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        try:
+            torch.accelerator.set_device_index(self._device.index or 0)
+            with torch.no_grad(), compiling() as compiled:
+                self._launch()
+            seconds = time.monotonic() - began
+            logger.info(
+                "Kernels of prompts compiled beside the start, in %.1f s: %s.",
+                seconds,
+                ", ".join(dict.fromkeys(compiled.names)) or "none",
+            )
+        except Exception:
+            # It costs no more than time.
+            logger.info("Kernels are compiled when policies first run.", exc_info=True)
+
+    def wait(self) -> None:
+        """Until all is compiled, or has failed."""
+        self._thread.join()
