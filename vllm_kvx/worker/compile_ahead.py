@@ -149,8 +149,10 @@ class CompilesAhead:
 
     def __init__(self, launch: Callable[[], None], device: torch.device) -> None:
         """launch: launches operators, in `compiling`."""
-        self._launch, self._device = launch, device
-        self._thread = threading.Thread(target=self._run, name="kvx-compile", daemon=True)
+        self._device = device
+        self._thread = threading.Thread(
+            target=self._run, args=(launch,), name="kvx-compile", daemon=True
+        )
         self._thread.start()
 
     @classmethod
@@ -174,12 +176,12 @@ class CompilesAhead:
 
         return cls(launch, state.device)
 
-    def _run(self) -> None:
+    def _run(self, launch: Callable[[], None]) -> None:
         began = time.monotonic()
         try:
             torch.accelerator.set_device_index(self._device.index or 0)
             with torch.no_grad(), compiling() as compiled:
-                self._launch()
+                launch()
             seconds = time.monotonic() - began
             logger.info(
                 "Kernels of prompts compiled beside the start, in %.1f s: %s.",
