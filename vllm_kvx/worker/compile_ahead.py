@@ -161,7 +161,7 @@ class CompilesAhead:
         if state.device.type != "cuda":
             return None
         settings, hooks = state.settings, state.hooks
-        kernels = PromptKernels(hooks.layers[0], hooks.dtype, settings.layout.window, state.device)
+        hook, window, device = hooks.layers[0], settings.layout.window, state.device
         policies = [policy for policy in settings.policies if not policy.is_full]
         attends = settings.layout.selects and bool(state.cuts.splits)
         tables = state.block_tables
@@ -169,12 +169,15 @@ class CompilesAhead:
         writer = None if state.retrieval is None else state.retrieval.sidecars.kernel_writer
 
         def launch() -> None:
-            kernels.launch(policies, settings.num_layers, attends)
             if writer is not None:
-                jobs = torch.empty(1, 3, dtype=torch.int32, device=state.device)
+                jobs = torch.empty(1, 3, dtype=torch.int32, device=device)
                 writer.write(jobs, tables.block_table_ptrs, tables.block_table_strides)
+            # Without either, the attention backend may have a cache that is not addressed here.
+            if settings.layout.retain or window:
+                kernels = PromptKernels(hook, hooks.dtype, window, device)
+                kernels.launch(policies, settings.num_layers, attends)
 
-        return cls(launch, state.device)
+        return cls(launch, device)
 
     def _run(self, launch: Callable[[], None]) -> None:
         began = time.monotonic()
