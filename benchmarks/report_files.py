@@ -31,10 +31,14 @@ class File:
 
     @property
     def gpu(self) -> str | None:
-        """The GPU of all its runs."""
+        """The GPU of all its runs; with how many, where several are ranks of one engine."""
         runs = self.content.get("runs") or [{}]
         name = runs[-1].get("gpu") or self._of_reports("device")
-        return str(name).partition(",")[0] if name else None
+        settings = self.content.get("settings")
+        engine = settings.get("engine", {}) if isinstance(settings, dict) else {}
+        ranks = engine.get("tensor_parallel_size", 1)
+        several = f"{ranks} x " if ranks > 1 else ""
+        return several + str(name).partition(",")[0] if name else None
 
     @property
     def date(self) -> str:
