@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.about import about
 from benchmarks.compare import prepare_model
 from benchmarks.ideal import SHAPES
-from benchmarks.serving import MODEL, write_tokenizer
+from benchmarks.serving import MODEL
+from benchmarks.word_tokenizer import write_tokenizer
 
 
 def main() -> None:

@@ -93,8 +93,9 @@ def _load_row(load: Load, loads: Sequence[Load]) -> list[str]:
         shown = (MISSING if ms is None else f"{ms / unit:,.{digits}f}" for ms in both)
         return " / ".join(shown)
 
+    asked = load.file.content["servers"][load.server].get("asked_of")
     return [
-        f"`{load.server}`",
+        f"`{load.server}`" + (f", asked of a server of `{asked}`" if asked else ""),
         f"{load.setting.load}, {load.setting.prompts} prompts",
         f"{numbers['requests_per_s']:.3f}",
         "" if load.server == STOCK else MISSING if ratio is None else gain(ratio, load_ideal(load)),

@@ -8,6 +8,8 @@
 A server is `stock` or a policy, and maybe `@` and a KV cache dtype. Each is started once and runs
 every setting: prompts x input / output tokens @ load, which is `inf` (all at once), requests/s
 (Poisson), or `c8` (8 users). Prompts are vLLM's random ones of `--seed`, the same for all servers.
+With `--layout POLICY...` a server with a policy has room for these, too, and runs every setting
+once more for each of them, which its requests then name: several policies for one start.
 
 The file is rewritten after every setting. What it has without an error is not measured again, so
 the same command goes on where it was stopped. In it: what `vllm bench serve` wrote, the most
@@ -31,7 +33,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from benchmarks.engine import check_plugin, write_json
 from benchmarks.ideal import SHAPES, Shape
 from benchmarks.names import STOCK, file_name, split_name
 from benchmarks.serving_figures import PRESETS, Gauges, Setting, figures, is_whole, pool_of_log
+from benchmarks.word_tokenizer import write_tokenizer
 from deploy.server import ROOT, ServerError, serving
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -57,6 +60,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--model", required=True, help=f"{', '.join(SHAPES)} (dummy weights), or a checkpoint")
     add("--servers", nargs="+", required=True, help=f"{STOCK}, policies; @fp8: with such a cache")
     add("--settings", nargs="+", default=[], help="PROMPTSxINPUT/OUTPUT@LOAD, 64x8192/1024@1.5")
+    add("--layout", nargs="+", default=[], help="policies that servers with one are asked for, too")
     add("--preset", nargs="+", choices=PRESETS, default=[], help="settings by name")
     add("--out", type=Path, required=True, help="results; what it has is not measured again")
     add("--logs", type=Path, help="folder of the servers' and clients' logs; default: beside --out")
@@ -73,32 +77,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     texts = [*args.settings, *(text for name in args.preset for text in PRESETS[name])]
     try:
         args.settings = list(dict.fromkeys(Setting.parse(text) for text in texts))
-        for name in args.servers:
+        for name in (*args.servers, *args.layout):
             split_name(name)
     except ValueError as error:
         parser.error(str(error))
     if not args.settings:
         parser.error("give --settings or --preset")
     return args
-
-
-def write_tokenizer(folder: Path, vocab: int) -> None:
-    """A tokenizer of `vocab` words, `w0` on, apart by spaces; decoding and encoding are inverse."""
-    words = {f"w{token}": token for token in range(vocab)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
-    }
-    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, **nothing}))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1 << 30,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def common_flags(args: argparse.Namespace, shape: Shape, dummy: bool) -> list[str]:
@@ -115,18 +100,29 @@ def common_flags(args: argparse.Namespace, shape: Shape, dummy: bool) -> list[st
     ]
 
 
-def own_flags(name: str) -> list[str]:
+def own_flags(name: str, layout: Sequence[str] = ()) -> list[str]:
     """The flags that tell one server from the others."""
     policy, dtype = split_name(name)
     flags = ["--kv-policy", policy] if policy else []
+    if policy and layout:
+        flags += ["--additional-config", json.dumps({"kv_layout": list(layout)})]
     return [*flags, "--kv-cache-dtype", dtype] if dtype else flags
 
 
-def bench_flags(setting: Setting, seed: int) -> list[str]:
-    """What `vllm bench serve` is told of a setting."""
+def asked_of(name: str, layout: Sequence[str]) -> dict[str, str | None]:
+    """What a server's requests name, by the name of the results: None for the server's own."""
+    policy, dtype = split_name(name)
+    others = {f"{each}@{dtype}" if dtype else each: each for each in layout if policy}
+    return {name: None, **others}
+
+
+def bench_flags(setting: Setting, seed: int, policy: str | None = None) -> list[str]:
+    """What `vllm bench serve` is told of a setting, and of the policy that requests name."""
     load = ["--request-rate", "inf" if setting.rate is None else f"{setting.rate:g}"]
     if setting.users:
         load += ["--max-concurrency", str(setting.users)]
+    if policy:
+        load += ["--extra-body", json.dumps({"vllm_xargs": {"kv_policy": policy}})]
     return [
         *("--dataset-name", "random", "--num-prompts", str(setting.prompts)),
         *("--random-input-len", str(setting.input), "--random-output-len", str(setting.output)),
@@ -137,7 +133,13 @@ def bench_flags(setting: Setting, seed: int) -> list[str]:
 
 
 def bench(
-    url: str, tokenizer: str, setting: Setting, seed: int, seconds: float, log: Path
+    url: str,
+    tokenizer: str,
+    setting: Setting,
+    seed: int,
+    seconds: float,
+    log: Path,
+    policy: str | None = None,
 ) -> dict[str, Any]:
     """One run of `vllm bench serve` against a server, beside which its metrics are read.
 
@@ -150,9 +152,9 @@ def bench(
             *(*VLLM, "bench", "serve", "--base-url", url, "--model", MODEL),
             *("--tokenizer", tokenizer, "--disable-tqdm"),
             *("--save-result", "--result-filename", str(result)),
-            *bench_flags(setting, seed),
+            *bench_flags(setting, seed, policy),
         ]
-        output.write(f"\n== {setting}\n")
+        output.write(f"\n== {setting} {policy or ''}\n")
         output.flush()
         with metrics_of(url) as gauges, client(command, output) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -298,7 +300,14 @@ class Results:
 
 def measure(args: argparse.Namespace, results: Results, name: str, model: str, end: float) -> bool:
     """Starts one server and runs what its results lack; whether all went well."""
-    wanted = results.missing(name, args.settings)
+    asked = asked_of(name, args.layout)
+    # A setting of all policies before the next setting.
+    wanted = [
+        (label, setting)
+        for setting in args.settings
+        for label in asked
+        if setting in results.missing(label, [setting])
+    ]
     if not wanted:
         print(f"{name}: measured before", flush=True)
         return True
@@ -309,7 +318,7 @@ def measure(args: argparse.Namespace, results: Results, name: str, model: str, e
     logs = args.logs or results.path.parent
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{results.path.stem}.{file_name(name)}.log"
-    flags = [*results.content["settings"]["flags"], *own_flags(name)]
+    flags = [*results.content["settings"]["flags"], *own_flags(name, args.layout)]
     served = [model, "--served-model-name", MODEL, *flags]
     start = min(_START_S, end - time.monotonic())
     print(f"{name}: starting, {len(wanted)} settings", flush=True)
@@ -318,19 +327,22 @@ def measure(args: argparse.Namespace, results: Results, name: str, model: str, e
         with serving(served, log, environment(), start, VLLM) as url:
             seconds = round(time.monotonic() - began, 1)
             facts = {"start_s": seconds, "pool": pool(url, log)}
+            if len(asked) > 1:
+                facts["room_for"] = list(args.layout)
             results.add(name, {**facts, "error": None}, {})
             print(f"{name}: up after {seconds:.0f} s", flush=True)
-            for setting in wanted:
+            for label, setting in wanted:
                 left = end - time.monotonic()
                 if left < 1:
-                    print(f"{name}: no time left for {setting}", flush=True)
+                    print(f"{label}: no time left for {setting}", flush=True)
                     return False
                 limit = min(args.setting_limit, left)
                 bench_log = log.with_suffix(".bench.log")
-                found = bench(url, model, setting, args.seed, limit, bench_log)
-                results.add(name, {}, {str(setting): found})
+                policy = asked[label]
+                found = bench(url, model, setting, args.seed, limit, bench_log, policy)
+                results.add(label, {"asked_of": name} if policy else {}, {str(setting): found})
                 well &= is_whole(found, setting)
-                print(f"{name} {setting}: {_line(found)}", flush=True)
+                print(f"{label} {setting}: {_line(found)}", flush=True)
                 if "error" in found:
                     wait_until_idle(url, end)
     except ServerError as error:

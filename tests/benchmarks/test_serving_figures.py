@@ -22,6 +22,7 @@ from benchmarks.serving_figures import (
     pool_of_log,
     saturation_ratio,
 )
+from benchmarks.word_tokenizer import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = SHAPES["llama-3.1-8b"]
@@ -56,6 +57,16 @@ def test_names_of_servers() -> None:
     assert names.split_name("speed-24+fier-2048@fp8") == ("speed-24+fier-2048", "fp8")
     assert names.parts_of("speed-24+fier-2048@fp8") == ["speed-24", "fier-2048", "stock@fp8"]
     assert names.parts_of("snapkv") == names.parts_of("stock@fp8") == []
+    asked = serving.asked_of("fier-64@fp8", ["speed-4", "snapkv"])
+    assert asked == {"fier-64@fp8": None, "speed-4@fp8": "speed-4", "snapkv@fp8": "snapkv"}
+    assert serving.asked_of("stock", ["speed-4"]) == {"stock": None}
+    flags = serving.own_flags("fier-64", ["speed-4"])
+    assert flags == ["--kv-policy", "fier-64", "--additional-config", '{"kv_layout": ["speed-4"]}']
+    assert serving.own_flags("stock", ["speed-4"]) == []
+    named = serving.bench_flags(Setting(2, 8, 8), 0, "speed-4")
+    assert json.loads(named[named.index("--extra-body") + 1]) == {
+        "vllm_xargs": {"kv_policy": "speed-4"}
+    }
     for bad in ("@fp8", "stock@", ""):
         with pytest.raises(ValueError, match="write stock or a policy"):
             names.split_name(bad)
@@ -120,7 +131,7 @@ def test_ideal_at_saturation() -> None:
 
 
 def test_the_tokenizer_gives_back_its_tokens(tmp_path: Path) -> None:
-    serving.write_tokenizer(tmp_path, 512)
+    write_tokenizer(tmp_path, 512)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = [511, 0, 7, 7, 300]
     assert tokenizer.encode(tokenizer.decode(ids)).ids == ids
@@ -163,13 +174,15 @@ def test_servers_under_load(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.serving", "--model", "tiny", "--out", str(out)]
     command += ["--servers", "stock", "speed-4", "--preset", "tiny", "--dtype", "float32"]
+    command += ["--layout", "snapkv"]
     command += ["--max-num-batched-tokens", "96", "--max-num-seqs", "8"]
     command += ["--server-args", "--enforce-eager --block-size 32"]
     cpu = {"KVX_CPU": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=os.environ | cpu, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     servers = json.loads(out.read_text())["servers"]
-    for name in ("stock", "speed-4"):
+    assert servers["snapkv"]["asked_of"] == "speed-4"
+    for name in ("stock", "speed-4", "snapkv"):
         for text in PRESETS["tiny"]:
             setting, found = Setting.parse(text), servers[name]["settings"][text]
             assert is_whole(found, setting)
