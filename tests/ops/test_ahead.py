@@ -21,7 +21,9 @@ KERNELS: dict[tuple[str, ...], set[str]] = {
     ("bfloat16", "structkv:pivot=online", "knorm", "streamingllm"): SCORES
     | SELECTS
     | {"_probabilities_kernel", "_rows_kernel", "_mean_kernel", "_key_scores_kernel"}
-    | {"_move_kernel", "_attend_kernel"},
+    | {"_move_kernel"},
+    ("bfloat16", "structkv:pivot=3,granularity=block,struct_rate=1"): SCORES,
+    ("bfloat16", "gemfilter:layer=3"): SCORES | SELECTS,
     ("bfloat16", "speed-4"): set(),
 }
 

@@ -55,12 +55,58 @@ def main(servers: list[list[str]]) -> list[list[str]]:
 
     assert HAS_TRITON
     del backends["cpu"]
+    check_compiling()
     stock = JITFunction.run
     names = [compiled(*server) for server in servers]
     assert JITFunction.run is stock
     # Its launcher is made with every kernel.
     assert set(NoGPU.made) == {name for each in names for name in each}
     return names
+
+
+def check_compiling() -> None:
+    """Other threads launch as ever, real tensors may be given, and an end by an error is one."""
+    import threading
+
+    from triton.runtime.jit import JITFunction
+
+    from vllm_kvx.ops.ahead import compiling
+
+    @triton.jit
+    def double(values):
+        triton.language.store(values, triton.language.load(values) * 2)
+
+    stock, launched = JITFunction.run, list[bool]()
+
+    def fake(kernel: Any, *args: Any, warmup: bool, **_: Any) -> None:
+        launched.append(warmup)
+
+    JITFunction.run = fake
+    try:
+        with compiling() as found:
+            thread = threading.Thread(target=lambda: double[(1,)](torch.ones(1)))
+            thread.start()
+            thread.join()
+            double[(1,)](torch.empty(1))
+            try:
+                with compiling():
+                    raise AssertionError("a second one is refused")
+            except RuntimeError:
+                pass
+        assert launched == [False, True] and found.names == ["double"]
+        try:
+            with compiling():
+                raise KeyError
+        except KeyError:
+            double[(1,)](torch.ones(1))
+        assert launched == [False, True, False] and JITFunction.run is fake
+    finally:
+        JITFunction.run = stock
+    real = torch.ones(4, 4)
+    with compiling() as found:
+        double[(1,)](real[1:])
+    assert found.names == ["double"] and bool((real == 1).all())
+    NoGPU.made.clear()
 
 
 def compiled(dtype: str, *policies: str) -> list[str]:

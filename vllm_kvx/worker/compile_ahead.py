@@ -1,8 +1,8 @@
 """The kernels of prompts, compiled in a thread while vLLM captures its graphs.
 
 Without it the first policy that drops or chooses tokens waits for 10 to 14 seconds at a start with
-empty caches. Where it fails nothing is lost: `warm_up` runs every policy once, and Triton then
-compiles what is missing.
+empty caches. Where the thread fails, or misses a kernel, only time is lost: `warm_up` runs every
+policy once, and Triton then compiles what is missing.
 """
 
 import threading
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.logger import init_logger
 
 from vllm_kvx.ops import radix
@@ -19,7 +20,7 @@ from vllm_kvx.ops.prompt import chosen_rows
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
 from vllm_kvx.ops.prompt.move import move_entries
 from vllm_kvx.ops.prompt.select import select_kept, select_moves
-from vllm_kvx.policy.axes import Positions, ScoreSpec
+from vllm_kvx.policy.axes import Retain, ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.scores.base import KeyScores, LayerView, ScoredPrompts
 from vllm_kvx.scores.table import SCORES
@@ -28,6 +29,8 @@ from vllm_kvx.worker.model_state import PolicyModelState
 
 logger = init_logger("vllm.kvx.worker")
 
+# A start goes on without what is not compiled by then.
+_PATIENCE_S = 180
 # Of the prompt that stands for all; kernels take lengths from the device, or as they come.
 _KEYS = 4096
 _KEPT = 512
@@ -59,16 +62,20 @@ class PromptKernels:
                 measures = propagate.online_rule(num_layers) is not None
                 rated = self._rate(by, measures)
                 self._select(rated, 1, moves=False)
-                if attends:
+                # A layer that is found as the prompt runs is not split, and who restarts runs none.
+                if attends and not measures and not propagate.restarts:
                     self._attend()
-            if retain is not None and retain.unit == "entry":
-                kept = retain.keeps_by
-                if isinstance(kept, ScoreSpec):
-                    rows = 1 if kept.over_heads else self._paged.num_heads
-                    self._select(self._rate(kept, False), rows, moves=True)
-                else:
-                    assert isinstance(kept, Positions)
-                self._move()
+            if retain is not None:
+                self._retain(retain)
+
+    def _retain(self, retain: Retain) -> None:
+        kept, entries = retain.keeps_by, retain.unit == "entry"
+        if isinstance(kept, ScoreSpec):
+            rated = self._rate(kept, False)
+            if entries:
+                self._select(rated, 1 if kept.over_heads else self._paged.num_heads, moves=True)
+        if entries:  # Whole blocks are ranked by torch, and stay where they are.
+            self._move()
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -145,11 +152,16 @@ class PromptKernels:
 
 
 class CompilesAhead:
-    """A thread that compiles; `wait` for it before the kernels are launched."""
+    """A thread that compiles; `wait` for it before the kernels are launched.
+
+    names: of the kernels, one for every launch; empty until all are compiled.
+    """
 
     def __init__(self, launch: Callable[[], None], device: torch.device) -> None:
         """launch: launches operators, in `compiling`."""
         self._device = device
+        self.names: list[str] = []
+        self._given_up = False
         self._thread = threading.Thread(
             target=self._run, args=(launch,), name="kvx-compile", daemon=True
         )
@@ -158,22 +170,26 @@ class CompilesAhead:
     @classmethod
     def of(cls, state: PolicyModelState) -> "CompilesAhead | None":
         """Of a worker whose layers have their caches; None if Triton compiles nothing there."""
-        if state.device.type != "cuda":
-            return None
         settings, hooks = state.settings, state.hooks
         hook, window, device = hooks.layers[0], settings.layout.window, state.device
+        # Without either, the attention backend may have a cache that is not addressed here.
+        scores = settings.layout.retain or bool(window)
+        if device.type != "cuda" or not (scores or state.retrieval is not None):
+            return None
         policies = [policy for policy in settings.policies if not policy.is_full]
         attends = settings.layout.selects and bool(state.cuts.splits)
         tables = state.block_tables
-        # Its tensors are made here: nothing is allocated or copied while graphs are captured.
+        # Nothing may be allocated or copied while graphs are captured: the writer's tensors are
+        # made here, and so is the one that torch allocates with a device's first fake tensor.
         writer = None if state.retrieval is None else state.retrieval.sidecars.kernel_writer
+        with FakeTensorMode():
+            torch.empty(1, device=device)
 
         def launch() -> None:
             if writer is not None:
                 jobs = torch.empty(1, 3, dtype=torch.int32, device=device)
                 writer.write(jobs, tables.block_table_ptrs, tables.block_table_strides)
-            # Without either, the attention backend may have a cache that is not addressed here.
-            if settings.layout.retain or window:
+            if scores:
                 kernels = PromptKernels(hook, hooks.dtype, window, device)
                 kernels.launch(policies, settings.num_layers, attends)
 
@@ -186,15 +202,25 @@ class CompilesAhead:
             with torch.no_grad(), compiling() as compiled:
                 launch()
             seconds = time.monotonic() - began
+            self.names = compiled.names
             logger.info(
-                "Kernels of prompts compiled beside the start, in %.1f s: %s.",
+                "Kernels compiled beside the start, or found on disk, in %.1f s: %s.",
                 seconds,
                 ", ".join(dict.fromkeys(compiled.names)) or "none",
             )
         except Exception:
-            # It costs no more than time.
-            logger.info("Kernels are compiled when policies first run.", exc_info=True)
+            logger.warning(
+                "Kernels could not be compiled ahead; policies compile them when they first run.",
+                exc_info=True,
+            )
 
     def wait(self) -> None:
-        """Until all is compiled, or has failed."""
-        self._thread.join()
+        """Until all is compiled, or has failed, or has taken far too long."""
+        self._thread.join(0 if self._given_up else _PATIENCE_S)
+        if self._thread.is_alive() and not self._given_up:
+            self._given_up = True
+            logger.warning(
+                "Kernels are still not compiled after %d s more: the start goes on, and policies "
+                "compile them when they first run.",
+                _PATIENCE_S,
+            )

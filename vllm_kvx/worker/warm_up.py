@@ -62,7 +62,7 @@ def warm_up(
             took[str(policy)] = time.monotonic() - began
     state.checks_blocks = checked
     if took:
-        # Of the first policy mostly Triton's compiler, where its cache is empty.
+        # Seconds where a kernel was not compiled ahead and Triton's cache is empty.
         each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took.items())
         logger.info("Policies ran once, with all their kernels: %s.", each)
     if len(ran) < len(policies):

@@ -164,7 +164,12 @@ class PolicyWorker(_PolicyWorking, Worker):
             # The layers have their caches, and vLLM's own kernels and graphs take a while.
             runner: Any = self.model_runner
             self._ahead = CompilesAhead.of(runner.model_state)
-        return super().compile_or_warm_up_model()
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            # Where that failed, the thread would hold the cache of an engine that is gone.
+            if self._ahead is not None:
+                self._ahead.wait()
 
     def _maybe_activate_jit_monitor(self) -> None:
         # From here on vLLM calls a kernel that is compiled a surprise.

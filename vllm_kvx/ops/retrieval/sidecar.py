@@ -231,7 +231,7 @@ class SidecarWriter:
         )
 
 
-# The first layer is 0, or any layer where a request resumes.
+# The first layer is 0, or any where a request resumes: by value it would be three kernels.
 @triton.jit(do_not_specialize=["first_layer"])
 def _write_groups_kernel(
     jobs,
