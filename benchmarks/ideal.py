@@ -231,15 +231,18 @@ def _retrieves(method: Retrieve, layer: int, entries: int) -> bool:
     return layer >= DENSE_LAYERS and entries >= method.floor(0)
 
 
-def prefill_flops(shape: Shape, work: Work) -> float:
-    """FLOPs from prompt to first token.
+def prefill_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
+    """FLOPs of 16-bit products from prompt to first token.
 
     sum over layers of 2 W rows + 4 H d pairs, plus 2 h V once; W elements of a layer's matrices,
     H query heads of size d (q k^T and p v, 2 FLOPs each), h hidden size, V vocabulary. A projected
-    entry costs 2 h 2 G d, with G KV heads.
+    entry costs 2 h 2 G d, with G KV heads. Over an fp8 cache both products of attention count half:
+    FlashAttention 3 multiplies in fp8 there, at twice the peak.
     """
     linear = 2 * shape.layer_weights * sum(work.rows)
-    attention = 4 * shape.heads * shape.head_dim * sum(work.pairs)
+    attention = 4.0 * shape.heads * shape.head_dim * sum(work.pairs)
+    if kv_bytes == 1:
+        attention /= 2
     entry = 4 * shape.hidden * shape.kv_heads * shape.head_dim
     projected = entry * sum(work.projected)
     return float(linear + attention + projected + 2 * shape.head_weights)
@@ -269,12 +272,23 @@ def entry_bytes(dtype: str | None, weight_bytes: float = 2) -> float | None:
     return weight_bytes if dtype in (None, "auto") else KV_BYTES.get(dtype)
 
 
-def prefill_ratio(shape: Shape, policy: str | None, length: int) -> float | None:
-    """FLOPs of stock over FLOPs of the policy: the ideal speed-up of time to first token."""
+def prefill_ratio(
+    shape: Shape,
+    policy: str | None,
+    length: int,
+    kv_bytes: float = 2,
+    stock_kv_bytes: float | None = None,
+) -> float | None:
+    """FLOPs of stock over FLOPs of the policy: the ideal speed-up of time to first token.
+
+    Stock's cache has the same dtype, unless `stock_kv_bytes` says otherwise.
+    """
     work = work_of(policy, shape.layers, length)
     if work is None:
         return None
-    return prefill_flops(shape, full_work(shape.layers, length)) / prefill_flops(shape, work)
+    stock = full_work(shape.layers, length)
+    of_stock = prefill_flops(shape, stock, stock_kv_bytes or kv_bytes)
+    return of_stock / prefill_flops(shape, work, kv_bytes)
 
 
 def decode_ratio(
@@ -344,6 +358,8 @@ def case_ratio(
     policy: str | None,
     batch: int = 1,
     stock_batch: int | None = None,
+    stock_kv_bytes: float | None = None,
+    kv_bytes: float = 2,
     **options: float,
 ) -> float | None:
     """The ideal gain of `policy` over stock in one case; `options` go to `decode_bytes`.
@@ -353,5 +369,14 @@ def case_ratio(
     if case.kind == "itl":
         return None
     if case.kind == "ttft":
-        return prefill_ratio(shape, policy, case.length)
-    return decode_ratio(shape, policy, case.length, batch, stock_batch, **options)
+        return prefill_ratio(shape, policy, case.length, kv_bytes, stock_kv_bytes)
+    return decode_ratio(
+        shape,
+        policy,
+        case.length,
+        batch,
+        stock_batch,
+        stock_kv_bytes,
+        kv_bytes=kv_bytes,
+        **options,
+    )

@@ -40,7 +40,7 @@ sheet's peaks. Where more than 100% is reached, stock is further from the hardwa
 
 The ideals of TTFT take it that the last layer which sees the whole prompt is
 [split](architecture.md#a-layer-that-is-split), which was off in all files up to 2026-11-23 and in
-that of turns.
+that of turns. Over an fp8 cache attention's products count half, since they are products of fp8.
 
 Shapes with random weights have speeds and no answers. Answers were measured on other, small models,
 under the same parameters but for the layer; those of `speed-K` at the cutoff that is nearest in

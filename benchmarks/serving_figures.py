@@ -156,7 +156,7 @@ def _least_time(
     batch = max(1.0, min(most, pool / request))
     step = decode_bytes(shape, work, 1, setting.output / 2, 2, kv)
     weights = (shape.layers * shape.layer_weights + shape.head_weights) * 2
-    prefill = prefill_flops(shape, work) / peaks[0]
+    prefill = prefill_flops(shape, work, kv) / peaks[0]
     return prefill + setting.output * (weights / batch + step - weights) / peaks[1]
 
 

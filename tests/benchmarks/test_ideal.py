@@ -43,6 +43,21 @@ def test_prefill_flops_by_hand() -> None:
     assert ideal.prefill_flops(shape, ideal.full_work(2, 3)) == expected
 
 
+def test_attention_over_an_fp8_cache_counts_half() -> None:
+    """At 130,000 tokens of this shape it is 70.9% of the FLOPs."""
+    work = ideal.full_work(32, 130000)
+    whole, in_fp8 = (ideal.prefill_flops(LLAMA, work, kv) for kv in (2, 1))
+    assert whole - in_fp8 == 2 * 32 * 128 * 32 * 130000 * 130001 / 2
+    case = ideal.Case.parse("ttft:130000")
+    against_itself = ideal.case_ratio(LLAMA, case, None, stock_kv_bytes=1, kv_bytes=1)
+    assert against_itself == 1
+    over_stock = ideal.case_ratio(LLAMA, case, None, stock_kv_bytes=2, kv_bytes=1)
+    assert over_stock == pytest.approx(whole / in_fp8)
+    # What a policy leaves out is counted on top.
+    with_speed = ideal.case_ratio(LLAMA, case, "speed-24", stock_kv_bytes=2, kv_bytes=1)
+    assert with_speed == pytest.approx(over_stock * 32 / 23, rel=0.01)
+
+
 @pytest.mark.parametrize("length", [32768, 130000])
 @pytest.mark.parametrize(("policy", "layers"), [("speed-24", 23), ("speed-16", 15)])
 def test_prefill_ratio_of_speed(policy: str, layers: int, length: int) -> None:

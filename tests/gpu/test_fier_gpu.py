@@ -81,6 +81,27 @@ def test_composed(tiny: Callable[..., Path], policy: str) -> None:
     assert_parity(model, answers, Read(fier.Retrieve(64), keep), least=0.6)
 
 
+def test_composed_on_a_server_of_another_policy(tiny: Callable[..., Path]) -> None:
+    """A request of `speed-4+fier-64` alone runs no stock attention in the layers that retrieve,
+    though the server's own policy retrieves in all of them."""
+    model = tiny(head_dim=64, hidden=128)
+    own, other = "fier-64:dense_below=0", "speed-4+fier-64:dense_below=0"
+    options = EXACT | PAGES | {"config": {"kv_layout": [other]}}
+    with running(model, own, max_num_seqs=32, **options) as engine:
+        counts = count_retrieval_graphs(engine)
+        prompts = prompts_of((401, 700))
+        composed = [engine.generate([p], max_tokens=8, policies=[other])[0] for p in prompts]
+        assert counts["all+dense"] == 2 * 7 and "mixed+mixed" not in counts, counts
+        (alone,) = engine.generate(prompts[:1], max_tokens=8)
+        assert counts["all+all"] == 7, counts
+        together = engine.generate(prompts, max_tokens=8, policies=[other, None])
+        assert counts["mixed+mixed"] > 0, counts
+        engine.assert_idle()
+    keep = fastkv.Keep(cutoff=4)
+    assert_parity(model, [*composed, together[0]], Read(fier.Retrieve(64), keep), least=0.6)
+    assert_parity(model, [alone, together[1]], Read(fier.Retrieve(64)), least=0.6)
+
+
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     model = tiny(head_dim=64, hidden=128)
     prompts = prompts_of((180, 150, 200, 170, 90, 129, 160, 31, 330, 300))

@@ -130,11 +130,14 @@ def test_two_processes_learn_what_one_does_in_larger_steps(tmp_path):
     alone, together = begin(tmp_path / "alone", job, EVEN), tmp_path / "together"
     begin(together, Job(**{**vars(job), "accumulate": 1}), EVEN)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    with subprocess.Popen(
-        [*run, "-m", "vllm_kvx.tuning.train", str(together)], stderr=subprocess.DEVNULL
-    ) as process:
+    with (
+        open(tmp_path / "stderr", "w+") as stderr,
+        subprocess.Popen(
+            [*run, "-m", "vllm_kvx.tuning.train", str(together)], stderr=stderr
+        ) as process,
+    ):
         train.train(alone)
-    assert process.returncode == 0
+    assert process.returncode == 0, (tmp_path / "stderr").read_text()
     mine, theirs = losses(together), losses(alone)
     assert mine["before"] == theirs["before"]
     assert mine["steps"] == theirs["steps"]

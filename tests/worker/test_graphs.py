@@ -6,7 +6,9 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.worker.decode.graphs import capture_each_mode
+from vllm_kvx.worker.decode.step import graph_modes
 
 MODES = ("dense", "all", "mixed")
 
@@ -80,3 +82,21 @@ def test_memory_is_reserved_for_every_set(runner: Runner) -> None:
     runner.initialize_kv_cache()
     runner.cudagraph_manager.capture()
     assert len(runner.cudagraph_manager.captured) == 1 + 3 * 4
+
+
+def modes_of(*names: str, starts: tuple[int, ...]) -> list[str]:
+    """The sets of a server started for `names`, a letter a stage."""
+    policies = [parse_policy(name) for name in names]
+    return ["".join(mode.name[0] for mode in modes) for modes in graph_modes(policies, starts)]
+
+
+def test_each_policy_of_the_server_has_its_set() -> None:
+    """`speed-24+fier-2048` retrieves in the lower layers, whichever policy is the server's own."""
+    assert modes_of("fier-2048", starts=(0,)) == ["D", "A", "M"]
+    both = modes_of("fier-2048", "speed-24+fier-2048", starts=(0, 24))
+    assert both == ["DD", "AA", "AD", "MM"]
+    assert sorted(both) == sorted(
+        modes_of("speed-24+fier-2048", "snapkv+fier-512", "fier-512", starts=(0, 24))
+    )
+    # A server whose own policy does not retrieve has no set for it.
+    assert modes_of("full", "speed-24", "speed-24+fier-2048", starts=(0, 24)) == ["DD", "AD", "MM"]

@@ -241,6 +241,17 @@ def _only(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return item
 
 
+def _leave_together() -> None:
+    """Ends the group of processes, if there is one, when all of them have ended their work.
+
+    A group that is left to the end of the interpreter has threads then, and at times one of them
+    aborts its process ("terminate called without an active exception").
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def write(path: Path, what: Any) -> None:
     """Stores JSON, whole or not at all."""
     partial = path.with_suffix(".partial")
@@ -268,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ToolError as refusal:
         error = refusal
     else:
+        _leave_together()
         return 0
     print(f"vllm-kvx tune-speed: error: {error}", file=sys.stderr)
     return REFUSED

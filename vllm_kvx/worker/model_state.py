@@ -97,7 +97,7 @@ class PolicyModelState(DefaultModelState):
                 settings,
                 layout.sidecar,
                 self.hooks.layers,
-                graph_modes(settings.policy, self.starts),
+                graph_modes(settings.policies, self.starts),
                 vllm_config,
                 device,
                 policies.size,

@@ -63,7 +63,7 @@ class Retrieval:
         device: torch.device,
         num_policies: int,
     ) -> None:
-        """graph_modes: those of the CUDA graphs, most special first. num_policies: rows."""
+        """graph_modes: see ``step.graph_modes``. num_policies: rows."""
         max_reqs = vllm_config.scheduler_config.max_num_seqs
         impl, model = layers[0].layer.impl, vllm_config.model_config
         self.layout, self.graph_modes = layout, tuple(graph_modes)

@@ -1,12 +1,13 @@
 """A step's retrieval, planned on the host: which rows read selected entries only, in which stage.
 
 Lengths alone decide, a request's own and those of the others in the step, so nothing is read back
-from the device. A decode step replays one of three CUDA graphs: nobody retrieves; everybody does,
-and stock attention is left out of the layers that retrieve; or some do, and stock attention runs
-over all rows, those that retrieve cut to one entry.
+from the device. A decode step replays one of several CUDA graphs: nobody retrieves; everybody does,
+and stock attention is left out of the layers that retrieve, which are those of a policy that the
+server was started for; or some do, and stock attention runs over all rows, those that retrieve cut
+to one entry.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -228,18 +229,25 @@ def retrieving_lens(
     return np.where(alone | near, stored_lens, 0)
 
 
-def graph_modes(policy: KVPolicy, stage_starts: Sequence[int]) -> tuple[Modes, ...]:
-    """The CUDA graphs that a server captures, most special first; the last one fits any step.
+def graph_modes(policies: Iterable[KVPolicy], stage_starts: Sequence[int]) -> tuple[Modes, ...]:
+    """The CUDA graphs that a server captures: of no retrieval first, the last one fits any step.
 
-    The second is for long contexts under the server's own policy: SPEED's upper layers hold too
-    few entries to choose from.
+    Those between are for long contexts, each of `policies` for itself: SPEED's upper layers hold
+    too few entries to choose from.
+
+    Args:
+        policies: those that the server is started for.
     """
-    dense = (Mode.DENSE,) * len(stage_starts)
-    long = tuple(
-        Mode.DENSE if storage.gap_of(policy, 1 << 30, start).size else Mode.ALL
-        for start in stage_starts
+    long = (
+        tuple(
+            Mode.DENSE if storage.gap_of(policy, 1 << 30, start).size else Mode.ALL
+            for start in stage_starts
+        )
+        for policy in policies
+        if policy.retrieve is not None
     )
-    return dense, long, (Mode.MIXED,) * len(stage_starts)
+    dense = (Mode.DENSE,) * len(stage_starts)
+    return tuple(dict.fromkeys((dense, *long, (Mode.MIXED,) * len(stage_starts))))
 
 
 def covers(graph: Modes, wanted: Modes) -> bool:
