@@ -237,7 +237,7 @@ def prefill_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
     sum over layers of 2 W rows + 4 H d pairs, plus 2 h V once; W elements of a layer's matrices,
     H query heads of size d (q k^T and p v, 2 FLOPs each), h hidden size, V vocabulary. A projected
     entry costs 2 h 2 G d, with G KV heads. Over an fp8 cache both products of attention count half:
-    FlashAttention 3 multiplies in fp8 there, at twice the peak.
+    on Hopper FlashAttention 3 multiplies in fp8 then, at twice the peak.
     """
     linear = 2 * shape.layer_weights * sum(work.rows)
     attention = 4.0 * shape.heads * shape.head_dim * sum(work.pairs)

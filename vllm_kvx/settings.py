@@ -247,6 +247,12 @@ class KVSettings:
         named = self.policies if self.request_policies == THOSE_NAMED else ()
         return policy == self.policy or policy in named
 
+    def may_retrieve(self) -> list[KVPolicy]:
+        """Of the policies that the server was started for those that retrieve, and those that a
+        request may compose with retrieval, where the server has room for any."""
+        any_fits = self.request_policies == ANY_THAT_FITS
+        return [p for p in self.policies if any_fits or p.retrieve is not None]
+
     def names_allowed(self) -> str:
         """What requests may name, in words."""
         if self.stock or self.request_policies == NO_POLICY:

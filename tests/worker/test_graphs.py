@@ -6,7 +6,7 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.decode.step import graph_modes
 
@@ -84,19 +84,29 @@ def test_memory_is_reserved_for_every_set(runner: Runner) -> None:
     assert len(runner.cudagraph_manager.captured) == 1 + 3 * 4
 
 
-def modes_of(*names: str, starts: tuple[int, ...]) -> list[str]:
+def modes_of(*names: str, requests: str = "layout", starts: tuple[int, ...]) -> list[str]:
     """The sets of a server started for `names`, a letter a stage."""
-    policies = [parse_policy(name) for name in names]
-    return ["".join(mode.name[0] for mode in modes) for modes in graph_modes(policies, starts)]
+    config = {"kv_policy": names[0], "kv_layout": list(names[1:]), "kv_request_policies": requests}
+    settings = KVSettings.of(config, num_layers=32)
+    assert settings is not None and settings.layout.starts == starts
+    return [
+        "".join(m.name[0] for m in modes) for modes in graph_modes(settings.may_retrieve(), starts)
+    ]
 
 
 def test_each_policy_of_the_server_has_its_set() -> None:
     """`speed-24+fier-2048` retrieves in the lower layers, whichever policy is the server's own."""
-    assert modes_of("fier-2048", starts=(0,)) == ["D", "A", "M"]
+    assert modes_of("fier-2048", "snapkv", starts=(0,)) == ["D", "A", "M"]
     both = modes_of("fier-2048", "speed-24+fier-2048", starts=(0, 24))
     assert both == ["DD", "AA", "AD", "MM"]
-    assert sorted(both) == sorted(
-        modes_of("speed-24+fier-2048", "snapkv+fier-512", "fier-512", starts=(0, 24))
-    )
-    # A server whose own policy does not retrieve has no set for it.
-    assert modes_of("full", "speed-24", "speed-24+fier-2048", starts=(0, 24)) == ["DD", "AD", "MM"]
+    others = "speed-24+fier-2048", "snapkv+fier-512", "fier-512"
+    assert sorted(both) == sorted(modes_of(*others, starts=(0, 24)))
+
+
+def test_what_requests_may_compose_has_its_set() -> None:
+    """They may name `speed-24+fier-2048` on a server with room for both, if the operator does not
+    say which policies they may name."""
+    parts = "fier-2048", "speed-24"
+    assert modes_of(*parts, starts=(0, 24)) == ["DD", "AA", "AD", "MM"]
+    assert modes_of(*parts, requests="list", starts=(0, 24)) == ["DD", "AA", "MM"]
+    assert modes_of("speed-24", "fier-2048", requests="off", starts=(0, 24)) == ["DD", "AA", "MM"]

@@ -248,7 +248,8 @@ def _leave_together() -> None:
     aborts its process ("terminate called without an active exception").
     """
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+        on_gpu = torch.distributed.get_backend() == "nccl"
+        torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
         torch.distributed.destroy_process_group()
 
 

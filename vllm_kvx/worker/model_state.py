@@ -97,7 +97,7 @@ class PolicyModelState(DefaultModelState):
                 settings,
                 layout.sidecar,
                 self.hooks.layers,
-                graph_modes(settings.policies, self.starts),
+                graph_modes(settings.may_retrieve(), self.starts),
                 vllm_config,
                 device,
                 policies.size,

@@ -2,9 +2,8 @@
 
 Lengths alone decide, a request's own and those of the others in the step, so nothing is read back
 from the device. A decode step replays one of several CUDA graphs: nobody retrieves; everybody does,
-and stock attention is left out of the layers that retrieve, which are those of a policy that the
-server was started for; or some do, and stock attention runs over all rows, those that retrieve cut
-to one entry.
+and stock attention is left out of the layers that retrieve, which depend on the policy; or some do,
+and stock attention runs over all rows, those that retrieve cut to one entry.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -232,11 +231,10 @@ def retrieving_lens(
 def graph_modes(policies: Iterable[KVPolicy], stage_starts: Sequence[int]) -> tuple[Modes, ...]:
     """The CUDA graphs that a server captures: of no retrieval first, the last one fits any step.
 
-    Those between are for long contexts, each of `policies` for itself: SPEED's upper layers hold
-    too few entries to choose from.
+    Those between are for long contexts: SPEED's upper layers hold too few entries to choose from.
 
     Args:
-        policies: those that the server is started for.
+        policies: what runs on the server beside retrieval, or with it as one policy.
     """
     long = (
         tuple(
@@ -244,7 +242,6 @@ def graph_modes(policies: Iterable[KVPolicy], stage_starts: Sequence[int]) -> tu
             for start in stage_starts
         )
         for policy in policies
-        if policy.retrieve is not None
     )
     dense = (Mode.DENSE,) * len(stage_starts)
     return tuple(dict.fromkeys((dense, *long, (Mode.MIXED,) * len(stage_starts))))
