@@ -140,6 +140,11 @@ def leave_out_the_device(clock: Clock) -> None:
         shape[dim] = len(index)
         return self.new_empty(shape)
 
+    def index_copy_(self: Any, dim: int, index: Any, source: Any) -> Any:
+        # Hidden states into pages of the cache, likewise.
+        clock.launches += 1
+        return self
+
     hidden_size: Any = CONFIG["hidden_size"]
 
     def zeros(count: int) -> torch.Tensor:
@@ -170,7 +175,7 @@ def leave_out_the_device(clock: Clock) -> None:
     graphs: Any = ModelCudaGraphManager
     platform: Any = CpuPlatform
     models: tuple[Any, ...] = (LlamaForCausalLM, SegmentedModel)
-    tensors.index_select = index_select
+    tensors.index_select, tensors.index_copy_ = index_select, index_copy_
     for model in models:
         model.forward = forward
     graphs.dispatch = dispatched
