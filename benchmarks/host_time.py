@@ -177,7 +177,10 @@ def measure(children: Sequence[Child], args: argparse.Namespace) -> dict[str, An
         for turn in range(max(args.turns // 4, 1)):
             for child in children:
                 steps = child.ask("chunks", LONG, 1000 * running + turn)
-                chunks[child.name].append([s for s in steps if s["kind"] == "between"])
+                between = [step for step in steps if step["kind"] == "between"]
+                if not between:
+                    raise SystemExit(f"{child.name}: the long prompt has no room; more --kv-gib")
+                chunks[child.name].append(between)
         cases[f"{running} decode"] = figures(decodes)
         cases[f"{running} decode, chunk"] = figures(chunks)
         print(f"{running} running: measured", file=sys.stderr, flush=True)
