@@ -231,18 +231,25 @@ def _retrieves(method: Retrieve, layer: int, entries: int) -> bool:
     return layer >= DENSE_LAYERS and entries >= method.floor(0)
 
 
+def attention_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
+    """FLOPs of 16-bit products that attention takes of `prefill_flops`.
+
+    sum over layers of 4 H d pairs; H query heads of size d (q k^T and p v, 2 FLOPs each). Over an
+    fp8 cache both products count half: on Hopper FlashAttention 3 multiplies in fp8 then, at twice
+    the peak.
+    """
+    flops = 4.0 * shape.heads * shape.head_dim * sum(work.pairs)
+    return flops / 2 if kv_bytes == 1 else flops
+
+
 def prefill_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
     """FLOPs of 16-bit products from prompt to first token.
 
-    sum over layers of 2 W rows + 4 H d pairs, plus 2 h V once; W elements of a layer's matrices,
-    H query heads of size d (q k^T and p v, 2 FLOPs each), h hidden size, V vocabulary. A projected
-    entry costs 2 h 2 G d, with G KV heads. Over an fp8 cache both products of attention count half:
-    on Hopper FlashAttention 3 multiplies in fp8 then, at twice the peak.
+    sum over layers of 2 W rows, and attention, plus 2 h V once; W elements of a layer's matrices,
+    h hidden size, V vocabulary. A projected entry costs 2 h 2 G d, with G KV heads of size d.
     """
     linear = 2 * shape.layer_weights * sum(work.rows)
-    attention = 4.0 * shape.heads * shape.head_dim * sum(work.pairs)
-    if kv_bytes == 1:
-        attention /= 2
+    attention = attention_flops(shape, work, kv_bytes)
     entry = 4 * shape.hidden * shape.kv_heads * shape.head_dim
     projected = entry * sum(work.projected)
     return float(linear + attention + projected + 2 * shape.head_weights)

@@ -168,7 +168,7 @@ def _tpot(
 def _prefill_parts(shape: Shape, length: int) -> tuple[float, float]:
     """FLOPs of stock's prefill that grow with the prompt, and with its square."""
     work = ideal.full_work(shape.layers, length)
-    attention = 4.0 * shape.heads * shape.head_dim * sum(work.pairs)
+    attention = ideal.attention_flops(shape, work)
     return ideal.prefill_flops(shape, work) - attention, attention
 
 

@@ -20,6 +20,7 @@ kv_recall_every: of the steps that retrieve, every n-th measures recall (default
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -248,10 +249,18 @@ class KVSettings:
         return policy == self.policy or policy in named
 
     def may_retrieve(self) -> list[KVPolicy]:
-        """Of the policies that the server was started for those that retrieve, and those that a
-        request may compose with retrieval, where the server has room for any."""
-        any_fits = self.request_policies == ANY_THAT_FITS
-        return [p for p in self.policies if any_fits or p.retrieve is not None]
+        """What retrieves of the policies that the server was started for, and of those that
+        requests may compose with its retrieval, where they may name any that fits."""
+        found = [policy for policy in self.policies if policy.retrieve is not None]
+        if self.layout.sidecar is None or self.request_policies != ANY_THAT_FITS:
+            return found
+        for policy in self.policies:
+            if policy.retrieve is None:
+                composed = replace(policy, retrieve=self.layout.sidecar.largest)
+                with suppress(PolicyError):
+                    composed.check_composition()
+                    found.append(composed)
+        return found
 
     def names_allowed(self) -> str:
         """What requests may name, in words."""

@@ -131,7 +131,7 @@ def test_two_processes_learn_what_one_does_in_larger_steps(tmp_path):
     begin(together, Job(**{**vars(job), "accumulate": 1}), EVEN)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     with (
-        open(tmp_path / "stderr", "w+") as stderr,
+        open(tmp_path / "stderr", "w") as stderr,
         subprocess.Popen(
             [*run, "-m", "vllm_kvx.tuning.train", str(together)], stderr=stderr
         ) as process,

@@ -110,3 +110,5 @@ def test_what_requests_may_compose_has_its_set() -> None:
     assert modes_of(*parts, starts=(0, 24)) == ["DD", "AA", "AD", "MM"]
     assert modes_of(*parts, requests="list", starts=(0, 24)) == ["DD", "AA", "MM"]
     assert modes_of("speed-24", "fier-2048", requests="off", starts=(0, 24)) == ["DD", "AA", "MM"]
+    # `selfonly-24+fier-2048` is refused.
+    assert modes_of("fier-2048", "selfonly-24", starts=(0, 24)) == ["DD", "AA", "MM"]

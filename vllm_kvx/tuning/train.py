@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
@@ -248,9 +249,9 @@ def _leave_together() -> None:
     aborts its process ("terminate called without an active exception").
     """
     if torch.distributed.is_initialized():
-        on_gpu = torch.distributed.get_backend() == "nccl"
-        torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
-        torch.distributed.destroy_process_group()
+        state = PartialState()
+        state.wait_for_everyone()
+        state.destroy_process_group()
 
 
 def write(path: Path, what: Any) -> None:

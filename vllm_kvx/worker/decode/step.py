@@ -234,7 +234,7 @@ def graph_modes(policies: Iterable[KVPolicy], stage_starts: Sequence[int]) -> tu
     Those between are for long contexts: SPEED's upper layers hold too few entries to choose from.
 
     Args:
-        policies: what runs on the server beside retrieval, or with it as one policy.
+        policies: that may retrieve on the server; see ``KVSettings.may_retrieve``.
     """
     long = (
         tuple(
