@@ -116,8 +116,14 @@ def asked_of(name: str, layout: Sequence[str]) -> dict[str, str | None]:
     return {name: None, **others}
 
 
-def bench_flags(setting: Setting, seed: int, policy: str | None = None) -> list[str]:
-    """What `vllm bench serve` is told of a setting, and of the policy that requests name."""
+def bench_flags(
+    setting: Setting, seed: int, policy: str | None = None, first: bool = True
+) -> list[str]:
+    """What `vllm bench serve` is told of a setting, and of the policy that requests name.
+
+    first: on its server. A request goes before that one alone, since a server has by then run all
+    that its policies run, and one of 4,096 output tokens takes as long as a small setting.
+    """
     load = ["--request-rate", "inf" if setting.rate is None else f"{setting.rate:g}"]
     if setting.users:
         load += ["--max-concurrency", str(setting.users)]
@@ -126,7 +132,8 @@ def bench_flags(setting: Setting, seed: int, policy: str | None = None) -> list[
     return [
         *("--dataset-name", "random", "--num-prompts", str(setting.prompts)),
         *("--random-input-len", str(setting.input), "--random-output-len", str(setting.output)),
-        *("--seed", str(seed), "--num-warmups", "1", "--ignore-eos", "--temperature", "0"),
+        *("--seed", str(seed), "--num-warmups", str(int(first))),
+        *("--ignore-eos", "--temperature", "0"),
         *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"),
         *load,
     ]
@@ -140,6 +147,7 @@ def bench(
     seconds: float,
     log: Path,
     policy: str | None = None,
+    first: bool = True,
 ) -> dict[str, Any]:
     """One run of `vllm bench serve` against a server, beside which its metrics are read.
 
@@ -152,7 +160,7 @@ def bench(
             *(*VLLM, "bench", "serve", "--base-url", url, "--model", MODEL),
             *("--tokenizer", tokenizer, "--disable-tqdm"),
             *("--save-result", "--result-filename", str(result)),
-            *bench_flags(setting, seed, policy),
+            *bench_flags(setting, seed, policy, first),
         ]
         output.write(f"\n== {setting} {policy or ''}\n")
         output.flush()
@@ -331,7 +339,7 @@ def measure(args: argparse.Namespace, results: Results, name: str, model: str, e
                 facts["room_for"] = list(args.layout)
             results.add(name, {**facts, "error": None}, {})
             print(f"{name}: up after {seconds:.0f} s", flush=True)
-            for label, setting in wanted:
+            for index, (label, setting) in enumerate(wanted):
                 left = end - time.monotonic()
                 if left < 1:
                     print(f"{label}: no time left for {setting}", flush=True)
@@ -339,7 +347,8 @@ def measure(args: argparse.Namespace, results: Results, name: str, model: str, e
                 limit = min(args.setting_limit, left)
                 bench_log = log.with_suffix(".bench.log")
                 policy = asked[label]
-                found = bench(url, model, setting, args.seed, limit, bench_log, policy)
+                first = index == 0
+                found = bench(url, model, setting, args.seed, limit, bench_log, policy, first)
                 results.add(label, {"asked_of": name} if policy else {}, {str(setting): found})
                 well &= is_whole(found, setting)
                 print(f"{label} {setting}: {_line(found)}", flush=True)

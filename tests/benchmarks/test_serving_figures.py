@@ -67,6 +67,9 @@ def test_names_of_servers() -> None:
     assert json.loads(named[named.index("--extra-body") + 1]) == {
         "vllm_xargs": {"kv_policy": "speed-4"}
     }
+    assert named[named.index("--num-warmups") + 1] == "1"
+    later = serving.bench_flags(Setting(2, 8, 8), 0, first=False)
+    assert later[later.index("--num-warmups") + 1] == "0"
     for bad in ("@fp8", "stock@", ""):
         with pytest.raises(ValueError, match="write stock or a policy"):
             names.split_name(bad)
