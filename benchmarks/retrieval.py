@@ -4,7 +4,8 @@
 bf16, every request of the same length. Each operator is captured in a CUDA graph and replayed, its
 L2 cold but for what the operator before it left. `ideal_us` is for the bytes that the operator has
 to move; `of_bandwidth` is its share of the time. `stock` is FlashAttention as vLLM calls it in
-decode. `overlapped`, `apart` and `unfused` are variants (``cuda.OVERLAP_ROWS``, ``topk.FUSED``).
+decode. `overlapped`, `apart`, `unfused` and `N CTAs` are variants (``cuda.OVERLAP_ROWS``,
+``topk.FUSED``, ``cuda.select``). Blocks are anywhere, as in a pool long in use, or `--in-order`.
 Long cases share blocks between requests once memory runs out, and say so.
 
 `--crossover` measures in place of that from which length on a layer is faster than stock, for
@@ -41,9 +42,16 @@ MAX_TORCH_ENTRIES = 1_100_000
 PAGED_LENGTH, PAGES = 130_000, (16, 64)
 
 
-def case(length: int, batch: int, budget: int, backends: list[str], repeats: int) -> dict[str, Any]:
+def case(
+    length: int,
+    batch: int,
+    budget: int,
+    backends: list[str],
+    repeats: int,
+    in_order: bool,
+) -> dict[str, Any]:
     """Every operator at one size."""
-    layer = Layer(LLAMA_8B, length, batch)
+    layer = Layer(LLAMA_8B, length, batch, in_order)
     step = layer.decode(length, batch, budget)
     kv_heads = LLAMA_8B.kv_heads
     operators: Operators = {"stock": stock_attention(step)}
@@ -98,6 +106,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--backends", nargs="+", default=["cuda", "triton"])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--in-order", action="store_true", help="blocks of a request side by side")
     parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     add = parser.add_argument
     add("--crossover", action="store_true", help="from which length on retrieval is faster")
@@ -124,7 +133,7 @@ def main() -> None:
     for length in args.lengths:
         report["write"][str(length)] = write_case(length, args.repeats)
         for batch in args.batches:
-            result = case(length, batch, args.budget, args.backends, args.repeats)
+            result = case(length, batch, args.budget, args.backends, args.repeats, args.in_order)
             report["cases"][f"{batch}x{length}"] = result
             times = {
                 k: v.get("us", v.get("error")) for k, v in result.items() if isinstance(v, dict)

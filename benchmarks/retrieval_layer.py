@@ -35,6 +35,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 _FLUSH_BYTES = 256 << 20
+# Variants of the selection: how many share a row and KV head.
+SELECT_CTAS = (1, 2, 4, 8)
 Call = Callable[[], Any]
 
 
@@ -121,9 +123,12 @@ LLAMA_8B = Heads(32, 8, 128)
 
 
 class Layer:
-    """One layer's cache, filled, with its sidecar, for `batch` requests of `length` entries."""
+    """One layer's cache, filled, with its sidecar, for `batch` requests of `length` entries.
 
-    def __init__(self, shape: Heads, length: int, batch: int) -> None:
+    in_order: blocks of a request lie one after the other, and not anywhere.
+    """
+
+    def __init__(self, shape: Heads, length: int, batch: int, in_order: bool = False) -> None:
         self.shape, self.length, self.batch = shape, length, batch
         entry = shape.entry_bytes
         stride = shape.kv_heads * BLOCK_SIZE * entry + INDEX.page_bytes(shape.page_shape)
@@ -142,7 +147,7 @@ class Layer:
         self.cache = cache
         self.paged = PagedKV.of(cache, shape.head_dim)
         self.sidecar = INDEX.view(cache, shape.page_shape)
-        order = torch.randperm(blocks, device=DEVICE).int()
+        order = (torch.arange if in_order else torch.randperm)(blocks, device=DEVICE).int()
         index = torch.arange(per_request * batch, device=DEVICE) % blocks
         self.table = order[index].view(batch, per_request).contiguous()
         if ON_GPU:
@@ -270,6 +275,13 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
         apart = replace(scratch, overlap_rows=0)
         operators["all/cuda apart"] = lambda: step.made_with(retrieve.retrieve, apart)
         before["all/cuda apart"] = done[0]
+        for ctas in SELECT_CTAS:
+            shared = replace(scratch, select_ctas=ctas)
+            select, every = f"select/cuda {ctas} CTAs", f"all/cuda {ctas} CTAs select"
+            operators[select] = step.made_with(retrieve.steps, shared)["select"]
+            before[select] = before["select/cuda"]
+            operators[every] = partial(step.made_with, retrieve.retrieve, shared)
+            before[every] = done[0]
     else:
         select = f"select/{backend}"
         operators[f"{select} {name}"] = step.made_with(retrieve.steps, other)["select"]

@@ -311,13 +311,15 @@ def test_select(distribution: str, lens: list[int], kv_heads: int, unit: int, bu
     scores.values.copy_(DISTRIBUTIONS[distribution](tuple(scores.values.shape)))
     for row, count in enumerate(units):
         scores.row(row)[:, max(count - 1, 0) // 32 * 32 :] = float("inf")
-    scores.count()
     budgets = [budget if row % 2 == 0 else budget // 2 for row in range(len(lens))]
     rows = rows_of(torch.tensor(lens, dtype=torch.int32, device="cuda"), budgets, scores)
-    indices, counts = outputs(len(lens), kv_heads, budget)
     of_rows = (rows.lens, rows.budgets, rows.offsets)
-    cuda_ops.select(scores.values, scores.histogram, *of_rows, indices, counts, unit)
-    check_selected(scores, budgets, indices, counts)
+    for ctas in (0, 1, 2, 4, 8):
+        indices, counts = outputs(len(lens), kv_heads, budget)
+        arguments = (*of_rows, indices, counts, unit, False, ctas)
+        scores.count()
+        cuda_ops.select(scores.values, scores.histogram, *arguments)
+        check_selected(scores, budgets, indices, counts)
 
     for fused in (False, True):
         indices, counts = outputs(len(lens), kv_heads, budget)

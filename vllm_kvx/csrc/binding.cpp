@@ -181,7 +181,7 @@ void kvx_score_pages(const Tensor& q, const Tensor& scales, const Tensor& block_
 
 void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& lens,
                 const Tensor& budgets, const Tensor& offsets, const Tensor& indices,
-                const Tensor& counts, int64_t unit_tokens, bool overlap) {
+                const Tensor& counts, int64_t unit_tokens, bool overlap, int64_t ctas) {
   check(scores, "scores", 2, ScalarType::Float, false);
   check(histogram, "histogram", 3, ScalarType::Int);
   check_aligned(histogram, "histogram", 0);
@@ -200,6 +200,8 @@ void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& len
   STD_TORCH_CHECK(indices.size(0) >= rows && indices.size(1) == heads, "indices must be (R, G, K)");
   STD_TORCH_CHECK(counts.size(0) >= rows && counts.size(1) == heads, "counts must be (R, G)");
   STD_TORCH_CHECK(unit_tokens >= 1, "unit_tokens must be positive");
+  STD_TORCH_CHECK(ctas == 0 || ctas == 1 || ctas == 2 || ctas == 4 || ctas == 8,
+                  "ctas must be 0, 1, 2, 4 or 8");
   kvx::SelectParams p = {};
   p.scores = data<float>(scores);
   p.score_stride = scores.stride(0);
@@ -214,6 +216,7 @@ void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& len
   p.max_units = static_cast<int>(indices.size(2));
   p.unit_tokens = static_cast<int>(unit_tokens);
   p.overlap = overlap;
+  p.ctas = static_cast<int>(ctas);
   const Launch launch(scores);
   kvx::select(p, launch.stream);
 }
@@ -307,7 +310,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
   library.def(
       "kvx_select(Tensor(a!) scores, Tensor(b!) histogram, Tensor lens, Tensor budgets, "
       "Tensor offsets, Tensor(c!) indices, Tensor(d!) counts, int unit_tokens, "
-      "bool overlap) -> ()");
+      "bool overlap, int ctas) -> ()");
   library.def(
       "kvx_attend(Tensor q, Tensor keys, Tensor values, Tensor block_table, Tensor tokens, "
       "Tensor requests, Tensor lens, Tensor indices, Tensor counts, Tensor(a!) partial_out, "

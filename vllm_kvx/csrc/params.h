@@ -57,7 +57,7 @@ struct SelectParams {
   int* indices;              // (R, G, K)
   int* counts;               // (R, G)
   int rows, num_kv_heads, max_units, unit_tokens;
-  int cached;                // units of a CTA's share that its shared memory holds
+  int ctas;                  // that share a row and KV head: 1, 2, 4 or 8; 0 leaves it to `select`
   bool overlap;              // may start before the kernel before has ended
 };
 

@@ -413,15 +413,15 @@ static void launch_select(const SelectParams& p, cudaStream_t stream) {
 
 void select(const SelectParams& params, cudaStream_t stream) {
   const int pairs = params.rows * params.num_kv_heads;
+  int ctas = params.ctas;
   // About as many CTAs as multiprocessors.
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9 || pairs > 128) {
-    launch_select<1>(params, stream);
-  } else if (pairs > 32) {
-    launch_select<2>(params, stream);
-  } else if (pairs > 8) {
-    launch_select<4>(params, stream);
-  } else {
-    launch_select<8>(params, stream);
+  if (ctas == 0) ctas = pairs > 128 ? 1 : pairs > 32 ? 2 : pairs > 8 ? 4 : 8;
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) ctas = 1;
+  switch (ctas) {
+    case 1: return launch_select<1>(params, stream);
+    case 2: return launch_select<2>(params, stream);
+    case 4: return launch_select<4>(params, stream);
+    default: return launch_select<8>(params, stream);
   }
 }
 

@@ -193,6 +193,7 @@ def select(
     counts: Tensor,
     unit_tokens: int,
     overlap: bool = False,
+    ctas: int = 0,
 ) -> None:
     """Selects each row's units of highest score, of equal ones those of lower index.
 
@@ -203,9 +204,11 @@ def select(
         counts: (R, G) int32, how many were; 0 for rows with nothing to do.
         unit_tokens: tokens of a unit.
         overlap: see OVERLAP_ROWS; only behind a score operator on the same stream.
+        ctas: that share a row and KV head, a cluster of 1, 2, 4 or 8; 0 chooses by how many of
+            these there are. Before Hopper always 1.
     """
     torch.ops.vllm_kvx.kvx_select(
-        scores, histogram, lens, budgets, offsets, indices, counts, unit_tokens, overlap
+        scores, histogram, lens, budgets, offsets, indices, counts, unit_tokens, overlap, ctas
     )
 
 

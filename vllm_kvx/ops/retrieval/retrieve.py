@@ -47,6 +47,7 @@ class Scratch:
         score_programs, attend_programs: how many to share the work between.
         backends: of the ops. scorer: the index, whose sidecar the ops read.
         overlap_rows: see ``cuda.OVERLAP_ROWS``. fused: see ``topk.FUSED``.
+        select_ctas: see ``cuda.select``.
     """
 
     scores: Tensor
@@ -67,6 +68,7 @@ class Scratch:
     scorer: Scorer[Any]
     overlap_rows: int = cuda_ops.OVERLAP_ROWS
     fused: bool = FUSED
+    select_ctas: int = 0
 
     @classmethod
     def of(
@@ -233,6 +235,7 @@ def steps(
             scratch.counts,
             unit,
             overlap,
+            scratch.select_ctas,
         )
 
     def attend_in_cuda() -> None:
