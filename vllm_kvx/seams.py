@@ -103,6 +103,7 @@ CALLED = {
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
         "vllm.v1.worker.gpu.async_utils:async_copy_to_np",
         "vllm.v1.worker.gpu.warmup:run_mixed_prefill_decode_warmup",
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.update_block_table",
         "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
     ),
 }

@@ -21,7 +21,6 @@ from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm.v1.worker.gpu.states import RequestState
-from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
@@ -30,6 +29,7 @@ from vllm_kvx.models.decoder import SegmentedModel
 from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.settings import KVSettings, request_policy
+from vllm_kvx.worker.alike import AlikeGroups, AttentionGroups, only
 from vllm_kvx.worker.batch import PassBatch, unplanned
 from vllm_kvx.worker.blocks import cut_tables, relink, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
@@ -46,8 +46,6 @@ from vllm_kvx.worker.rows import DeviceRows
 from vllm_kvx.worker.splits import cuts_of
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step
-
-_Groups = list[list[AttentionGroup]]
 
 
 class PolicyModelState(DefaultModelState):
@@ -111,7 +109,7 @@ class PolicyModelState(DefaultModelState):
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self.block_tables = block_tables
         self.kv_cache_config = kv_cache_config
-        groups = kv_cache_config.kv_cache_groups
+        self.alike = AlikeGroups(groups := kv_cache_config.kv_cache_groups)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
         self._groups = torch.arange(len(groups), dtype=torch.int32, device=self.device)
         self._stages = torch.tensor(self.group_stages, dtype=torch.int32, device=self.device)
@@ -212,7 +210,7 @@ class PolicyModelState(DefaultModelState):
         cudagraph_mode: CUDAGraphMode,
         block_tables: tuple[Tensor, ...],
         slot_mappings: Tensor,
-        attn_groups: _Groups,
+        attn_groups: AttentionGroups,
         kv_cache_config: KVCacheConfig,
         for_capture: bool = False,
         ubatch_idx: int = 0,
@@ -239,29 +237,35 @@ class PolicyModelState(DefaultModelState):
             step, cudagraph_mode, for_capture, input_batch, block_tables
         )
 
-        def build(batch: InputBatch, groups: _Groups, cut: DeviceRows | None) -> AttnMetadata:
+        def build(
+            batch: InputBatch, groups: AttentionGroups, cut: DeviceRows | None
+        ) -> AttnMetadata:
             tables, slots = block_tables, slot_mappings
             if cut is not None:
                 if cut.num_rows == 0:
                     return {}
                 batch = cut.of_stage(batch)
                 tables, slots = cut.batch.block_tables, cut.batch.slot_mappings
-            return super(PolicyModelState, self).prepare_attn(
-                batch,
-                cudagraph_mode,
-                tables,
-                slots,
-                groups,
-                kv_cache_config,
-                for_capture,
-                ubatch_idx,
-                model_specific_attn_metadata,
-            )
+
+            def of_vllm(these: AttentionGroups) -> AttnMetadata:
+                return super(PolicyModelState, self).prepare_attn(
+                    batch,
+                    cudagraph_mode,
+                    tables,
+                    slots,
+                    these,
+                    kv_cache_config,
+                    for_capture,
+                    ubatch_idx,
+                    model_specific_attn_metadata,
+                )
+
+            return self.alike.build(of_vllm, groups, tables, slots)
 
         metadata: AttnMetadata = {}
         for stage, stored_lens in enumerate(self.stored_lens):
             batch = of_stage(input_batch, stage, stored_lens, step)
-            groups = self._groups_of(attn_groups, self.passes.groups_of(stage))
+            groups = only(attn_groups, self.passes.groups_of(stage))
             cut = rows[self.stage_segments[stage]]
             metadata.update(build(batch, groups, cut))
             if retrieves is not None and retrieves.modes[stage] is Mode.MIXED:
@@ -283,16 +287,16 @@ class PolicyModelState(DefaultModelState):
             ) -> AttnMetadata:
                 prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
                 lens, bounds = lens_to_device(ends, self.device), torch.from_numpy(ends)
-                its = self._groups_of(attn_groups, groups)
-                with unplanned(its if len(ends) > self.max_num_reqs else ()):
+                cut, tables = batch.of(input_batch, lens, bounds, prefilling), batch.block_tables
+                slots, its = batch.slot_mappings, only(attn_groups, groups)
+
+                def of_vllm(these: AttentionGroups) -> AttnMetadata:
                     return super(PolicyModelState, self).prepare_attn(
-                        batch.of(input_batch, lens, bounds, prefilling),
-                        CUDAGraphMode.NONE,
-                        batch.block_tables,
-                        batch.slot_mappings,
-                        its,
-                        kv_cache_config,
+                        cut, CUDAGraphMode.NONE, tables, slots, these, kv_cache_config
                     )
+
+                with unplanned(its if len(ends) > self.max_num_reqs else ()):
+                    return self.alike.build(of_vllm, its, tables, slots)
 
             here = StepBatch(
                 step.requests,
@@ -338,10 +342,6 @@ class PolicyModelState(DefaultModelState):
         """After the forward pass: by request and stage, which blocks stay; see ``relink``."""
         chosen = self.memory.centrality.take_blocks()
         return relink(self.block_tables, chosen, self.requests.index, self.group_stages)
-
-    def _groups_of(self, attn_groups: _Groups, wanted: Collection[int]) -> _Groups:
-        """By KV group, the attention groups of those that are `wanted`, and none of others."""
-        return [group if g in wanted else [] for g, group in enumerate(attn_groups)]
 
     def _plan(
         self,

@@ -15,9 +15,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.worker.alike import AttentionGroups
 from vllm_kvx.worker.decode.step import HookedLayer, RetrievalStep
-
-AttentionGroups = list[list[AttentionGroup]]
 
 
 class BesideStock:
@@ -82,6 +81,8 @@ class BesideStock:
                 self._groups.append([])
                 for group in groups:
                     names = [name for name in group.layer_names if name not in dense]
+                    if not names:
+                        continue
                     own = AttentionGroup(
                         group.backend, names, group.kv_cache_spec, group.kv_cache_group_id
                     )
