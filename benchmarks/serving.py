@@ -121,8 +121,8 @@ def bench_flags(
 ) -> list[str]:
     """What `vllm bench serve` is told of a setting, and of the policy that requests name.
 
-    first: on its server. A request goes before that one alone, since a server has by then run all
-    that its policies run, and one of 4,096 output tokens takes as long as a small setting.
+    first: on its server. Only then a request is sent ahead, which is not counted: all that policies
+    run was compiled when the server started, and 4,096 output tokens take a small setting's time.
     """
     load = ["--request-rate", "inf" if setting.rate is None else f"{setting.rate:g}"]
     if setting.users:

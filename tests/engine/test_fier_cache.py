@@ -230,6 +230,20 @@ def test_room_for_scores(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPa
     assert_parity(model, large[2:], Speed())
 
 
+@pytest.mark.parametrize("cutoff", [1, 7])
+def test_groups_of_one_layer(tiny: Callable[..., Path], cutoff: int) -> None:
+    """A stage of one layer makes KV groups of one, of which those of the dense layers retrieve
+    nothing; beside a request that does not retrieve."""
+    model = tiny()
+    policy = f"speed-{cutoff}+fier-64"
+    with running(model, policy, config={"kv_layout": ["fier-64"], "kv_debug": True}) as engine:
+        answers = ask(engine, prompts_of((100, 140, 120)), [None, "full", "fier-64"], tokens=6)
+        engine.assert_idle()
+    assert_parity(model, answers[:1], Read(FIER.retrieve, Keep(cutoff=cutoff)))
+    assert_parity(model, answers[1:2], Speed())
+    assert_parity(model, answers[2:], FIER)
+
+
 def test_counters_and_recall(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries held, scored and read of 8 layers, two of them dense; attention mass by hand."""
     model = tiny()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
+from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
 from vllm_kvx.worker.alike import AlikeGroups, only
 
 TABLES = [torch.full((2, 3), group) for group in range(4)]
@@ -72,7 +73,7 @@ class Built:
         return found
 
 
-def alike(*specs: str) -> AlikeGroups:
+def alike(*specs: Any) -> AlikeGroups:
     return AlikeGroups([SimpleNamespace(kv_cache_spec=spec) for spec in specs])  # type: ignore[misc]
 
 
@@ -86,6 +87,16 @@ def test_one_for_each_spec() -> None:
     for index, name in enumerate("abcd"):
         assert found[name].block_table is TABLES[index]
         assert torch.equal(found[name].slot_mapping, SLOTS[index])
+
+
+def test_buckets_of_a_stage_are_alike() -> None:
+    """They only split its layers into groups of one size."""
+    same = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    lower = [LowerAttentionSpec(**same, bucket=bucket) for bucket in (0, 1)]
+    upper = [PolicyAttentionSpec(**same, stage=1, start_layer=5, bucket=b) for b in (0, 1)]
+    groups, build = [[group(name)] for name in "abcd"], Built()
+    found = alike(*lower, *upper).build(build, groups, TABLES, SLOTS)
+    assert build.asked == ["a", "c"] and sorted(found) == ["a", "b", "c", "d"]
 
 
 def test_first_of_those_that_are_there() -> None:

@@ -42,6 +42,13 @@ class LowerAttentionSpec(FullAttentionSpec):
         return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined]
 
 
+def without_bucket(spec: KVCacheSpec) -> KVCacheSpec:
+    """What layers of a stage have in common, in whichever KV group they are."""
+    if isinstance(spec, LowerAttentionSpec | PolicyAttentionSpec):
+        return replace(spec, bucket=0)
+    return spec
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyAttentionSpec(AttentionSpec):
     """KV of one layer of a stage whose entries follow the request's policy.

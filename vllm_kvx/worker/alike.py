@@ -2,7 +2,8 @@
 
 A policy makes several KV groups of what is one for stock vLLM, and vLLM builds metadata for each:
 FlashAttention 3 plans the batch ahead, with three kernels and a good part of the worker's time.
-Groups of one stage have the same rows and lengths, so one plan serves them all.
+Groups of one stage have the same rows and lengths, so one plan serves them all, where the backend
+can put it beside other tables: FlashAttention and vLLM's CPU kernels, not Triton's or FlashInfer.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_kvx.cache.kv_cache_specs import without_bucket
 from vllm_kvx.models.passes import AttnMetadata
 
 AttentionGroups = list[list[AttentionGroup]]
@@ -24,10 +26,13 @@ def only(attn_groups: AttentionGroups, wanted: Collection[int]) -> AttentionGrou
 
 
 class AlikeGroups:
-    """The KV groups of an engine, told apart by their specs."""
+    """The KV groups of an engine, told apart by their specs.
+
+    All layers of the models that run under a policy have as many query heads.
+    """
 
     def __init__(self, groups: Sequence[KVCacheGroupSpec]) -> None:
-        specs = [group.kv_cache_spec for group in groups]
+        specs = [without_bucket(group.kv_cache_spec) for group in groups]
         self._kinds = [specs.index(spec) for spec in specs]
 
     def build(
