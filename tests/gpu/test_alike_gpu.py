@@ -5,11 +5,9 @@ import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from world.engine import Answer, running
 from world.gpu import COMPILED
-from world.inside import count_graph_replays
+from world.inside import count_graph_replays, plan_for_every_group
 from world.models import LOOKUP
 from world.prompts import prompts_of
-
-from vllm_kvx.worker import alike
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -47,7 +45,7 @@ def test_one_plan_gives_what_each_of_its_own_gives(
     once = answers()
     assert shared
     shared.clear()
-    monkeypatch.setattr(alike, "_take_over", lambda first, groups: False)
+    plan_for_every_group(monkeypatch)
     each = answers()
     assert not shared
     for one, other in zip(once, each, strict=True):

@@ -304,6 +304,8 @@ class Model:
 
         Cut to one entry, they did not: retrieval overwrites what comes of it.
         """
+        if metadata.is_stale:
+            raise Mismatch(f"layer {layer}: attention runs by the plan of a later batch")
         is_whole = metadata.lens == lens
         is_cut = (metadata.lens == 1) & (np.diff(metadata.starts) == 1) & (mode is Mode.MIXED)
         places = np.arange(metadata.lens.max())

@@ -5,7 +5,7 @@ reaches a device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.utils import AttentionGroup
 
 from simulation.live import Ints
 from vllm_kvx.models.passes import StepPlan
@@ -36,13 +37,21 @@ class Metadata:
     """What a layer's attention is told of a pass.
 
     requests: (P,) request states. starts: (P + 1,) first row of each. lens: (P,) entries that its
-    last row sees. table: (P, B) its blocks.
+    last row sees. table: (P, B) its blocks. builder: keeps the plan of one batch, the last one that
+    it was asked for. plan: which one this is; 0 without one.
     """
 
     requests: Ints
     starts: Ints
     lens: Ints
     table: Ints
+    builder: "_Builder"
+    plan: int
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its plan is another batch's by now."""
+        return self.plan not in (0, self.builder.plans)
 
 
 class _DefaultState(DefaultModelState):
@@ -70,14 +79,10 @@ class _DefaultState(DefaultModelState):
         # FlashAttention 3's plan has room for so many sequences.
         assert not plans or len(input_batch.idx_mapping_np) <= self.max_num_reqs
         return {
-            name: Metadata(
-                input_batch.idx_mapping_np,
-                input_batch.query_start_loc_np.astype(np.int64),
-                input_batch.seq_lens.numpy().astype(np.int64),
-                block_tables[group].numpy().astype(np.int64),
-            )
+            name: metadata
             for group, parts in enumerate(attn_groups)
             for part in parts
+            for metadata in [part.get_metadata_builder().build(input_batch, block_tables[group])]
             for name in part.layer_names
         }
 
@@ -154,11 +159,12 @@ def attention_groups(groups: Sequence[KVCacheGroupSpec]) -> Any:
     """
     return [
         [
-            SimpleNamespace(
-                backend=_Backend,
-                kv_cache_group_id=number,
-                metadata_builders=[_Builder()],
-                **vars(group),
+            AttentionGroup(
+                cast(Any, _Backend),
+                group.layer_names,
+                group.kv_cache_spec,
+                number,
+                metadata_builders=[cast(Any, _Builder())],
             )
         ]
         for number, group in enumerate(groups)
@@ -166,6 +172,10 @@ def attention_groups(groups: Sequence[KVCacheGroupSpec]) -> Any:
 
 
 class _Backend:
+    @staticmethod
+    def get_name() -> str:
+        return "SIMULATED"
+
     @staticmethod
     def get_supported_kernel_block_sizes(spec: Any = None) -> list[MultipleOf]:
         return [MultipleOf(1)]
@@ -177,9 +187,25 @@ class _Backend:
 
 class _Builder:
     requires_block_table_width = False
+    supports_update_block_table = True
     aot_schedule = True
+    plans = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def build(self, batch: InputBatch, table: Tensor) -> Metadata:
+        self.plans += self.aot_schedule
+        return Metadata(
+            batch.idx_mapping_np,
+            batch.query_start_loc_np.astype(np.int64),
+            batch.seq_lens.numpy().astype(np.int64),
+            table.numpy().astype(np.int64),
+            self,
+            self.plans if self.aot_schedule else 0,
+        )
+
+    def update_block_table(self, metadata: Metadata, table: Tensor, slots: Tensor) -> Metadata:
+        return replace(metadata, table=table.numpy().astype(np.int64))
 
 
 class Tables:

@@ -239,6 +239,13 @@ def worker(engine: Any) -> Any:
     return engine.core.model_executor.driver_worker.worker
 
 
+def plan_for_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention metadata is built for every KV group, as vLLM does."""
+    from vllm_kvx.worker import alike
+
+    monkeypatch.setattr(alike, "_take_over", lambda first, groups: False)
+
+
 def discard_memory(engine: Any) -> int:
     """Overwrites all that was allocated as the model loaded, as sleep of level 2 does.
 
