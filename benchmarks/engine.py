@@ -348,9 +348,8 @@ class Bench:
         metrics = self._generate(case, self._output_lengths(case, batch))
         steps = [step for step in self.recorder.steps if step.is_decode]
         together = max((len(step.intervals) for step in steps), default=0)
-        all_of_them = [step for step in steps if len(step.intervals) == together]
         # In the last one requests end, and the next step is not under way beside it.
-        settled = all_of_them[_SETTLE_STEPS:-1]
+        settled = [step for step in steps if len(step.intervals) == together][_SETTLE_STEPS:-1]
         if len(settled) < self.spec["steps"] // 2:
             raise RuntimeError(f"only {len(settled)} steps with {together} of {batch} decoding")
         result = summary([1e3 * statistics.median(step.intervals) for step in settled])

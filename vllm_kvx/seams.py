@@ -84,6 +84,7 @@ CALLED = {
     "engine": (
         "vllm.compilation.codegen:generate_execution_code",
         "vllm.forward_context:override_forward_context",
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.update_block_table",
         "vllm.v1.core.block_pool:BlockPool._insert_block_hash",
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
         "vllm.v1.core.block_pool:BlockPool.evict_blocks",
@@ -103,7 +104,6 @@ CALLED = {
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
         "vllm.v1.worker.gpu.async_utils:async_copy_to_np",
         "vllm.v1.worker.gpu.warmup:run_mixed_prefill_decode_warmup",
-        "vllm.v1.attention.backend:AttentionMetadataBuilder.update_block_table",
         "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
     ),
 }

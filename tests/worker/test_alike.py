@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
 from vllm_kvx.worker.alike import AlikeGroups, only
 
-TABLES = [torch.full((2, 3), group) for group in range(4)]
+TABLES = tuple(torch.full((2, 3), group) for group in range(4))
 SLOTS = torch.arange(8).view(4, 2)
+# What is asked of vLLM, up to the groups.
+BATCH: Any = (None, CUDAGraphMode.NONE, TABLES, SLOTS)
 
 
 @dataclass
@@ -63,13 +66,13 @@ class Built:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def __call__(self, attn_groups: Any) -> dict[str, Any]:
+    def __call__(self, batch: Any, mode: Any, tables: Any, slots: Any, attn_groups: Any) -> Any:
         found = {}
         for index, groups in enumerate(attn_groups):
             for each in groups:
                 name = each.layer_names[0]
                 self.asked.append(name)
-                found[name] = Metadata(name, TABLES[index], SLOTS[index])
+                found[name] = Metadata(name, tables[index], slots[index])
         return found
 
 
@@ -79,7 +82,7 @@ def alike(*specs: Any) -> AlikeGroups:
 
 def test_one_for_each_spec() -> None:
     groups, build = [[group(name)] for name in "abcd"], Built()
-    found = alike("lower", "lower", "upper", "lower").build(build, groups, TABLES, SLOTS)
+    found = alike("lower", "lower", "upper", "lower").build(build, *BATCH, groups)
     assert build.asked == ["a", "c"]
     assert {name: each.built_for for name, each in found.items()} == dict(
         a="a", b="a", c="c", d="a"
@@ -95,14 +98,14 @@ def test_buckets_of_a_stage_are_alike() -> None:
     lower = [LowerAttentionSpec(**same, bucket=bucket) for bucket in (0, 1)]
     upper = [PolicyAttentionSpec(**same, stage=1, start_layer=5, bucket=b) for b in (0, 1)]
     groups, build = [[group(name)] for name in "abcd"], Built()
-    found = alike(*lower, *upper).build(build, groups, TABLES, SLOTS)
+    found = alike(*lower, *upper).build(build, *BATCH, groups)
     assert build.asked == ["a", "c"] and sorted(found) == ["a", "b", "c", "d"]
 
 
 def test_first_of_those_that_are_there() -> None:
     groups, build = only([[group(name)] for name in "abcd"], (1, 3)), Built()
     assert [len(each) for each in groups] == [0, 1, 0, 1]
-    found = alike("lower", "lower", "lower", "lower").build(build, groups, TABLES, SLOTS)
+    found = alike("lower", "lower", "lower", "lower").build(build, *BATCH, groups)
     assert build.asked == ["b"] and sorted(found) == ["b", "d"]
     assert found["d"].block_table is TABLES[3]
 
@@ -119,7 +122,7 @@ def test_first_of_those_that_are_there() -> None:
 )
 def test_built_anew(second: list[Any]) -> None:
     build = Built()
-    found = alike("lower", "lower").build(build, [[group("a")], second], TABLES, SLOTS)
+    found = alike("lower", "lower").build(build, *BATCH, [[group("a")], second])
     assert build.asked == ["a", *(each.layer_names[0] for each in second)]
     assert all(name == each.built_for for name, each in found.items())
 
@@ -132,6 +135,6 @@ def test_cpu() -> None:
     one = CPUAttentionMetadata(
         2, 1, torch.arange(3), 9, torch.ones(2), TABLES[0], SLOTS[0], scheduler_metadata=plan
     )
-    found = alike("lower", "lower").build(lambda _: {"a": one}, groups, TABLES, SLOTS)
+    found = alike("lower", "lower").build(lambda *_: {"a": one}, *BATCH, groups)
     assert found["a"] is one and found["b"].scheduler_metadata is plan
     assert found["b"].block_table is TABLES[1] and torch.equal(found["b"].slot_mapping, SLOTS[1])

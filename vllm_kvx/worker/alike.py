@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvx.cache.kv_cache_specs import without_bucket
@@ -37,16 +39,18 @@ class AlikeGroups:
 
     def build(
         self,
-        build: Callable[[AttentionGroups], AttnMetadata],
-        attn_groups: AttentionGroups,
-        block_tables: Sequence[Tensor],
+        prepare_attn: Callable[..., AttnMetadata],
+        batch: InputBatch,
+        mode: CUDAGraphMode,
+        block_tables: tuple[Tensor, ...],
         slot_mappings: Tensor,
+        attn_groups: AttentionGroups,
+        *more: Any,
     ) -> AttnMetadata:
-        """Metadata by layer, as `build` gives it for one batch and all of `attn_groups`.
+        """What `prepare_attn`, vLLM's, makes of the other arguments: metadata by layer.
 
         Args:
-            build: vLLM's, which builds for every attention group that it is given.
-            attn_groups: by KV group. block_tables, slot_mappings: those of the batch, likewise.
+            block_tables, slot_mappings, attn_groups: by KV group.
         """
         first: dict[int, AttentionGroup] = {}
         like: list[tuple[int, AttentionGroup, AttentionGroup]] = []
@@ -61,7 +65,7 @@ class AlikeGroups:
             built.append(groups)
             if len(groups) == 1:
                 first.setdefault(kind, groups[0])
-        metadata = build(built)
+        metadata = prepare_attn(batch, mode, block_tables, slot_mappings, built, *more)
         for index, group, before in like:
             theirs = metadata[before.layer_names[0]]
             own = _with_tables(group, theirs, block_tables[index], slot_mappings[index])

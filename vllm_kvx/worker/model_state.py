@@ -109,7 +109,8 @@ class PolicyModelState(DefaultModelState):
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self.block_tables = block_tables
         self.kv_cache_config = kv_cache_config
-        self.alike = AlikeGroups(groups := kv_cache_config.kv_cache_groups)
+        groups = kv_cache_config.kv_cache_groups
+        self.alike = AlikeGroups(groups)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
         self._groups = torch.arange(len(groups), dtype=torch.int32, device=self.device)
         self._stages = torch.tensor(self.group_stages, dtype=torch.int32, device=self.device)
@@ -246,21 +247,18 @@ class PolicyModelState(DefaultModelState):
                     return {}
                 batch = cut.of_stage(batch)
                 tables, slots = cut.batch.block_tables, cut.batch.slot_mappings
-
-            def of_vllm(these: AttentionGroups) -> AttnMetadata:
-                return super(PolicyModelState, self).prepare_attn(
-                    batch,
-                    cudagraph_mode,
-                    tables,
-                    slots,
-                    these,
-                    kv_cache_config,
-                    for_capture,
-                    ubatch_idx,
-                    model_specific_attn_metadata,
-                )
-
-            return self.alike.build(of_vllm, groups, tables, slots)
+            return self.alike.build(
+                super(PolicyModelState, self).prepare_attn,
+                batch,
+                cudagraph_mode,
+                tables,
+                slots,
+                groups,
+                kv_cache_config,
+                for_capture,
+                ubatch_idx,
+                model_specific_attn_metadata,
+            )
 
         metadata: AttnMetadata = {}
         for stage, stored_lens in enumerate(self.stored_lens):
@@ -287,16 +285,17 @@ class PolicyModelState(DefaultModelState):
             ) -> AttnMetadata:
                 prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
                 lens, bounds = lens_to_device(ends, self.device), torch.from_numpy(ends)
-                cut, tables = batch.of(input_batch, lens, bounds, prefilling), batch.block_tables
-                slots, its = batch.slot_mappings, only(attn_groups, groups)
-
-                def of_vllm(these: AttentionGroups) -> AttnMetadata:
-                    return super(PolicyModelState, self).prepare_attn(
-                        cut, CUDAGraphMode.NONE, tables, slots, these, kv_cache_config
-                    )
-
+                its = only(attn_groups, groups)
                 with unplanned(its if len(ends) > self.max_num_reqs else ()):
-                    return self.alike.build(of_vllm, its, tables, slots)
+                    return self.alike.build(
+                        super(PolicyModelState, self).prepare_attn,
+                        batch.of(input_batch, lens, bounds, prefilling),
+                        CUDAGraphMode.NONE,
+                        batch.block_tables,
+                        batch.slot_mappings,
+                        its,
+                        kv_cache_config,
+                    )
 
             here = StepBatch(
                 step.requests,
