@@ -176,7 +176,11 @@ class Node:
         now = time.monotonic()
         words = step.words(seconds, self.values)
         names = ",".join(gpus) or None
-        process = start(words, self.out / f"{step.name}.log", names, step.environment)
+        try:
+            process = start(words, self.out / f"{step.name}.log", names, step.environment)
+        except OSError as error:  # A profiler that is not here, say: other steps go on.
+            self._note(step, {"state": "failed", "error": f"{words[0]}: {error.strerror}"})
+            return
         self.running.append(Running(step, process, gpus, now, now + seconds))
         where = "no GPU" if names is None else f"GPU {names}"
         print(f"{step.name} begins on {where}, {left / 60:.1f} minutes are left", flush=True)
@@ -200,7 +204,8 @@ class Node:
     def _note(self, step: Step, found: dict[str, Any]) -> None:
         self.states[step.name] = found | {"command": step.command}
         took = f" after {found['seconds']:.0f} s" if "seconds" in found else ""
-        print(f"{step.name} {found['state']}{took}", flush=True)
+        why = f", {found['error']}" if "error" in found else ""
+        print(f"{step.name} {found['state']}{took}{why}", flush=True)
         text = json.dumps(self.states, indent=1) + "\n"
         (self.out / "node.json").write_text(text, encoding="utf-8")
 

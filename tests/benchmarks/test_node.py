@@ -126,6 +126,23 @@ def test_a_step_of_two_gpus_waits_for_both_and_is_not_overtaken(tmp_path: Path) 
     assert json.loads((out / "node.json").read_text())["both"]["gpus"] == ["3", "4"]
 
 
+def test_a_program_that_is_not_there_fails_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        {"name": "profile", "command": "no-such-profiler python3 -m x"},
+        {"name": "later", "command": "true", "after": ["profile"]},
+    ]
+    out = tmp_path / "out"
+    assert main([plan(tmp_path, *steps), "--minutes", "1", "--out", str(out)]) == 1
+    states = json.loads((out / "node.json").read_text())
+    assert {name: each["state"] for name, each in states.items()} == {
+        "profile": "failed",
+        "later": "done",
+    }
+    assert "profile failed, no-such-profiler: No such file" in capsys.readouterr().out
+
+
 def measured(step: Step) -> list[str]:
     """Its command, without the profiler that it may run under."""
     words = step.words(1200, VALUES)
