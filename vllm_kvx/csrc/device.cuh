@@ -49,21 +49,16 @@ __device__ __forceinline__ uint4 load_16(const void* from) {
   return __ldg(reinterpret_cast<const uint4*>(from));
 }
 
-// A pair of float16 or bfloat16 travels as uint32, the one of lower index in the lower half.
-__device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
-__device__ __forceinline__ uint32_t multiply_add_half2(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t result;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-  return result;
-}
-
 // Keeps a value in its register: the compiler would rather compute it anew with every use.
 __device__ __forceinline__ uint32_t keep(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ float keep(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+__device__ __forceinline__ int keep(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
@@ -73,10 +68,13 @@ __device__ __forceinline__ T* keep(T* x) {
   return x;
 }
 
-// (~a & b) | c, in one instruction: written out, the compiler makes two of it.
-__device__ __forceinline__ uint32_t not_and_or(uint32_t a, uint32_t b, uint32_t c) {
+// A pair of float16 or bfloat16 travels as uint32, the one of lower index in the lower half.
+//
+// A pair of float16, negated where bits 15 and 31 of `bits` are clear: in one instruction, where
+// the compiler would make two of it.
+__device__ __forceinline__ uint32_t with_sign(uint32_t pair, uint32_t bits) {
   uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  asm("lop3.b32 %0, %1, %2, %3, 0xb4;" : "=r"(result) : "r"(pair), "r"(0x80008000u), "r"(bits));
   return result;
 }
 

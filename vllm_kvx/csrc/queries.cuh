@@ -9,18 +9,14 @@
 namespace kvx {
 
 // Which head and channels lane l holds, of a column n = l / 4 and a quarter t = l % 4 of the depth.
-// PAIRED: columns 2h and 2h + 1 hold head h and its negative, and a lane a quarter of the channels
-// in one piece, as 1-bit keys have it. Else a column is a head, and lanes take turns every 8
-// channels.
-template <int D, bool PAIRED>
+// HEADS: that the 8 columns hold; of 4, every one twice. BY_QUARTER: a lane has a quarter of the
+// channels in one piece, as 1-bit keys have it. Else lanes take turns every 8 channels.
+template <int D, int HEADS, bool BY_QUARTER>
 struct QueryLayout {
   static constexpr int CHUNKS = D / 32;  // of 8 channels, per lane
-  static constexpr int HEADS = PAIRED ? 4 : 8;
-  __device__ static int head(int tile, int lane) {
-    return tile * HEADS + (PAIRED ? lane / 8 : lane / 4);
-  }
+  __device__ static int head(int tile, int lane) { return tile * HEADS + lane / 4 % HEADS; }
   __device__ static int channel(int chunk, int lane) {
-    return PAIRED ? (lane % 4) * (D / 4) + chunk * 8 : (chunk * 4 + lane % 4) * 8;
+    return BY_QUARTER ? (lane % 4) * (D / 4) + chunk * 8 : (chunk * 4 + lane % 4) * 8;
   }
 };
 
@@ -31,9 +27,9 @@ __device__ __forceinline__ float2 unpack(uint32_t pair, Dtype dtype) {
 
 // A row's queries on their way into fragments[TILES][CHUNKS][32], zeros for heads that there are
 // not. All threads of the CTA take part.
-template <int D, int TILES, bool PAIRED, int THREADS>
+template <int D, int TILES, int HEADS, bool BY_QUARTER, int THREADS>
 struct QueryLoader {
-  using Layout = QueryLayout<D, PAIRED>;
+  using Layout = QueryLayout<D, HEADS, BY_QUARTER>;
   static constexpr int COUNT = TILES * Layout::CHUNKS * 32, PER = (COUNT + THREADS - 1) / THREADS;
   uint4 raw[PER];
   Dtype dtype;
@@ -78,13 +74,15 @@ struct QueryLoader {
     for (int k = 0; k < PER; ++k) {
       const int i = k * THREADS + threadIdx.x;
       if (i >= COUNT) continue;
-      const float by = PAIRED && (i / 4 & 1) ? -factor : factor;
       auto scaled = [&](uint32_t pair) {
         const float2 x = unpack(pair, dtype);
-        return Float16::pack(x.x * by, x.y * by);
+        return Float16::pack(x.x * factor, x.y * factor);
       };
       const uint4 x = raw[k];
-      fragments[i] = make_uint4(scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w));
+      // By quarter, pairs of channels that a product takes together lie side by side.
+      fragments[i] = BY_QUARTER
+                         ? make_uint4(scaled(x.x), scaled(x.z), scaled(x.y), scaled(x.w))
+                         : make_uint4(scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w));
     }
     __syncthreads();
     return __uint_as_float(static_cast<uint32_t>(127 + min(exponent, 126)) << 23);
