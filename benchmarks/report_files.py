@@ -190,7 +190,7 @@ def figures_of(files: Sequence[File]) -> list[Figure]:
 def newest(figures: Sequence[Figure]) -> dict[tuple[str, str], Figure]:
     """By engine and case the figure of the youngest file, of Triton's ops where no other is."""
     ordered = sorted(
-        figures, key=lambda each: (each.ops != "triton", each.file.date, each.file.name)
+        figures, key=lambda each: (each.ops != "triton", each.file.written, each.file.name)
     )
     return {(each.engine, each.case): each for each in ordered}
 

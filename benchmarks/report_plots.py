@@ -5,7 +5,7 @@ A plot's file carries the digest of the figures that it shows, so that `--check`
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from benchmarks.serving_figures import figures
 _BLUE, _GRAY, _RED = "#4878a8", "#b8b8b8", "#b8504c"
 _MARKS = "osD^vPX*"
 # To be raised when the drawing changes: what is there is then drawn again.
-_STYLE = 1
+_STYLE = 2
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,10 @@ def _rounded(ideal: float | None) -> float | None:
 
 
 def _load_plots(slug: str, where: str, loads: Sequence[Load]) -> list[Plot]:
-    """By lengths: throughput of the GPU against a user's, and waits over the rate of requests."""
+    """By lengths: throughput of the GPU against a user's, and waits over the rates of requests."""
     result = []
+    # A server looks the same in all plots of a machine.
+    looks = {name: place for place, name in enumerate(order(load.server for load in loads))}
     for lengths in dict.fromkeys(load.setting.lengths for load in loads):
         here = [load for load in loads if load.setting.lengths == lengths]
         of_users = [load for load in here if load.setting.rate is None]
@@ -90,17 +92,21 @@ def _load_plots(slug: str, where: str, loads: Sequence[Load]) -> list[Plot]:
         name = f"{lengths.lower().replace('/', '-')}-{slug}"
         title = f"Tokens in/out {lengths}: further right and up is better\n{where}"
         axes = ("tokens/s of one user (1 / mean TPOT)", "output tokens/s of the GPU")
-        points = _points(of_users, "user_tokens_per_s", "output_tokens_per_s")
+        points = _points(of_users, "user_tokens_per_s", "output_tokens_per_s", looks)
         result.append(Plot(f"load-{name}", title, "curves", *axes, points))
+        if len({load.setting.rate for load in of_rates}) < 2:
+            continue  # No curve: the tables have it.
         title = f"Tokens in/out {lengths}: what running requests wait\n{where}"
         axes = ("requests/s offered, Poisson", "p99 time between two tokens (ms)")
-        points = _points(of_rates, None, "p99_itl")
+        points = _points(of_rates, None, "p99_itl", looks)
         result.append(Plot(f"waits-{name}", title, "curves", *axes, points))
     return [plot for plot in result if plot.rows]
 
 
-def _points(loads: Sequence[Load], x: str | None, y: str) -> tuple[tuple[Any, ...], ...]:
-    """Every server's points, by figures x and y; None is the rate of requests."""
+def _points(
+    loads: Sequence[Load], x: str | None, y: str, looks: Mapping[str, int]
+) -> tuple[tuple[Any, ...], ...]:
+    """Every server's points, by figures x and y, and its look; x None is the rate of requests."""
     rows = []
     for server in order(load.server for load in loads):
         both = [
@@ -113,7 +119,8 @@ def _points(loads: Sequence[Load], x: str | None, y: str) -> tuple[tuple[Any, ..
         ]
         known = sorted((a, b) for a, b in both if a is not None and b is not None)
         if known:
-            rows.append((server, [[round(a, 3), round(b, 3)] for a, b in known]))
+            points = [[round(a, 3), round(b, 3)] for a, b in known]
+            rows.append((server, points, looks[server]))
     return tuple(rows)
 
 
@@ -178,13 +185,13 @@ def _wrapped(name: str) -> str:
 
 
 def _curves(axis: Any, rows: Sequence[tuple[Any, ...]]) -> None:
-    for place, (server, points) in enumerate(rows):
-        mark = {"marker": _MARKS[place % len(_MARKS)], "markersize": 8, "linewidth": 1.5}
-        if server == STOCK:
-            mark["color"] = "black"
+    for server, points, look in rows:
+        mark = {"marker": _MARKS[look % len(_MARKS)], "markersize": 8, "linewidth": 1.5}
+        mark["color"] = "black" if server == STOCK else f"C{look % 10}"
         axis.plot(*zip(*points, strict=True), label=server, **mark)
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
+    every = [point for _, points, _ in rows for point in points]
+    axis.set_xlim(0, 1.08 * max(x for x, _ in every))
+    axis.set_ylim(0, 1.08 * max(y for _, y in every))
 
 
 def _intervals(axis: Any, rows: Sequence[tuple[Any, ...]]) -> None:

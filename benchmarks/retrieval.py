@@ -34,7 +34,7 @@ from benchmarks.retrieval_layer import (
     stock_attention,
 )
 from benchmarks.retrieval_others import Operators, references, top_k, xformers_attention
-from benchmarks.saliency import BYTES_PER_US
+from benchmarks.saliency import bytes_per_us
 
 # The references copy all keys out, row by row.
 MAX_TORCH_ENTRIES = 1_100_000
@@ -49,6 +49,7 @@ def case(
     backends: list[str],
     repeats: int,
     in_order: bool,
+    bandwidth: float,
 ) -> dict[str, Any]:
     """Every operator at one size."""
     layer = Layer(LLAMA_8B, length, batch, in_order)
@@ -82,19 +83,19 @@ def case(
         except Exception as error:
             report[name] = {"error": str(error).splitlines()[0]}
             continue
-        ideal = step.bytes_of(name.partition("/")[0]) / BYTES_PER_US
+        ideal = step.bytes_of(name.partition("/")[0]) / bandwidth
         report[name] = {"us": round(us, 2), "ideal_us": round(ideal, 2)}
         report[name]["of_bandwidth"] = round(ideal / us, 3)
     return report
 
 
-def write_case(length: int, repeats: int) -> dict[str, float]:
+def write_case(length: int, repeats: int, bandwidth: float) -> dict[str, float]:
     """Quantising a whole prompt in one layer."""
     layer = Layer(LLAMA_8B, length, 1)
     jobs = layer.jobs(0, 0, length // GROUP)
     us = measure(lambda: layer.writer.write(jobs, layer.pointers, layer.strides), repeats)
     dim = LLAMA_8B.head_dim
-    ideal = length * LLAMA_8B.kv_heads * (dim * 2 + dim // 4) / BYTES_PER_US
+    ideal = length * LLAMA_8B.kv_heads * (dim * 2 + dim // 4) / bandwidth
     return {"us": round(us, 2), "ideal_us": round(ideal, 2), "of_bandwidth": round(ideal / us, 3)}
 
 
@@ -119,9 +120,10 @@ def main() -> None:
     if args.crossover:
         retrieval_crossover.main(head, args.output, args.repeats, args.dry, args.time_limit)
         return
+    bandwidth = bytes_per_us(head["device"])
     report: dict[str, Any] = head | {
         "budget": args.budget,
-        "bytes_per_us": BYTES_PER_US,
+        "bytes_per_us": bandwidth,
         "cases": {},
         "write": {},
     }
@@ -131,9 +133,10 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
 
     for length in args.lengths:
-        report["write"][str(length)] = write_case(length, args.repeats)
+        report["write"][str(length)] = write_case(length, args.repeats, bandwidth)
         for batch in args.batches:
-            result = case(length, batch, args.budget, args.backends, args.repeats, args.in_order)
+            sizes = (length, batch, args.budget, args.backends)
+            result = case(*sizes, args.repeats, args.in_order, bandwidth)
             report["cases"][f"{batch}x{length}"] = result
             times = {
                 k: v.get("us", v.get("error")) for k, v in result.items() if isinstance(v, dict)

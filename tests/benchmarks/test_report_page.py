@@ -12,7 +12,7 @@ from benchmarks import report_tables as tables
 from benchmarks.ideal import SHAPES
 from benchmarks.report_files import File, kind_of, same_method
 
-SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1"]
+SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1", "4x8192/1024@2"]
 
 
 def test_the_page_is_what_the_files_give() -> None:
