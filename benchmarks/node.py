@@ -68,7 +68,10 @@ def read_plan(name: str) -> list[Step]:
     """The steps of a plan; raises SystemExit with what is wrong with its file."""
     path = Path(name) if name.endswith(".toml") else PLANS / f"{name}.toml"
     try:
-        rows = tomllib.loads(path.read_text(encoding="utf-8"))["step"]
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        rows = content.pop("step")
+        if content:
+            raise TypeError(f"what is not in a [[step]]: {', '.join(content)}")
         return [Step(**{**row, "after": tuple(row.get("after", ()))}) for row in rows]
     except OSError as error:
         names = ", ".join(sorted(file.stem for file in PLANS.glob("*.toml")))

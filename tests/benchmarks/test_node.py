@@ -200,6 +200,10 @@ def test_clear_errors(tmp_path: Path) -> None:
         read_plan("all")
     with pytest.raises(SystemExit, match=r"is no plan: .*'gpu'"):
         read_plan(plan(tmp_path, {"name": "a", "command": "true", "gpu": True}))
+    stray = tmp_path / "stray.toml"
+    stray.write_text('name = "lost"\n[[step]]\nname = "a"\ncommand = "true"\n')
+    with pytest.raises(SystemExit, match=r"is no plan: what is not in a \[\[step\]\]: name"):
+        read_plan(str(stray))
     with pytest.raises(SystemExit, match="'a' takes 2 GPUs, and --gpus names 1"):
         check([Step("a", "true", gpus=2)], 1)
     with pytest.raises(SystemExit, match=r"a: KeyError.'model'. in its command"):
