@@ -24,6 +24,16 @@ def reference(file: File) -> str:
     return f"[{file.number}]({RESULTS}/{file.name})"
 
 
+def notes(files: Sequence[File], rows: Sequence[Sequence[str]]) -> list[str]:
+    """What files say of themselves, of those that a table's rows refer to."""
+    return [
+        line
+        for file in files
+        if file.content.get("note") and any(reference(file) in row for row in rows)
+        for line in ("", f"{reference(file)}: {file.content['note']}")
+    ]
+
+
 def gain(ratio: float, ideal: float | None) -> str:
     """1.13x (1.15x, 98%): the gain, its ideal, and how much of that is reached."""
     if ideal is None:

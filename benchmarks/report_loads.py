@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.names import STOCK
-from benchmarks.report_cells import MISSING, gain, order, reference, table
+from benchmarks.report_cells import MISSING, gain, notes, order, reference, table
 from benchmarks.report_files import Load, shape_of
 from benchmarks.serving_figures import PRESETS, Setting, figures, saturation_ratio
 
@@ -62,7 +62,8 @@ def under_load(loads: Sequence[Load], lengths: str) -> list[str]:
             setting = Setting.parse(text)
             what = f"{setting.load}, {setting.prompts} prompts"
             rows.append(["all", what, MISSING, *[""] * (len(head) - 3)])
-    return table(head, rows)
+    files = {load.file.number: load.file for load in here}
+    return [*table(head, rows), *notes([files[number] for number in sorted(files)], rows)]
 
 
 def planned(lengths: str) -> list[str]:

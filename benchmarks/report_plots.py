@@ -94,11 +94,11 @@ def _load_plots(slug: str, where: str, loads: Sequence[Load]) -> list[Plot]:
         axes = ("tokens/s of one user (1 / mean TPOT)", "output tokens/s of the GPU")
         points = _points(of_users, "user_tokens_per_s", "output_tokens_per_s", looks)
         result.append(Plot(f"load-{name}", title, "curves", *axes, points))
-        if len({load.setting.rate for load in of_rates}) < 2:
-            continue  # No curve: the tables have it.
         title = f"Tokens in/out {lengths}: what running requests wait\n{where}"
         axes = ("requests/s offered, Poisson", "p99 time between two tokens (ms)")
+        # One rate is no curve: the tables have it.
         points = _points(of_rates, None, "p99_itl", looks)
+        points = tuple(row for row in points if len(row[1]) > 1)
         result.append(Plot(f"waits-{name}", title, "curves", *axes, points))
     return [plot for plot in result if plot.rows]
 

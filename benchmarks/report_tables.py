@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 from benchmarks.composed import composed
 from benchmarks.ideal import Case
 from benchmarks.names import STOCK, split_name
-from benchmarks.report_cells import MISSING, RESULTS, gain, order, reference, table, value, words
+from benchmarks.report_cells import (
+    MISSING,
+    RESULTS,
+    gain,
+    notes,
+    order,
+    reference,
+    table,
+    value,
+    words,
+)
 from benchmarks.report_files import (
     Figure,
     File,
@@ -218,13 +228,7 @@ def compositions(files: Sequence[File]) -> list[str]:
                     reference(file),
                 ]
             )
-    notes = [
-        line
-        for file in files
-        if file.content.get("note") and any(reference(file) in row for row in rows)
-        for line in ("", f"{reference(file)}: {file.content['note']}")
-    ]
-    return [*table(head, rows), *notes]
+    return [*table(head, rows), *notes(files, rows)]
 
 
 def sessions(files: Sequence[File]) -> list[str]:

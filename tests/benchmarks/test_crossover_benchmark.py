@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import retrieval_crossover as bench
+from benchmarks.saliency import bytes_per_us
 
 
 def case(length: int, stock: float, ours: dict[str, float], batch: int = 1) -> dict[str, Any]:
@@ -43,3 +44,9 @@ def test_the_dry_run_measures_every_case(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SystemExit, match="stopped after 0 s"):
         bench.main({}, tmp_path / "cut.json", 1, dry=True, time_limit=0)
     assert len(json.loads((tmp_path / "cut.json").read_text())["cases"]) == 1
+
+
+def test_a_card_moves_what_its_data_sheet_says() -> None:
+    assert bytes_per_us("NVIDIA H200") > bytes_per_us("NVIDIA H100 80GB HBM3") > 2e6
+    with pytest.raises(ValueError, match="no bandwidth of 'NVIDIA H100 PCIe' is known: add it"):
+        bytes_per_us("NVIDIA H100 PCIe")

@@ -74,6 +74,12 @@ def test_servers_under_load_are_held_against_stock(write: Any) -> None:
     assert "0.500x" in row(page, "`snapkv`", "requests/s, 8K/1K, saturation", "0.500x")
     assert "not measured" in row(page, "| all | saturation, 56 prompts")
     assert [page.count(f"{name}-8k-1k") for name in ("load", "waits")] == [1, 1]
+    one_rate = loaded({"stock": 2.0, "speed-16": 3.0}) | {"note": "Stock ran on another host."}
+    for server in one_rate["servers"].values():
+        del server["settings"]["4x8192/1024@2"]
+    page = write(load=one_rate)
+    assert "load.json): Stock ran on another host." in page
+    assert [page.count(f"{name}-8k-1k") for name in ("load", "waits")] == [1, 0]
     assert "ttft-nvidia" not in page
 
 

@@ -50,10 +50,6 @@ __device__ __forceinline__ uint4 load_16(const void* from) {
 }
 
 // Keeps a value in its register: the compiler would rather compute it anew with every use.
-__device__ __forceinline__ uint32_t keep(uint32_t x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 __device__ __forceinline__ float keep(float x) {
   asm volatile("" : "+f"(x));
   return x;
@@ -69,7 +65,7 @@ __device__ __forceinline__ T* keep(T* x) {
 }
 
 // A pair of float16 or bfloat16 travels as uint32, the one of lower index in the lower half.
-//
+
 // A pair of float16, negated where bits 15 and 31 of `bits` are clear: in one instruction, where
 // the compiler would make two of it.
 __device__ __forceinline__ uint32_t with_sign(uint32_t pair, uint32_t bits) {

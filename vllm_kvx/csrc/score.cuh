@@ -5,8 +5,8 @@
 // 31 - j of a word are what channels 2j and 2j + 1 of a token are multiplied by, so a shift brings
 // them to the signs of a pair of float16, the channels' scales. Every product is exact.
 //
-// What a step of 64 tokens costs is the instructions that the warp issues, some 400, half of them
-// for the signs; so all else that can be is computed once, before the loop.
+// A step of 64 tokens costs the instructions that the warp issues. Most of them make signs, so all
+// else that can be is computed once, before the loop.
 #pragma once
 
 #include "launch.cuh"
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
   int* counted = reinterpret_cast<int*>(fragments + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);
 
-  // Where the groups of the next steps are, one per lane, in units of 16 bytes.
+  // Where the runs of the next steps are, one per lane, in units of 16 bytes.
   const int* table = p.rows.block_table + request * p.rows.block_table_stride;
   const uint4* codes = reinterpret_cast<const uint4*>(p.codes + head * p.code_head_bytes);
   const uint4* scales = reinterpret_cast<const uint4*>(p.scales + head * p.scale_head_bytes);
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
   const int lane_token =
       keep((HEADS == 4 ? lane % 4 / 2 * RUN + lane % 2 * 8 : lane % 4 * 8) + lane / 4);
   float* out = p.scores + head * p.score_stride + offset + first * STEP + lane_token;
-  auto count = [&](float score) {
+  auto count = [&](float score) {  // by order_key, of a score that is not -0.0
     const uint32_t bits = __float_as_uint(score);
     const uint32_t flip = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u;
     atomicAdd(counted + ((bits ^ flip) >> KEY_SHIFT), 1);
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
     float best[SCORES<HEADS>], scores[2];
     score_step<D, TILES, HEADS, SUM>(stage_of(step), queries, at, best);
     reduce_quad<SUM>(best, scores);
-    // No number is -inf, as every comparison of the selection has it, and -0.0 is 0.0.
+    // NaN becomes -inf, as every comparison of the selection has it, and -0.0 becomes 0.0.
 #pragma unroll
     for (int i = 0; i < 2; ++i) scores[i] = fmaxf(fmaf(scores[i], undo, 0.0f), -infinity());
     if ((step + 1) * STEP <= full) {
