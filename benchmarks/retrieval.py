@@ -5,8 +5,9 @@ bf16, every request of the same length. Each operator is captured in a CUDA grap
 L2 cold but for what the operator before it left. `ideal_us` is for the bytes that the operator has
 to move; `of_bandwidth` is its share of the time. `stock` is FlashAttention as vLLM calls it in
 decode. `overlapped`, `apart`, `unfused` and `N CTAs` are variants (``cuda.OVERLAP_ROWS``,
-``topk.FUSED``, ``cuda.select``). Blocks are anywhere, as in a pool long in use, or `--in-order`.
-Long cases share blocks between requests once memory runs out, and say so.
+``topk.FUSED``, ``cuda.select``, ``Scratch.attend_programs``). Blocks are anywhere, as in a pool
+long in use, or `--in-order`. Long cases share blocks between requests once memory runs out, and
+say so.
 
 `--crossover` measures in place of that from which length on a layer is faster than stock, for
 several shapes: see ``retrieval_crossover``.

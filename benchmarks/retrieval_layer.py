@@ -35,8 +35,9 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 _FLUSH_BYTES = 256 << 20
-# Variants of the selection: how many share a row and KV head.
+# Variants of the selection: how many share a row and KV head. And of attention: how many in all.
 SELECT_CTAS = (1, 2, 4, 8)
+ATTEND_CTAS = (396, 528, 792)
 Call = Callable[[], Any]
 
 
@@ -282,10 +283,27 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
             before[select] = before["select/cuda"]
             operators[every] = partial(step.made_with, retrieve.retrieve, shared)
             before[every] = done[0]
+        for ctas in ATTEND_CTAS:
+            attend = f"attend/cuda {ctas} CTAs"
+            wider = _with_attend_ctas(scratch, ctas)
+            operators[attend] = step.made_with(retrieve.steps, wider)["attend"]
+            before[attend] = before["attend/cuda"]
     else:
         select = f"select/{backend}"
         operators[f"{select} {name}"] = step.made_with(retrieve.steps, other)["select"]
         before[f"{select} {name}"] = before[select]
+
+
+def _with_attend_ctas(scratch: retrieve.Scratch, ctas: int) -> retrieve.Scratch:
+    """The same scratch with room for the parts of more CTAs."""
+    rows, kv_heads = scratch.counts.shape
+    parts = scratch.heads * max(ctas // kv_heads, rows)
+    return replace(
+        scratch,
+        attend_programs=ctas,
+        partial=scratch.partial.new_zeros(parts * scratch.head_dim),
+        partial_lse=scratch.partial_lse.new_zeros(parts),
+    )
 
 
 def stock_attention(step: Decode) -> Call:
