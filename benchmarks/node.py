@@ -72,6 +72,8 @@ def read_plan(name: str) -> list[Step]:
         rows = content.pop("step")
         if content:
             raise TypeError(f"what is not in a [[step]]: {', '.join(content)}")
+        if not isinstance(rows, list):
+            raise TypeError("a step begins with [[step]]")
         return [Step(**{**row, "after": tuple(row.get("after", ()))}) for row in rows]
     except OSError as error:
         names = ", ".join(sorted(file.stem for file in PLANS.glob("*.toml")))

@@ -297,7 +297,7 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
 def _with_attend_ctas(scratch: retrieve.Scratch, ctas: int) -> retrieve.Scratch:
     """The same scratch with room for the parts of more CTAs."""
     rows, kv_heads = scratch.counts.shape
-    parts = scratch.heads * max(ctas // kv_heads, rows)
+    parts = rows * scratch.heads * retrieve.splits_of(ctas, rows, kv_heads)
     return replace(
         scratch,
         attend_programs=ctas,

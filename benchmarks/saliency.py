@@ -29,8 +29,13 @@ from vllm_kvx.ops.radix import splits_of
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 WINDOW, KERNEL, KV_RATE = 8, 7, 0.1
-# By what CUDA calls a card: nine tenths of the data sheet's 4.8 and 3.35 TB/s.
-_BYTES_PER_US = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 3.0e6}
+# By what CUDA calls a card: nine tenths of its data sheet's 4.8, 3.35, 2.039 and 1.555 TB/s.
+_BYTES_PER_US = {
+    "NVIDIA H200": 4.3e6,
+    "NVIDIA H100 80GB HBM3": 3.0e6,
+    "NVIDIA A100-SXM4-80GB": 1.8e6,
+    "NVIDIA A100-SXM4-40GB": 1.4e6,
+}
 _FLUSH_BYTES = 256 << 20
 
 

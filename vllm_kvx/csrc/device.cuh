@@ -208,9 +208,12 @@ __device__ __forceinline__ T* in_cta(T* mine, int rank) {
 }
 
 // Unsigned integers in the order of the floats; the sum makes 0.0 of -0.0.
-__device__ __forceinline__ uint32_t order_key(float x) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);
+__device__ __forceinline__ uint32_t order_key_unless_negative_zero(float x) {
+  const uint32_t bits = __float_as_uint(x);
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ uint32_t order_key(float x) {
+  return order_key_unless_negative_zero(x + 0.0f);
 }
 
 constexpr int KEY_BINS = 2048;

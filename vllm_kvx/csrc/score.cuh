@@ -209,38 +209,32 @@ __device__ __forceinline__ void score_step(int stage, const QueryFragments<D, TI
   }
 }
 
-// Reduces over the lanes of a quad: score i is of token 32 i + 8 (lane % 4) + lane / 4.
-template <bool SUM>
-__device__ __forceinline__ void reduce_quad(const float (&best)[8], float (&scores)[2]) {
+// Reduces over pairs of lanes that differ in `bit`: of each two scores a lane goes on with one, the
+// upper lane with the second.
+template <bool SUM, int N>
+__device__ __forceinline__ void reduce_pair(const float (&best)[N], float (&half)[N / 2], int bit) {
   constexpr Reduction reduce{SUM};
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-  float half[4];
+  const bool upper = threadIdx.x & bit;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float mine = odd ? best[2 * i + 1] : best[2 * i];
-    const float other = odd ? best[2 * i] : best[2 * i + 1];
-    half[i] = reduce(mine, __shfl_xor_sync(ALL_LANES, other, 1));
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float mine = high ? half[2 * i + 1] : half[2 * i];
-    const float other = high ? half[2 * i] : half[2 * i + 1];
-    scores[i] = reduce(mine, __shfl_xor_sync(ALL_LANES, other, 2));
+  for (int i = 0; i < N / 2; ++i) {
+    const float mine = upper ? best[2 * i + 1] : best[2 * i];
+    const float other = upper ? best[2 * i] : best[2 * i + 1];
+    half[i] = reduce(mine, __shfl_xor_sync(ALL_LANES, other, bit));
   }
 }
 
-// Reduces over pairs of lanes: score i is of token 16 i + 8 (lane % 2) + lane / 4 of run
-// lane % 4 / 2.
+// Reduces over the lanes of a quad: score i is of token 32 i + 8 (lane % 4) + lane / 4.
+template <bool SUM>
+__device__ __forceinline__ void reduce_quad(const float (&best)[8], float (&scores)[2]) {
+  float half[4];
+  reduce_pair<SUM>(best, half, 1);
+  reduce_pair<SUM>(half, scores, 2);
+}
+
+// The same of four: score i is of token 16 i + 8 (lane % 2) + lane / 4 of run lane % 4 / 2.
 template <bool SUM>
 __device__ __forceinline__ void reduce_quad(const float (&best)[4], float (&scores)[2]) {
-  constexpr Reduction reduce{SUM};
-  const bool odd = threadIdx.x & 1;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float mine = odd ? best[2 * i + 1] : best[2 * i];
-    const float other = odd ? best[2 * i] : best[2 * i + 1];
-    scores[i] = reduce(mine, __shfl_xor_sync(ALL_LANES, other, 1));
-  }
+  reduce_pair<SUM>(best, scores, 1);
 }
 
 template <int D, int TILES, int HEADS, bool SUM>
@@ -334,10 +328,8 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
   const int lane_token =
       keep((HEADS == 4 ? lane % 4 / 2 * RUN + lane % 2 * 8 : lane % 4 * 8) + lane / 4);
   float* out = p.scores + head * p.score_stride + offset + first * STEP + lane_token;
-  auto count = [&](float score) {  // by order_key, of a score that is not -0.0
-    const uint32_t bits = __float_as_uint(score);
-    const uint32_t flip = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u;
-    atomicAdd(counted + ((bits ^ flip) >> KEY_SHIFT), 1);
+  auto count = [&](float score) {
+    atomicAdd(counted + (order_key_unless_negative_zero(score) >> KEY_SHIFT), 1);
   };
   for (int step = first; step < last; ++step, out += STEP) {
     copy_wait<Shape::STAGES - 2>();

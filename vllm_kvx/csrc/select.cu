@@ -414,8 +414,8 @@ static void launch_select(const SelectParams& p, cudaStream_t stream) {
 void select(const SelectParams& params, cudaStream_t stream) {
   const int pairs = params.rows * params.num_kv_heads;
   int ctas = params.ctas;
-  // Few rows: more CTAs for each, of which as many as multiprocessors are enough. What was fastest
-  // for 128 pairs, and for 48 as fast as four: benchmarks/results/h100-retrieval.json.
+  // The fewer pairs there are, the more CTAs share one. With 128 pairs one was the fastest, with 48
+  // two were as fast as four (benchmarks/results/h100-retrieval.json).
   if (ctas == 0) ctas = pairs >= 128 ? 1 : pairs > 32 ? 2 : pairs > 8 ? 4 : 8;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) ctas = 1;
   switch (ctas) {
