@@ -12,6 +12,7 @@ import pytest
 from benchmarks import compare, node, serving, speed_sweep, turns
 from benchmarks.node import PLANS, Step, check, main, read_plan
 from benchmarks.speed_trials import options_of
+from vllm_kvx import cli
 
 ROOT = PLANS.parent.parent
 NAMES = sorted(file.stem for file in PLANS.glob("*.toml"))
@@ -177,6 +178,8 @@ def test_plans_name_options_that_there_are(name: str) -> None:
                 assert name.endswith(f"-{cutoff}")
                 given = [*shlex.split(args.data), *shlex.split(args.tune), *options]
                 options_of("MODEL", cutoff, Path("OUT"), given)
+        elif module == "vllm_kvx.cli":
+            cli.parser().parse_args(arguments)
         elif module == "pytest":
             paths = [word for word in arguments if word.startswith("tests/")]
             assert paths and all((ROOT / path).exists() for path in paths), step.name
