@@ -3,21 +3,26 @@
     python -m benchmarks.quality NAME DIR [DIR ...]
 
 The directories hold answers to the same questions under different policies, such as those of
-engines that ran side by side. Writes benchmarks/results/quality-NAME.json and .png, and prints
-Markdown tables.
+engines that ran side by side. Where one's engines had another KV cache dtype than the first's, its
+policies are named so, `full@fp8`, and stand beside the first's. Writes
+benchmarks/results/quality-NAME.json and .png, and prints Markdown tables.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.evaluation import figures, report
+from vllm_kvx.evaluation.rows import is_of_original, policy_of, row_of_original
 from vllm_kvx.evaluation.store import IF_GIVEN, RESOLVED, SAME, Answer, Store
 from vllm_kvx.evaluation.summary import Cell, Summary
+from vllm_kvx.policy.cache_dtype import at_dtype
 
+DTYPE = "kv_cache_dtype"
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -28,20 +33,35 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
     for directory in directories:
         before = json.loads((directory / "run.json").read_text(encoding="utf-8"))
         store = Store(directory, before)
+        at = ""
+        if facts and before.get(DTYPE) != facts[DTYPE]:
+            at = at_dtype(before[DTYPE])
+            if not at:
+                raise SystemExit(f"{directory} has the wider KV cache: name it first")
+            before[DTYPE] = facts[DTYPE]
         for name in (*SAME, *IF_GIVEN):
             if facts and facts.get(name) != before.get(name):
                 raise SystemExit(
                     f"{directory}: {name} is {before.get(name)!r}, not {facts.get(name)!r}"
                 )
         for answer in store:
-            answers.setdefault(answer.question, answer)
+            question = replace(answer.question, policy=_over(answer.question.policy, at))
+            answers.setdefault(question, replace(answer, question=question))
         commands = [*facts.get("commands", []), before.pop("command")]
-        resolved = {**facts.get(RESOLVED, {}), **before.pop(RESOLVED, {})}
+        own = {_over(row, at): _over(name, at) for row, name in before.pop(RESOLVED, {}).items()}
+        resolved = {**facts.get(RESOLVED, {}), **own}
         facts = {**before, **facts, "commands": commands, RESOLVED: resolved}
     lengths = {a.question.length for a in answers.values() if a.question.length}
     facts["lengths"] = sorted(lengths)
     facts["tasks"] = list(dict.fromkeys(a.question.task for a in answers.values()))
     return list(answers.values()), facts
+
+
+def _over(row: str, at: str) -> str:
+    """A row's name with the KV cache dtype of its engine, `at`, where it has none of its own."""
+    policy = policy_of(row)
+    name = policy if "@" in policy else policy + at
+    return row_of_original(name) if is_of_original(row) else name
 
 
 def markdown(summary: Summary, policies: Sequence[str]) -> str:

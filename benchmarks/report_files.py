@@ -269,16 +269,17 @@ def most_asked(kept: Sequence[Kept]) -> list[Kept]:
     best: dict[str, Kept] = {}
     for each in sorted(kept, key=lambda k: k.n):
         if not each.layers:
-            best[str(parse_policy(each.policy))] = each
+            policy, at, dtype = each.policy.partition("@")
+            best[str(parse_policy(policy)) + at + dtype] = each
     return [each for _, each in sorted(best.items())]
 
 
 def same_method(name: str) -> str:
-    """A policy without its dtype and without what belongs to one model or server.
+    """A policy, `full` for stock, without what belongs to one model or server.
 
-    Layers and crossovers are dropped; `speed-K` keeps its K.
+    Layers and crossovers are dropped; `speed-K` keeps its K, and a KV cache dtype stays.
     """
-    policy, _ = split_name(name)
+    policy, dtype = split_name(name)
     try:
         whole = str(parse_policy(policy or "full"))
     except PolicyError:
@@ -292,4 +293,4 @@ def same_method(name: str) -> str:
             if each and not _LAYER.fullmatch(each) and not _CROSSOVER.fullmatch(each)
         ]
         parts.append(head + (":" + ",".join(kept) if kept else ""))
-    return "+".join(parts)
+    return "+".join(parts) + (f"@{dtype}" if dtype else "")

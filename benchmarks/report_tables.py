@@ -80,11 +80,11 @@ def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
     a budget of retrieval was not asked, those of the nearest one that was.
     """
     policy, dtype = split_name(name)
-    if dtype or policy is None:
-        return MISSING
     wanted = same_method(name)
     if same := [each for each in most_asked(kept) if same_method(each.policy) == wanted]:
         return "; ".join(map(shares, same))
+    if dtype or policy is None:
+        return MISSING
     if match := re.fullmatch(r"speed-(\d+)", policy):
         near = _cuts_near(int(match[1]) / layers, kept)
         return "; ".join(map(shares, near)) or MISSING

@@ -37,7 +37,7 @@ def test_policies_side_by_side(
     # An interpreted token takes a tenth of a second.
     monkeypatch.setattr(perplexity, "CONTINUATION_TOKENS", 8)
     output = tmp_path / "out"
-    policies = ("--policies", "snapkv:kv_rate=0.1", "streamingllm:sinks=1,recent=9")
+    policies = ("--policies", "snapkv:kv_rate=0.1", "streamingllm:sinks=1,recent=9", "full@fp8")
     assert evaluate(output, *policies, "--save") == 0
     cleanup_dist_env_and_memory()
     gc.collect()
@@ -52,6 +52,8 @@ def test_policies_side_by_side(
     # Forced text is the same under every policy, and less likely the less of the prompt is kept.
     nats = [cells[name, "perplexity"]["score"][0] for name in ("full", *policies[1:])]
     assert nats[0] > 0 and nats[1] != nats[0] != nats[2]
+    # Nothing of it is gone, and all of it is rounded.
+    assert nats[3] not in nats[:3] and cells["full@fp8", "notes_3"]["kept"] == 1.0
     assert "Held-out text" in shown and "of full" in shown
 
     # What is answered is not asked again, and another policy's record is not there.
@@ -65,6 +67,8 @@ def test_policies_side_by_side(
     found = records.load(key, parse_policy("snapkv:kv_rate=0.1"))
     assert found is not None and found["of_full"][0] == 1.0 and found["n"] == 2
     assert records.load(key, parse_policy("snapkv:kv_rate=0.3")) is None
+    assert records.load(key, parse_policy("full"), "fp8") is not None
+    assert records.load(key, parse_policy("snapkv:kv_rate=0.1"), "fp8") is None
 
 
 @pytest.mark.parametrize(
@@ -72,6 +76,7 @@ def test_policies_side_by_side(
     [
         (("--policies", "snapkvv"), "unknown policy 'snapkvv'"),
         (("--policies", "speed-8"), "8 layers"),
+        (("--policies", "full@int4"), "'int4' is no KV cache dtype that policies run over"),
         (("--tasks", "niah"), "unknown task 'niah'"),
         (("--lengths", "9000"), "more than the model's context"),
         (("--speed", "nowhere.json"), "no result of benchmarks.compare"),

@@ -31,17 +31,17 @@ def summary_of(policy: str, right: float) -> Summary:
     )
 
 
-def save(policy: str, resolved: str, right: float) -> None:
+def save(policy: str, resolved: str, right: float, full: str = "full") -> None:
     facts: dict[str, Any] = {"date": "2026-01-02T03:04:05", "dtype": "auto"}
-    facts[RESOLVED] = {"full": "full", policy: resolved}
+    facts[RESOLVED] = {"full": full, policy: resolved}
     records.save(model_key(CONFIG, None), summary_of(policy, right), facts)
 
 
-def trust() -> Trust:
+def trust(kv_cache_dtype: str = "auto") -> Trust:
     config: Any = SimpleNamespace(
         model="org/m", revision=None, hf_text_config=SimpleNamespace(to_dict=lambda: CONFIG)
     )
-    return Trust(config)
+    return Trust(config, kv_cache_dtype)
 
 
 def test_what_nobody_measured_is_said() -> None:
@@ -61,6 +61,31 @@ def test_what_was_measured_is_said() -> None:
     # Another layer is another policy; retrieval is evaluated at every length.
     assert not trust().as_json(parse_policy("fastkv:tsp_layer=5"))["measured"]
     assert trust().as_json(parse_policy("fier-64"))["of_full"][0] == 0.75
+
+
+def test_each_kv_cache_has_its_own_record() -> None:
+    fier, full = parse_policy("fier-64"), parse_policy("full")
+    save("fier-64", "fier-64:dense_below=0", 0.75)
+    # A narrow cache loses answers without any policy, so all of its policies may.
+    lines = trust("fp8").lines([fier, full])
+    assert [is_measured for _, is_measured in lines] == [False, False]
+    assert lines[0][0].endswith("`vllm-kvx evaluate org/m --policies fier-64@fp8 --save`")
+    assert lines[1][0].endswith("`vllm-kvx evaluate org/m --policies full@fp8 --save`")
+    save("fier-64@fp8", "fier-64:dense_below=0@fp8", 0.25)
+    save("full@fp8", "full@fp8", 0.5)
+    for dtype, kept in (("auto", 0.75), ("bfloat16", 0.75), ("fp8", 0.25), ("fp8_e4m3", 0.25)):
+        assert trust(dtype).as_json(fier)["of_full"][0] == kept
+    assert trust("fp8").as_json(full)["says"].startswith("full@fp8: kept 50.0% [")
+    assert trust().as_json(full)["says"] == "full: every entry is kept and read."
+    assert not trust("fp8_e5m2").as_json(fier)["measured"]
+
+
+def test_a_yardstick_over_a_narrow_cache_is_told() -> None:
+    # Of an engine whose options, and not the names, say so.
+    save("fier-64", "fier-64:dense_below=0@fp8", 0.75, full="full@fp8")
+    assert not trust().as_json(parse_policy("fier-64"))["measured"]
+    says = trust("fp8").as_json(parse_policy("fier-64"))["says"]
+    assert "of this model's right answers over fp8 entries (10 prompts" in says
 
 
 def test_a_policy_is_measured_anew(cache: Path) -> None:

@@ -28,7 +28,16 @@ def test_full_is_always_asked() -> None:
     assert list(read_policies(["snapkv", "full"], 8)) == ["full", "snapkv"]
 
 
-@pytest.mark.parametrize("name", ["snapkvv", "speed-9", "fastkv:tsp_layer=8"])
+def test_each_cache_has_an_engine_of_its_own() -> None:
+    names = ["fier-64", "full@fp8", "fier-64@fp8", "snapkv@fp8_e5m2"]
+    policies = read_policies(names, 8)
+    assert str(policies["fier-64@fp8"]) == "fier-64" and policies["full@fp8"].is_full
+    assert grouped(policies, 8) == [["full", "fier-64"], names[1:3], names[3:]]
+    of_original = {f"{name} (original)": policy for name, policy in policies.items()}
+    assert [len(names) for names in grouped(of_original, 8)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["full@int8", "full@", "snapkvv", "speed-9", "fastkv:tsp_layer=8"])
 def test_what_the_model_cannot_run_is_refused(name: str) -> None:
     with pytest.raises(PolicyError):
         read_policies([name], 8)

@@ -49,6 +49,7 @@ class Engine:
                 hf_text_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 8}),
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(
                 _api_process_rank=rank, _api_process_count=count, data_parallel_size=1
             ),
@@ -99,6 +100,7 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
         (said,) = answer.pop("answers_kept").values()
         assert not said["measured"] and "vllm-kvx evaluate nowhere/m" in said["says"]
         assert len(answer.pop("model_key")) == 32
+        assert answer.pop("kv_cache_dtype") == "auto"
         assert answer == {
             "version": metadata.version("vllm-kvx"),
             "policy": "speed-4",

@@ -24,6 +24,7 @@ from vllm_kvx.evaluation.engine import OwnEngine, on_cpu, own_engine, prepare_en
 from vllm_kvx.evaluation.groups import grouped
 from vllm_kvx.evaluation.original import Model, check_tokenizers, models_of
 from vllm_kvx.evaluation.questions import Key, Posed, Suite, load_tokenizer
+from vllm_kvx.evaluation.rows import dtype_of
 from vllm_kvx.evaluation.server import RunningServer, running_server
 from vllm_kvx.evaluation.store import Answer, Question, Store
 from vllm_kvx.evaluation.summary import Summary
@@ -169,7 +170,8 @@ def _engines(
         options = {"max_model_len": longest, "revision": model.revision, **args.engine_args}
         for names in grouped(wanted, model.config.num_hidden_layers):
             members = {name: wanted[name] for name in names}
-            with own_engine(model.source, members, options) as engine:
+            cache = {} if (dtype := dtype_of(names[0])) is None else {"kv_cache_dtype": dtype}
+            with own_engine(model.source, members, options | cache) as engine:
                 yield engine, names
 
 

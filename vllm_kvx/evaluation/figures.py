@@ -98,7 +98,8 @@ def speed_points(
         for policy in summary.policies:
             # Weights of one shape are as fast, tuned or not.
             name = policy_of(policy)
-            gain = 1.0 if name == FULL else speed.get(name, {}).get(what)
+            stock = f"stock{name.removeprefix(FULL)}" if name.startswith(f"{FULL}@") else name
+            gain = 1.0 if name == FULL else speed.get(stock, {}).get(what)
             cell = summary.cell(policy)
             if gain is None or cell is None:
                 continue
@@ -137,8 +138,9 @@ def read_speed(path: str) -> dict[str, dict[str, float]]:
 
 def family_of(policy: str) -> str:
     """What policies that differ in their rate or budget alone have in common, for a legend."""
+    plain, at, dtype = policy_of(policy).partition("@")
     parts = []
-    for part in policy_of(policy).split("+"):
+    for part in plain.split("+"):
         name, _, rest = part.partition(":")
         head, dash, number = name.rpartition("-")
         if dash and number.isdigit():
@@ -146,5 +148,5 @@ def family_of(policy: str) -> str:
         keys = ("kv_rate=", "kv_budget=", "rate=", "dense_below=", "recent=")
         shown = [p for p in rest.split(",") if p and not p.startswith(keys)]
         parts.append(f"{name}:{','.join(shown)}" if shown else name)
-    family = "+".join(parts)
+    family = "+".join(parts) + at + dtype
     return row_of_original(family) if is_of_original(policy) else family

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vllm_kvx.calibration.resolve import check_alike
+from vllm_kvx.evaluation.rows import dtype_of
+from vllm_kvx.policy.cache_dtype import split_dtype
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
@@ -27,12 +29,18 @@ def with_retrieval(policy: KVPolicy) -> KVPolicy:
 def read_policies(names: Sequence[str], num_layers: int) -> dict[str, KVPolicy]:
     """The policies, by the names that the user gave; `full` first, given or not.
 
+    A name may end in a KV cache dtype, `fier-512@fp8`, which the policy here is without.
+
     Raises:
-        PolicyError: one does not parse, is not served or cannot run on such a model.
+        PolicyError: one does not parse, is not served or cannot run on such a model or cache.
     """
     policies = {"full": KVPolicy()}
     for name in names:
-        policy = parse_policy(name)
+        try:
+            plain, _ = split_dtype(name)
+        except ValueError as error:
+            raise PolicyError(str(error)) from error
+        policy = parse_policy(plain)
         check_served(policy)
         policy.check_model(num_layers)
         policies.setdefault(name, policy)
@@ -44,7 +52,8 @@ def grouped(policies: Mapping[str, KVPolicy], num_layers: int) -> list[list[str]
     groups: list[tuple[list[str], list[KVPolicy]]] = []
     for name, policy in policies.items():
         for names, members in groups:
-            if _fit_together([*members, policy], num_layers):
+            alike = dtype_of(names[0]) == dtype_of(name)
+            if alike and _fit_together([*members, policy], num_layers):
                 names.append(name)
                 members.append(policy)
                 break

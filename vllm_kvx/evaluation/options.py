@@ -33,7 +33,8 @@ def add_evaluate(commands: "_Commands") -> None:
         nargs="+",
         default=DEFAULT_POLICIES.split(","),
         metavar="POLICY",
-        help=f"what to compare with full (default: {DEFAULT_POLICIES.replace(',', ' ')})",
+        help="what to compare with full, each maybe over a KV cache of another dtype, such as "
+        f"full@fp8 (default: {DEFAULT_POLICIES.replace(',', ' ')})",
     )
     command.add_argument(
         "--original",

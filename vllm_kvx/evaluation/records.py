@@ -12,6 +12,7 @@ from vllm_kvx.evaluation.groups import with_retrieval
 from vllm_kvx.evaluation.rows import FULL, is_of_original
 from vllm_kvx.evaluation.store import RESOLVED
 from vllm_kvx.evaluation.summary import Summary
+from vllm_kvx.policy.cache_dtype import at_dtype, split_dtype
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 
@@ -34,6 +35,7 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
     """Stores what each policy kept, in the place of what was stored for that policy.
 
     Where an original was asked, it is what the policy on the model keeps of the original's answers.
+    A name has the KV cache dtype that its engine had, if that is narrower than the model computes.
 
     Raises:
         ToolError: it cannot be written.
@@ -42,18 +44,20 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
     record = _read(path) or {"key": key, "policies": {}}
     full = summary.cell(summary.yardstick)
     original = facts["original"] if is_of_original(summary.yardstick) else None
+    full_dtype = split_dtype(facts[RESOLVED].get(summary.yardstick, FULL))[1]
     for name in summary.policies:
         cell = summary.cell(name)
         if name == FULL or is_of_original(name):
             continue
         if cell is None or cell.of_full is None or full is None:
             continue
+        policy, dtype = split_dtype(facts[RESOLVED][name])
         lengths = {}
         for length in summary.lengths:
             part = summary.cell(name, length=length)
             if part is not None and part.of_full is not None:
                 lengths[str(length)] = [round(value, 4) for value in part.of_full]
-        record["policies"][canonical(parse_policy(facts[RESOLVED][name]))] = {
+        record["policies"][canonical(parse_policy(policy), dtype)] = {
             "of_full": [round(value, 4) for value in cell.of_full],
             "score": round(cell.score.value, 4),
             "full": round(full.score.value, 4),
@@ -63,6 +67,7 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
             "date": facts.get("date"),
             "dtype": facts.get("dtype"),
             **({"original": original} if original else {}),
+            **({"full_kv_cache_dtype": full_dtype} if full_dtype else {}),
         }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +79,8 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
     return path
 
 
-def load(key: str, policy: KVPolicy) -> dict[str, Any] | None:
-    """What was stored of `policy` on that model; None if nothing was."""
+def load(key: str, policy: KVPolicy, dtype: str | None = None) -> dict[str, Any] | None:
+    """What was stored of `policy` on that model over such a KV cache; None if nothing was."""
     root = root_to_read()
     if root is None:
         return None
@@ -84,33 +89,38 @@ def load(key: str, policy: KVPolicy) -> dict[str, Any] | None:
     if record is None:
         return None
     policies = record.get("policies")
-    found = policies.get(canonical(policy)) if isinstance(policies, dict) else None
+    found = policies.get(canonical(policy, dtype)) if isinstance(policies, dict) else None
     if found is not None and not _is_whole(found):
         logger.warning("Ignoring %s: its entry of %s is damaged. %s", path, policy, _MEND)
         return None
     return found
 
 
-def canonical(policy: KVPolicy) -> str:
+def canonical(policy: KVPolicy, dtype: str | None = None) -> str:
     """The name that a policy is stored under: with retrieval on, as it is evaluated."""
-    return str(with_retrieval(policy))
+    return str(with_retrieval(policy)) + at_dtype(dtype)
 
 
-def line(policy: KVPolicy, model: str, found: Mapping[str, Any] | None) -> str:
-    """What the log says of a policy on a model: what it kept, or how to find out."""
-    if policy.is_full:
+def line(
+    policy: KVPolicy, model: str, found: Mapping[str, Any] | None, dtype: str | None = None
+) -> str:
+    """What the log says of a policy on a model and a KV cache: what it kept, or how to find out."""
+    name = f"{policy}{at_dtype(dtype)}"
+    if name == FULL:
         return "full: every entry is kept and read."
     if found is None:
         return (
-            f"{policy}: nobody has measured what it keeps of this model's answers: `vllm-kvx "
-            f"evaluate {model} --policies {policy} --save`"
+            f"{name}: nobody has measured what it keeps of this model's answers: `vllm-kvx "
+            f"evaluate {model} --policies {name} --save`"
         )
     value, low, high = (100 * share for share in found["of_full"])
     # Short questions have no length.
     lengths = f" of {', '.join(found['lengths'])} tokens" if found["lengths"] else ""
     whose = f"the right answers of {found['original']}" if found.get("original") else _OWN
+    if found.get("full_kv_cache_dtype"):
+        whose += f" over {found['full_kv_cache_dtype']} entries"
     return (
-        f"{policy}: kept {value:.1f}% [{low:.1f}-{high:.1f}] of {whose} ({found['n']} prompts"
+        f"{name}: kept {value:.1f}% [{low:.1f}-{high:.1f}] of {whose} ({found['n']} prompts"
         f"{lengths}, full {100 * found['full']:.1f}% right, {str(found.get('date'))[:10]})."
     )
 

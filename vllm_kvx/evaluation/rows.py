@@ -1,4 +1,9 @@
-"""Names of a report's rows: a policy on the model, or on the original that it was tuned from."""
+"""Names of a report's rows: a policy on the model, or on the original that it was tuned from.
+
+Either may name the KV cache dtype of its engine: `fier-512@fp8`, `full@fp8 (original)`.
+"""
+
+from vllm_kvx.policy.cache_dtype import split_dtype
 
 FULL = "full"
 _ORIGINAL = " (original)"
@@ -15,8 +20,13 @@ def is_of_original(row: str) -> bool:
 
 
 def policy_of(row: str) -> str:
-    """The policy of a row, as the user names it."""
+    """The policy of a row, as the user names it, with its KV cache dtype."""
     return row.removesuffix(_ORIGINAL)
+
+
+def dtype_of(row: str) -> str | None:
+    """The KV cache dtype that a row asks for; None where the engine's other options say."""
+    return split_dtype(policy_of(row))[1]
 
 
 FULL_ORIGINAL = row_of_original(FULL)

@@ -8,7 +8,9 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.engine import Answered, Asked
 from vllm_kvx.evaluation.groups import with_retrieval
+from vllm_kvx.evaluation.rows import dtype_of
 from vllm_kvx.evaluation.shares import Shares, shares_of
+from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.settings import POLICY_KEY, Measured
@@ -48,7 +50,14 @@ class RunningServer:
                 f"the server at {self._client.base_url} runs other weights ({self._model}) than "
                 "MODEL has: name the model that it serves"
             )
+        dtype = str(status.get("kv_cache_dtype", "auto"))
+        self._dtype = at_dtype(dtype)
         for name in policies:
+            if (wanted := dtype_of(name)) and at_dtype(wanted) != self._dtype:
+                raise ToolError(
+                    f"{name}: the server at {self._client.base_url} has one KV cache, of dtype "
+                    f"{dtype}: leave --base-url out, and an engine of each dtype is started here"
+                )
             # Before hours of work.
             self._answer(name, Asked([0], 1))
 
@@ -66,8 +75,8 @@ class RunningServer:
         return shares_of(self._policy(policy), prompt_len, self.block_size, self.num_layers)
 
     def resolved(self, policy: str) -> str:
-        """The policy's name with the layers that the server measured."""
-        return str(self._policy(policy))
+        """The policy's name with the layers that the server measured, and its KV cache dtype."""
+        return str(self._policy(policy)) + self._dtype
 
     def _policy(self, name: str) -> KVPolicy:
         return KVPolicy.of(map(self._measured.put_into, parse_policy(self._requested[name]).parts))

@@ -8,16 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
+from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HEAD_DIMS = (32, 64, 128, 256)
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-
-# Of these, whose entries are stored as they are, whatever scales a checkpoint has; `auto` takes the
-# checkpoint's type.
-UNSCALED = ("bfloat16", "float16")
 
 # Layouts of vLLM's whose outermost dimension is the block, as far as pages may have a tail.
 LAYERS_IN_BLOCKS = ("BLNHC", "BLHNC")

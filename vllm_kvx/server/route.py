@@ -68,7 +68,8 @@ class PolicyStatus:
         config = engine_client.vllm_config
         self.settings = settings
         self.model_name = str(config.model_config.served_model_name)
-        self.trust = Trust(config.model_config)
+        self.kv_cache_dtype = str(config.cache_config.cache_dtype)
+        self.trust = Trust(config.model_config, self.kv_cache_dtype)
         self.tuning = Tuning(config.model_config)
         self.reader: StatsReader | None = None
         self.exports = config.parallel_config._api_process_rank == 0
@@ -112,6 +113,7 @@ class PolicyStatus:
             "measured": settings.measured.as_dict(),
             "measured_config": settings.measured.as_config(),
             "model_key": self.trust.model_key,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "answers_kept": {str(p): self.trust.as_json(p) for p in settings.policies},
             "tuned_for": self.tuning.as_json(),
             "matches_tuning": self.tuning.matches(

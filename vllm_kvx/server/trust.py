@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.evaluation import records
+from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 class Trust:
     """What evaluations found of policies on one model, whose key is `model_key`."""
 
-    def __init__(self, model_config: "ModelConfig") -> None:
+    def __init__(self, model_config: "ModelConfig", kv_cache_dtype: str | None = None) -> None:
+        """kv_cache_dtype: of the server, as vLLM resolved it."""
+        self._dtype = kv_cache_dtype
         self._model = model_config.model
         config = model_config.hf_text_config.to_dict()
         try:
@@ -24,16 +27,26 @@ class Trust:
             self.model_key = model_key(config, None)
 
     def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
-        """A line for the log on each policy but `full`, and whether it was measured."""
-        lossy = [policy for policy in dict.fromkeys(policies) if not policy.is_full]
-        found = [(policy, records.load(self.model_key, policy)) for policy in lossy]
-        return [(records.line(p, self._model, record), record is not None) for p, record in found]
+        """A line for the log on each policy that may lose answers, and whether it was measured.
+
+        `full` does over a narrow cache alone.
+        """
+        whole = bool(at_dtype(self._dtype))
+        lossy = [policy for policy in dict.fromkeys(policies) if whole or not policy.is_full]
+        found = [(policy, self._load(policy)) for policy in lossy]
+        return [(self._line(policy, record), record is not None) for policy, record in found]
 
     def as_json(self, policy: KVPolicy) -> dict[str, Any]:
         """For ``GET /v1/kv_policy``: the record, and the sentence that the log has."""
-        found = records.load(self.model_key, policy)
+        found = self._load(policy)
         return {
             "measured": found is not None,
-            "says": records.line(policy, self._model, found),
+            "says": self._line(policy, found),
             **(found or {}),
         }
+
+    def _load(self, policy: KVPolicy) -> dict[str, Any] | None:
+        return records.load(self.model_key, policy, self._dtype)
+
+    def _line(self, policy: KVPolicy, found: dict[str, Any] | None) -> str:
+        return records.line(policy, self._model, found, self._dtype)

@@ -178,7 +178,8 @@ def _log_answers(vllm_config: "VllmConfig", settings: KVSettings) -> None:
 
     logger = init_logger("vllm.kvx")
     model = vllm_config.model_config
-    lines = Tuning(model).lines(settings.policies) + Trust(model).lines(settings.policies)
+    trust = Trust(model, vllm_config.cache_config.cache_dtype)
+    lines = Tuning(model).lines(settings.policies) + trust.lines(settings.policies)
     for line, is_well in lines:
         (logger.info if is_well else logger.warning)("KV policy %s", line)
     for policy in settings.policies:

@@ -1,0 +1,47 @@
+"""What `evaluate --base-url` takes from a server, before it asks anything."""
+
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.evaluation.groups import read_policies
+from vllm_kvx.evaluation.server import RunningServer
+
+STATUS: dict[str, Any] = {"num_layers": 8, "layout": {}, "model_key": "k"}
+
+
+def server(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], **status: Any
+) -> tuple[RunningServer, list[str]]:
+    """The server, and what was asked of it."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if request.url.path == "/v1/kv_policy":
+            return httpx.Response(200, json=STATUS | status)
+        return httpx.Response(200, json={"choices": [{"text": ""}]})
+
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", client)
+    return RunningServer("http://server/v1", read_policies(names, 8), 1, "k"), asked
+
+
+def test_a_server_says_what_its_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = server(monkeypatch, ["fier-64@fp8"], kv_cache_dtype="fp8_e4m3")
+    assert found.resolved("fier-64@fp8") == "fier-64:dense_below=0@fp8"
+    assert found.resolved("full") == "full@fp8"
+    assert asked.count("/v1/completions") == 2
+    # One of before it was told.
+    found, _ = server(monkeypatch, ["fier-64"])
+    assert found.resolved("full") == "full"
+
+
+def test_another_cache_than_the_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ToolError, match=r"fier-64@fp8: .* one KV cache, of dtype auto: leave"):
+        server(monkeypatch, ["fier-64@fp8"], kv_cache_dtype="auto")
