@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import composed
 from benchmarks.engine import write_json
 from benchmarks.ideal import SHAPES, Case, Shape, case_ratio, entry_bytes, pool_ratio
-from benchmarks.names import STOCK, file_name, split_name
+from benchmarks.names import STOCK, baseline_of, file_name, split_name
 from benchmarks.plot import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,12 +174,16 @@ def run_engine(
 
 
 def derive(results: dict[str, Any], shape: Shape) -> None:
-    """Adds ratio to stock, ideal and fraction of ideal to all that was measured."""
+    """Adds ratio to stock, ideal and fraction of ideal to all that was measured.
+
+    Where only stock over another cache was, `stock@fp8`, it is that one: see `baseline_of`.
+    """
     settings = results["settings"]["engine"]
     weight_bytes: float = _DTYPE_BYTES[settings["dtype"]]
     of_all = settings.get("kv_cache_dtype")
-    stock = results["engines"].get(STOCK, {})
-    stock_bytes = entry_bytes(of_all, weight_bytes)
+    baseline = baseline_of(results["engines"]) or STOCK
+    stock = results["engines"].get(baseline, {})
+    stock_bytes = entry_bytes(split_name(baseline)[1] or of_all, weight_bytes)
     for name, engine in results["engines"].items():
         policy, dtype = split_name(name)
         kv_bytes = entry_bytes(dtype or of_all, weight_bytes)

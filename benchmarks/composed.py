@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ideal import Case
-from benchmarks.names import parts_of, split_name
+from benchmarks.names import STOCK, baseline_of, parts_of, split_name
 
 # Engines and cases of `benchmarks.compare --preset`. Each has its own stock, so that it is one run.
 _CASES = ["ttft:32768", "tpot:32768", "ttft:130000", "tpot:130000", "pool_decode:32768"]
@@ -99,6 +99,8 @@ def composed(results: Mapping[str, Any]) -> list[Composed]:
 def gains_of(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Pools and cases that were measured beside stock, by name and case."""
     gains: dict[str, dict[str, dict[str, Any]]] = {}
+    if baseline_of(results["engines"]) != STOCK:
+        return gains  # What a part alone gains is not known where stock has its cache.
     for engine, entry in results["engines"].items():
         for name, case, result in lines_of(engine, entry):
             if "ratio_to_stock" in result:

@@ -1,5 +1,7 @@
 """Names of what is measured: `stock`, a policy, and either with a KV cache dtype, `stock@fp8`."""
 
+from collections.abc import Iterable
+
 STOCK = "stock"
 
 
@@ -13,6 +15,12 @@ def split_name(name: str) -> tuple[str | None, str | None]:
     if not policy or (at and not dtype):
         raise ValueError(f"{name!r}: write {STOCK} or a policy, and maybe @ and a KV cache dtype")
     return (None if policy == STOCK else policy), (dtype or None)
+
+
+def baseline_of(engines: Iterable[str]) -> str | None:
+    """What gains of a file are over: `stock`, or the only stock there is; None without any."""
+    stocks = [name for name in engines if split_name(name)[0] is None]
+    return STOCK if STOCK in stocks else stocks[0] if len(stocks) == 1 else None
 
 
 def parts_of(name: str) -> list[str]:

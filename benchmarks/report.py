@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks import report_loads as under
 from benchmarks import report_plots as pictures
 from benchmarks import report_tables as tables
+from benchmarks.names import STOCK
 from benchmarks.report_files import File, Kept, Load, figures_of, kept_of, loads_of, read
 from benchmarks.report_plots import Plot
 
@@ -68,7 +69,9 @@ ideal knows that.
 
 def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[str, list[Plot]]:
     """The page and its plots. folder: where the plots lie, from the page."""
-    found, loads, kept = figures_of(files), loads_of(files), kept_of(files)
+    every, loads, kept = figures_of(files), loads_of(files), kept_of(files)
+    # Of gains over stock with another cache no table but the file's own tells.
+    found = [each for each in every if each.baseline == STOCK]
     lines, shown = _ABOUT.strip().splitlines(), list[Plot]()
 
     def add(plots: Sequence[Plot]) -> None:
@@ -109,7 +112,7 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
     for file in files:
         if file.kind == "compare":
             lines += ["", f"### {file.name}: {file.model}, {file.gpu}, {file.date}", ""]
-            lines += tables.alone(file, found)
+            lines += tables.alone(file, every)
     lines += ["", "## Files", "", *tables.sources(files)]
     for why in dict.fromkeys(others.values()):
         names = ", ".join(f"`{name}`" for name, reason in others.items() if reason == why)

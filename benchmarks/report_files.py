@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.compare import derive
 from benchmarks.composed import lines_of
 from benchmarks.ideal import Shape
-from benchmarks.names import STOCK, split_name
+from benchmarks.names import STOCK, baseline_of, split_name
 from benchmarks.serving_figures import Setting, is_whole
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 
@@ -149,7 +149,7 @@ class Figure:
     """One measurement of `benchmarks.compare` beside stock's, of one file.
 
     case: `pool` or a case. result and stock: what the file has of it. ops: those that retrieved,
-    empty where none did or the file does not say.
+    empty where none did or the file does not say. baseline: what the gain is over.
     """
 
     file: File
@@ -158,6 +158,7 @@ class Figure:
     result: Mapping[str, Any]
     stock: Mapping[str, Any]
     ops: str = ""
+    baseline: str = STOCK
 
     @property
     def ratio(self) -> float:
@@ -176,14 +177,15 @@ def figures_of(files: Sequence[File]) -> list[Figure]:
         if file.kind != "compare":
             continue
         engines = file.content["engines"]
-        stock = {case: result for _, case, result in lines_of(STOCK, engines.get(STOCK, {}))}
+        baseline = baseline_of(engines) or STOCK
+        stock = {case: result for _, case, result in lines_of(baseline, engines.get(baseline, {}))}
         for engine, entry in engines.items():
             ops = entry.get("resolved", {}).get("retrieval_ops", "")
             for name, case, result in lines_of(engine, entry):
-                if engine != STOCK and "ratio_to_stock" in result:
+                if engine != baseline and "ratio_to_stock" in result:
                     base = stock[case.partition("@")[0]]
                     own = ops if re.search(r"\b(fier|quest)-", name) else ""
-                    found.append(Figure(file, name, case, result, base, own))
+                    found.append(Figure(file, name, case, result, base, own, baseline))
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.composed import composed
 from benchmarks.ideal import Case
-from benchmarks.names import STOCK, split_name
+from benchmarks.names import STOCK, baseline_of, split_name
 from benchmarks.report_cells import (
     MISSING,
     RESULTS,
@@ -134,7 +134,8 @@ def interval(each: Kept) -> str:
 
 def alone(file: File, found: Sequence[Figure]) -> list[str]:
     """Everything of one file of `benchmarks.compare`."""
-    head = ["policy", "case", "stock", "policy's", "gain", "ideal", "reached", "spread"]
+    baseline = baseline_of(file.content["engines"]) or STOCK
+    head = ["policy", "case", baseline, "policy's", "gain", "ideal", "reached", "spread"]
     rows = []
     for each in found:
         if each.file != file:

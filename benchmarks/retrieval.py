@@ -1,13 +1,13 @@
 """Times the retrieval ops of one layer against bytes, against each other, and against stock.
 
 `python -m benchmarks.retrieval --output NAME.json` on a GPU. One layer of Llama-3.1-8B's shape in
-bf16, every request of the same length. Each operator is captured in a CUDA graph and replayed, its
-L2 cold but for what the operator before it left. `ideal_us` is for the bytes that the operator has
-to move; `of_bandwidth` is its share of the time. `stock` is FlashAttention as vLLM calls it in
-decode. `overlapped`, `apart`, `unfused` and `N CTAs` are variants (``cuda.OVERLAP_ROWS``,
-``topk.FUSED``, ``cuda.select``, ``Scratch.attend_programs``). Blocks are anywhere, as in a pool
-long in use, or `--in-order`. Long cases share blocks between requests once memory runs out, and
-say so.
+bf16, over a cache of bf16 or (`--kv-cache-dtype fp8`) e4m3, every request of the same length. Each
+operator is captured in a CUDA graph and replayed, its L2 cold but for what the operator before it
+left. `ideal_us` is for the bytes that the operator has to move; `of_bandwidth` is its share of the
+time. `stock` is FlashAttention as vLLM calls it in decode. `overlapped`, `apart`, `unfused` and `N
+CTAs` are variants (``cuda.OVERLAP_ROWS``, ``topk.FUSED``, ``cuda.select``,
+``Scratch.attend_programs``). Blocks are anywhere, as in a pool long in use, or `--in-order`. Long
+cases share blocks between requests once memory runs out, and say so.
 
 `--crossover` measures in place of that from which length on a layer is faster than stock, for
 several shapes: see ``retrieval_crossover``.
@@ -23,6 +23,7 @@ import torch
 
 from benchmarks import retrieval_crossover
 from benchmarks.retrieval_layer import (
+    DTYPE,
     GROUP,
     INDEX,
     LLAMA_8B,
@@ -51,9 +52,10 @@ def case(
     repeats: int,
     in_order: bool,
     bandwidth: float,
+    kv_dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Every operator at one size."""
-    layer = Layer(LLAMA_8B, length, batch, in_order)
+    layer = Layer(LLAMA_8B, length, batch, in_order, kv_dtype)
     step = layer.decode(length, batch, budget)
     kv_heads = LLAMA_8B.kv_heads
     operators: Operators = {"stock": stock_attention(step)}
@@ -65,12 +67,13 @@ def case(
     operators.update(of_others)
     before.update(dict.fromkeys(of_others, touch))
     by_row: Operators = {}
-    if length * batch <= MAX_TORCH_ENTRIES:
+    is_wide = kv_dtype == DTYPE
+    if is_wide and length * batch <= MAX_TORCH_ENTRIES:
         by_row = references(
             INDEX, step.query, layer.paged, layer.sidecar, step.table, length, budget
         )
         operators.update(by_row)
-    if length == PAGED_LENGTH:
+    if is_wide and length == PAGED_LENGTH:
         for page in PAGES:
             try:
                 operators.update(xformers_attention(step.query, kv_heads, budget, page))
@@ -90,13 +93,15 @@ def case(
     return report
 
 
-def write_case(length: int, repeats: int, bandwidth: float) -> dict[str, float]:
+def write_case(
+    length: int, repeats: int, bandwidth: float, kv_dtype: torch.dtype
+) -> dict[str, float]:
     """Quantising a whole prompt in one layer."""
-    layer = Layer(LLAMA_8B, length, 1)
+    layer = Layer(LLAMA_8B, length, 1, kv_dtype=kv_dtype)
     jobs = layer.jobs(0, 0, length // GROUP)
     us = measure(lambda: layer.writer.write(jobs, layer.pointers, layer.strides), repeats)
     dim = LLAMA_8B.head_dim
-    ideal = length * LLAMA_8B.kv_heads * (dim * 2 + dim // 4) / bandwidth
+    ideal = length * LLAMA_8B.kv_heads * (layer.entry_bytes // 2 + dim // 4) / bandwidth
     return {"us": round(us, 2), "ideal_us": round(ideal, 2), "of_bandwidth": round(ideal / us, 3)}
 
 
@@ -108,6 +113,12 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--backends", nargs="+", default=["cuda", "triton"])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=["auto", "fp8"],
+        default="auto",
+        help="fp8 is e4m3",
+    )
     parser.add_argument("--in-order", action="store_true", help="blocks of a request side by side")
     parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     add = parser.add_argument
@@ -122,9 +133,11 @@ def main() -> None:
         retrieval_crossover.main(head, args.output, args.repeats, args.dry, args.time_limit)
         return
     bandwidth = bytes_per_us(head["device"])
+    kv_dtype = torch.float8_e4m3fn if args.kv_cache_dtype == "fp8" else DTYPE
     report: dict[str, Any] = head | {
         "budget": args.budget,
         "bytes_per_us": bandwidth,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "cases": {},
         "write": {},
     }
@@ -134,10 +147,10 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
 
     for length in args.lengths:
-        report["write"][str(length)] = write_case(length, args.repeats, bandwidth)
+        report["write"][str(length)] = write_case(length, args.repeats, bandwidth, kv_dtype)
         for batch in args.batches:
             sizes = (length, batch, args.budget, args.backends)
-            result = case(*sizes, args.repeats, args.in_order, bandwidth)
+            result = case(*sizes, args.repeats, args.in_order, bandwidth, kv_dtype)
             report["cases"][f"{batch}x{length}"] = result
             times = {
                 k: v.get("us", v.get("error")) for k, v in result.items() if isinstance(v, dict)

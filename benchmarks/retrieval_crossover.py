@@ -124,7 +124,7 @@ def measured(
                 {
                     "shape": str(shape),
                     "kv_heads": shape.kv_heads,
-                    "head_bytes": shape.entry_bytes,
+                    "head_bytes": layer.entry_bytes,
                     "batch": batch,
                     "length": length,
                 },

@@ -111,11 +111,6 @@ class Heads:
         return f"{self.heads}/{self.kv_heads}x{self.head_dim}"
 
     @property
-    def entry_bytes(self) -> int:
-        """Of a key and a value of one KV head."""
-        return 2 * self.head_dim * DTYPE.itemsize
-
-    @property
     def page_shape(self) -> PageShape:
         return PageShape(self.kv_heads, BLOCK_SIZE, self.head_dim, GROUP)
 
@@ -126,12 +121,20 @@ LLAMA_8B = Heads(32, 8, 128)
 class Layer:
     """One layer's cache, filled, with its sidecar, for `batch` requests of `length` entries.
 
-    in_order: blocks of a request lie one after the other, and not anywhere.
+    in_order: blocks of a request lie one after the other, and not anywhere. kv_dtype: of the
+    cache. entry_bytes: of a key and a value of one KV head.
     """
 
-    def __init__(self, shape: Heads, length: int, batch: int, in_order: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Heads,
+        length: int,
+        batch: int,
+        in_order: bool = False,
+        kv_dtype: torch.dtype = DTYPE,
+    ) -> None:
         self.shape, self.length, self.batch = shape, length, batch
-        entry = shape.entry_bytes
+        self.entry_bytes = entry = 2 * shape.head_dim * kv_dtype.itemsize
         stride = shape.kv_heads * BLOCK_SIZE * entry + INDEX.page_bytes(shape.page_shape)
         per_request = -(-length // BLOCK_SIZE)
         blocks = min(per_request * batch, max(MAX_CACHE_BYTES // stride, per_request))
@@ -142,9 +145,10 @@ class Layer:
             raw,
             (blocks, shape.kv_heads, BLOCK_SIZE, entry),
             (stride, entry, shape.kv_heads * entry, 1),
-        ).view(DTYPE)
+        ).view(kv_dtype)
         for first in range(0, blocks, 4096):
-            cache[first : first + 4096].normal_()
+            part = cache[first : first + 4096]
+            part.copy_(torch.randn(part.shape, dtype=DTYPE, device=DEVICE).to(kv_dtype))
         self.cache = cache
         self.paged = PagedKV.of(cache, shape.head_dim)
         self.sidecar = INDEX.view(cache, shape.page_shape)
@@ -224,10 +228,10 @@ class Decode:
         per_head = {
             "score": codes + 4 * self.length,
             "select": 4 * self.length + 4 * self.budget,
-            "attend": self.budget * 2 * dim * 2,
+            "attend": self.budget * self.layer.entry_bytes,
         }
-        per_head["all"] = codes + self.budget * 2 * dim * 2
-        per_head["stock"] = self.length * 2 * dim * 2
+        per_head["all"] = codes + self.budget * self.layer.entry_bytes
+        per_head["stock"] = self.length * self.layer.entry_bytes
         return float(self.batch * self.layer.shape.kv_heads * per_head[op])
 
 
@@ -307,7 +311,10 @@ def _with_attend_ctas(scratch: retrieve.Scratch, ctas: int) -> retrieve.Scratch:
 
 
 def stock_attention(step: Decode) -> Call:
-    """Decode as vLLM's FlashAttention backend calls it, its scheduler metadata made before."""
+    """Decode as vLLM's FlashAttention backend calls it, its scheduler metadata made before.
+
+    Over an fp8 cache the query is fp8, too, as vLLM quantises it; that is made before.
+    """
     shape, batch, length = step.layer.shape, step.batch, step.length
     if not ON_GPU:
         return lambda: attend_reference(
@@ -335,7 +342,7 @@ def stock_attention(step: Decode) -> Call:
         num_heads_kv=shape.kv_heads,
         headdim=shape.head_dim,
         cache_seqlens=lens,
-        qkv_dtype=DTYPE,
+        qkv_dtype=step.layer.cache.dtype,
         cu_seqlens_q=starts,
         page_size=BLOCK_SIZE,
         causal=True,
@@ -344,10 +351,14 @@ def stock_attention(step: Decode) -> Call:
     )
     keys = step.layer.paged.keys.transpose(1, 2)
     values = step.layer.paged.values.transpose(1, 2)
+    query, one = step.query, None
+    if keys.dtype.itemsize == 1:
+        query = query.to(keys.dtype)
+        one = torch.ones(1, device=DEVICE).expand(batch, shape.kv_heads)
 
     def run() -> Any:
         return flash_attn_varlen_func(
-            q=step.query,
+            q=query,
             k=keys,
             v=values,
             out=step.out,
@@ -361,6 +372,9 @@ def stock_attention(step: Decode) -> Call:
             scheduler_metadata=metadata,
             num_splits=splits,
             fa_version=version,
+            q_descale=one,
+            k_descale=one,
+            v_descale=one,
         )
 
     return run

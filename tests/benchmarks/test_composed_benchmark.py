@@ -57,6 +57,19 @@ def test_a_part_that_was_not_measured_has_no_product() -> None:
     )
 
 
+def test_where_stock_has_another_cache_gains_are_over_that() -> None:
+    names = {"stock@fp8": 12.0, "fastkv:tsp_layer=15@fp8": 6.0}
+    content = results(names, {"stock@fp8": 10, "fastkv:tsp_layer=15@fp8": 90})
+    engine = content["engines"]["fastkv:tsp_layer=15@fp8"]
+    assert engine["cases"][CASE]["ratio_to_stock"] == 2.0
+    # Of the same bytes an entry: ten times as many fit, by what stays.
+    assert engine["pool"]["ratio_to_stock"] == 9.0
+    assert engine["pool"]["ideal"] == pytest.approx(10, rel=1e-3)
+    # Of two other stocks neither is stock.
+    two = results({**names, "stock@fp8_e5m2": 12.0}, dict.fromkeys([*names, "stock@fp8_e5m2"], 1))
+    assert "ratio_to_stock" not in two["engines"]["fastkv:tsp_layer=15@fp8"]["cases"][CASE]
+
+
 def test_one_server_that_has_room_for_all(tmp_path: Path) -> None:
     argv = ["--model", "llama-3.1-8b", "--preset", "composed", "--out", str(tmp_path / "x.json")]
     args = compare.parse_args(argv)

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks import report_tables as tables
+from benchmarks.compare import derive
 from benchmarks.ideal import SHAPES
 from benchmarks.report_files import File, kind_of, same_method
 
@@ -122,6 +123,42 @@ def test_answers_name_weights_cutoff_and_model(write: Any) -> None:
     assert "| tuned on 3.0M tokens | 70.0 [60-80] | 40 |" in row(page, "| `speed-15` of", "| tuned")
     assert "| small | as they are | 90.0 [80-100] | 40 |" in row(page, "| `fier-512` |")
     assert "| `fier-64` |" not in page
+
+
+def test_answers_over_another_cache_are_others(write: Any) -> None:
+    load = loaded({"stock": 2.0, "stock@fp8": 3.0, "fier-512": 2.5, "fier-512@fp8": 3.0})
+    page = write(load=load, asked=evaluated({"fier-512": 0.9, "full@fp8": 0.2, "snapkv@fp8": 0.1}))
+    assert "20.0 [10-30], n 40: `full@fp8`, small" in row(page, "| `stock@fp8` |", "n 40")
+    assert "90.0 [80-100], n 40: `fier-512`" in row(page, "| `fier-512` |", "n 40")
+    assert row(page, "| `fier-512@fp8` | 1.50x").endswith("| not measured |")
+    # Of what has no speed there, nothing is told.
+    assert "snapkv@fp8" not in page
+
+
+def compared(engines: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """A file of `benchmarks.compare`: medians by engine and case."""
+    cases = {
+        name: {
+            "cases": {case: {"median": median} for case, median in medians.items()},
+            "pool": {"tokens": 9},
+        }
+        for name, medians in engines.items()
+    }
+    settings = {"engine": {"dtype": "bfloat16"}, "tokens": 129, "steps": 64}
+    model = {"name": "llama-3.1-8b", **SHAPES["llama-3.1-8b"].as_dict()}
+    run = {"gpu": "NVIDIA H200, 1", "date": "2026-01-01", "commit": "abc", "command": "c"}
+    content = {"model": model, "settings": settings, "runs": [run], "engines": cases}
+    derive(content, SHAPES["llama-3.1-8b"])
+    return content
+
+
+def test_gains_over_stock_with_another_cache_stand_in_their_own_table(write: Any) -> None:
+    medians = {"stock@fp8": {"ttft:32768": 2.0}, "fastkv@fp8": {"ttft:32768": 1.0}}
+    page = write(longest=compared(medians))
+    assert "| policy | case | stock@fp8 |" in page
+    assert "2.000x" in row(page, "| `fastkv@fp8` | TTFT, 32,768 | 2.00 ms | 1.00 ms |")
+    # Above, gains are over stock.
+    assert page.count("`fastkv@fp8`") == 2 and "2.00x (" not in page
 
 
 def test_of_equal_cutoffs_the_youngest_file_and_its_first_stand(write: Any) -> None:
