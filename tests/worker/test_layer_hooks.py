@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.worker.layer_hooks import LayerHooks
+from vllm_kvx.worker.layer_hooks import LayerHook, LayerHooks
 
 LAYERS, BLOCKS, HEADS, HEAD_DIM = 4, 3, 2, 32
 
@@ -89,3 +89,20 @@ def test_flashinfer_that_vllm_chose_itself() -> None:
         with pytest.raises(RuntimeError, match="to one of FLASH_ATTN, TRITON_ATTN, CPU_ATTN"):
             bind(policies, flashinfer, block_size=16)
     bind(["snapkv"], flashinfer, block_size=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_queries_that_were_quantised_are_exact(dtype: torch.dtype, scale: float) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    query = every[every.float().isfinite()].repeat(2)[: 6 * 2 * HEAD_DIM].view(-1, 2 * HEAD_DIM)
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(forward=None, num_heads=2, head_size=HEAD_DIM), _q_scale_float=scale
+    )
+    hooks: Any = SimpleNamespace(dtype=dtype)
+    found = LayerHook(hooks, layer, 0, 0)._unquantized(query)
+    assert found.dtype == dtype and found.shape == (len(query), 2, HEAD_DIM)
+    wanted = query.double() * float(torch.tensor(scale, dtype=torch.float32))
+    assert torch.equal(found, wanted.view(found.shape).to(dtype))
+    plain = torch.randn(3, 2 * HEAD_DIM, dtype=dtype)
+    assert torch.equal(LayerHook(hooks, layer, 0, 0)._unquantized(plain).flatten(1), plain)
