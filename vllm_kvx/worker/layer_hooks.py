@@ -103,7 +103,7 @@ class LayerHook:
         """(N, H, D) in the model's dtype."""
         query = query.view(query.shape[0], self.layer.impl.num_heads, self.layer.impl.head_size)
         if query.dtype.itemsize == 1:  # Quantised for the attention kernel.
-            # Each of these is a launch in every layer of a decode step. 16 bits hold what e4m3 does.
+            # Each of these is a launch in every layer of a decode step. 16 bits hold all of e4m3.
             query, scale = query.to(self.hooks.dtype), float(self.layer._q_scale_float)
             if scale != 1.0:
                 query = query * scale
