@@ -10,17 +10,17 @@ benchmarks/results/quality-NAME.json and .png, and prints Markdown tables.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_kvx.calibration.figures import draw
 from vllm_kvx.evaluation import figures, report
-from vllm_kvx.evaluation.rows import is_of_original, policy_of, row_of_original
+from vllm_kvx.evaluation.rows import FULL, FULL_ORIGINAL, with_dtype
 from vllm_kvx.evaluation.store import IF_GIVEN, RESOLVED, SAME, Answer, Store
 from vllm_kvx.evaluation.summary import Cell, Summary
-from vllm_kvx.policy.cache_dtype import at_dtype
+from vllm_kvx.policy.cache_dtype import at_dtype, split_dtype
 
 DTYPE = "kv_cache_dtype"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -30,26 +30,27 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
     """The answers of all directories, each question under each policy once, and their facts."""
     answers: dict[Any, Answer] = {}
     facts: dict[str, Any] = {}
+    dtype: str | None = None
     for directory in directories:
         before = json.loads((directory / "run.json").read_text(encoding="utf-8"))
         store = Store(directory, before)
-        at = ""
-        if facts and before.get(DTYPE) != facts[DTYPE]:
-            at = at_dtype(before[DTYPE])
-            if not at:
-                raise SystemExit(f"{directory} has the wider KV cache: name it first")
-            before[DTYPE] = facts[DTYPE]
+        own = _dtype_of_run(store.facts)
+        dtype = own if dtype is None else dtype
+        at = "" if own == dtype else own
+        if own != dtype and not own:
+            raise SystemExit(f"{directory} has a KV cache that is not quantized: name it first")
         for name in (*SAME, *IF_GIVEN):
-            if facts and facts.get(name) != before.get(name):
+            if facts and name != DTYPE and facts.get(name) != before.get(name):
                 raise SystemExit(
                     f"{directory}: {name} is {before.get(name)!r}, not {facts.get(name)!r}"
                 )
         for answer in store:
-            question = replace(answer.question, policy=_over(answer.question.policy, at))
+            question = replace(answer.question, policy=with_dtype(answer.question.policy, at))
             answers.setdefault(question, replace(answer, question=question))
         commands = [*facts.get("commands", []), before.pop("command")]
-        own = {_over(row, at): _over(name, at) for row, name in before.pop(RESOLVED, {}).items()}
-        resolved = {**facts.get(RESOLVED, {}), **own}
+        before.pop(RESOLVED, None)
+        meant = {with_dtype(row, at): name for row, name in store.facts[RESOLVED].items()}
+        resolved = {**facts.get(RESOLVED, {}), **meant}
         facts = {**before, **facts, "commands": commands, RESOLVED: resolved}
     lengths = {a.question.length for a in answers.values() if a.question.length}
     facts["lengths"] = sorted(lengths)
@@ -57,11 +58,10 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
     return list(answers.values()), facts
 
 
-def _over(row: str, at: str) -> str:
-    """A row's name with the KV cache dtype of its engine, `at`, where it has none of its own."""
-    policy = policy_of(row)
-    name = policy if "@" in policy else policy + at
-    return row_of_original(name) if is_of_original(row) else name
+def _dtype_of_run(facts: Mapping[str, Any]) -> str:
+    """The KV cache dtype that `full` was asked over, as a name has it: empty or `@fp8`."""
+    meant = facts[RESOLVED].get(FULL_ORIGINAL) or facts[RESOLVED].get(FULL)
+    return at_dtype(split_dtype(meant)[1] if meant else facts.get(DTYPE))
 
 
 def markdown(summary: Summary, policies: Sequence[str]) -> str:

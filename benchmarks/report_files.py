@@ -255,6 +255,8 @@ def _evaluated(file: File, report: Report) -> list[Kept]:
     model, weights, layers, content = report
     cells = [c for c in content["cells"] if c["task"] == "all" and c["length"] == "all"]
     yardstick = content.get("yardstick", "full")
+    if "@" in content.get("resolved", {}).get(yardstick, ""):
+        return []  # What a quantized KV cache loses by itself does not show there.
     full = next((cell["score"][0] for cell in cells if cell["policy"] == yardstick), None)
     return [
         Kept(file, model, cell["policy"], tuple(cell["of_full"]), full, cell["n"], weights, layers)

@@ -8,13 +8,14 @@ import pytest
 from benchmarks.quality import read
 from vllm_kvx.evaluation.store import SAME, Answer, Question, Store
 from vllm_kvx.evaluation.summary import Summary
+from vllm_kvx.policy.cache_dtype import at_dtype
 
 
 def run(directory: Path, dtype: str | None, *rows: str, right: float = 1.0) -> Path:
     facts = dict.fromkeys(SAME) | {"model": "m", "kv_cache_dtype": dtype, "command": "c"}
     store = Store(directory, facts)
     for row in rows:
-        store.note_resolved(row, row.partition(" ")[0] + (f"@{dtype}" if dtype else ""))
+        store.note_resolved(row, row.partition(" ")[0] + at_dtype(dtype))
         store.add([Answer(Question(row, "notes", 512, i), right, 500, 1, 1, "") for i in range(2)])
     return directory
 
@@ -35,6 +36,9 @@ def test_another_cache_stands_beside_the_first(tmp_path: Path) -> None:
     assert json.loads((second / "run.json").read_text())["kv_cache_dtype"] == "fp8"
     with pytest.raises(SystemExit, match="name it first"):
         read([second, first])
+    # All of these are the model's own.
+    wide = run(tmp_path / "wide", "bfloat16", "snapkv")
+    assert Summary(read([first, wide])[0]).policies == ["full", "fier-64", "snapkv"]
     # A third run over the same cache adds to what is there.
     third = run(tmp_path / "c", "fp8", "snapkv")
     assert "snapkv@fp8" in Summary(read([first, second, third])[0]).policies

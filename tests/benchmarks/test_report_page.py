@@ -133,6 +133,8 @@ def test_answers_over_another_cache_are_others(write: Any) -> None:
     assert row(page, "| `fier-512@fp8` | 1.50x").endswith("| not measured |")
     # Of what has no speed there, nothing is told.
     assert "snapkv@fp8" not in page
+    over = evaluated({"fier-512": 0.9}, resolved={"full": "full@fp8"})
+    assert "90.0 [80-100]" not in write(load=load, asked=over)
 
 
 def compared(engines: dict[str, dict[str, float]]) -> dict[str, Any]:

@@ -306,3 +306,13 @@ def test_evaluations_and_tuning(doctor, key: str, tmp_path: Path) -> None:
     assert tuning.status == "note"
     assert tuning.mend == f"vllm-kvx tune-speed {LOOKUP} --cutoff 4 --out DIR"
     assert evaluation.status == "ok" and "kept 90.0% [80.0-100.0]" in evaluation.says
+
+
+@pytest.mark.parametrize("policy", ["speed-4", "snapkv"])
+def test_a_quantized_kv_cache_is_asked_by_its_name(doctor, policy: str) -> None:
+    """Also where the flags are refused, as retention's are on CPU."""
+    asked = doctor(policy, serve_args=("--kv-cache-dtype", "fp8", *ON_CPU))
+    assert bool(asked.problems("model", "flags")) == (policy == "snapkv")
+    *_, found = asked("measured")
+    assert f"{policy}@fp8: nobody has measured" in found.says
+    assert f"--policies {policy}@fp8 --save" in found.mend

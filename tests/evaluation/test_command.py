@@ -76,7 +76,12 @@ def test_policies_side_by_side(
     [
         (("--policies", "snapkvv"), "unknown policy 'snapkvv'"),
         (("--policies", "speed-8"), "8 layers"),
-        (("--policies", "full@int4"), "'int4' is no KV cache dtype that policies run over"),
+        (("--policies", "full@int4"), "over which full runs: write one of "),
+        (("--policies", "snapkv@fp8"), "snapkv@fp8: retention and retrieval cannot address 8-bit"),
+        (
+            ("--policies", "full@fp8", "--engine-args", '{"kv_cache_dtype": "fp8_e5m2"}'),
+            "full@fp8 would be compared with full over fp8_e5m2",
+        ),
         (("--tasks", "niah"), "unknown task 'niah'"),
         (("--lengths", "9000"), "more than the model's context"),
         (("--speed", "nowhere.json"), "no result of benchmarks.compare"),

@@ -86,6 +86,10 @@ def test_a_yardstick_over_a_narrow_cache_is_told() -> None:
     assert not trust().as_json(parse_policy("fier-64"))["measured"]
     says = trust("fp8").as_json(parse_policy("fier-64"))["says"]
     assert "of this model's right answers over fp8 entries (10 prompts" in says
+    # What fp8 loses, too, is more: it stays.
+    save("fier-64@fp8", "fier-64:dense_below=0@fp8", 0.25)
+    save("fier-64", "fier-64:dense_below=0@fp8", 0.75, full="full@fp8")
+    assert trust("fp8").as_json(parse_policy("fier-64"))["of_full"][0] == 0.25
 
 
 def test_a_policy_is_measured_anew(cache: Path) -> None:

@@ -33,11 +33,25 @@ def test_each_cache_has_an_engine_of_its_own() -> None:
     policies = read_policies(names, 8)
     assert str(policies["fier-64@fp8"]) == "fier-64" and policies["full@fp8"].is_full
     assert grouped(policies, 8) == [["full", "fier-64"], names[1:3], names[3:]]
+    # Two names of one dtype are one, and vLLM's quantized KV caches run `full`.
+    assert list(read_policies(["fier-64@fp8_e4m3", "fier-64@fp8"], 8)) == ["full", "fier-64@fp8"]
+    assert "full@int8_per_token_head" in read_policies(["full@int8_per_token_head"], 8)
     of_original = {f"{name} (original)": policy for name, policy in policies.items()}
     assert [len(names) for names in grouped(of_original, 8)] == [2, 2, 1]
 
 
-@pytest.mark.parametrize("name", ["full@int8", "full@", "snapkvv", "speed-9", "fastkv:tsp_layer=8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full@int8",
+        "full@",
+        "full@auto",
+        "snapkv@int8_per_token_head",
+        "snapkvv",
+        "speed-9",
+        "fastkv:tsp_layer=8",
+    ],
+)
 def test_what_the_model_cannot_run_is_refused(name: str) -> None:
     with pytest.raises(PolicyError):
         read_policies([name], 8)

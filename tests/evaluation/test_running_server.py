@@ -33,8 +33,8 @@ def server(
 
 
 def test_a_server_says_what_its_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, asked = server(monkeypatch, ["fier-64@fp8"], kv_cache_dtype="fp8_e4m3")
-    assert found.resolved("fier-64@fp8") == "fier-64:dense_below=0@fp8"
+    found, asked = server(monkeypatch, ["fier-64"], kv_cache_dtype="fp8_e4m3")
+    assert found.resolved("fier-64") == "fier-64:dense_below=0@fp8"
     assert found.resolved("full") == "full@fp8"
     assert asked.count("/v1/completions") == 2
     # One of before it was told.
@@ -42,6 +42,8 @@ def test_a_server_says_what_its_cache_is(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.resolved("full") == "full"
 
 
-def test_another_cache_than_the_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ToolError, match=r"fier-64@fp8: .* one KV cache, of dtype auto: leave"):
-        server(monkeypatch, ["fier-64@fp8"], kv_cache_dtype="auto")
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_of_a_server_one_cache_is_asked(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    with pytest.raises(ToolError, match=r"fier-64@fp8: a server has one KV cache, for full too"):
+        server(monkeypatch, ["fier-64@fp8"], kv_cache_dtype=dtype)
+    server(monkeypatch, ["fier-64@bfloat16"], kv_cache_dtype="auto")

@@ -103,6 +103,17 @@ def test_layers_that_changed_are_refused(tmp_path: Path) -> None:
         store.note_resolved("fastkv", "fastkv:tsp_layer=5")
 
 
+def test_what_an_older_run_was_over_is_known(tmp_path: Path) -> None:
+    over_fp8 = FACTS | {"kv_cache_dtype": "fp8"}
+    Store(tmp_path, over_fp8)
+    run = json.loads((tmp_path / RUN_FILE).read_text())
+    run["resolved"] = {"full": "full", "snapkv": "snapkv"}
+    (tmp_path / RUN_FILE).write_text(json.dumps(run))
+    store = Store(tmp_path, over_fp8)
+    assert store.facts["resolved"] == {"full": "full@fp8", "snapkv": "snapkv@fp8"}
+    store.note_resolved("snapkv", "snapkv@fp8")
+
+
 def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, FACTS)
     store.add([answer(0)])

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from vllm_kvx.evaluation import report
-from vllm_kvx.evaluation.figures import family_of
+from vllm_kvx.evaluation.figures import family_of, speed_points
 from vllm_kvx.evaluation.intervals import of_mean, of_ratio, of_values
 from vllm_kvx.evaluation.store import Answer, Question
 from vllm_kvx.evaluation.summary import PERPLEXITY, Summary
@@ -166,6 +166,8 @@ def test_short_questions_stand_in_the_last_column() -> None:
     [
         ("snapkv:kv_rate=0.2", "snapkv"),
         ("fier-512", "fier"),
+        ("fier-512@fp8", "fier@fp8"),
+        ("full@fp8 (original)", "full@fp8 (original)"),
         ("fastkv:tsp_layer=16,kv_rate=0.05+fier-64", "fastkv:tsp_layer=16+fier"),
         ("speed-24", "speed"),
         ("speed-24 (original)", "speed (original)"),
@@ -173,3 +175,17 @@ def test_short_questions_stand_in_the_last_column() -> None:
 )
 def test_a_curve_is_a_method(policy: str, family: str) -> None:
     assert family_of(policy) == family
+
+
+def test_speeds_are_of_the_same_kv_cache() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    names = ("full", "full@fp8", "fier-64", "fier-64@fp8")
+    summary = Summary([said(name, 0, "x") for name in names])
+    speed = {"stock@fp8": {"ttft": 1.1}, "fier-64@fp8": {"ttft": 1.3}}
+    axis = speed_points(pyplot, summary, "m", speed).axes[0]
+    assert {text.get_text(): text.xy[0] for text in axis.texts} == {
+        "full": 1.0,
+        "full@fp8": 1.1,
+        "fier-64@fp8": 1.3,
+    }
+    pyplot.close()

@@ -15,6 +15,7 @@ from world import inside
 from world.configs import engine_args
 
 from vllm_kvx.ops import library
+from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.seams import release_line
@@ -198,6 +199,14 @@ def test_scales_by_head_are_refused(make_config, model_dir, policy: str) -> None
             make_config(policy, model=by_head, kv_cache_dtype=dtype)
     # No layer's entries are looked up.
     make_config("speed-4", model=by_head)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3", "bfloat16"])
+def test_the_checkpoints_own_kv_cache_dtype_is_known(make_config, model_dir, dtype: str) -> None:
+    scaled = model_dir(quantization_config=compressed("tensor"))
+    found = dtype_of_engine(make_config("speed-4", model=scaled, kv_cache_dtype=dtype))
+    assert found == ("fp8" if dtype == "auto" else dtype)
+    assert dtype_of_engine(make_config("speed-4")) == "auto"
 
 
 def test_scales_that_are_not_used_or_one_a_layer(stock) -> None:

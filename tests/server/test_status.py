@@ -50,6 +50,7 @@ class Engine:
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
             cache_config=SimpleNamespace(cache_dtype="auto"),
+            quant_config=None,
             parallel_config=SimpleNamespace(
                 _api_process_rank=rank, _api_process_count=count, data_parallel_size=1
             ),
@@ -198,6 +199,22 @@ def test_retrieval_is_told_and_measured() -> None:
         assert sample("retrieval_recall", "retrieval", "quest-79") == 0.75
         assert sample("retrieval_recall_samples", "retrieval", "quest-79") == 12
         assert sample("retrieval_recall", "retrieval", "full") is None
+
+    asyncio.run(main())
+
+
+def test_a_quantized_kv_cache_is_told() -> None:
+    async def main() -> None:
+        engine = Engine("speed-4", model="fp8", kv_layout=["full"])
+        engine.vllm_config.cache_config.cache_dtype = "fp8"
+        client = await serve(engine)
+        answer = (await client.get("/v1/kv_policy")).json()
+        assert answer["kv_cache_dtype"] == "fp8"
+        for policy, said in answer["answers_kept"].items():
+            assert f"--policies {policy}@fp8 --save" in said["says"]
+            # As the alert's command takes it.
+            assert sample("policy_evaluated", "fp8", f"{policy}@fp8") == 0
+        assert set(answer["answers_kept"]) == {"speed-4", "full"}
 
     asyncio.run(main())
 

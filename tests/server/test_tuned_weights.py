@@ -72,6 +72,20 @@ def start(make_config, model_dir, log: Log) -> Callable[..., list[tuple[str, str
     return lines
 
 
+def test_what_a_quantized_kv_cache_keeps_is_asked_by_its_name(make_config, model_dir) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    make_config()
+    logging.getLogger("vllm.kvx").addHandler(handler)
+    try:
+        make_config("speed-4", model=model_dir(), dtype="float32", kv_cache_dtype="fp8")
+    finally:
+        logging.getLogger("vllm.kvx").removeHandler(handler)
+    (line,) = [line for line in said if "nobody has measured" in line]
+    assert line.startswith("KV policy speed-4@fp8: ") and "--policies speed-4@fp8 --save" in line
+
+
 def test_weights_that_were_tuned_for_it(start) -> None:
     line = f"KV policy speed-4: weights tuned for speed-4 ({SAYS})."
     assert start("speed-4", "speed-4+fier-64", record=tuned("speed-4")) == [("INFO", line)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvx.doctor.asked import layers_for
 from vllm_kvx.doctor.findings import Context, Finding, Request, note, ok, problem, reason
+from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.settings import POLICY_KEY
 
 
@@ -29,10 +30,12 @@ def flags(context: Context) -> Iterator[Finding]:
         return
     config = dict(engine_args.additional_config or {})
     context.additional_config = config
+    context.kv_cache_dtype = str(engine_args.kv_cache_dtype)
     try:
         # Doctor does not measure; the server would, which takes the weights.
         engine_args.additional_config = {**layers_for(context, config), **config}
         context.vllm_config = _engine_config(engine_args)
+        context.kv_cache_dtype = dtype_of_engine(context.vllm_config)
     except Exception as error:  # vLLM's own checks raise what they like.
         refusals = str(error).strip() or type(error).__name__
         yield problem(refusals if _is_ours(refusals) else f"vLLM refuses: {refusals}")

@@ -43,8 +43,7 @@ def measured(context: Context) -> Iterator[Finding]:
     # Where a layer stands in, the policy's own name says what to evaluate.
     waits = any(known_layer(context, part) is None for part in left)
     policies = policies_of(config) if waits else settings.policies
-    whole = context.vllm_config
-    trust = Trust(model, None if whole is None else whole.cache_config.cache_dtype)
+    trust = Trust(model, context.kv_cache_dtype)
     lines = Tuning(model).lines(settings.policies) + trust.lines(policies)
     for line, is_well in lines:
         yield ok(line) if is_well else note(line, _command(line))

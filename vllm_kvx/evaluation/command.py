@@ -24,11 +24,13 @@ from vllm_kvx.evaluation.engine import OwnEngine, on_cpu, own_engine, prepare_en
 from vllm_kvx.evaluation.groups import grouped
 from vllm_kvx.evaluation.original import Model, check_tokenizers, models_of
 from vllm_kvx.evaluation.questions import Key, Posed, Suite, load_tokenizer
-from vllm_kvx.evaluation.rows import dtype_of
+from vllm_kvx.evaluation.rows import FULL, dtype_of
 from vllm_kvx.evaluation.server import RunningServer, running_server
-from vllm_kvx.evaluation.store import Answer, Question, Store
+from vllm_kvx.evaluation.store import RESOLVED, Answer, Question, Store
 from vllm_kvx.evaluation.summary import Summary
 from vllm_kvx.evaluation.tasks.table import FIXED, GROUPS, TASKS
+from vllm_kvx.policy.cache_dtype import at_dtype, split_dtype
+from vllm_kvx.policy.policy import KVPolicy
 
 # Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
 _AT_A_TIME = 128
@@ -67,6 +69,9 @@ def run(args: argparse.Namespace) -> None:
     with _bar("prompts") as bar:
         posed = suite.pose(load, bar)
     rows = [row for model in models for row in model.rows]
+    for model in models:
+        check_rows(model.rows)
+    check_yardstick({rows[0]: FULL + at_dtype(args.engine_args.get("kv_cache_dtype"))}, rows)
     missing = {row: [key for key in posed if Question(row, *key) not in store] for row in rows}
     count = sum(map(len, missing.values()))
     if count:
@@ -76,6 +81,8 @@ def run(args: argparse.Namespace) -> None:
             for engine, names in _engines(args, models, missing, suite.context(posed)):
                 for name in names:
                     store.note_resolved(name, engine.resolved(name))
+                check_yardstick(store.facts[RESOLVED], rows)
+                for name in names:
                     for answered in _ask(engine, name, missing[name], posed, store):
                         done += answered
                         bar(done, count)
@@ -110,6 +117,32 @@ def finish(
         print(f"Saved for servers of this model: {records.save(key, summary, facts)}")
     if not args.no_plot:
         print(figures.draw_all(store.directory, summary, model_name(args.model), speed))
+
+
+def check_rows(rows: Mapping[str, KVPolicy]) -> None:
+    """Raise ToolError for rows that no engine on this machine can answer."""
+    for row, policy in rows.items():
+        dtype = dtype_of(row)
+        if dtype and dtype.startswith("fp8") and policy.is_lossy_decode and on_cpu():
+            raise ToolError(
+                f"{row}: retention and retrieval cannot address 8-bit keys on CPU: ask on a GPU, "
+                f"or leave {at_dtype(dtype)} out"
+            )
+
+
+def check_yardstick(resolved: Mapping[str, str], rows: Sequence[str]) -> None:
+    """Raise ToolError where rows name a KV cache dtype and `full` is over a quantized one, too.
+
+    resolved: by row, as the store has it. rows: the yardstick first.
+    """
+    dtype = split_dtype(resolved.get(rows[0], FULL))[1]
+    named = next((row for row in rows if dtype_of(row)), None)
+    if dtype and named:
+        raise ToolError(
+            f"{named} would be compared with full over {dtype}, and what {dtype} loses would not "
+            f"show: leave @{dtype_of(named)} out, or give full another KV cache by --engine-args "
+            '\'{"kv_cache_dtype": "bfloat16"}\''
+        )
 
 
 def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) -> dict[str, Any]:
@@ -163,6 +196,8 @@ def _engines(
     for model in models:
         wanted = {row: policy for row, policy in model.rows.items() if missing[row]}
         if args.base_url:
+            # It is asked what `full` means there, even if all such answers are here.
+            wanted = {FULL: model.rows[FULL], **wanted}
             with running_server(args.base_url, wanted, args.concurrency, model.key) as server:
                 yield server, list(wanted)
             continue

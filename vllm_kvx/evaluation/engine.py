@@ -12,7 +12,7 @@ from vllm_kvx.cpu_mode import CPU_MODE_VARIABLE
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.groups import with_retrieval
 from vllm_kvx.evaluation.shares import Shares, shares_of
-from vllm_kvx.policy.cache_dtype import at_dtype
+from vllm_kvx.policy.cache_dtype import at_dtype, dtype_of_engine
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, KVSettings
 
@@ -80,7 +80,7 @@ class OwnEngine:
         self._settings = settings
         self.num_layers = settings.num_layers
         self.block_size = vllm_config.cache_config.block_size
-        self._dtype = at_dtype(vllm_config.cache_config.cache_dtype)
+        self._dtype = at_dtype(dtype_of_engine(vllm_config))
 
     def answers(self, policy: str, asked: Sequence[Asked]) -> list[Answered]:
         """Greedy answers under one of the engine's policies, all prompts given at once.

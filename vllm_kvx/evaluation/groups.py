@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from vllm_kvx.calibration.resolve import check_alike
 from vllm_kvx.evaluation.rows import dtype_of
-from vllm_kvx.policy.cache_dtype import split_dtype
+from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, split_dtype
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
@@ -32,19 +33,34 @@ def read_policies(names: Sequence[str], num_layers: int) -> dict[str, KVPolicy]:
     A name may end in a KV cache dtype, `fier-512@fp8`, which the policy here is without.
 
     Raises:
-        PolicyError: one does not parse, is not served or cannot run on such a model or cache.
+        PolicyError: one does not parse, is not served or cannot run on such a model or KV cache.
     """
     policies = {"full": KVPolicy()}
     for name in names:
-        try:
-            plain, _ = split_dtype(name)
-        except ValueError as error:
-            raise PolicyError(str(error)) from error
+        plain, dtype = split_dtype(name)
         policy = parse_policy(plain)
         check_served(policy)
         policy.check_model(num_layers)
+        if "@" in name:
+            _check_dtype(name, policy, dtype)
+            name = f"{plain}@{'fp8' if dtype == 'fp8_e4m3' else dtype}"
         policies.setdefault(name, policy)
     return policies
+
+
+def _check_dtype(name: str, policy: KVPolicy, dtype: str | None) -> None:
+    """Raise PolicyError unless the policy runs over such a KV cache; `full` does over vLLM's."""
+    taken: tuple[str, ...] = KV_CACHE_DTYPES
+    if policy.is_full and dtype not in taken:
+        from vllm.config.cache import CacheDType
+
+        taken = get_args(CacheDType)
+    taken = tuple(each for each in taken if each != "auto")
+    if dtype not in taken:
+        raise PolicyError(
+            f"{name!r}: behind the @ stands a KV cache dtype of vLLM over which {policy} runs: "
+            f"write one of {', '.join(taken)}"
+        )
 
 
 def grouped(policies: Mapping[str, KVPolicy], num_layers: int) -> list[list[str]]:

@@ -35,7 +35,8 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
     """Stores what each policy kept, in the place of what was stored for that policy.
 
     Where an original was asked, it is what the policy on the model keeps of the original's answers.
-    A name has the KV cache dtype that its engine had, if that is narrower than the model computes.
+    A name has the KV cache dtype that its engine had, if that is a quantized one. What was compared
+    with `full` over a quantized one, too, takes no place of what was compared with `full` itself.
 
     Raises:
         ToolError: it cannot be written.
@@ -45,6 +46,7 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
     full = summary.cell(summary.yardstick)
     original = facts["original"] if is_of_original(summary.yardstick) else None
     full_dtype = split_dtype(facts[RESOLVED].get(summary.yardstick, FULL))[1]
+    saved: set[str] = set()
     for name in summary.policies:
         cell = summary.cell(name)
         if name == FULL or is_of_original(name):
@@ -52,12 +54,17 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
         if cell is None or cell.of_full is None or full is None:
             continue
         policy, dtype = split_dtype(facts[RESOLVED][name])
+        key = canonical(parse_policy(policy), dtype)
+        before = record["policies"].get(key)
+        if key == FULL or key in saved or (full_dtype and _is_beside_unquantized(before)):
+            continue
+        saved.add(key)
         lengths = {}
         for length in summary.lengths:
             part = summary.cell(name, length=length)
             if part is not None and part.of_full is not None:
                 lengths[str(length)] = [round(value, 4) for value in part.of_full]
-        record["policies"][canonical(parse_policy(policy), dtype)] = {
+        record["policies"][key] = {
             "of_full": [round(value, 4) for value in cell.of_full],
             "score": round(cell.score.value, 4),
             "full": round(full.score.value, 4),
@@ -123,6 +130,10 @@ def line(
         f"{name}: kept {value:.1f}% [{low:.1f}-{high:.1f}] of {whose} ({found['n']} prompts"
         f"{lengths}, full {100 * found['full']:.1f}% right, {str(found.get('date'))[:10]})."
     )
+
+
+def _is_beside_unquantized(found: Any) -> bool:
+    return isinstance(found, dict) and "full_kv_cache_dtype" not in found
 
 
 def _is_whole(found: Any) -> bool:

@@ -29,4 +29,11 @@ def dtype_of(row: str) -> str | None:
     return split_dtype(policy_of(row))[1]
 
 
+def with_dtype(row: str, dtype: str) -> str:
+    """The row over such a KV cache, `@fp8`; as it is, where it names one or `dtype` is empty."""
+    policy = policy_of(row)
+    named = policy if "@" in policy else policy + dtype
+    return row_of_original(named) if is_of_original(row) else named
+
+
 FULL_ORIGINAL = row_of_original(FULL)

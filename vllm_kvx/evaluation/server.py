@@ -50,13 +50,12 @@ class RunningServer:
                 f"the server at {self._client.base_url} runs other weights ({self._model}) than "
                 "MODEL has: name the model that it serves"
             )
-        dtype = str(status.get("kv_cache_dtype", "auto"))
-        self._dtype = at_dtype(dtype)
+        self._dtype = at_dtype(status.get("kv_cache_dtype"))
         for name in policies:
-            if (wanted := dtype_of(name)) and at_dtype(wanted) != self._dtype:
+            if at_dtype(dtype_of(name)):
                 raise ToolError(
-                    f"{name}: the server at {self._client.base_url} has one KV cache, of dtype "
-                    f"{dtype}: leave --base-url out, and an engine of each dtype is started here"
+                    f"{name}: a server has one KV cache, for full too: leave --base-url out, and "
+                    "an engine of each dtype is started here"
                 )
             # Before hours of work.
             self._answer(name, Asked([0], 1))

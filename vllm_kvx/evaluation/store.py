@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
+from vllm_kvx.evaluation.rows import with_dtype
+from vllm_kvx.policy.cache_dtype import at_dtype
 
 RUN_FILE, ANSWERS_FILE = "run.json", "answers.jsonl"
 RESOLVED = "resolved"
@@ -78,7 +80,9 @@ class Store:
         for answer in self._load():
             self._answers[answer.question] = answer
         # What policies resolved to stays known when their answers are not asked for again.
-        resolved = dict(before.get(RESOLVED, {}))
+        # Runs of before names had KV cache dtypes have it among their facts alone.
+        at = at_dtype(before.get("kv_cache_dtype"))
+        resolved = {row: with_dtype(name, at) for row, name in before.get(RESOLVED, {}).items()}
         known = {name: facts.get(name) or before.get(name) for name in IF_GIVEN}
         self.facts: dict[str, Any] = {**before, **facts, **known, RESOLVED: resolved}
         self._write_facts()

@@ -1,33 +1,36 @@
 """KV cache dtypes that policies run over, and how a name says that one changes answers."""
 
+from typing import Any
+
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 # Of these, whose entries are stored as they are, whatever scales a checkpoint has; `auto` takes the
 # checkpoint's type.
 UNSCALED = ("bfloat16", "float16")
+_LOSSLESS = (None, "auto", *UNSCALED)
 
 
 def at_dtype(dtype: str | None) -> str:
-    """What a policy's name has behind it over a cache of this dtype: `@fp8`.
+    """What a policy's name has behind it over such a KV cache: `@fp8`.
 
-    Nothing where entries are as wide as the model computes them: those answers are its own. `auto`
-    is taken for such a one; engines say what it came to.
+    Nothing for 16-bit ones, which are taken as lossless, and for `auto`: see `dtype_of_engine`.
     """
-    if dtype in (None, "auto", *UNSCALED):
+    if dtype in _LOSSLESS:
         return ""
     return "@fp8" if dtype == "fp8_e4m3" else f"@{dtype}"
 
 
 def split_dtype(name: str) -> tuple[str, str | None]:
-    """Policy and KV cache dtype of a name; None where it leaves that to the engine.
-
-    Raises:
-        ValueError: there is no such dtype, or policies do not run over it.
-    """
-    policy, at, dtype = name.partition("@")
-    if at and dtype not in KV_CACHE_DTYPES:
-        raise ValueError(
-            f"{name!r}: {dtype!r} is no KV cache dtype that policies run over: write one of "
-            f"{', '.join(KV_CACHE_DTYPES)} behind the @"
-        )
+    """Policy and KV cache dtype of a name; None where it leaves that to the engine."""
+    policy, _, dtype = name.partition("@")
     return policy, dtype or None
+
+
+def dtype_of_engine(vllm_config: Any) -> str:
+    """The dtype of an engine's KV cache, from vLLM's configuration.
+
+    Of checkpoints that llm-compressor made, vLLM resolves `auto` in each attention layer alone.
+    """
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    return "fp8" if dtype == "auto" and scheme is not None else dtype

@@ -14,6 +14,7 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvx import __version__
+from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server import refused
@@ -68,7 +69,7 @@ class PolicyStatus:
         config = engine_client.vllm_config
         self.settings = settings
         self.model_name = str(config.model_config.served_model_name)
-        self.kv_cache_dtype = str(config.cache_config.cache_dtype)
+        self.kv_cache_dtype = dtype_of_engine(config)
         self.trust = Trust(config.model_config, self.kv_cache_dtype)
         self.tuning = Tuning(config.model_config)
         self.reader: StatsReader | None = None
@@ -80,9 +81,9 @@ class PolicyStatus:
             layout = "stock" if settings.stock else str(settings.layout)
             export_build_info(self.model_name, policy, layout)
             for own in settings.policies:
-                if not own.is_full:
+                if self.trust.is_lossy(own):
                     found = self.trust.as_json(own)
-                    export_evaluated(self.model_name, str(own), found["measured"])
+                    export_evaluated(self.model_name, self.trust.name(own), found["measured"])
         if settings.stock:
             return  # Stock workers count nothing.
         metrics = None

@@ -16,7 +16,7 @@ class Trust:
     """What evaluations found of policies on one model, whose key is `model_key`."""
 
     def __init__(self, model_config: "ModelConfig", kv_cache_dtype: str | None = None) -> None:
-        """kv_cache_dtype: of the server, as vLLM resolved it."""
+        """kv_cache_dtype: of the server, as `dtype_of_engine` says."""
         self._dtype = kv_cache_dtype
         self._model = model_config.model
         config = model_config.hf_text_config.to_dict()
@@ -29,12 +29,19 @@ class Trust:
     def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
         """A line for the log on each policy that may lose answers, and whether it was measured.
 
-        `full` does over a narrow cache alone.
+        `full` is among them only over a quantized KV cache.
         """
-        whole = bool(at_dtype(self._dtype))
-        lossy = [policy for policy in dict.fromkeys(policies) if whole or not policy.is_full]
+        lossy = [policy for policy in dict.fromkeys(policies) if self.is_lossy(policy)]
         found = [(policy, self._load(policy)) for policy in lossy]
         return [(self._line(policy, record), record is not None) for policy, record in found]
+
+    def is_lossy(self, policy: KVPolicy) -> bool:
+        """Whether answers under the policy may differ from the model's own."""
+        return not policy.is_full or bool(at_dtype(self._dtype))
+
+    def name(self, policy: KVPolicy) -> str:
+        """What `vllm-kvx evaluate --policies` calls it: with the KV cache dtype."""
+        return f"{policy}{at_dtype(self._dtype)}"
 
     def as_json(self, policy: KVPolicy) -> dict[str, Any]:
         """For ``GET /v1/kv_policy``: the record, and the sentence that the log has."""

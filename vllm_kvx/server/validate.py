@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvx import __version__
 from vllm_kvx.calibration.resolve import find_measured
+from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.server.refusals import (
     ALWAYS,
     WITH_POLICY,
@@ -178,7 +179,7 @@ def _log_answers(vllm_config: "VllmConfig", settings: KVSettings) -> None:
 
     logger = init_logger("vllm.kvx")
     model = vllm_config.model_config
-    trust = Trust(model, vllm_config.cache_config.cache_dtype)
+    trust = Trust(model, dtype_of_engine(vllm_config))
     lines = Tuning(model).lines(settings.policies) + trust.lines(settings.policies)
     for line, is_well in lines:
         (logger.info if is_well else logger.warning)("KV policy %s", line)
