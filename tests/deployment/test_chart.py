@@ -249,6 +249,28 @@ def test_the_job_measures_what_the_servers_run() -> None:
             [],
         ),
         ({"policy": "fastkv", "calibrationLimit": 1800}, [], ["fastkv"]),
+        # Against `full` over a KV cache that is not quantized.
+        (
+            {"policy": "fier-2048", "layout": ["full"], "extraArgs": ["--kv-cache-dtype", "fp8"]},
+            [],
+            ["fier-2048@fp8", "full@fp8"],
+        ),
+        (
+            {"policy": "fier-2048", "extraArgs": ["--seed=1", "--kv_cache_dtype=fp8_e5m2"]},
+            [],
+            ["fier-2048@fp8_e5m2"],
+        ),
+        ({"policy": "fier-2048", "extraArgs": ["--kv-cache-dtype=auto"]}, [], ["fier-2048"]),
+        (
+            {
+                "policy": "fier-2048",
+                "extraArgs": ["--kv-cache-dtype=fp8"],
+                "prepare": {"engineArgs": {"kv_cache_dtype": "fp8"}},
+            },
+            [],
+            ["fier-2048"],
+        ),
+        ({"policy": "full", "prepare": {"evaluate": ["full@fp8"]}}, [], ["full@fp8"]),
         ({"policy": "fastkv", "prepare": {"calibrate": []}}, [], ["fastkv"]),
         ({"policy": "fastkv", "additionalConfig": {"kv_tsp_layer": 15}}, [], ["fastkv"]),
     ],

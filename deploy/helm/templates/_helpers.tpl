@@ -54,6 +54,20 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- uniq $found | toJson -}}
 {{- end -}}
 
+{{- /* What `vllm-kvx evaluate` takes behind a policy for the servers' KV cache, such as @fp8. */ -}}
+{{- define "kvx.dtype" -}}
+{{- $dtype := "" -}}
+{{- range $i, $arg := .Values.extraArgs -}}
+{{- $parts := splitn "=" 2 $arg -}}
+{{- if eq ($parts._0 | replace "_" "-") "--kv-cache-dtype" -}}
+{{- $dtype = $parts._1 | default (index (append $.Values.extraArgs "") (add1 $i | int)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (hasPrefix "fp8" $dtype) (not (hasKey .Values.prepare.engineArgs "kv_cache_dtype")) -}}
+{{- print "@" $dtype -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* JSON: what the job does, for `calibrate` and `evaluate`. */ -}}
 {{- define "kvx.work" -}}
 {{- $calibrate := list -}}
@@ -64,7 +78,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- $evaluate := .Values.prepare.evaluate -}}
 {{- if kindIs "invalid" $evaluate -}}
-{{- $evaluate = without (prepend .Values.layout .Values.policy | uniq) "full" -}}
+{{- $at := include "kvx.dtype" . -}}
+{{- $evaluate = list -}}
+{{- range prepend .Values.layout .Values.policy | uniq -}}
+{{- if or $at (ne . "full") -}}{{- $evaluate = append $evaluate (print . $at) -}}{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- dict "calibrate" $calibrate "evaluate" $evaluate | toJson -}}
 {{- end -}}
@@ -87,7 +105,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if .Values.prepare.enabled -}}
 {{- range .Values.extraArgs -}}
 {{- $flag := splitList "=" . | first | replace "_" "-" -}}
-{{- $keyword := get (dict "--trust-remote-code" "trust_remote_code" "--quantization" "quantization" "-q" "quantization" "--kv-cache-dtype" "kv_cache_dtype" "--dtype" "dtype") $flag -}}
+{{- $keyword := get (dict "--trust-remote-code" "trust_remote_code" "--quantization" "quantization" "-q" "quantization" "--dtype" "dtype") $flag -}}
 {{- if and $keyword (not (hasKey $.Values.prepare.engineArgs $keyword)) -}}
 {{- fail (printf "extraArgs: the job of `prepare` would measure another engine than one with %s: set prepare.engineArgs.%s too, or prepare.enabled=false" $flag $keyword) -}}
 {{- end -}}
