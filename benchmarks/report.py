@@ -70,7 +70,7 @@ ideal knows that.
 def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[str, list[Plot]]:
     """The page and its plots. folder: where the plots lie, from the page."""
     every, loads, kept = figures_of(files), loads_of(files), kept_of(files)
-    # Of gains over stock with another cache no table but the file's own tells.
+    # Gains over stock with another KV cache stand in the table of their own file alone.
     found = [each for each in every if each.baseline == STOCK]
     lines, shown = _ABOUT.strip().splitlines(), list[Plot]()
 

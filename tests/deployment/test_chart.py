@@ -271,6 +271,21 @@ def test_the_job_measures_what_the_servers_run() -> None:
             ["fier-2048"],
         ),
         ({"policy": "full", "prepare": {"evaluate": ["full@fp8"]}}, [], ["full@fp8"]),
+        # A checkpoint that brings its own: `full` is asked over another.
+        (
+            {
+                "policy": "fier-2048",
+                "extraArgs": ["--kv-cache-dtype=fp8"],
+                "prepare": {"engineArgs": {"kv_cache_dtype": "bfloat16"}},
+            },
+            [],
+            ["fier-2048@fp8"],
+        ),
+        (
+            {"policy": "full", "extraArgs": ["--kv-cache-dtype=int8_per_token_head"]},
+            [],
+            ["full@int8_per_token_head"],
+        ),
         ({"policy": "fastkv", "prepare": {"calibrate": []}}, [], ["fastkv"]),
         ({"policy": "fastkv", "additionalConfig": {"kv_tsp_layer": 15}}, [], ["fastkv"]),
     ],

@@ -2,15 +2,23 @@
 
 import gc
 import json
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from world.engine import keep_in_process
 from world.models import LOOKUP
 
+from vllm_kvx.calibration.dense_decoder import load_config
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.cli import main
 from vllm_kvx.evaluation import command, perplexity, records
+from vllm_kvx.evaluation.groups import read_policies
+from vllm_kvx.evaluation.original import Model
+from vllm_kvx.evaluation.questions import Key
+from vllm_kvx.evaluation.store import Store
 from vllm_kvx.policy.spec import parse_policy
 
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 512}
@@ -71,12 +79,52 @@ def test_policies_side_by_side(
     assert records.load(key, parse_policy("snapkv:kv_rate=0.1"), "fp8") is None
 
 
+class OverFp8:
+    """An engine of a checkpoint that brings an fp8 KV cache of its own; it answers nothing."""
+
+    def __init__(self, rows: Iterable[str]) -> None:
+        self.rows = list(rows)
+
+    def resolved(self, row: str) -> str:
+        return f"{row.partition('@')[0]}@fp8"
+
+
+def test_full_over_a_quantized_kv_cache_is_no_yardstick_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def engine(model: str, policies: Iterable[str], options: object) -> Iterator[OverFp8]:
+        yield OverFp8(policies)
+
+    monkeypatch.setattr(command, "own_engine", engine)
+    assert evaluate(tmp_path / "out", "--policies", "full@fp8") == 2
+    assert "full@fp8 would be compared with full over fp8" in capsys.readouterr().err
+    # What it says can be done in the same place.
+    assert not Store(tmp_path / "out", {"model": "any"}).facts["resolved"]
+
+
+def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def server(url: str, policies: Iterable[str], *_: object) -> Iterator[OverFp8]:
+        yield OverFp8(policies)
+
+    monkeypatch.setattr(command, "running_server", server)
+    model = Model(str(LOOKUP), None, load_config(str(LOOKUP)), read_policies(["snapkv"], 8))
+    args = Namespace(base_url="http://server", concurrency=1)
+    key: Key = ("notes", 320, 0)
+    ((found, names),) = command._engines(args, [model], {"full": [], "snapkv": [key]}, 400)
+    assert isinstance(found, OverFp8) and found.rows == names == ["full", "snapkv"]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (("--policies", "snapkvv"), "unknown policy 'snapkvv'"),
         (("--policies", "speed-8"), "8 layers"),
         (("--policies", "full@int4"), "over which full runs: write one of "),
+        (("--policies", "full@bfloat16"), "full@bfloat16: vLLM's CPU attention has no such KV"),
         (("--policies", "snapkv@fp8"), "snapkv@fp8: retention and retrieval cannot address 8-bit"),
         (
             ("--policies", "full@fp8", "--engine-args", '{"kv_cache_dtype": "fp8_e5m2"}'),

@@ -31,10 +31,11 @@ def summary_of(policy: str, right: float) -> Summary:
     )
 
 
-def save(policy: str, resolved: str, right: float, full: str = "full") -> None:
+def save(policy: str, resolved: str, right: float, full: str = "full") -> dict[str, str]:
+    """What was not saved, and why."""
     facts: dict[str, Any] = {"date": "2026-01-02T03:04:05", "dtype": "auto"}
     facts[RESOLVED] = {"full": full, policy: resolved}
-    records.save(model_key(CONFIG, None), summary_of(policy, right), facts)
+    return records.save(model_key(CONFIG, None), summary_of(policy, right), facts)[1]
 
 
 def trust(kv_cache_dtype: str = "auto") -> Trust:
@@ -87,8 +88,9 @@ def test_a_yardstick_over_a_narrow_cache_is_told() -> None:
     says = trust("fp8").as_json(parse_policy("fier-64"))["says"]
     assert "of this model's right answers over fp8 entries (10 prompts" in says
     # What fp8 loses, too, is more: it stays.
-    save("fier-64@fp8", "fier-64:dense_below=0@fp8", 0.25)
-    save("fier-64", "fier-64:dense_below=0@fp8", 0.75, full="full@fp8")
+    assert not save("fier-64@fp8", "fier-64:dense_below=0@fp8", 0.25)
+    left_out = save("fier-64", "fier-64:dense_below=0@fp8", 0.75, full="full@fp8")
+    assert left_out == {"fier-64": "which was compared with full that is not over fp8"}
     assert trust("fp8").as_json(parse_policy("fier-64"))["of_full"][0] == 0.25
 
 
@@ -117,7 +119,8 @@ def test_a_tuned_model_keeps_answers_of_its_original() -> None:
     )
     facts: dict[str, Any] = {"date": "2026-01-02", "original": "org/base"}
     facts[RESOLVED] = {name: name.partition(" ")[0] for name in rights}
-    path = records.save(model_key(CONFIG, None), summary, facts)
+    path, others = records.save(model_key(CONFIG, None), summary, facts)
+    assert not others
     saved = json.loads(path.read_text())["policies"]
     assert list(saved) == ["speed-4"] and saved["speed-4"]["original"] == "org/base"
     assert saved["speed-4"]["of_full"][0] == 0.75 and saved["speed-4"]["full"] == 1.0

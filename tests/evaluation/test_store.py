@@ -73,9 +73,12 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model_key", "seed", "dtype", "text", "kv_cache_dtype"])
 def test_another_runs_folder_is_refused(tmp_path: Path, name: str) -> None:
-    Store(tmp_path, FACTS)
+    Store(tmp_path, FACTS).add([answer(0)])
     with pytest.raises(ToolError, match=rf"{name}.*choose another --output"):
         Store(tmp_path, {**FACTS, name: "other"})
+    # One that ended before its first answer stands in nobody's way.
+    Store(tmp_path / "none", FACTS).note_resolved("full", "full@fp8")
+    assert Store(tmp_path / "none", {**FACTS, name: "other"}).facts["resolved"] == {}
 
 
 def test_an_original_comes_to_a_run_and_stays(tmp_path: Path) -> None:
@@ -105,7 +108,7 @@ def test_layers_that_changed_are_refused(tmp_path: Path) -> None:
 
 def test_what_an_older_run_was_over_is_known(tmp_path: Path) -> None:
     over_fp8 = FACTS | {"kv_cache_dtype": "fp8"}
-    Store(tmp_path, over_fp8)
+    Store(tmp_path, over_fp8).add([answer(0)])
     run = json.loads((tmp_path / RUN_FILE).read_text())
     run["resolved"] = {"full": "full", "snapkv": "snapkv"}
     (tmp_path / RUN_FILE).write_text(json.dumps(run))

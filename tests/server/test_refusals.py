@@ -451,6 +451,16 @@ def test_rows_for_every_policy(stock, monkeypatch) -> None:
     assert "--enforce-eager" in found
     (found,) = reasons(ALWAYS, changed(stock, "use_v2_model_runner", False))
     assert "VLLM_USE_V2_MODEL_RUNNER" in found
+    for model, cache, is_refused in (
+        (torch.float32, "bfloat16", True),
+        (torch.bfloat16, "float16", True),
+        (torch.bfloat16, "bfloat16", False),
+        (torch.float32, "fp8", False),
+    ):
+        typed = changed(
+            changed(stock, "model_config.dtype", model), "cache_config.cache_dtype", cache
+        )
+        assert bool(reasons(ALWAYS, typed)) == (is_refused and not torch.cuda.is_available())
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     (found,) = reasons(ALWAYS, stock)
     assert "VLLM_USE_RUST_FRONTEND" in found

@@ -56,8 +56,11 @@ def run(args: argparse.Namespace) -> None:
     )
     prepare_environment()
     models = models_of(args)
+    rows = [row for model in models for row in model.rows]
     for model in models:
         suite.check(model.config.max_position_embeddings)
+        check_rows(model.rows)
+    check_yardstick({rows[0]: FULL + at_dtype(args.engine_args.get("kv_cache_dtype"))}, rows)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
     speed = figures.read_speed(args.speed) if args.speed else None
@@ -68,10 +71,6 @@ def run(args: argparse.Namespace) -> None:
         check_tokenizers(load(), load_tokenizer(args.original, args.original_revision))
     with _bar("prompts") as bar:
         posed = suite.pose(load, bar)
-    rows = [row for model in models for row in model.rows]
-    for model in models:
-        check_rows(model.rows)
-    check_yardstick({rows[0]: FULL + at_dtype(args.engine_args.get("kv_cache_dtype"))}, rows)
     missing = {row: [key for key in posed if Question(row, *key) not in store] for row in rows}
     count = sum(map(len, missing.values()))
     if count:
@@ -114,7 +113,10 @@ def finish(
     if args.save:
         # Its weights may have come with this run.
         key = model_key(model.config.to_dict(), model_dir(model.source, model.revision))
-        print(f"Saved for servers of this model: {records.save(key, summary, facts)}")
+        path, others = records.save(key, summary, facts)
+        print(f"Saved for servers of this model: {path}")
+        for row, why in others.items():
+            print(f"Not saved: {row}, {why}")
     if not args.no_plot:
         print(figures.draw_all(store.directory, summary, model_name(args.model), speed))
 
@@ -123,11 +125,15 @@ def check_rows(rows: Mapping[str, KVPolicy]) -> None:
     """Raise ToolError for rows that no engine on this machine can answer."""
     for row, policy in rows.items():
         dtype = dtype_of(row)
-        if dtype and dtype.startswith("fp8") and policy.is_lossy_decode and on_cpu():
-            raise ToolError(
-                f"{row}: retention and retrieval cannot address 8-bit keys on CPU: ask on a GPU, "
-                f"or leave {at_dtype(dtype)} out"
-            )
+        if dtype is None or not on_cpu():
+            continue
+        if not dtype.startswith("fp8"):
+            why = "vLLM's CPU attention has no such KV cache"
+        elif policy.is_lossy_decode:
+            why = "retention and retrieval cannot address 8-bit keys on CPU"
+        else:
+            continue
+        raise ToolError(f"{row}: {why}: ask on a GPU, or leave @{dtype} out")
 
 
 def check_yardstick(resolved: Mapping[str, str], rows: Sequence[str]) -> None:

@@ -31,8 +31,10 @@ def record_path(key: str, root: Path | None = None) -> Path:
     return (root or cache_root()) / "evaluation" / f"{key}.json"
 
 
-def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
+def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> tuple[Path, dict[str, str]]:
     """Stores what each policy kept, in the place of what was stored for that policy.
+
+    Returns the file, and by row why others are not in it.
 
     Where an original was asked, it is what the policy on the model keeps of the original's answers.
     A name has the KV cache dtype that its engine had, if that is a quantized one. What was compared
@@ -46,7 +48,7 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
     full = summary.cell(summary.yardstick)
     original = facts["original"] if is_of_original(summary.yardstick) else None
     full_dtype = split_dtype(facts[RESOLVED].get(summary.yardstick, FULL))[1]
-    saved: set[str] = set()
+    saved, others = set[str](), dict[str, str]()
     for name in summary.policies:
         cell = summary.cell(name)
         if name == FULL or is_of_original(name):
@@ -54,17 +56,22 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
         if cell is None or cell.of_full is None or full is None:
             continue
         policy, dtype = split_dtype(facts[RESOLVED][name])
-        key = canonical(parse_policy(policy), dtype)
-        before = record["policies"].get(key)
-        if key == FULL or key in saved or (full_dtype and _is_beside_unquantized(before)):
+        stored = canonical(parse_policy(policy), dtype)
+        if stored == FULL:
+            others[name] = "which is full itself"
+        elif stored in saved:
+            others[name] = "which another row is, too"
+        elif full_dtype and _is_beside_unquantized(record["policies"].get(stored)):
+            others[name] = f"which was compared with full that is not over {full_dtype}"
+        if name in others:
             continue
-        saved.add(key)
+        saved.add(stored)
         lengths = {}
         for length in summary.lengths:
             part = summary.cell(name, length=length)
             if part is not None and part.of_full is not None:
                 lengths[str(length)] = [round(value, 4) for value in part.of_full]
-        record["policies"][key] = {
+        record["policies"][stored] = {
             "of_full": [round(value, 4) for value in cell.of_full],
             "score": round(cell.score.value, 4),
             "full": round(full.score.value, 4),
@@ -83,7 +90,7 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> Path:
         partial.replace(path)
     except OSError as error:
         raise ToolError(f"cannot write {path}: {error.strerror}; {WAY_OUT}") from error
-    return path
+    return path, others
 
 
 def load(key: str, policy: KVPolicy, dtype: str | None = None) -> dict[str, Any] | None:

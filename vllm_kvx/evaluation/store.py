@@ -66,7 +66,9 @@ class Store:
         path = directory / RUN_FILE
         with self._writing():
             directory.mkdir(parents=True, exist_ok=True)
-        before = self._read_run(path)
+        before, answers = self._read_run(path), list(self._load())
+        if not answers:
+            before = {}  # A run that was refused, or failed, before its first answer is none.
         given = [name for name in IF_GIVEN if before.get(name) and facts.get(name)]
         for name in (*SAME, *given) if before else ():
             alike = [facts.get(name)]
@@ -77,10 +79,10 @@ class Store:
                     f"{directory} holds answers with {name} {before.get(name)!r}, this run has "
                     f"{facts.get(name)!r}: choose another --output"
                 )
-        for answer in self._load():
+        for answer in answers:
             self._answers[answer.question] = answer
         # What policies resolved to stays known when their answers are not asked for again.
-        # Runs of before names had KV cache dtypes have it among their facts alone.
+        # Older runs have the KV cache dtype among their facts, and not in what names meant.
         at = at_dtype(before.get("kv_cache_dtype"))
         resolved = {row: with_dtype(name, at) for row, name in before.get(RESOLVED, {}).items()}
         known = {name: facts.get(name) or before.get(name) for name in IF_GIVEN}

@@ -29,7 +29,7 @@ def split_dtype(name: str) -> tuple[str, str | None]:
 def dtype_of_engine(vllm_config: Any) -> str:
     """The dtype of an engine's KV cache, from vLLM's configuration.
 
-    Of checkpoints that llm-compressor made, vLLM resolves `auto` in each attention layer alone.
+    vLLM resolves `auto` there, but for checkpoints of llm-compressor only in each attention layer.
     """
     dtype = str(vllm_config.cache_config.cache_dtype)
     scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)

@@ -42,6 +42,15 @@ ALWAYS: tuple[Refusal, ...] = (
         "this server uses vLLM's Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER or set it to 1",
     ),
     Refusal(
+        lambda c: (
+            _is_cpu()
+            and c.cache_config.cache_dtype in UNSCALED
+            and str(c.model_config.dtype) != f"torch.{c.cache_config.cache_dtype}"
+        ),
+        "vLLM's CPU attention reads a KV cache of another type than the model's as if it were the "
+        "model's: drop --kv-cache-dtype",
+    ),
+    Refusal(
         lambda c: _is_cpu() and c.use_v2_model_runner and c.compilation_config.mode.name != "NONE",
         "on CPU Triton's interpreter stands in for a compiler, which torch.compile cannot use: add "
         "--enforce-eager",

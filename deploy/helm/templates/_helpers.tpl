@@ -54,8 +54,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- uniq $found | toJson -}}
 {{- end -}}
 
-{{- /* What `vllm-kvx evaluate` takes behind a policy for the servers' KV cache, such as @fp8. */ -}}
-{{- define "kvx.dtype" -}}
+{{- /* --kv-cache-dtype of the servers; empty without one. */ -}}
+{{- define "kvx.cacheDtype" -}}
 {{- $dtype := "" -}}
 {{- range $i, $arg := .Values.extraArgs -}}
 {{- $parts := splitn "=" 2 $arg -}}
@@ -63,7 +63,16 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $dtype = $parts._1 | default (index (append $.Values.extraArgs "") (add1 $i | int)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (hasPrefix "fp8" $dtype) (not (hasKey .Values.prepare.engineArgs "kv_cache_dtype")) -}}
+{{- print $dtype -}}
+{{- end -}}
+
+{{- /* What `vllm-kvx evaluate` takes behind a policy for the servers' KV cache, such as @fp8: nothing
+       if it is not quantized, or if the job's engines have a quantized one already. */ -}}
+{{- define "kvx.atDtype" -}}
+{{- $plain := list "" "auto" "bfloat16" "float16" -}}
+{{- $dtype := include "kvx.cacheDtype" . -}}
+{{- $jobs := get .Values.prepare.engineArgs "kv_cache_dtype" -}}
+{{- if and (not (has $dtype $plain)) (has $jobs $plain) -}}
 {{- print "@" $dtype -}}
 {{- end -}}
 {{- end -}}
@@ -78,7 +87,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- $evaluate := .Values.prepare.evaluate -}}
 {{- if kindIs "invalid" $evaluate -}}
-{{- $at := include "kvx.dtype" . -}}
+{{- $at := include "kvx.atDtype" . -}}
 {{- $evaluate = list -}}
 {{- range prepend .Values.layout .Values.policy | uniq -}}
 {{- if or $at (ne . "full") -}}{{- $evaluate = append $evaluate (print . $at) -}}{{- end -}}
@@ -103,6 +112,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 {{- if .Values.prepare.enabled -}}
+{{- if and (has (include "kvx.cacheDtype" .) (list "bfloat16" "float16")) (not (hasKey .Values.prepare.engineArgs "kv_cache_dtype")) -}}
+{{- fail "extraArgs: the job of `prepare` would measure another engine than one with --kv-cache-dtype: set prepare.engineArgs.kv_cache_dtype too, or prepare.enabled=false" -}}
+{{- end -}}
 {{- range .Values.extraArgs -}}
 {{- $flag := splitList "=" . | first | replace "_" "-" -}}
 {{- $keyword := get (dict "--trust-remote-code" "trust_remote_code" "--quantization" "quantization" "-q" "quantization" "--dtype" "dtype") $flag -}}
