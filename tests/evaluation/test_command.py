@@ -114,7 +114,7 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
     model = Model(str(LOOKUP), None, load_config(str(LOOKUP)), read_policies(["snapkv"], 8))
     args = Namespace(base_url="http://server", concurrency=1)
     key: Key = ("notes", 320, 0)
-    ((found, names),) = command._engines(args, [model], {"full": [], "snapkv": [key]}, 400)
+    ((found, names),) = command.engines_of(args, [model], {"full": [], "snapkv": [key]}, 400)
     assert isinstance(found, OverFp8) and found.rows == names == ["full", "snapkv"]
 
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         done = 0
         with _bar("answers") as bar:
             bar(0, count)
-            for engine, names in _engines(args, models, missing, suite.context(posed)):
+            for engine, names in engines_of(args, models, missing, suite.context(posed)):
                 for name in names:
                     store.note_resolved(name, engine.resolved(name))
                 check_yardstick(store.facts[RESOLVED], rows)
@@ -189,7 +189,7 @@ def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) ->
     }
 
 
-def _engines(
+def engines_of(
     args: argparse.Namespace,
     models: Sequence[Model],
     missing: Mapping[str, Sequence[Key]],
