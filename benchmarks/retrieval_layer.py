@@ -37,7 +37,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 _FLUSH_BYTES = 256 << 20
 # Variants of the selection: how many share a row and KV head. And of attention: how many in all.
 SELECT_CTAS = (1, 2, 4, 8)
-ATTEND_CTAS = (396, 528, 792)
+ATTEND_CTAS = (132, 264, 528)
 Call = Callable[[], Any]
 
 
@@ -118,6 +118,12 @@ class Heads:
 LLAMA_8B = Heads(32, 8, 128)
 
 
+def block_bytes(shape: Heads, kv_dtype: torch.dtype = DTYPE) -> int:
+    """Bytes of a block of one layer, its sidecar included."""
+    entry = 2 * shape.head_dim * kv_dtype.itemsize
+    return shape.kv_heads * BLOCK_SIZE * entry + INDEX.page_bytes(shape.page_shape)
+
+
 class Layer:
     """One layer's cache, filled, with its sidecar, for `batch` requests of `length` entries.
 
@@ -135,7 +141,7 @@ class Layer:
     ) -> None:
         self.shape, self.length, self.batch = shape, length, batch
         self.entry_bytes = entry = 2 * shape.head_dim * kv_dtype.itemsize
-        stride = shape.kv_heads * BLOCK_SIZE * entry + INDEX.page_bytes(shape.page_shape)
+        stride = block_bytes(shape, kv_dtype)
         per_request = -(-length // BLOCK_SIZE)
         blocks = min(per_request * batch, max(MAX_CACHE_BYTES // stride, per_request))
         self.shared = blocks < per_request * batch
@@ -289,7 +295,7 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
             before[every] = done[0]
         for ctas in ATTEND_CTAS:
             attend = f"attend/cuda {ctas} CTAs"
-            wider = _with_attend_ctas(scratch, ctas)
+            wider = with_attend_ctas(scratch, ctas)
             operators[attend] = step.made_with(retrieve.steps, wider)["attend"]
             before[attend] = before["attend/cuda"]
     else:
@@ -298,7 +304,7 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
         before[f"{select} {name}"] = before[select]
 
 
-def _with_attend_ctas(scratch: retrieve.Scratch, ctas: int) -> retrieve.Scratch:
+def with_attend_ctas(scratch: retrieve.Scratch, ctas: int) -> retrieve.Scratch:
     """The same scratch with room for the parts of more CTAs."""
     rows, kv_heads = scratch.counts.shape
     parts = rows * scratch.heads * retrieve.splits_of(ctas, rows, kv_heads)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, node, serving, speed_sweep, turns
+from benchmarks import compare, node, retrieval_step, serving, speed_sweep, turns
 from benchmarks.node import PLANS, Step, check, main, read_plan
 from benchmarks.speed_trials import options_of
 from vllm_kvx import cli
@@ -170,6 +170,8 @@ def test_plans_name_options_that_there_are(name: str) -> None:
             compare.parse_args(arguments)
         elif module == "benchmarks.serving":
             serving.parse_args(arguments)
+        elif module == "benchmarks.retrieval_step":
+            retrieval_step.parse_args(arguments)
         elif module == "benchmarks.speed_sweep":
             args = speed_sweep.parse_args(arguments)
             runs = speed_sweep.runs_of(args)

@@ -414,9 +414,9 @@ static void launch_select(const SelectParams& p, cudaStream_t stream) {
 void select(const SelectParams& params, cudaStream_t stream) {
   const int pairs = params.rows * params.num_kv_heads;
   int ctas = params.ctas;
-  // The fewer pairs there are, the more CTAs share one. With 128 pairs one was the fastest, with 48
-  // two were as fast as four (benchmarks/results/h100-retrieval.json).
-  if (ctas == 0) ctas = pairs >= 128 ? 1 : pairs > 32 ? 2 : pairs > 8 ? 4 : 8;
+  // The fewer pairs there are, the more CTAs share one. With 8 pairs eight were the fastest, with 16
+  // to 48 four, with 64 two, with 128 one (benchmarks/results/h100-retrieval-step.json).
+  if (ctas == 0) ctas = pairs >= 128 ? 1 : pairs > 48 ? 2 : pairs > 8 ? 4 : 8;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) ctas = 1;
   switch (ctas) {
     case 1: return launch_select<1>(params, stream);

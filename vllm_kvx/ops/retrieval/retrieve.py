@@ -20,19 +20,37 @@ from vllm_kvx.ops.retrieval.scorer import Scorer
 from vllm_kvx.ops.retrieval.topk import FUSED, top_units, top_units_reference
 
 # How many programs score and how many attend: in Triton a program is one warp, in CUDA a CTA of
-# several. Triton's interpreter runs programs one after the other.
+# several, of which a multiprocessor of a Hopper GPU has room for two and for three. Triton's
+# interpreter runs programs one after the other.
 _PROGRAMS = {
-    "cuda": (264, 264),
+    "cuda": (264, 396),
     "triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS),
     "torch": (1, 1),
 }
 # Where more than 16 CTAs attend to a row, each reads at least so many entries.
 _ENTRIES_PER_CTA = 128
+# Rows times heads up to which each multiprocessor has one CTA that scores.
+_FEW_PAIRS = 16
+# By how much two waves of CTAs must be fuller than one, which has half as many to start.
+_FULLER = 1.05
 
 
 def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
     """Programs that share a row and head, so that about `programs` run in all."""
     return max(1, min(programs // (num_rows * kv_heads), most))
+
+
+def score_splits_of(programs: int, num_rows: int, kv_heads: int) -> int:
+    """CTAs that score a row and head, of which `programs` run at once.
+
+    For few rows one on each multiprocessor, which saves what a CTA does before its first entry. For
+    more, one or two waves, whichever leaves less room empty (h100-retrieval-step.json).
+    """
+    pairs = num_rows * kv_heads
+    if pairs <= _FEW_PAIRS:
+        return splits_of(programs // 2, num_rows, kv_heads)
+    one, two = (splits_of(waves * programs, num_rows, kv_heads) for waves in (1, 2))
+    return two if pairs * two >= _FULLER * 2 * pairs * one else one
 
 
 @dataclass(frozen=True)
@@ -199,11 +217,8 @@ def steps(
 ) -> dict[str, Callable[[], None]]:
     """The three ops of ``retrieve`` by name, in the order in which they run."""
     num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
-    score_programs = scratch.score_programs
-    # One wave of CTAs where rows are few; with many, two even out what each gets.
-    if scratch.backends.score == "cuda" and num_rows * kv_heads > 16:
-        score_programs *= 2
-    score_splits = splits_of(score_programs, num_rows, kv_heads)
+    choose = score_splits_of if scratch.backends.score == "cuda" else splits_of
+    score_splits = choose(scratch.score_programs, num_rows, kv_heads)
     # One program merges the parts of a row: many small parts take it longer than few.
     most = MAX_SPLITS
     if scratch.backends.attend == "cuda":
