@@ -183,34 +183,37 @@ class Layer:
         jobs = torch.stack([torch.zeros_like(groups), torch.full_like(groups, request), groups], 1)
         return jobs.contiguous()
 
-    def decode(self, length: int, batch: int, budget: int) -> "Decode":
-        """A step of `batch` requests of `length` entries each, in this layer's blocks."""
+    def decode(self, length: int, batch: int, budget: int, rows: int = 0) -> "Decode":
+        """A step of `batch` requests of `length` entries each, in this layer's blocks.
+
+        rows: of a CUDA graph that is for more requests; those that are over have nothing to do.
+        """
         per_request = -(-length // BLOCK_SIZE)
         table = self.table
         if (length, batch) != (self.length, self.batch):
             table = table.flatten()[: batch * per_request].view(batch, per_request)
-        return Decode(self, table, length, budget)
+        return Decode(self, table, length, budget, max(rows, batch))
 
 
 class Decode:
     """One decode step of a layer: a query for each request."""
 
-    def __init__(self, layer: Layer, table: torch.Tensor, length: int, budget: int) -> None:
+    def __init__(
+        self, layer: Layer, table: torch.Tensor, length: int, budget: int, rows: int
+    ) -> None:
         self.layer, self.table, self.length, self.budget = layer, table, length, budget
         self.batch = batch = table.shape[0]
         shape = layer.shape
         self.query = torch.randn(batch, shape.heads, shape.head_dim, dtype=DTYPE, device=DEVICE)
         self.out = torch.empty_like(self.query)
-        index = np.arange(batch)
-        self.rows = RetrievalRows.of(
-            index, index, np.full(batch, length), np.full(batch, budget), 1, DEVICE
-        )
+        live = np.arange(rows) < batch
+        index = np.arange(rows) * live
+        self.rows = RetrievalRows.of(index, index, length * live, budget * live, 1, DEVICE)
 
     def scratch(self, backend: str) -> retrieve.Scratch:
         """For this step alone; larger ones do for several."""
-        return scratch_of(
-            self.layer.shape, backend, self.batch, self.batch * (self.length + 4), self.budget
-        )
+        rows, capacity = len(self.rows.lens), self.batch * (self.length + 4)
+        return scratch_of(self.layer.shape, backend, rows, capacity, self.budget)
 
     def made_with(self, call: Callable[..., Any], scratch: retrieve.Scratch) -> Any:
         """`call`, one of ``retrieve.steps`` and ``retrieve.retrieve``, of this step."""
@@ -307,7 +310,7 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
 def with_attend_ctas(scratch: retrieve.Scratch, ctas: int) -> retrieve.Scratch:
     """The same scratch with room for the parts of more CTAs."""
     rows, kv_heads = scratch.counts.shape
-    parts = rows * scratch.heads * retrieve.splits_of(ctas, rows, kv_heads)
+    parts = scratch.heads * max(2 * ctas // kv_heads, rows)
     return replace(
         scratch,
         attend_programs=ctas,

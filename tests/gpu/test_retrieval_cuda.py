@@ -204,12 +204,31 @@ LENGTHS = [1000, 0, 33, 32, 1, 129, 4099]
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("reduction", "splits"), [("max", 1), ("sum", 5)])
-def test_score(head_dim: int, shape: dict[str, Any], reduction: str, splits: int) -> None:
+@pytest.mark.parametrize(("reduction", "programs"), [("max", 264), ("sum", 5)])
+def test_score(head_dim: int, shape: dict[str, Any], reduction: str, programs: int) -> None:
     case = make_case(LENGTHS, head_dim=head_dim, **shape)
     scores = Scores.of(LENGTHS, case.num_kv_heads)
-    run_score(case, scores, reduction, splits)
+    run_score(case, scores, reduction, programs)
     check_scores(case, scores, reduction, pages=False)
+
+
+@pytest.mark.parametrize("programs", [1, 33, 264, 4096])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [70_000],
+        [0] * 5,
+        [40_000, 0, 0, 3, 0],
+        [0] * 40 + [9000],
+        [100 * i % 3300 for i in range(1, 75)],
+    ],
+    ids=["one", "none", "padded", "last", "many"],
+)
+def test_ctas_that_score_cover_all_rows(lengths: list[int], programs: int) -> None:
+    case = make_case(lengths)
+    scores = Scores.of(lengths, case.num_kv_heads)
+    run_score(case, scores, "max", programs)
+    check_scores(case, scores, "max", pages=False)
 
 
 @pytest.mark.parametrize("factor", [0.0, 2.0**-9, 2.0**-5, 100.0, 3000.0])
@@ -222,7 +241,7 @@ def test_scales_of_any_size(factor: float) -> None:
     check_scores(case, scores, "max", pages=False, tolerance=2e-4)
 
 
-def run_score(case: Case, scores: Scores, reduction: str, splits: int) -> None:
+def run_score(case: Case, scores: Scores, reduction: str, programs: int) -> None:
     cuda_ops.score(
         case.q,
         case.sidecar.codes,
@@ -233,7 +252,7 @@ def run_score(case: Case, scores: Scores, reduction: str, splits: int) -> None:
         scores.histogram,
         case.sidecar.shape.group,
         cuda_ops.REDUCTIONS[reduction],
-        splits,
+        programs,
     )
 
 
@@ -381,6 +400,7 @@ def run_attend(
     splits: int,
     to: Attention,
     overlap: bool = False,
+    programs: int = 1 << 20,
 ) -> None:
     cuda_ops.attend(
         case.q,
@@ -398,6 +418,7 @@ def run_attend(
         VALUE_SCALE,
         unit,
         splits,
+        programs,
         overlap,
     )
 
@@ -488,7 +509,7 @@ def test_graph_of_all(overlap: bool) -> None:
         run_score(case, scores, "max", 16)
         arguments = (case.lens, budgets, scores.offsets, indices, counts, 1, overlap)
         cuda_ops.select(scores.values, scores.histogram, *arguments)
-        run_attend(case, indices, counts, 1, splits, got, overlap)
+        run_attend(case, indices, counts, 1, splits, got, overlap, programs=96)
 
     # Nothing may be lost on the first launch, which raises limits of the kernels.
     graph = torch.cuda.CUDAGraph()

@@ -26,7 +26,7 @@ from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.attend import attend, attend_reference
 from vllm_kvx.ops.retrieval.backends import BACKEND_VARIABLE, Backends, choose_backend
-from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve, score_splits_of, splits_of
+from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve, splits_of
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, offsets_of, pack, room_of
 from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar, channel_bits
 from vllm_kvx.ops.retrieval.topk import same_selection, top_units, top_units_reference
@@ -799,15 +799,3 @@ class TestBackend:
         assert splits_of(256, 1, 8) == 32
         assert splits_of(256, 1, 8, most=16) == 16
         assert splits_of(256, 100, 8) == 1
-
-    @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-    def test_ctas_that_score_fill_their_waves(self, kv_heads: int) -> None:
-        assert [score_splits_of(264, rows, 8) for rows in (1, 2, 3, 4, 6, 8, 16)] == [
-            *(16, 8, 11, 8, 11, 4, 2)
-        ]
-        for rows in range(1, 300):
-            splits = score_splits_of(264, rows, kv_heads)
-            ctas = splits * rows * kv_heads
-            assert splits == 1 or ctas <= 2 * 264
-            if rows * kv_heads <= 264:
-                assert ctas >= min(128, 264 - 264 % (rows * kv_heads)) * 0.5

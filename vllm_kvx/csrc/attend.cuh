@@ -104,6 +104,11 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
     wait_for_kernel_before();
     return;
   }
+  // Of a CUDA graph's rows some are empty: the others have their CTAs.
+  int live = 0;
+  for (int i = threadIdx.x % 32; i < p.rows.count; i += 32) live += p.rows.lens[i] > 0;
+  live = __reduce_add_sync(ALL_LANES, live);
+  const int most = min(p.splits, max(p.programs / (live * static_cast<int>(gridDim.y)), 1));
   const int heads = p.queries.heads;
   const char* query = static_cast<const char*>(p.queries.data) +
                       (token * p.queries.token_stride +
@@ -129,7 +134,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   auto look_up = [&] {
     const int chunks = (entries + CHUNK - 1) / CHUNK;
     // CTAs without a chunk for each warp would only make the merge longer.
-    splits = max(1, min(p.splits, (chunks + WARPS - 1) / WARPS));
+    splits = max(1, min(most, (chunks + WARPS - 1) / WARPS));
     begin = share_begin(chunks, split, splits);
     end = share_begin(chunks, split + 1, splits);
 #pragma unroll

@@ -146,13 +146,15 @@ kvx::ScoreParams score_params(const Tensor& q, const Tensor& scales, const Tenso
 void kvx_score(const Tensor& q, const Tensor& codes, const Tensor& scales,
                const Tensor& block_table, const Tensor& tokens, const Tensor& requests,
                const Tensor& lens, const Tensor& offsets, const Tensor& scores,
-               const Tensor& histogram, int64_t group, int64_t reduction, int64_t splits) {
+               const Tensor& histogram, int64_t group, int64_t reduction, int64_t programs) {
   STD_TORCH_CHECK(group == 32 || group == 64 || group == 128 || group == 256,
                   "group must be 32, 64, 128 or 256");
   check(codes, "codes", 4, ScalarType::Int, false);
   check_aligned(codes, "codes", 2);
+  STD_TORCH_CHECK(programs >= 1 && programs <= 4096, "programs must be 1 to 4096");
   kvx::ScoreParams p = score_params(q, scales, block_table, tokens, requests, lens, offsets,
-                                    scores, histogram, group, reduction, splits);
+                                    scores, histogram, group, reduction, 1);
+  p.programs = static_cast<int>(programs);
   const int64_t words = p.queries.head_dim / 32;
   STD_TORCH_CHECK(codes.size(1) == scales.size(1) && codes.size(2) == p.rows.block_size &&
                       codes.size(3) == words && codes.stride(3) == 1 && codes.stride(2) == words,
@@ -226,7 +228,7 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
                 const Tensor& lens, const Tensor& indices, const Tensor& counts,
                 const Tensor& partial_out, const Tensor& partial_lse, const Tensor& tickets,
                 const Tensor& out, double scale, double key_scale, double value_scale,
-                int64_t unit_tokens, int64_t splits, bool overlap) {
+                int64_t unit_tokens, int64_t splits, int64_t programs, bool overlap) {
   STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.is_cuda() && values.is_cuda(),
                   "keys and values must be (blocks, G, block_size, D) on a GPU");
   kvx::AttendParams p = {};
@@ -259,6 +261,7 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
   STD_TORCH_CHECK(counts.size(0) >= rows && counts.size(1) == kv_heads, "counts must be (R, G)");
   STD_TORCH_CHECK(tickets.size(0) >= rows && tickets.size(1) == kv_heads, "tickets must be (R, G)");
   STD_TORCH_CHECK(splits >= 1 && splits <= 128, "splits must be 1 to 128");
+  STD_TORCH_CHECK(programs >= 1, "programs must be positive");
   STD_TORCH_CHECK(partial_out.size(0) >= rows && partial_out.size(1) == heads &&
                       partial_out.size(2) == splits && partial_out.size(3) == dim,
                   "partial_out must be (R, H, splits, D)");
@@ -287,6 +290,7 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
   p.score_scale = static_cast<float>(scale * key_scale * LOG2_E);
   p.value_scale = static_cast<float>(value_scale);
   p.splits = static_cast<int>(splits);
+  p.programs = static_cast<int>(programs);
   p.overlap = overlap;
   const Launch launch(q);
   kvx::attend(p, launch.stream);
@@ -302,7 +306,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
   library.def(
       "kvx_score(Tensor q, Tensor codes, Tensor scales, Tensor block_table, Tensor tokens, "
       "Tensor requests, Tensor lens, Tensor offsets, Tensor(a!) scores, Tensor(b!) histogram, "
-      "int group, int reduction, int splits) -> ()");
+      "int group, int reduction, int programs) -> ()");
   library.def(
       "kvx_score_pages(Tensor q, Tensor scales, Tensor block_table, Tensor tokens, "
       "Tensor requests, Tensor lens, Tensor offsets, Tensor(a!) scores, Tensor(b!) histogram, "
@@ -315,7 +319,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
       "kvx_attend(Tensor q, Tensor keys, Tensor values, Tensor block_table, Tensor tokens, "
       "Tensor requests, Tensor lens, Tensor indices, Tensor counts, Tensor(a!) partial_out, "
       "Tensor(b!) partial_lse, Tensor(c!) tickets, Tensor(d!) out, float scale, float key_scale, "
-      "float value_scale, int unit_tokens, int splits, bool overlap) -> ()");
+      "float value_scale, int unit_tokens, int splits, int programs, bool overlap) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_kvx, CUDA, library) {

@@ -221,6 +221,17 @@ constexpr int KEY_SHIFT = 21;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
+// Sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to(int x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(ALL_LANES, x, step);
+    if (lane >= step) x += other;
+  }
+  return x;
+}
+
 // Where share `i` of `n` items begins if `shares` are as equal as they can be.
 __device__ __forceinline__ int share_begin(int n, int i, int shares) {
   return n / shares * i + min(i, n % shares);

@@ -45,7 +45,8 @@ struct ScoreParams {
   int* histogram;            // (R, G, 2048)
   int group;                 // tokens that share scales; of Quest, tokens of a page
   bool sum;                  // over query heads; else their maximum
-  int splits;
+  int splits;                // of Quest: CTAs per row and KV head
+  int programs;              // of FIER: CTAs that run at once
 };
 
 struct SelectParams {
@@ -76,7 +77,7 @@ struct AttendParams {
   float score_scale;         // of products, before a softmax of base 2
   float value_scale;
   Dtype cache_dtype;
-  int splits;
+  int splits, programs;      // CTAs per row and KV head at most, and in all
   bool overlap;              // may start before the kernel before has ended
 };
 

@@ -9,6 +9,8 @@
 // else that can be is computed once, before the loop.
 #pragma once
 
+#include <algorithm>
+
 #include "launch.cuh"
 #include "queries.cuh"
 
@@ -237,19 +239,67 @@ __device__ __forceinline__ void reduce_quad(const float (&best)[4], float (&scor
   reduce_pair<SUM>(best, scores, 1);
 }
 
+// A CTA's part of a row: the `part`-th of `parts`. Row -1: there is nothing left to do.
+struct Part {
+  int row, part, parts;
+};
+
+// The waves of CTAs that take all rows: half a one, which spares one row what CTAs do before their
+// first step, one, or two, which even out what each gets. By steps of a warp, if there is one wave.
+constexpr int FEW_STEPS = 8, MANY_STEPS = 32;
+
+// CTAs of a KV head that are launched: those of two waves, and one for each row that they round off.
+inline int most_parts(int rows, int heads, int programs) {
+  const int wave = std::max(programs / heads, 1);
+  return rows == 1 ? wave : 2 * wave + rows;
+}
+
+// The `index`-th part of a KV head, of rows that have as many as their share of all steps: some
+// are longer than others, and of a CUDA graph's some are empty. Read by each warp for itself.
+template <int WARPS>
+__device__ __forceinline__ Part find_part(const Rows& rows, int index, int heads, int programs) {
+  const int lane = threadIdx.x % 32;
+  auto steps_of = [&](int row) {
+    return row < rows.count ? (rows.lens[row] + STEP - 1) / STEP : 0;
+  };
+  int all = 0;
+  for (int row = lane; row < rows.count; row += 32) all += steps_of(row);
+  all = __reduce_add_sync(ALL_LANES, all);
+  const int wave = max(programs / heads, 1), each = all / (wave * WARPS);
+  int parts_of_all = each < MANY_STEPS ? wave : 2 * wave;
+  if (rows.count == 1) parts_of_all = each < FEW_STEPS ? max(wave / 2, 1) : wave;
+  int before = 0;
+#pragma unroll 1
+  for (int first = 0; first < rows.count; first += 32) {
+    const int steps = steps_of(first + lane);
+    const int parts =
+        steps ? max(static_cast<int>(static_cast<int64_t>(steps) * parts_of_all / all), 1) : 0;
+    const int end = before + sum_up_to(parts);
+    if (const unsigned past = __ballot_sync(ALL_LANES, end > index)) {
+      const int found = __ffs(past) - 1, of_row = __shfl_sync(ALL_LANES, parts, found);
+      return {first + found, index - __shfl_sync(ALL_LANES, end, found) + of_row, of_row};
+    }
+    before = __shfl_sync(ALL_LANES, end, 31);
+  }
+  return {-1, 0, 0};
+}
+
 template <int D, int TILES, int HEADS, bool SUM>
 __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256 ? 3 : 2)
     score_kernel(const ScoreParams p) {
   using Shape = ScoreShape<D, TILES, HEADS>;
-  const int row = blockIdx.z, head = blockIdx.y;
   let_next_kernel_start();
+  const int head = blockIdx.x;
+  const Part at_work = find_part<Shape::WARPS>(p.rows, blockIdx.y, gridDim.x, p.programs);
+  const int row = at_work.row;
+  if (row < 0) return;
   // All at once: each is a trip to memory.
   const int len = p.rows.lens[row], token = p.rows.tokens[row], request = p.rows.requests[row];
   const int64_t offset = p.offsets[row];
-  const int steps = (len + STEP - 1) / STEP, warps = gridDim.x * Shape::WARPS;
+  const int steps = (len + STEP - 1) / STEP, warps = at_work.parts * Shape::WARPS;
   // From one lane: the compiler then knows that it is the same in all.
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int cta_warp = blockIdx.x * Shape::WARPS;
+  const int cta_warp = at_work.part * Shape::WARPS;
   if (share_begin(steps, cta_warp, warps) ==
       share_begin(steps, cta_warp + Shape::WARPS, warps)) {
     return;
@@ -361,13 +411,14 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
     }
   }
   __syncthreads();
-  add_histogram(counted, p.histogram + (static_cast<int64_t>(row) * gridDim.y + head) * KEY_BINS);
+  add_histogram(counted, p.histogram + (static_cast<int64_t>(row) * gridDim.x + head) * KEY_BINS);
 }
 
 template <int D, int TILES, int HEADS>
 void launch_score(const ScoreParams& p, cudaStream_t stream) {
   using Shape = ScoreShape<D, TILES, HEADS>;
-  const dim3 grid(p.splits, p.queries.num_kv_heads, p.rows.count);
+  const int heads = p.queries.num_kv_heads;
+  const dim3 grid(heads, p.rows.count ? most_parts(p.rows.count, heads, p.programs) : 0);
   if (p.sum) {
     launch<ScoreParams, score_kernel<D, TILES, HEADS, true>>(grid, Shape::THREADS,
                                                              Shape::SHARED_BYTES, 1, stream, p);

@@ -40,17 +40,6 @@ struct SelectShared {
   uint4 scores[KEY_QUADS];
 };
 
-// Sum over the lanes up to this one.
-__device__ __forceinline__ int sum_up_to(int x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(ALL_LANES, x, step);
-    if (lane >= step) x += other;
-  }
-  return x;
-}
-
 // The float whose order_key this is; for keys beyond those of infinities, an infinity. That of
 // negative zero no score has: it becomes the number below, as it would equal zero.
 __device__ __forceinline__ float float_of(uint32_t key) {
@@ -414,9 +403,10 @@ static void launch_select(const SelectParams& p, cudaStream_t stream) {
 void select(const SelectParams& params, cudaStream_t stream) {
   const int pairs = params.rows * params.num_kv_heads;
   int ctas = params.ctas;
-  // The fewer pairs there are, the more CTAs share one. With 8 pairs eight were the fastest, with 16
-  // to 48 four, with 64 two, with 128 one (benchmarks/results/h100-retrieval-step.json).
-  if (ctas == 0) ctas = pairs >= 128 ? 1 : pairs > 48 ? 2 : pairs > 8 ? 4 : 8;
+  // The fewer pairs there are, the more CTAs share one. Of a graph's rows some may have nothing to
+  // do. With 8 pairs eight were the fastest, with 16 to 48 four, with 64 two, and from 96 on it made
+  // no difference (benchmarks/results/h100-retrieval-step.json).
+  if (ctas == 0) ctas = pairs > 128 ? 1 : pairs > 64 ? 2 : pairs > 8 ? 4 : 8;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) ctas = 1;
   switch (ctas) {
     case 1: return launch_select<1>(params, stream);

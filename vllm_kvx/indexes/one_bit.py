@@ -71,7 +71,7 @@ class OneBit(Index[Sidecar]):
         histogram: Tensor,
         *,
         reduction: str,
-        splits: int,
+        programs: int,
     ) -> None:
         cuda.score(
             query,
@@ -86,7 +86,7 @@ class OneBit(Index[Sidecar]):
             histogram,
             sidecar.shape.group,
             cuda.REDUCTIONS[reduction],
-            splits,
+            programs,
         )
 
     def score_in_triton(

@@ -8,6 +8,7 @@ from vllm_kvx.equations.retrieval import num_full_groups, page_scores, quantize_
 from vllm_kvx.indexes.base import Index, Writer
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda
+from vllm_kvx.ops.retrieval.retrieve import splits_of
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.score import score_units, scores_of_row
 from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar, SidecarWriter, keys_of_groups
@@ -57,8 +58,11 @@ class PageBounds(Index[Sidecar]):
         histogram: Tensor,
         *,
         reduction: str,
-        splits: int,
+        programs: int,
     ) -> None:
+        num_rows, kv_heads = rows.lens.shape[0], sidecar.scales.shape[1]
+        # With many rows two waves even out what each CTA gets.
+        waves = 2 if num_rows * kv_heads > 16 else 1
         cuda.score_pages(
             query,
             sidecar.scales,
@@ -71,7 +75,7 @@ class PageBounds(Index[Sidecar]):
             histogram,
             sidecar.shape.group,
             cuda.REDUCTIONS[reduction],
-            splits,
+            splits_of(waves * programs, num_rows, kv_heads),
         )
 
     def score_in_triton(

@@ -116,7 +116,7 @@ def score(
     histogram: Tensor,
     group: int,
     reduction: int,
-    splits: int,
+    programs: int,
 ) -> None:
     """Scores every entry by its 1-bit key, one score per KV head (FIER Algorithm 1).
 
@@ -128,7 +128,8 @@ def score(
         histogram: (R, G, 2048) int32, zero; gets how many scores there are by the top 11 bits.
         group: tokens that share scales: 32, 64, 128 or 256, a divisor of the block size.
         reduction: over query heads that share a KV head: 0 maximum, 1 sum.
-        splits: CTAs per row and KV head.
+        programs: CTAs that the GPU runs at once. A row has as many of them, or of twice as many, as
+            its share of the entries of all rows.
     """
     torch.ops.vllm_kvx.kvx_score(
         q,
@@ -143,7 +144,7 @@ def score(
         histogram,
         group,
         reduction,
-        splits,
+        programs,
     )
 
 
@@ -165,6 +166,7 @@ def score_pages(
 
     Args:
         page: tokens of a page, a divisor of the block size.
+        splits: CTAs per row and KV head.
         scores, offsets: in pages. All others are those of ``score``.
     """
     torch.ops.vllm_kvx.kvx_score_pages(
@@ -231,6 +233,7 @@ def attend(
     value_scale: float,
     unit_tokens: int,
     splits: int,
+    programs: int,
     overlap: bool = False,
 ) -> None:
     """Attention over the selected units only, exact.
@@ -245,7 +248,8 @@ def attend(
         out: like q; rows `tokens` are written, but for rows with nothing to do.
         scale: of the products. key_scale, value_scale: what stored numbers are multiplied by.
         unit_tokens: tokens of a unit.
-        splits: CTAs per row and KV head, at most 128.
+        splits: CTAs per row and KV head, at most 128. programs: of all rows that have something to
+            do, at most; a row and KV head has one at least.
         overlap: see OVERLAP_ROWS; only behind ``select`` on the same stream.
     """
     torch.ops.vllm_kvx.kvx_attend(
@@ -267,5 +271,6 @@ def attend(
         value_scale,
         unit_tokens,
         splits,
+        programs,
         overlap,
     )

@@ -29,28 +29,11 @@ _PROGRAMS = {
 }
 # Where more than 16 CTAs attend to a row, each reads at least so many entries.
 _ENTRIES_PER_CTA = 128
-# Rows times heads up to which each multiprocessor has one CTA that scores.
-_FEW_PAIRS = 16
-# By how much two waves of CTAs must be fuller than one, which has half as many to start.
-_FULLER = 1.05
 
 
 def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
     """Programs that share a row and head, so that about `programs` run in all."""
     return max(1, min(programs // (num_rows * kv_heads), most))
-
-
-def score_splits_of(programs: int, num_rows: int, kv_heads: int) -> int:
-    """CTAs that score a row and head, of which `programs` run at once.
-
-    For few rows one on each multiprocessor, which saves what a CTA does before its first entry. For
-    more, one or two waves, whichever leaves less room empty (h100-retrieval-step.json).
-    """
-    pairs = num_rows * kv_heads
-    if pairs <= _FEW_PAIRS:
-        return splits_of(programs // 2, num_rows, kv_heads)
-    one, two = (splits_of(waves * programs, num_rows, kv_heads) for waves in (1, 2))
-    return two if pairs * two >= _FULLER * 2 * pairs * one else one
 
 
 @dataclass(frozen=True)
@@ -125,7 +108,7 @@ class Scratch:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        parts = num_heads * max(attend // kv_heads, max_rows)
+        parts = num_heads * max(2 * attend // kv_heads, max_rows)
         stats = num_heads * max(score // kv_heads, max_rows) * 2
         shape = (max_rows, kv_heads, max_units)
         return cls(
@@ -217,13 +200,13 @@ def steps(
 ) -> dict[str, Callable[[], None]]:
     """The three ops of ``retrieve`` by name, in the order in which they run."""
     num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
-    choose = score_splits_of if scratch.backends.score == "cuda" else splits_of
-    score_splits = choose(scratch.score_programs, num_rows, kv_heads)
     # One program merges the parts of a row: many small parts take it longer than few.
     most = MAX_SPLITS
     if scratch.backends.attend == "cuda":
         most = min(max(scratch.indices.shape[2] * unit // _ENTRIES_PER_CTA, 16), most)
-    attend_splits = splits_of(scratch.attend_programs, num_rows, kv_heads, most)
+    # A CUDA graph's rows may be almost twice those that have something to do.
+    fewest = num_rows // 2 + 1 if scratch.backends.attend == "cuda" else num_rows
+    attend_splits = splits_of(scratch.attend_programs, fewest, kv_heads, most)
     overlap = num_rows <= scratch.overlap_rows
     where = (block_table, rows.tokens, rows.requests, rows.lens)
 
@@ -236,7 +219,7 @@ def steps(
             scratch.scores,
             scratch.histogram,
             reduction=scratch.reduction,
-            splits=score_splits,
+            programs=scratch.score_programs,
         )
 
     def select_in_cuda() -> None:
@@ -269,6 +252,7 @@ def steps(
             value_scale,
             unit,
             attend_splits,
+            scratch.attend_programs,
             # What comes before it waits for the scores by itself.
             overlap and scratch.backends.score == "cuda",
         )
@@ -283,7 +267,7 @@ def steps(
             scratch.stats,
             reduction=scratch.reduction,
             scale=scale * key_scale,
-            splits=score_splits,
+            splits=splits_of(scratch.score_programs, num_rows, kv_heads),
         )
 
     def select_in_triton() -> None:

@@ -32,7 +32,7 @@ class Scorer(Protocol[SidecarT_contra]):
         histogram: Tensor,
         *,
         reduction: str,
-        splits: int,
+        programs: int,
     ) -> None:
         """Writes the rows' scores by a CUDA op; called only if `cuda_reductions` has `reduction`.
 
@@ -40,7 +40,7 @@ class Scorer(Protocol[SidecarT_contra]):
             query: (N, H, D). block_table: (B, max_blocks) int32.
             scores: (G, capacity) float32, written at each row's offset.
             histogram: (R, G, 2048) int32, zero; gets how many scores there are by the top 11 bits.
-            splits: CTAs per row and KV head.
+            programs: CTAs that the GPU runs at once.
         """
         raise NotImplementedError
 
