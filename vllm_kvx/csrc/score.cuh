@@ -9,9 +9,8 @@
 // else that can be is computed once, before the loop.
 #pragma once
 
-#include <algorithm>
-
 #include "launch.cuh"
+#include "parts.cuh"
 #include "queries.cuh"
 
 namespace kvx {
@@ -239,67 +238,20 @@ __device__ __forceinline__ void reduce_quad(const float (&best)[4], float (&scor
   reduce_pair<SUM>(best, scores, 1);
 }
 
-// A CTA's part of a row: the `part`-th of `parts`. Row -1: there is nothing left to do.
-struct Part {
-  int row, part, parts;
-};
-
-// The waves of CTAs that take all rows: half a one, which spares one row what CTAs do before their
-// first step, one, or two, which even out what each gets. By steps of a warp, if there is one wave.
-constexpr int FEW_STEPS = 8, MANY_STEPS = 32;
-
-// CTAs of a KV head that are launched: those of two waves, and one for each row that they round off.
-inline int most_parts(int rows, int heads, int programs) {
-  const int wave = std::max(programs / heads, 1);
-  return rows == 1 ? wave : 2 * wave + rows;
-}
-
-// The `index`-th part of a KV head, of rows that have as many as their share of all steps: some
-// are longer than others, and of a CUDA graph's some are empty. Read by each warp for itself.
-template <int WARPS>
-__device__ __forceinline__ Part find_part(const Rows& rows, int index, int heads, int programs) {
-  const int lane = threadIdx.x % 32;
-  auto steps_of = [&](int row) {
-    return row < rows.count ? (rows.lens[row] + STEP - 1) / STEP : 0;
-  };
-  int all = 0;
-  for (int row = lane; row < rows.count; row += 32) all += steps_of(row);
-  all = __reduce_add_sync(ALL_LANES, all);
-  const int wave = max(programs / heads, 1), each = all / (wave * WARPS);
-  int parts_of_all = each < MANY_STEPS ? wave : 2 * wave;
-  if (rows.count == 1) parts_of_all = each < FEW_STEPS ? max(wave / 2, 1) : wave;
-  int before = 0;
-#pragma unroll 1
-  for (int first = 0; first < rows.count; first += 32) {
-    const int steps = steps_of(first + lane);
-    const int parts =
-        steps ? max(static_cast<int>(static_cast<int64_t>(steps) * parts_of_all / all), 1) : 0;
-    const int end = before + sum_up_to(parts);
-    if (const unsigned past = __ballot_sync(ALL_LANES, end > index)) {
-      const int found = __ffs(past) - 1, of_row = __shfl_sync(ALL_LANES, parts, found);
-      return {first + found, index - __shfl_sync(ALL_LANES, end, found) + of_row, of_row};
-    }
-    before = __shfl_sync(ALL_LANES, end, 31);
-  }
-  return {-1, 0, 0};
-}
-
 template <int D, int TILES, int HEADS, bool SUM>
 __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256 ? 3 : 2)
     score_kernel(const ScoreParams p) {
   using Shape = ScoreShape<D, TILES, HEADS>;
   let_next_kernel_start();
   const int head = blockIdx.x;
-  const Part at_work = find_part<Shape::WARPS>(p.rows, blockIdx.y, gridDim.x, p.programs);
-  const int row = at_work.row;
+  const Part mine = find_part<STEP, Shape::WARPS>(p, blockIdx.y, gridDim.x, gridDim.y);
+  const int row = mine.row, len = mine.len, token = mine.token, request = mine.request;
+  const int64_t offset = mine.offset;
   if (row < 0) return;
-  // All at once: each is a trip to memory.
-  const int len = p.rows.lens[row], token = p.rows.tokens[row], request = p.rows.requests[row];
-  const int64_t offset = p.offsets[row];
-  const int steps = (len + STEP - 1) / STEP, warps = at_work.parts * Shape::WARPS;
+  const int steps = (len + STEP - 1) / STEP, warps = mine.parts * Shape::WARPS;
   // From one lane: the compiler then knows that it is the same in all.
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int cta_warp = at_work.part * Shape::WARPS;
+  const int cta_warp = mine.part * Shape::WARPS;
   if (share_begin(steps, cta_warp, warps) ==
       share_begin(steps, cta_warp + Shape::WARPS, warps)) {
     return;
