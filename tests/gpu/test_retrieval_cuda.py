@@ -516,7 +516,7 @@ def test_graph_of_all(overlap: bool) -> None:
     with torch.cuda.graph(graph):
         step()
         step()
-    for shorter in (0, 1, 95, 399):
+    for shorter in (0, 1, 95, 399, 400):
         now = [max(n - shorter, 0) for n in lens]
         case.lens.copy_(torch.tensor(now, dtype=torch.int32))
         for poisoned in (indices, counts):

@@ -105,10 +105,13 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
     return;
   }
   // Of a CUDA graph's rows some are empty: the others have their CTAs.
-  int live = 0;
-  for (int i = threadIdx.x % 32; i < p.rows.count; i += 32) live += p.rows.lens[i] > 0;
-  live = __reduce_add_sync(ALL_LANES, live);
-  const int most = min(p.splits, max(p.programs / (live * static_cast<int>(gridDim.y)), 1));
+  int most = 1;
+  if (p.splits > 1) {
+    int live = 0;
+    for (int i = threadIdx.x % 32; i < p.rows.count; i += 32) live += p.rows.lens[i] > 0;
+    live = __reduce_add_sync(ALL_LANES, live);
+    most = min(p.splits, max(p.programs / (live * static_cast<int>(gridDim.y)), 1));
+  }
   const int heads = p.queries.heads;
   const char* query = static_cast<const char*>(p.queries.data) +
                       (token * p.queries.token_stride +

@@ -261,7 +261,7 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
   STD_TORCH_CHECK(counts.size(0) >= rows && counts.size(1) == kv_heads, "counts must be (R, G)");
   STD_TORCH_CHECK(tickets.size(0) >= rows && tickets.size(1) == kv_heads, "tickets must be (R, G)");
   STD_TORCH_CHECK(splits >= 1 && splits <= 128, "splits must be 1 to 128");
-  STD_TORCH_CHECK(programs >= 1, "programs must be positive");
+  STD_TORCH_CHECK(programs >= 1 && programs <= INT32_MAX, "programs must be positive, of 32 bits");
   STD_TORCH_CHECK(partial_out.size(0) >= rows && partial_out.size(1) == heads &&
                       partial_out.size(2) == splits && partial_out.size(3) == dim,
                   "partial_out must be (R, H, splits, D)");

@@ -17,6 +17,8 @@ struct Part {
 
 // Of this many steps for each warp on, a second wave of CTAs evens out what each of them gets.
 constexpr int MANY_STEPS = 32;
+// So it does where equal rows would leave more of a wave empty than this part of it.
+constexpr float EMPTY = 0.15f;
 
 // CTAs of a KV head that are launched. Of one row, one on each multiprocessor: that spares it what
 // CTAs do before their first step. Else those of two waves, and one for each row that is rounded up.
@@ -36,22 +38,28 @@ __device__ __forceinline__ Part find_part(const ScoreParams& p, int index, int h
   };
   auto steps_of = [](int len) { return (len + STEP - 1) / STEP; };
   Part mine = load(lane);  // all at once: each is a trip to memory
-  int all = steps_of(mine.len);
-  for (int row = lane + 32; row < rows; row += 32) all += steps_of(p.rows.lens[row]);
+  int len = mine.len, all = steps_of(len), live = len > 0;
+  for (int row = lane + 32; row < rows; row += 32) {
+    const int other = p.rows.lens[row];
+    all += steps_of(other), live += other > 0;
+  }
   all = __reduce_add_sync(ALL_LANES, all);
+  live = max(__reduce_add_sync(ALL_LANES, live), 1);
   const int wave = max(p.programs / heads, 1);
-  const int launch = rows == 1 ? launched : all / (wave * WARPS) < MANY_STEPS ? wave : 2 * wave;
+  const bool two = all / (wave * WARPS) >= MANY_STEPS || wave % live > EMPTY * wave;
+  const int launch = rows == 1 ? launched : two ? 2 * wave : wave;
   int before = 0;
 #pragma unroll 1
   for (int first = 0; first < rows; first += 32) {
-    if (first) mine = load(first + lane);
-    const int64_t steps = steps_of(mine.len);
+    if (first) len = first + lane < rows ? p.rows.lens[first + lane] : 0;
+    const int64_t steps = steps_of(len);
     const int parts = steps ? max(static_cast<int>(steps * launch / all), 1) : 0;
     const int end = before + sum_up_to(parts);
     if (const unsigned past = __ballot_sync(ALL_LANES, end > index)) {
       const int from = __ffs(past) - 1;
+      if (first) mine = load(first + from);
       auto of_row = [&](auto x) { return __shfl_sync(ALL_LANES, x, from); };
-      return {first + from,       of_row(index - end + parts), of_row(parts),       of_row(mine.len),
+      return {first + from,       of_row(index - end + parts), of_row(parts),       of_row(len),
               of_row(mine.token), of_row(mine.request),        of_row(mine.offset)};
     }
     before = __shfl_sync(ALL_LANES, end, 31);

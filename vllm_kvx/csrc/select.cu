@@ -403,9 +403,10 @@ static void launch_select(const SelectParams& p, cudaStream_t stream) {
 void select(const SelectParams& params, cudaStream_t stream) {
   const int pairs = params.rows * params.num_kv_heads;
   int ctas = params.ctas;
-  // The fewer pairs there are, the more CTAs share one. Of a graph's rows some may have nothing to
-  // do. With 8 pairs eight were the fastest, with 16 to 48 four, with 64 two, and from 96 on it made
-  // no difference (benchmarks/results/h100-retrieval-step.json).
+  // The fewer pairs there are, the more CTAs share one. With 8 pairs eight were the fastest, with 16,
+  // 32 and 48 four, with 128 one and two took as long. With 64 pairs two are faster if all rows have
+  // something to do, four if two of eight have not, of a graph for more
+  // (benchmarks/results/h100-retrieval-step.json, h100-retrieval-tried.json).
   if (ctas == 0) ctas = pairs > 128 ? 1 : pairs > 64 ? 2 : pairs > 8 ? 4 : 8;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) ctas = 1;
   switch (ctas) {

@@ -32,8 +32,9 @@ HEAD_DIMS = (64, 128, 256)
 MAX_SHARE = 16
 # Up to so many rows selection and attention may start before the operator before them has ended, on
 # Hopper and later (programmatic dependent launch). With one row, where a layer is mostly their
-# starting, it takes 2 to 6% less; with six of 130,000 entries 8% more, as they wait where others
-# could run (benchmarks/results/h200-retrieval-variants.json).
+# starting, it takes 1 to 6% less. With several they wait where others could run, or not: six of
+# 130,000 entries take 1% less, two and 16 of them 9 to 12% more
+# (benchmarks/results/h200-retrieval-step.json, h200-retrieval-variants.json).
 OVERLAP_ROWS = 1
 
 
@@ -128,8 +129,8 @@ def score(
         histogram: (R, G, 2048) int32, zero; gets how many scores there are by the top 11 bits.
         group: tokens that share scales: 32, 64, 128 or 256, a divisor of the block size.
         reduction: over query heads that share a KV head: 0 maximum, 1 sum.
-        programs: CTAs that the GPU runs at once. A row has as many of them, or of twice as many, as
-            its share of the entries of all rows.
+        programs: CTAs that the GPU runs at once. Of them, or of twice as many, a row has its share
+            by the entries of all rows, and one for each head at least. One row alone has half.
     """
     torch.ops.vllm_kvx.kvx_score(
         q,

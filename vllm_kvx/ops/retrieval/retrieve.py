@@ -19,14 +19,12 @@ from vllm_kvx.ops.retrieval.score import SCORE_PROGRAMS
 from vllm_kvx.ops.retrieval.scorer import Scorer
 from vllm_kvx.ops.retrieval.topk import FUSED, top_units, top_units_reference
 
-# How many programs score and how many attend: in Triton a program is one warp, in CUDA a CTA of
-# several, of which a multiprocessor of a Hopper GPU has room for two and for three. Triton's
-# interpreter runs programs one after the other.
-_PROGRAMS = {
-    "cuda": (264, 396),
-    "triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS),
-    "torch": (1, 1),
-}
+# How many programs score and how many attend: in Triton a program is one warp. Its interpreter runs
+# programs one after the other.
+_PROGRAMS = {"triton": (SCORE_PROGRAMS, ATTEND_PROGRAMS), "torch": (1, 1)}
+# In CUDA a program is a CTA of several warps, of which a multiprocessor has room for so many. Fewer
+# attend with heads of 256 channels, whose entries take more shared memory.
+_CTAS_THAT_SCORE, _CTAS_THAT_ATTEND, _CTAS_THAT_ATTEND_WIDELY = 2, 3, 2
 # Where more than 16 CTAs attend to a row, each reads at least so many entries.
 _ENTRIES_PER_CTA = 128
 
@@ -34,6 +32,15 @@ _ENTRIES_PER_CTA = 128
 def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) -> int:
     """Programs that share a row and head, so that about `programs` run in all."""
     return max(1, min(programs // (num_rows * kv_heads), most))
+
+
+def _programs(backend: str, device: torch.device, head_dim: int) -> tuple[int, int]:
+    """How many score and how many attend."""
+    if backend != "cuda":
+        return _PROGRAMS[backend]
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    attend = _CTAS_THAT_ATTEND_WIDELY if head_dim > 128 else _CTAS_THAT_ATTEND
+    return _CTAS_THAT_SCORE * count, attend * count
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,8 @@ class Scratch:
         )
         score = attend = 1
         if device.type != "cpu":
-            score, attend = _PROGRAMS[backends.score][0], _PROGRAMS[backends.attend][1]
+            score = _programs(backends.score, device, head_dim)[0]
+            attend = _programs(backends.attend, device, head_dim)[1]
 
         def floats(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.float32, device=device)

@@ -40,7 +40,7 @@ class Scorer(Protocol[SidecarT_contra]):
             query: (N, H, D). block_table: (B, max_blocks) int32.
             scores: (G, capacity) float32, written at each row's offset.
             histogram: (R, G, 2048) int32, zero; gets how many scores there are by the top 11 bits.
-            programs: CTAs that the GPU runs at once.
+            programs: CTAs that the GPU runs at once; rows share them, or a multiple of them.
         """
         raise NotImplementedError
 
