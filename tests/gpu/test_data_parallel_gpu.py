@@ -65,12 +65,15 @@ def test_two_engines_answer_as_one(tmp_path: Path) -> None:
         *("--kv-cache-memory-bytes", str(1 << 30)),
         "--no-enable-prefix-caching",  # Which engine has a prefix would show in the counters.
     ]
-    found = {}
-    for engines in (1, 2):
+
+    def run(engines: int) -> tuple[list[str], dict[str, Any], dict[str, float]]:
         log = tmp_path / f"server-{engines}.log"
         more = ["--data-parallel-size", str(engines)]
         with serving([*flags, *more], log, os.environ, 420.0, VLLM) as url:
-            found[engines] = answers(url, asked)
+            return answers(url, asked)
+
+    with ThreadPoolExecutor(2) as pool:  # Starts take most of the time.
+        found = dict(zip((1, 2), pool.map(run, (1, 2)), strict=True))
     (alone, one, _), (together, two, by_engine) = found[1], found[2]
     assert together == alone
     assert (one["engines"], two["engines"]) == (1, 2)
