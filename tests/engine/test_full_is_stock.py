@@ -5,15 +5,20 @@ from pathlib import Path
 
 import pytest
 from world import inside
-from world.engine import running
+from world.engine import HAS_FP8, running
 from world.expected import Speed
 from world.parity import assert_identical, assert_logprobs, assert_parity
 from world.prompts import prompts_of
 
 LENGTHS = (2, 33, 97, 200, 64)
 
+OVER_FP8 = pytest.param(
+    {"kv_cache_dtype": "fp8"},
+    marks=pytest.mark.skipif(not HAS_FP8, reason="this CPU has neither AVX-512 nor AMX"),
+)
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}])
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, OVER_FP8])
 def test_bit_for_bit(tiny: Callable[..., Path], options: dict[str, str]) -> None:
     model = tiny()
     prompts = prompts_of(LENGTHS)

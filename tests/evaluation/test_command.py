@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from world.engine import keep_in_process
+from world.engine import HAS_FP8, keep_in_process
 from world.models import LOOKUP
 
 from vllm_kvx.calibration.dense_decoder import load_config
@@ -23,8 +22,6 @@ from vllm_kvx.evaluation.store import Store
 from vllm_kvx.policy.spec import parse_policy
 
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 512}
-# What vLLM asks of a CPU for an fp8 KV cache.
-HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def evaluate(output: Path, *more: str) -> int:

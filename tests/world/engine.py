@@ -15,6 +15,8 @@ import torch
 from world import inside
 
 BLOCK = 32  # What the CPU attention backend takes.
+# What it asks of a CPU for an fp8 KV cache.
+HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @dataclass
