@@ -310,7 +310,7 @@ def add_ops(step: Decode, backend: str, operators: Operators, before: Operators)
 def with_attend_ctas(scratch: retrieve.Scratch, ctas: int) -> retrieve.Scratch:
     """The same scratch with room for the parts of more CTAs."""
     rows, kv_heads = scratch.counts.shape
-    parts = scratch.heads * max(2 * ctas // kv_heads, rows)
+    parts = scratch.heads * retrieve.attend_parts(ctas, rows, kv_heads)
     return replace(
         scratch,
         attend_programs=ctas,

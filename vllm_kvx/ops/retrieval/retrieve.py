@@ -34,6 +34,14 @@ def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) 
     return max(1, min(programs // (num_rows * kv_heads), most))
 
 
+def attend_parts(programs: int, max_rows: int, kv_heads: int) -> int:
+    """Parts per query head, over all rows, that attention by `programs` may leave to be merged.
+
+    There may be almost twice as many as programs, which ``steps`` shares among half of the rows.
+    """
+    return max(2 * programs // kv_heads, max_rows)
+
+
 def _programs(backend: str, device: torch.device, head_dim: int) -> tuple[int, int]:
     """How many score and how many attend."""
     if backend != "cuda":
@@ -116,7 +124,7 @@ class Scratch:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        parts = num_heads * max(2 * attend // kv_heads, max_rows)
+        parts = num_heads * attend_parts(attend, max_rows, kv_heads)
         stats = num_heads * max(score // kv_heads, max_rows) * 2
         shape = (max_rows, kv_heads, max_units)
         return cls(
