@@ -15,7 +15,7 @@ from world.engine import Answer, Engine, running
 from world.expected import FULL, Policy, Speed, named
 from world.gpu import COMPILED, EXACT, NEAR_TIE
 from world.models import LOOKUP
-from world.parity import ATOL, ask, assert_parity, room_for
+from world.parity import ATOL, ask, assert_parity, largest_difference, room_for
 from world.prompts import lookups, prompt_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -98,20 +98,6 @@ def test_hits_answer_as_cold_runs(tiny: Callable[..., Path], server: str) -> Non
     assert counts["full"] > 0
 
 
-def worst(some: Sequence[Answer], others: Sequence[Answer]) -> float:
-    """The largest difference of a logprob up to where an answer differs; inf if one is NaN.
-
-    Two greedy tokens that differ by a near-tie have nearly the same logprob.
-    """
-    largest = 0.0
-    for a, b in zip(some, others, strict=True):
-        same = [x == y for x, y in zip(a.tokens, b.tokens, strict=True)]
-        first = same.index(False) + 1 if False in same else len(same)
-        found = float((a.logprobs - b.logprobs)[:first].abs().max())
-        largest = max(largest, found if found == found else float("inf"))
-    return largest
-
-
 EAGER = COMPILED | {"enforce_eager": True, "attention_config": {"backend": "TRITON_ATTN"}}
 
 
@@ -149,8 +135,10 @@ def test_what_states_leave_in_8_bit_blocks_is_harmless(
             return engine.generate(prompts, max_tokens=6, policies=names)
 
         zeros, again = filled_with(0x00), filled_with(0x00)
-        noise = worst(zeros, again)
-        filled = {hex(byte): worst(zeros, filled_with(byte)) for byte in (0x7F, 0xFF, 0x7C)}
+        noise = largest_difference(zeros, again)
+        filled = {
+            hex(byte): largest_difference(zeros, filled_with(byte)) for byte in (0x7F, 0xFF, 0x7C)
+        }
         # Twice in a row each, so that the second one is a hit, while others push blocks out.
         turns = [
             ask_twice(engine, prompt, name) for prompt, name in zip(prompts, names, strict=True)

@@ -108,3 +108,17 @@ def assert_identical(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert a.tokens == b.tokens
         assert torch.equal(a.logprobs, b.logprobs)
+
+
+def largest_difference(some: Sequence[Answer], others: Sequence[Answer]) -> float:
+    """The largest difference of a logprob up to where an answer differs; inf if one is NaN.
+
+    Two greedy tokens that differ by a near-tie have nearly the same logprob.
+    """
+    largest = 0.0
+    for a, b in zip(some, others, strict=True):
+        same = [x == y for x, y in zip(a.tokens, b.tokens, strict=True)]
+        first = same.index(False) + 1 if False in same else len(same)
+        found = float((a.logprobs - b.logprobs)[:first].abs().max())
+        largest = max(largest, found if found == found else float("inf"))
+    return largest
