@@ -15,6 +15,7 @@ from vllm_kvx.calibration.dense_decoder import load_config
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.cli import main
 from vllm_kvx.evaluation import command, perplexity, records
+from vllm_kvx.evaluation.engine import NotStarted
 from vllm_kvx.evaluation.groups import read_policies
 from vllm_kvx.evaluation.original import Model
 from vllm_kvx.evaluation.questions import Key
@@ -71,6 +72,14 @@ def test_policies_side_by_side(
     assert evaluate(output, *policies) == 0
     again = capsys.readouterr().out
     assert again[: again.index("Results:")] in shown
+
+    # An engine that does not start costs the others nothing.
+    monkeypatch.setattr(command, "own_engine", does_not_start)
+    more = [f"streamingllm:sinks=1,recent={recent}" for recent in (10, 11)]
+    assert evaluate(output, *policies, more[0], *over_fp8, more[1]) == 2
+    out, err = capsys.readouterr()
+    assert out[: out.index("Results:")] in shown
+    assert f"the engine for {', '.join(more)} does not start: no memory. The report is of" in err
     config = json.loads((LOOKUP / "config.json").read_text())
     key = written["model_key"]
     assert key != model_key(config, None)
@@ -79,6 +88,12 @@ def test_policies_side_by_side(
     assert records.load(key, parse_policy("snapkv:kv_rate=0.3")) is None
     assert (records.load(key, parse_policy("full"), "fp8") is not None) == HAS_FP8
     assert records.load(key, parse_policy("snapkv:kv_rate=0.1"), "fp8") is None
+
+
+@contextmanager
+def does_not_start(model: str, policies: Iterable[str], options: object) -> Iterator[None]:
+    raise NotStarted(f"the engine for {', '.join(policies)} does not start: no memory")
+    yield
 
 
 class OverFp8:
@@ -116,7 +131,8 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
     model = Model(str(LOOKUP), None, load_config(str(LOOKUP)), read_policies(["snapkv"], 8))
     args = Namespace(base_url="http://server", concurrency=1)
     key: Key = ("notes", 320, 0)
-    ((found, names),) = command.engines_of(args, [model], {"full": [], "snapkv": [key]}, 400)
+    missing: dict[str, list[Key]] = {"full": [], "snapkv": [key]}
+    ((found, names),) = command.engines_of(args, [model], missing, 400, [])
     assert isinstance(found, OverFp8) and found.rows == names == ["full", "snapkv"]
 
 

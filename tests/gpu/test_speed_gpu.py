@@ -58,7 +58,7 @@ def test_full_is_as_close_to_stock_as_stock_is_to_itself() -> None:
     """Inductor tunes each configuration's kernels by timing, so their sums differ in order.
 
     Stock vLLM against itself, compiled for a configuration that differs in name only, is the
-    measure. Both may part from it at a near-tie.
+    measure. Greedy tokens may differ at a near-tie, in few of the answers.
     """
     prompts = prompts_of((5, 33, 130, 700, 1500, 17, 64, 250))
     stock = answers_of(None, prompts, **COMPILED)
@@ -70,6 +70,8 @@ def test_full_is_as_close_to_stock_as_stock_is_to_itself() -> None:
     }
     print(json.dumps({"largest logprob difference to stock": difference}))
     assert difference["full"] <= max(2 * difference["stock"], 0.15)
+    parted = sum(a.tokens != b.tokens for a, b in zip(stock, ours, strict=True))
+    assert parted <= 3, parted
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])

@@ -20,7 +20,13 @@ from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.calibration.report import model_name
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation import figures, records, report
-from vllm_kvx.evaluation.engine import OwnEngine, on_cpu, own_engine, prepare_environment
+from vllm_kvx.evaluation.engine import (
+    NotStarted,
+    OwnEngine,
+    on_cpu,
+    own_engine,
+    prepare_environment,
+)
 from vllm_kvx.evaluation.groups import grouped
 from vllm_kvx.evaluation.original import Model, check_tokenizers, models_of
 from vllm_kvx.evaluation.questions import Key, Posed, Suite, load_tokenizer
@@ -73,11 +79,13 @@ def run(args: argparse.Namespace) -> None:
         posed = suite.pose(load, bar)
     missing = {row: [key for key in posed if Question(row, *key) not in store] for row in rows}
     count = sum(map(len, missing.values()))
+    failed: list[NotStarted] = []
     if count:
         done = 0
         with _bar("answers") as bar:
             bar(0, count)
-            for engine, names in engines_of(args, models, missing, suite.context(posed)):
+            context = suite.context(posed)
+            for engine, names in engines_of(args, models, missing, context, failed):
                 for name in names:
                     store.note_resolved(name, engine.resolved(name))
                 check_yardstick(store.facts[RESOLVED], rows)
@@ -88,6 +96,12 @@ def run(args: argparse.Namespace) -> None:
     asked = {Question(row, *key) for row in rows for key in posed}
     summary = Summary((a for a in store if a.question in asked), rows)
     finish(args, store, summary, models[-1], speed)
+    if failed:
+        reasons = "; ".join(map(str, failed))
+        raise ToolError(
+            f"{reasons}. The report is of the other policies. Their answers are kept: with what "
+            "failed mended, or left out, the same command asks only what is missing"
+        )
 
 
 def finish(
@@ -194,11 +208,17 @@ def engines_of(
     models: Sequence[Model],
     missing: Mapping[str, Sequence[Key]],
     context: int,
+    failed: list[NotStarted],
 ) -> Iterator[tuple[OwnEngine | RunningServer, list[str]]]:
     """Engines that are up, with the rows to ask them for, one after the other.
 
-    context: tokens that the longest prompt has with its answer.
+    context: tokens that the longest prompt has with its answer. failed: takes why an engine does
+    not start, whose rows are passed over.
+
+    Raises:
+        NotStarted: it is the yardstick's engine.
     """
+    yardstick = next(iter(models[0].rows))
     for model in models:
         wanted = {row: policy for row, policy in model.rows.items() if missing[row]}
         if args.base_url:
@@ -212,8 +232,13 @@ def engines_of(
         for names in grouped(wanted, model.config.num_hidden_layers):
             members = {name: wanted[name] for name in names}
             cache = {} if (dtype := dtype_of(names[0])) is None else {"kv_cache_dtype": dtype}
-            with own_engine(model.source, members, options | cache) as engine:
-                yield engine, names
+            try:
+                with own_engine(model.source, members, options | cache) as engine:
+                    yield engine, names
+            except NotStarted as error:
+                if yardstick in names:
+                    raise
+                failed.append(error)
 
 
 def _ask(

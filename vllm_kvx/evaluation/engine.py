@@ -41,6 +41,10 @@ class Answered:
     nats: float
 
 
+class NotStarted(ToolError):
+    """An engine does not start; others may."""
+
+
 class OwnEngine:
     """vLLM's ``LLM`` with room for all of some policies.
 
@@ -52,7 +56,7 @@ class OwnEngine:
         """policies: by the names that answers are asked for under. options: keywords of ``LLM``.
 
         Raises:
-            ToolError: the engine does not start.
+            NotStarted: the engine does not start.
         """
         self._requested = {name: str(with_retrieval(p)) for name, p in policies.items()}
         first, *others = dict.fromkeys(self._requested.values())
@@ -73,7 +77,8 @@ class OwnEngine:
             self.llm: Any = LLM(model, additional_config=config, **(defaults | given))
         except (ValueError, RuntimeError, TypeError, OSError) as error:
             names = ", ".join(policies)
-            raise ToolError(f"the engine for {names} does not start: {last_line(error)}") from error
+            why = f"the engine for {names} does not start: {last_line(error)}"
+            raise NotStarted(why) from error
         vllm_config = self.llm.llm_engine.vllm_config
         settings = KVSettings.from_vllm_config(vllm_config)
         assert settings is not None

@@ -37,7 +37,8 @@ def splits_of(programs: int, num_rows: int, kv_heads: int, most: int = 1 << 30) 
 def attend_parts(programs: int, max_rows: int, kv_heads: int) -> int:
     """Parts per query head, over all rows, that attention by `programs` may leave to be merged.
 
-    There may be almost twice as many as programs, which ``steps`` shares among half of the rows.
+    There may be almost twice as many as programs of a KV head, since ``steps`` shares these among
+    half of the rows.
     """
     return max(2 * programs // kv_heads, max_rows)
 
