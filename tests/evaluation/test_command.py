@@ -143,6 +143,7 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
         (("--policies", "speed-8"), "8 layers"),
         (("--policies", "full@int4"), "over which full runs: write one of "),
         (("--policies", "full@bfloat16"), "full@bfloat16: vLLM's CPU attention has no such KV"),
+        (("--policies", "full@fp8_per_token_head"), "vLLM's CPU attention has no such KV cache"),
         (("--policies", "snapkv@fp8"), "snapkv@fp8: retention and retrieval cannot address 8-bit"),
         (
             ("--policies", "full@fp8", "--engine-args", '{"kv_cache_dtype": "fp8_e5m2"}'),

@@ -456,6 +456,9 @@ def test_rows_for_every_policy(stock, monkeypatch) -> None:
         (torch.bfloat16, "float16", True),
         (torch.bfloat16, "bfloat16", False),
         (torch.float32, "fp8", False),
+        (torch.float32, "fp8_e5m2", False),
+        (torch.float32, "fp8_per_token_head", True),
+        (torch.float32, "turboquant_k8v4", True),
     ):
         typed = changed(
             changed(stock, "model_config.dtype", model), "cache_config.cache_dtype", cache

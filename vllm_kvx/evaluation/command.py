@@ -35,7 +35,7 @@ from vllm_kvx.evaluation.server import RunningServer, running_server
 from vllm_kvx.evaluation.store import RESOLVED, Answer, Question, Store
 from vllm_kvx.evaluation.summary import Summary
 from vllm_kvx.evaluation.tasks.table import FIXED, GROUPS, TASKS
-from vllm_kvx.policy.cache_dtype import at_dtype, split_dtype
+from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED, at_dtype, split_dtype
 from vllm_kvx.policy.policy import KVPolicy
 
 # Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
@@ -141,7 +141,7 @@ def check_rows(rows: Mapping[str, KVPolicy]) -> None:
         dtype = dtype_of(row)
         if dtype is None or not on_cpu():
             continue
-        if not dtype.startswith("fp8"):
+        if dtype in UNSCALED or dtype not in KV_CACHE_DTYPES:
             why = "vLLM's CPU attention has no such KV cache"
         elif policy.is_lossy_decode:
             why = "retention and retrieval cannot address 8-bit keys on CPU"

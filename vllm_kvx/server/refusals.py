@@ -51,6 +51,11 @@ ALWAYS: tuple[Refusal, ...] = (
         "model's: drop --kv-cache-dtype",
     ),
     Refusal(
+        lambda c: _is_cpu() and c.cache_config.cache_dtype not in KV_CACHE_DTYPES,
+        "vLLM's CPU attention does not have this KV cache type, though vLLM starts over it: drop "
+        "--kv-cache-dtype, or set it to fp8 or fp8_e5m2",
+    ),
+    Refusal(
         lambda c: _is_cpu() and c.use_v2_model_runner and c.compilation_config.mode.name != "NONE",
         "on CPU Triton's interpreter stands in for a compiler, which torch.compile cannot use: add "
         "--enforce-eager",
