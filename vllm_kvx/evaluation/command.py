@@ -35,7 +35,7 @@ from vllm_kvx.evaluation.server import RunningServer, running_server
 from vllm_kvx.evaluation.store import RESOLVED, Answer, Question, Store
 from vllm_kvx.evaluation.summary import Summary
 from vllm_kvx.evaluation.tasks.table import FIXED, GROUPS, TASKS
-from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED, at_dtype, split_dtype
+from vllm_kvx.policy.cache_dtype import FP8, at_dtype, split_dtype
 from vllm_kvx.policy.policy import KVPolicy
 
 # Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> None:
     if failed:
         reasons = "; ".join(map(str, failed))
         raise ToolError(
-            f"{reasons}. The report is of the other policies. Their answers are kept: with what "
-            "failed mended, or left out, the same command asks only what is missing"
+            f"{reasons}. The report is of what was answered, and that is kept: with what failed "
+            "mended, or left out, the same command asks only what is missing"
         )
 
 
@@ -141,7 +141,7 @@ def check_rows(rows: Mapping[str, KVPolicy]) -> None:
         dtype = dtype_of(row)
         if dtype is None or not on_cpu():
             continue
-        if dtype in UNSCALED or dtype not in KV_CACHE_DTYPES:
+        if dtype not in FP8:
             why = "vLLM's CPU attention has no such KV cache"
         elif policy.is_lossy_decode:
             why = "retention and retrieval cannot address 8-bit keys on CPU"

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-
-# Of these, whose entries are stored as they are, whatever scales a checkpoint has; `auto` takes the
-# checkpoint's type.
+# Whose entries are stored as they are, whatever scales a checkpoint has.
 UNSCALED = ("bfloat16", "float16")
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+# `auto` takes the checkpoint's type.
+KV_CACHE_DTYPES = ("auto", *UNSCALED, *FP8)
 _LOSSLESS = (None, "auto", *UNSCALED)
 
 

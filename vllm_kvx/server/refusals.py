@@ -52,7 +52,7 @@ ALWAYS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: _is_cpu() and c.cache_config.cache_dtype not in KV_CACHE_DTYPES,
-        "vLLM's CPU attention does not have this KV cache type, though vLLM starts over it: drop "
+        "vLLM's CPU attention does not have this KV cache type, and vLLM does not check it: drop "
         "--kv-cache-dtype, or set it to fp8 or fp8_e5m2",
     ),
     Refusal(
