@@ -36,7 +36,7 @@ from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import METHODS, check_served, parse_policy
 from vllm_kvx.policy.storage import storage_of
 
-policy = parse_policy("speed-4+snapkv:kv_rate=0.5")
+policy = parse_policy("speed-4+snapkv:kv_rate=0.5,kv_floor=0")
 check_served(policy)
 print(layout_of([policy], 8).splits, storage_of(policy, 100, 0, 16, 8).kept, "snapkv" in METHODS)
 """

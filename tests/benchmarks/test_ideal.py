@@ -72,7 +72,7 @@ def test_rows_that_go_on_see_all_of_the_last_full_layer() -> None:
     assert work.rows == (100, 100, 5, 5, 5) and work.projected == (0, 0, 95, 0, 0)
     assert work.pairs == (5050, 5050, 1 + 2 + 98 + 99 + 100, 15, 15)
     assert work.stored == (100, 100, 100, 5, 5)
-    work = ideal.work_of("gemfilter:layer=2,rate=0.5", 5, 100)
+    work = ideal.work_of("gemfilter:layer=2,rate=0.5,kv_floor=0", 5, 100)
     assert work is not None and work.rows == (150, 150, 50, 50, 50)
     assert work.pairs == (5050 + 1275,) * 2 + (1275,) * 3 and work.projected == (0, 0, 100, 0, 0)
 
@@ -149,7 +149,7 @@ def test_prompt_within_anchors_and_tail_gains_nothing() -> None:
 def test_two_methods_gain_together() -> None:
     speed = ideal.work_of("speed-24", 32, 32768)
     both = ideal.work_of("speed-24+fier-1024", 32, 32768)
-    kept = ideal.work_of("speed-24+snapkv", 32, 32768)
+    kept = ideal.work_of("speed-24+snapkv:kv_floor=0", 32, 32768)
     assert speed is not None and both is not None and kept is not None
     assert both.rows == kept.rows == speed.rows and both.stored == speed.stored
     assert both.read[:2] == (32768, 32768) and both.read[24:] == (2,) * 8
@@ -194,7 +194,7 @@ def test_retrieval_saves_what_decode_reads(policy: str, sidecar: float) -> None:
         assert ideal.work_of(short, 32, 1000) == ideal.full_work(32, 1000)
 
 
-FASTKV = "fastkv:tsp_layer=15,tsp_rate=0.2,kv_rate=0.1"
+FASTKV = "fastkv:tsp_layer=15,tsp_rate=0.2,kv_rate=0.1,kv_floor=0"
 
 
 @pytest.mark.parametrize(("length", "ratio"), [(32768, 1.83), (130000, 1.93)])
@@ -203,14 +203,14 @@ def test_prefill_ratio_of_fastkv(length: int, ratio: float) -> None:
 
 
 def test_retention_is_what_decode_reads_and_the_pool_holds() -> None:
-    for policy in (FASTKV, "snapkv"):
+    for policy in (FASTKV, "snapkv:kv_floor=0"):
         work = ideal.work_of(policy, 32, 130000)
         assert work is not None and set(work.stored) == set(work.read) == {13000}
         assert ideal.pool_ratio(LLAMA, policy) == pytest.approx(10, rel=1e-4)
         short = ideal.full_work(32, 13000)
         assert ideal.decode_bytes(LLAMA, work) == ideal.decode_bytes(LLAMA, short)
-    assert ideal.prefill_ratio(LLAMA, "snapkv", 32768) == 1
-    work = ideal.work_of("fastkv:tsp_layer=15,kv_rate=0.3", 32, 1000)
+    assert ideal.prefill_ratio(LLAMA, "snapkv:kv_floor=0", 32768) == 1
+    work = ideal.work_of("fastkv:tsp_layer=15,kv_rate=0.3,kv_floor=0", 32, 1000)
     assert work is not None and work.stored == (300,) * 16 + (200,) * 16
     work = ideal.work_of("streamingllm", 2, 5000)
     assert work is not None and work.stored == (1024, 1024)
@@ -219,16 +219,18 @@ def test_retention_is_what_decode_reads_and_the_pool_holds() -> None:
 def test_structkv_counts_as_fastkv_does() -> None:
     for length in (5, 32768, 130000):
         structkv, fastkv = (
-            ideal.work_of(name, 32, length) for name in ("structkv:pivot=15", FASTKV)
+            ideal.work_of(name, 32, length) for name in ("structkv:pivot=15,kv_floor=0", FASTKV)
         )
         assert structkv is not None and structkv == fastkv
-    work = ideal.work_of("structkv:pivot=2,struct_rate=0.3,kv_rate=0.5,window=64", 4, 1000)
+    work = ideal.work_of(
+        "structkv:pivot=2,struct_rate=0.3,kv_rate=0.5,kv_floor=0,window=64", 4, 1000
+    )
     assert work is not None
     assert work.rows == (1000, 1000, 300, 300) and work.projected == (0, 0, 700, 0)
     # A chosen row is anywhere.
     assert work.pairs[2:] == (300 * 1001 // 2, 300 * 301 // 2)
     assert work.stored == work.read == (500, 500, 500, 300)
-    work = ideal.work_of("structkv:pivot=0,window=64", 2, 100)
+    work = ideal.work_of("structkv:pivot=0,kv_floor=0,window=64", 2, 100)
     assert work is not None and (work.rows, work.stored) == ((64, 64), (64, 64))
 
 
@@ -253,13 +255,13 @@ def test_ratios_of_structkv_at_other_depths(model: str, pivot: int) -> None:
     ("policy", "length", "stored"),
     [
         # 63 blocks below and 13 above, the last of each with 8 entries: 7 of them stay.
-        ("structkv:pivot=2", 1000, (104, 104, 104, 104)),
+        ("structkv:pivot=2,kv_floor=0", 1000, (104, 104, 104, 104)),
         # 64 whole blocks, 13 with 12 entries in the last: 7 again.
-        ("structkv:pivot=2", 1024, (112, 112, 112, 108)),
+        ("structkv:pivot=2,kv_floor=0", 1024, (112, 112, 112, 108)),
         # The window, 60 .. 99, lies in 4 of 7 blocks; above there is nothing else, in 3.
-        ("structkv:pivot=2,kv_rate=0.01,window=40", 100, (52, 52, 52, 40)),
-        ("structkv:pivot=2,kv_rate=0.5", 1000, (504, 504, 504, 200)),
-        ("structkv:pivot=2", 10, (10, 10, 10, 8)),
+        ("structkv:pivot=2,kv_rate=0.01,kv_floor=0,window=40", 100, (52, 52, 52, 40)),
+        ("structkv:pivot=2,kv_rate=0.5,kv_floor=0", 1000, (504, 504, 504, 200)),
+        ("structkv:pivot=2,kv_floor=0", 10, (10, 10, 10, 8)),
     ],
 )
 def test_whole_blocks_stay(policy: str, length: int, stored: tuple[int, ...]) -> None:
@@ -270,7 +272,9 @@ def test_whole_blocks_stay(policy: str, length: int, stored: tuple[int, ...]) ->
     assert (work.rows, work.pairs) == (token.rows, token.pairs)
 
 
-@pytest.mark.parametrize("policy", ["structkv:pivot=online", "structkv", "fastkv"])
+@pytest.mark.parametrize(
+    "policy", ["structkv:pivot=online,kv_floor=0", "structkv:kv_floor=0", "fastkv:kv_floor=0"]
+)
 def test_a_name_without_the_layer_has_no_ideal(policy: str) -> None:
     assert ideal.prefill_ratio(LLAMA, policy, 32768) is None
     assert ideal.decode_ratio(LLAMA, policy, 32768) is None
@@ -278,5 +282,5 @@ def test_a_name_without_the_layer_has_no_ideal(policy: str) -> None:
 
 
 def test_what_selects_nothing_needs_no_layer() -> None:
-    for policy in ("structkv:struct_rate=1", "fastkv:tsp_rate=1"):
-        assert ideal.work_of(policy, 32, 5000) == ideal.work_of("snapkv", 32, 5000)
+    for policy in ("structkv:struct_rate=1,kv_floor=0", "fastkv:kv_floor=0,tsp_rate=1"):
+        assert ideal.work_of(policy, 32, 5000) == ideal.work_of("snapkv:kv_floor=0", 32, 5000)

@@ -9,11 +9,13 @@ from vllm_kvx.cache.admission import SPLIT_WINDOWS, PromptAdmission
 from vllm_kvx.policy.storage import STASH_PAGE, storage_of
 from vllm_kvx.settings import KVSettings
 
-FASTKV = "fastkv:tsp_layer=3"
+FASTKV = "fastkv:kv_floor=0,tsp_layer=3"
 
 
 def admission(stash_tokens: int = 1024, **config: Any) -> PromptAdmission:
-    settings = KVSettings.of({"kv_policy": FASTKV, "kv_layout": ["snapkv"]}, num_layers=8)
+    settings = KVSettings.of(
+        {"kv_policy": FASTKV, "kv_layout": ["snapkv:kv_floor=0"]}, num_layers=8
+    )
     defaults = {"max_num_batched_tokens": 96, "max_num_seqs": 16, "long_prefill_token_threshold": 0}
     made = KVSettings(**{**vars(settings), "stash_tokens": stash_tokens})
     return PromptAdmission(made, SimpleNamespace(**(defaults | config)))  # type: ignore[arg-type]
@@ -44,7 +46,7 @@ def test_chunks(start: int, tokens: int, expected: int) -> None:
 
 def test_the_window_is_a_chunk_of_its_own_beside_several_passes() -> None:
     one = admission()
-    request = add(one, "a", 600, "fastkv:tsp_layer=3,tsp_rate=0.5")
+    request = add(one, "a", 600, "fastkv:kv_floor=0,tsp_layer=3,tsp_rate=0.5")
     assert one.clip(request, 576, 24) == 16
     assert one.clip(request, 592, 8) == 8
 
@@ -57,7 +59,7 @@ def test_other_policies_are_left_alone() -> None:
 
 def test_only_so_many_windows_are_spread() -> None:
     one = admission()
-    requests = [add(one, str(i), 20, "snapkv") for i in range(SPLIT_WINDOWS + 1)]
+    requests = [add(one, str(i), 20, "snapkv:kv_floor=0") for i in range(SPLIT_WINDOWS + 1)]
     assert [one.clip(r, 12, 3) for r in requests] == [3] * SPLIT_WINDOWS + [0]
     assert one.clip(requests[-1], 12, 8) == 8  # A whole window needs no room.
     one.release("0")
@@ -67,7 +69,7 @@ def test_only_so_many_windows_are_spread() -> None:
 def test_short_chunks_get_no_more_room_for_windows() -> None:
     """A slot is queries of every layer: 17 MB of Llama-3.1-8B's, at 64 tokens a window."""
     one = admission(long_prefill_token_threshold=3, max_num_seqs=256)
-    requests = [add(one, str(i), 20, "snapkv") for i in range(256)]
+    requests = [add(one, str(i), 20, "snapkv:kv_floor=0") for i in range(256)]
     assert [one.clip(r, 12, 3) for r in requests] == [3] * SPLIT_WINDOWS + [0] * (
         256 - SPLIT_WINDOWS
     )
@@ -82,7 +84,7 @@ def test_a_full_stash_makes_prompts_wait() -> None:
     assert one.clip(first, 0, 96) == 96
     assert one.clip(second, 0, 96) == 0
     # Retention alone needs no stash.
-    assert one.clip(add(one, "c", 500, "snapkv"), 0, 96) == 96
+    assert one.clip(add(one, "c", 500, "snapkv:kv_floor=0"), 0, 96) == 96
     first.num_computed_tokens = 3 * STASH_PAGE
     assert not one.past_prompt({"b": 1}), "another step"
     assert one.past_prompt({"a": 1, "b": 1}) == [first] and not one.past_prompt({"a": 1})
@@ -123,7 +125,7 @@ def test_the_queue_goes_on_behind_one_that_waits() -> None:
     a, b, c, d = (
         add(one, n, pages * STASH_PAGE) for n, pages in zip("abcd", (2, 3, 1, 1), strict=True)
     )
-    full, snapkv = add(one, "full", 500, "full"), add(one, "snapkv", 500, "snapkv")
+    full, snapkv = add(one, "full", 500, "full"), add(one, "snapkv", 500, "snapkv:kv_floor=0")
     assert schedule(one, a, b, c, full, d, snapkv) == ["a", "full", "snapkv"]
     one.settle(running=[a, full, snapkv])
     assert schedule(one, b, c, d) == []
@@ -165,13 +167,19 @@ def test_where_all_wait_the_loop_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [FASTKV, "snapkv", f"{FASTKV},kv_rate=1+snapkv", "gemfilter:layer=3"]
+    "policy",
+    [
+        FASTKV,
+        "snapkv:kv_floor=0",
+        f"{FASTKV},kv_rate=1+snapkv:kv_floor=0",
+        "gemfilter:layer=3,kv_floor=0",
+    ],
 )
 def test_a_first_chunk_waits_for_no_window(policy: str) -> None:
     """A prompt that is no longer than its window keeps all, so that nothing scores it."""
     one = admission()
     for number in range(SPLIT_WINDOWS):
-        assert one.clip(add(one, str(number), 20, "snapkv"), 12, 3) == 3
+        assert one.clip(add(one, str(number), 20, "snapkv:kv_floor=0"), 12, 3) == 3
     settings = KVSettings.of({"kv_policy": policy}, num_layers=8)
     for length in range(1, 20):
         request = SimpleNamespace(request_id=f"of {length}", num_prompt_tokens=length)

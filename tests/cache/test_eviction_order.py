@@ -65,7 +65,7 @@ def test_what_is_written_over_takes_along_what_stands_behind_it() -> None:
     """A compacted prompt's later blocks would stay in the cache longest, and nobody finds them."""
     pool = BlockPool(31, enable_caching=True, hash_block_size=BLOCK)
     (manager,) = managers(1, pool)
-    storage = storage_of(parse_policy("snapkv:kv_rate=0.4,window=3"), 38, 0, BLOCK, 8)
+    storage = storage_of(parse_policy("snapkv:kv_rate=0.4,kv_floor=0,window=3"), 38, 0, BLOCK, 8)
     kv = RequestKV(storage, reads=True, publishes=None)
     manager.add_request("a", kv)
     grow(manager, 32)

@@ -12,7 +12,7 @@ from vllm_kvx.server.metrics import PolicyMetrics
 from vllm_kvx.worker.stats import PolicyStats
 
 FULL, SNAPKV = 0, 1
-NAMES = [("full", FULL), ("snapkv", SNAPKV)]
+NAMES = [("full", FULL), ("snapkv:kv_floor=0", SNAPKV)]
 
 
 class Clock:
@@ -64,7 +64,7 @@ def test_first_and_later_tokens() -> None:
     first, later = told["first_token"], told["per_token"]
     assert {name: (v[-2], round(v[-1], 6)) for name, v in first.items()} == {
         "full": (1, 10.0),
-        "snapkv": (2, 1.2),
+        "snapkv:kv_floor=0": (2, 1.2),
     }
     assert first["full"][FIRST_TOKEN_BOUNDS.index(5.0)] == 0
     assert first["full"][FIRST_TOKEN_BOUNDS.index(10.0)] == 1
@@ -76,17 +76,19 @@ def test_first_and_later_tokens() -> None:
 
 def test_metrics_have_every_bound() -> None:
     """As `histogram_quantile` wants them: bounds that no request kept have their series, too."""
-    stats = PolicyStats((4, 4), CountedPolicies(["full", "snapkv"]))
+    stats = PolicyStats((4, 4), CountedPolicies(["full", "snapkv:kv_floor=0"]))
     histogram = Histogram(FIRST_TOKEN_BOUNDS)
     histogram.add(3.0)
     told = [*histogram.cumulative(), histogram.seconds]
-    stats.scheduler = {"first_token": {"snapkv": told}}
-    own = PolicyMetrics("latency", "snapkv", CountedPolicies(["full", "snapkv"]))
+    stats.scheduler = {"first_token": {"snapkv:kv_floor=0": told}}
+    own = PolicyMetrics(
+        "latency", "snapkv:kv_floor=0", CountedPolicies(["full", "snapkv:kv_floor=0"])
+    )
     for _ in range(2):
         own.update({"policies": stats.as_dict()})
 
     def sample(name: str, **labels: str) -> float | None:
-        labels = {"model_name": "latency", "policy": "snapkv", **labels}
+        labels = {"model_name": "latency", "policy": "snapkv:kv_floor=0", **labels}
         return REGISTRY.get_sample_value(f"vllm_kvx:{name}_total", labels)
 
     bounds = [*map(str, FIRST_TOKEN_BOUNDS), "+Inf"]

@@ -13,7 +13,7 @@ from world import inside
 
 ANSWER = 25
 SPEED = "speed-2:anchors=2,tail=2"
-POLICIES = {"speed": [SPEED, "full"], "fastkv": ["full", "snapkv:window=3,kv_rate=0.3"]}
+POLICIES = {"speed": [SPEED, "full"], "fastkv": ["full", "snapkv:window=3,kv_rate=0.3,kv_floor=0"]}
 
 
 def server_of(name: str) -> Server:

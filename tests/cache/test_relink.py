@@ -17,7 +17,9 @@ from vllm_kvx.policy.storage import storage_of
 
 BLOCK = 4
 PROMPT = 38  # Ten blocks, the last one half full; four stay.
-POLICY = parse_policy("structkv:pivot=3,struct_rate=1,kv_rate=0.4,granularity=block,window=3")
+POLICY = parse_policy(
+    "structkv:pivot=3,struct_rate=1,kv_rate=0.4,kv_floor=0,granularity=block,window=3"
+)
 KEPT = [1, 4, 5, 9]
 POOL = 20
 

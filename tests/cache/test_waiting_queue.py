@@ -11,9 +11,9 @@ from vllm.config import VllmConfig
 
 from vllm_kvx.policy.storage import STASH_PAGE
 
-FASTKV = "fastkv:tsp_layer=3,window=3,kernel=3"
+FASTKV = "fastkv:tsp_layer=3,window=3,kernel=3,kv_floor=0"
 # The stash holds three pages. Prompts come in by chunks, several in a step.
-SERVER = Server(FASTKV, ("snapkv:window=8",), (), stash=3 * STASH_PAGE, max_len=160)
+SERVER = Server(FASTKV, ("snapkv:window=8,kv_floor=0",), (), stash=3 * STASH_PAGE, max_len=160)
 CASE = replace(AMPLE, max_batch=64, max_chunk=7)
 ONE_PAGE, TWO_PAGES, THREE_PAGES, SHORT = [1] * 40, [1] * 120, [1] * 140, [1] * 10
 
@@ -54,7 +54,7 @@ def test_nobody_takes_pages_that_one_ahead_needs(connect: Connect) -> None:
     client.send("runs", FASTKV, TWO_PAGES)
     client.send("waits", FASTKV, TWO_PAGES)
     client.send("small", FASTKV, ONE_PAGE)
-    client.send("retains", "snapkv:window=8", ONE_PAGE)
+    client.send("retains", "snapkv:window=8,kv_floor=0", ONE_PAGE)
     client.step()
     assert set(client.began) == {"runs", "retains"}
     assert client.order()[2:] == ["waits", "small"]

@@ -63,11 +63,11 @@ class Row:
 # All of them cut the model at its middle: a server with few KV groups is quicker on CPU.
 _ONE_BIT = (
     Row("full", caught=frozenset(), why="it chooses nothing"),
-    Row("criticalkv:kv_rate=0.05"),
-    Row("snapkv:kv_rate=0.05"),
-    Row("fastkv:tsp_layer=3,kv_rate=0.05"),
+    Row("criticalkv:kv_rate=0.05,kv_floor=0"),
+    Row("snapkv:kv_rate=0.05,kv_floor=0"),
+    Row("fastkv:tsp_layer=3,kv_rate=0.05,kv_floor=0"),
     Row(
-        "knorm:kv_rate=0.9",
+        "knorm:kv_rate=0.9,kv_floor=0",
         least=0.3,
         most=0.4,
         caught=frozenset({"lowest", "wrong head"}),
@@ -81,23 +81,23 @@ _ONE_BIT = (
         late=True,
     ),
     Row(
-        "structkv:pivot=3,kv_rate=0.2",
+        "structkv:pivot=3,kv_rate=0.2,kv_floor=0",
         caught=ONE_CHOICE,
         why="all heads keep the same",
     ),
-    Row("structkv:pivot=3,kv_rate=0.2,heads=own"),
+    Row("structkv:pivot=3,kv_rate=0.2,kv_floor=0,heads=own"),
     Row(
-        "structkv:pivot=online,min_layer=3,max_layer=4,kv_rate=0.2",
+        "structkv:pivot=online,min_layer=3,max_layer=4,kv_rate=0.2,kv_floor=0",
         caught=ONE_CHOICE,
         why="all heads keep the same. Lower pivots choose before the checkpoint has looked "
         "anything up",
     ),
     Row(
-        "structkv:pivot=3,granularity=block,kv_rate=0.5",
+        "structkv:pivot=3,granularity=block,kv_rate=0.5,kv_floor=0",
         caught=ONE_CHOICE,
         why="all heads have the same blocks",
     ),
-    Row("gemfilter:layer=3", caught=ONE_CHOICE, why="all heads have the same tokens"),
+    Row("gemfilter:layer=3,kv_floor=0", caught=ONE_CHOICE, why="all heads have the same tokens"),
     Row(
         "speed-4",
         caught=frozenset(),
@@ -106,16 +106,16 @@ _ONE_BIT = (
     Row("swiftkv-4", caught=frozenset(), why="it chooses nothing"),
     Row("selfonly-4", caught=frozenset(), why="its tokens go on by position"),
     Row("fier-64:dense_below=0"),
-    Row("structkv:pivot=3,kv_rate=1+snapkv:kv_rate=0.05"),
-    Row("gemfilter:layer=3,rate=0.2,window=8,kernel=7+snapkv:kv_rate=0.05"),
-    Row("snapkv:kv_rate=0.2+fier-64:dense_below=0"),
+    Row("structkv:pivot=3,kv_rate=1,kv_floor=0+snapkv:kv_rate=0.05,kv_floor=0"),
+    Row("gemfilter:layer=3,rate=0.2,kv_floor=0,window=8,kernel=7+snapkv:kv_rate=0.05,kv_floor=0"),
+    Row("snapkv:kv_rate=0.2,kv_floor=0+fier-64:dense_below=0"),
     Row("speed-4+fier-64:dense_below=0"),
 )
 _PAGE_BOUNDS = (
     Row("quest-128:page=32,dense_below=0"),
     Row("speed-4+quest-128:page=32,dense_below=0"),
     # It alone cuts the model in four.
-    Row("pyramidkv:kv_rate=0.05,groups=4"),
+    Row("pyramidkv:kv_rate=0.05,kv_floor=0,groups=4"),
 )
 # A server has one index.
 ENGINES = {"one bit": _ONE_BIT, "page bounds": _PAGE_BOUNDS}

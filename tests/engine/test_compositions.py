@@ -71,16 +71,17 @@ def struct(retain: Retain) -> Callable[..., KeptResult]:
     return lambda model, prompt, tokens: structsnap.score(model, prompt, tokens, policy)
 
 
-STRUCT = "structkv:pivot=3,struct_rate=0.4,kv_rate=1"
+GEM = "gemfilter:layer=3,rate=0.5,kv_floor=0,window=8,kernel=7"
+STRUCT = "structkv:pivot=3,struct_rate=0.4,kv_rate=1,kv_floor=0"
 PYRAMID = Pyramid(kv_rate=0.2, groups=4)
 CASES: dict[str, Callable[..., KeptResult]] = {
-    f"{STRUCT}+knorm:kv_rate=0.2": struct(by_norm(0.2)),
-    f"{STRUCT}+pyramidkv:kv_rate=0.2,groups=4": struct(by_pyramid(PYRAMID)),
-    "gemfilter:layer=3,rate=0.5+knorm:kv_rate=0.2": gem(Filter(3, 0.5), by_norm(0.2)),
-    "gemfilter:layer=3,rate=0.5,window=8,kernel=7+snapkv:kv_rate=0.2": gem(
-        Filter(3, 0.5, window=8, kernel=7), by_snapkv(0.2)
+    f"{STRUCT}+knorm:kv_rate=0.2,kv_floor=0": struct(by_norm(0.2)),
+    f"{STRUCT}+pyramidkv:kv_rate=0.2,kv_floor=0,groups=4": struct(by_pyramid(PYRAMID)),
+    "gemfilter:layer=3,rate=0.5,kv_floor=0+knorm:kv_rate=0.2,kv_floor=0": gem(
+        Filter(3, 0.5), by_norm(0.2)
     ),
-    "gemfilter:layer=3,rate=0.5,window=8,kernel=7+pyramidkv:kv_rate=0.2,groups=4": gem(
+    f"{GEM}+snapkv:kv_rate=0.2,kv_floor=0": gem(Filter(3, 0.5, window=8, kernel=7), by_snapkv(0.2)),
+    f"{GEM}+pyramidkv:kv_rate=0.2,kv_floor=0,groups=4": gem(
         Filter(3, 0.5, window=8, kernel=7), by_pyramid(PYRAMID)
     ),
 }

@@ -65,7 +65,9 @@ def test_blocks_follow_the_formula(tiny: Callable[..., Path]) -> None:
         (FAST, 7, 5),
         (FULL, 96, 5),
     ]
-    with running(tiny(), "fastkv:tsp_layer=3", config={"kv_layout": ["streamingllm"]}) as engine:
+    with running(
+        tiny(), "fastkv:kv_floor=0,tsp_layer=3", config={"kv_layout": ["streamingllm"]}
+    ) as engine:
         usable = engine.pool.num_gpu_blocks - 1
         for keep, length, max_tokens in cases:
             engine.submit(prompts_of((length,)), max_tokens, [named(keep)])
@@ -109,7 +111,7 @@ def test_preempted_in_decode_equals_uninterrupted(tiny: Callable[..., Path]) -> 
     prompts = prompts_of((180, 90, 150, 200, 130, 60))
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         config={"kv_layout": ["streamingllm"]},
         num_gpu_blocks_override=27,
         max_model_len=384,
@@ -130,7 +132,7 @@ def test_preempted_in_prefill_equals_uninterrupted(tiny: Callable[..., Path]) ->
     prompts = prompts_of((60, 61, 150, 170, 130))
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         num_gpu_blocks_override=22,
         max_model_len=320,
         max_num_seqs=4,
@@ -159,7 +161,7 @@ def test_preempted_at_any_time(tiny: Callable[..., Path]) -> None:
     assert_parity(model, undisturbed, [keep] * 2)
 
 
-@pytest.mark.parametrize("policy", [named(FAST), "snapkv"])
+@pytest.mark.parametrize("policy", [named(FAST), "snapkv:kv_floor=0"])
 def test_abort_at_any_time_returns_everything(tiny: Callable[..., Path], policy: str) -> None:
     model = tiny()
     with running(
@@ -208,7 +210,7 @@ def test_prompts_wait_for_the_stash(
     with (
         running(
             model,
-            "fastkv:tsp_layer=3",
+            "fastkv:kv_floor=0,tsp_layer=3",
             config={"kv_stash_tokens": 384},
             max_model_len=384,
         ) as engine,
@@ -242,7 +244,7 @@ def test_waiting_prompt_must_not_keep_the_stash_from_a_preempted_one(
     prompts = prompts_of((100, 300, 301))
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         config={"kv_stash_tokens": 384},
         max_model_len=384,
         num_gpu_blocks_override=31,
@@ -262,10 +264,10 @@ def test_everybody_shares_prefixes(tiny: Callable[..., Path]) -> None:
     model = tiny()
     shared, other = prompts_of((330, 280))
     prompts = [shared, [*shared, 7, 8, 9], shared, other]
-    with running(model, "fastkv:tsp_layer=3", enable_prefix_caching=True) as engine:
+    with running(model, "fastkv:kv_floor=0,tsp_layer=3", enable_prefix_caching=True) as engine:
         answers = engine.generate(prompts)
         again = engine.generate(prompts)
-        retained = engine.generate(prompts, policies=["snapkv"] * 4)
+        retained = engine.generate(prompts, policies=["snapkv:kv_floor=0"] * 4)
         full = engine.generate(prompts, policies=["full"] * 4)
         stats = engine.stats()["policies"]
         assert inside.state_tokens(engine) == 256
@@ -277,7 +279,7 @@ def test_everybody_shares_prefixes(tiny: Callable[..., Path]) -> None:
     assert_close(answers, again)
     assert_parity(model, [*answers, *retained, *full], [FAST] * 4 + [SNAP] * 4 + [FULL] * 4)
     assert not any(counters["prefix_not_shared"] for counters in stats.values())
-    assert stats["fastkv:tsp_layer=3"]["prefix_states"] >= 512
+    assert stats["fastkv:kv_floor=0,tsp_layer=3"]["prefix_states"] >= 512
 
 
 def test_one_token_and_two_samples(tiny: Callable[..., Path]) -> None:
@@ -285,7 +287,9 @@ def test_one_token_and_two_samples(tiny: Callable[..., Path]) -> None:
     model = tiny()
     prompts = prompts_of((200, 9, 97, 150))
     keeps = [FAST, FAST, SNAP, STREAM]
-    with running(model, "fastkv:tsp_layer=3", config={"kv_layout": ["streamingllm"]}) as engine:
+    with running(
+        model, "fastkv:kv_floor=0,tsp_layer=3", config={"kv_layout": ["streamingllm"]}
+    ) as engine:
         ones = engine.generate(prompts, max_tokens=1, policies=[named(k) for k in keeps])
         engine.assert_idle()
         first, second = (
@@ -302,7 +306,12 @@ def test_one_token_and_two_samples(tiny: Callable[..., Path]) -> None:
 def test_counters(tiny: Callable[..., Path]) -> None:
     """What 8 layers in two groups of 4 propagated, kept, dropped and freed."""
     model = tiny()
-    names = ["fastkv:tsp_layer=3", "snapkv:kv_rate=0.25", "streamingllm:recent=20", "full"]
+    names = [
+        "fastkv:kv_floor=0,tsp_layer=3",
+        "snapkv:kv_rate=0.25,kv_floor=0",
+        "streamingllm:recent=20",
+        "full",
+    ]
     with running(model, names[0], config={"kv_layout": names}) as engine:
         for name in names:
             engine.generate(prompts_of((200, 7)), max_tokens=5, policies=[name] * 2)
@@ -346,7 +355,7 @@ def test_asynchronous_scheduling(
     prompts = prompts_of((180, 90, 150, 200, 130, 60))
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         config={"kv_layout": ["streamingllm"], "kv_stash_tokens": 384},
         async_scheduling=is_async,
         num_gpu_blocks_override=27,

@@ -34,7 +34,7 @@ def test_layers_and_rates(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of(lengths)
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         config=room_for(keeps),
         max_num_seqs=16,
         max_num_batched_tokens=200,
@@ -50,16 +50,16 @@ def test_rates_of_one_are_the_other_policy(tiny: Callable[..., Path]) -> None:
     model = tiny()
     (prompt,) = prompts_of((230,))
     names = [
-        "fastkv:tsp_layer=3,tsp_rate=1",
-        "snapkv",
+        "fastkv:kv_floor=0,tsp_layer=3,tsp_rate=1",
+        "snapkv:kv_floor=0",
         "fastkv:tsp_layer=3,tsp_rate=1,kv_rate=1",
         "full",
-        "fastkv:tsp_layer=7,kv_rate=1",
-        "fastkv:tsp_layer=3,kv_rate=1",
-        "fastkv:tsp_layer=3,kv_rate=1+snapkv:kv_rate=0.1",
-        "fastkv:tsp_layer=3",
+        "fastkv:tsp_layer=7,kv_rate=1,kv_floor=0",
+        "fastkv:tsp_layer=3,kv_rate=1,kv_floor=0",
+        "fastkv:tsp_layer=3,kv_rate=1,kv_floor=0+snapkv:kv_rate=0.1,kv_floor=0",
+        "fastkv:kv_floor=0,tsp_layer=3",
     ]
-    with running(model, "fastkv:tsp_layer=3", config={"kv_layout": names}) as engine:
+    with running(model, "fastkv:kv_floor=0,tsp_layer=3", config={"kv_layout": names}) as engine:
         answers = engine.generate([prompt] * len(names), policies=names)
         engine.assert_idle()
     assert_close(answers[0:1], answers[1:2])
@@ -86,7 +86,9 @@ def test_windows_and_kernels(tiny: Callable[..., Path]) -> None:
         keeps.append(Keep(kv_budget=window, window=window, kernel=kernel))
         lengths.append(90 + window)
     prompts = prompts_of(lengths)
-    with running(model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_seqs=16) as engine:
+    with running(
+        model, "fastkv:kv_floor=0,tsp_layer=3", config=room_for(keeps), max_num_seqs=16
+    ) as engine:
         answers = ask(engine, prompts, keeps, max_tokens=3)
         engine.assert_idle()
     assert_parity(model, answers, keeps)
@@ -126,7 +128,7 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of((30, 41, 55, 23, 64, 17, 50, 38, 47, 29, 33, 60, 45))
     keeps = [keeps[i % len(keeps)] for i in range(len(prompts))]
     with running(
-        model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_batched_tokens=10
+        model, "fastkv:kv_floor=0,tsp_layer=3", config=room_for(keeps), max_num_batched_tokens=10
     ) as engine:
         sizes = inside.watch_chunks(engine)
         answers = ask(engine, prompts, keeps, max_tokens=30)
@@ -154,7 +156,7 @@ def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of((40, 21, 33, 12, 34, 9))
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         config=room_for(keeps),
         max_num_batched_tokens=16,
         long_prefill_token_threshold=1,
@@ -174,7 +176,7 @@ def test_one_shot(tiny: Callable[..., Path]) -> None:
     config = room_for(keeps)
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         config=config,
         max_num_batched_tokens=4096,
         max_num_seqs=64,
@@ -183,7 +185,7 @@ def test_one_shot(tiny: Callable[..., Path]) -> None:
         together = ask(engine, prompts, keeps, max_tokens=3)
         assert max(steps) == len(prompts)
         engine.assert_idle()
-    with running(model, "fastkv:tsp_layer=3", config=config) as engine:
+    with running(model, "fastkv:kv_floor=0,tsp_layer=3", config=config) as engine:
         chunked = ask(engine, prompts[:5], keeps[:5], max_tokens=3)
         engine.assert_idle()
     assert_parity(model, together, keeps)
@@ -233,7 +235,9 @@ def test_mixed_batch(tiny: Callable[..., Path]) -> None:
         Keep(kv_budget=50, window=24),
     ]
     prompts = prompts_of((100, 130, 160, 75, 90, 140, 110, 120, 150))
-    with running(model, "fastkv:tsp_layer=3", config=room_for(keeps), max_num_seqs=16) as engine:
+    with running(
+        model, "fastkv:kv_floor=0,tsp_layer=3", config=room_for(keeps), max_num_seqs=16
+    ) as engine:
         chunked = ask(engine, prompts, keeps, max_tokens=6)
         (alone,) = ask(engine, prompts[5:6], keeps[5:6], max_tokens=6)
         segments = {group["segment"] for group in engine.stats()["layout"]["groups"]}
@@ -259,7 +263,7 @@ def test_composed_with_speed(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of((2, 9, 97, 200, 13, 41, 64, 161, 5, 16, 33, 129) * 2)
     with running(
         model,
-        "speed-4+snapkv",
+        "speed-4+snapkv:kv_floor=0",
         config=room_for(keeps),
         max_num_seqs=16,
         enable_prefix_caching=True,
@@ -304,7 +308,7 @@ def test_selected_tokens_take_several_passes(tiny: Callable[..., Path]) -> None:
         FAST,
     ]
     prompts = prompts_of((600, 260, 300, 217, 150))
-    with running(model, "fastkv:tsp_layer=3", config=room_for(keeps)) as engine:
+    with running(model, "fastkv:kv_floor=0,tsp_layer=3", config=room_for(keeps)) as engine:
         passes = inside.watch_passes(engine)
         together = ask(engine, prompts, keeps)
         counts = list(passes)
@@ -324,7 +328,7 @@ def test_selected_tokens_share_passes(tiny: Callable[..., Path]) -> None:
     keeps = [keep, replace(keep, window=8), replace(keep, tsp_layer=5)] * 4
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         config=room_for(keeps),
         max_num_batched_tokens=300,
         max_num_seqs=16,

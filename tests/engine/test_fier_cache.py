@@ -145,20 +145,23 @@ def test_aborted_at_any_time(tiny: Callable[..., Path]) -> None:
 
 
 LOW, HIGH = 2, 6
+LIMITS = f"min_layer={LOW},max_layer={HIGH}"
 ONLINE = Online(LOW, HIGH, Struct(0, 0.6, 0.4))
 # More than the budget of 64 stays of prompts this long, in every layer that has a choice.
 COMPOSED: dict[str, Keep | Struct | Online] = {
     "speed-4": Keep(cutoff=4),
-    "snapkv:kv_rate=0.5": Keep(kv_rate=0.5),
+    "snapkv:kv_rate=0.5,kv_floor=0": Keep(kv_rate=0.5),
     "streamingllm:sinks=4,recent=90": Keep(sinks=4, recent=90),
-    "speed-4+snapkv:kv_rate=0.4": Keep(cutoff=4, kv_rate=0.4),
-    "fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4": Keep(tsp_layer=3, tsp_rate=0.6, kv_rate=0.4),
-    "fastkv:tsp_layer=3,tsp_rate=0.5,kv_rate=1": Keep(tsp_layer=3, tsp_rate=0.5),
-    "structkv:pivot=3,struct_rate=0.6,kv_rate=0.4": Struct(3, 0.6, 0.4),
-    "structkv:pivot=3,struct_rate=0.7,kv_rate=0.5,granularity=block": Struct(
+    "speed-4+snapkv:kv_rate=0.4,kv_floor=0": Keep(cutoff=4, kv_rate=0.4),
+    "fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4,kv_floor=0": Keep(
+        tsp_layer=3, tsp_rate=0.6, kv_rate=0.4
+    ),
+    "fastkv:tsp_layer=3,tsp_rate=0.5,kv_rate=1,kv_floor=0": Keep(tsp_layer=3, tsp_rate=0.5),
+    "structkv:pivot=3,struct_rate=0.6,kv_rate=0.4,kv_floor=0": Struct(3, 0.6, 0.4),
+    "structkv:pivot=3,struct_rate=0.7,kv_rate=0.5,kv_floor=0,granularity=block": Struct(
         3, 0.7, 0.5, block_size=BLOCK
     ),
-    f"structkv:pivot=online,struct_rate=0.6,kv_rate=0.4,min_layer={LOW},max_layer={HIGH}": ONLINE,
+    f"structkv:pivot=online,struct_rate=0.6,kv_rate=0.4,kv_floor=0,{LIMITS}": ONLINE,
     "": Keep(),
 }
 
@@ -204,8 +207,8 @@ def test_room_for_scores(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPa
     they are right all the same."""
     inside.room_for_scores(monkeypatch, ROOM)
     model = tiny()
-    keep = COMPOSED["fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4"]
-    keeps = "fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4+fier-64"
+    keep = COMPOSED["fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4,kv_floor=0"]
+    keeps = "fastkv:tsp_layer=3,tsp_rate=0.6,kv_rate=0.4,kv_floor=0+fier-64"
     prompts = prompts_of((300, 283, 290))
     config = {"kv_layout": [keeps], "kv_debug": True}
     with running(model, "fier-64", config=config, max_num_batched_tokens=2304) as engine:

@@ -41,6 +41,8 @@ METHODS: dict[str, list[Policy]] = {
         Keep(kv_rate=0.1, kv_floor=60),
         Pyramid(kv_rate=0.1, kv_floor=50, groups=4),
         Keep(sinks=4, kv_rate=0.2, kv_floor=30),
+        Keep(tsp_layer=3, tsp_rate=0.2, tsp_floor=60, kv_rate=0.1, kv_floor=40),
+        Struct(3, struct_rate=0.2, struct_floor=60, kv_rate=0.1, kv_floor=40),
     ],
     "gemfilter": [
         Filter(3, rate=0.4),

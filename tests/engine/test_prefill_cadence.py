@@ -29,7 +29,7 @@ def test_a_cadence_of_prefills_changes_no_answer(tiny: Callable[..., Path]) -> N
     policies = [FULL, keep, keep, keep, keep, FULL, keep, keep]
     with running(
         model,
-        "fastkv:tsp_layer=3,tsp_rate=0.3,kv_rate=0.2",
+        "fastkv:tsp_layer=3,tsp_rate=0.3,kv_rate=0.2,kv_floor=0",
         prefill_schedule_interval=INTERVAL,
         max_num_seqs=3,
         max_num_batched_tokens=64,

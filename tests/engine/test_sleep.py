@@ -18,15 +18,24 @@ from vllm_kvx.policy.spec import parse_policy
 # By server, the policies of its requests, the server's own first: every method is in one of them.
 SERVERS = {
     "fier": (
-        "criticalkv",
-        *("fier-64:dense_below=0", "fastkv:tsp_layer=3", "structkv:pivot=3"),
-        *("snapkv", "streamingllm:recent=60", "pyramidkv:groups=4", "knorm", "gemfilter:layer=3"),
+        "criticalkv:kv_floor=0",
+        *("fier-64:dense_below=0", "fastkv:kv_floor=0,tsp_layer=3", "structkv:pivot=3,kv_floor=0"),
+        *(
+            "snapkv:kv_floor=0",
+            "streamingllm:recent=60",
+            "pyramidkv:kv_floor=0,groups=4",
+            "knorm:kv_floor=0",
+            "gemfilter:layer=3,kv_floor=0",
+        ),
         *("selfonly-3", "swiftkv-3", "speed-4+fier-64:dense_below=0", "full"),
     ),
     "quest": (
         "quest-64:dense_below=0",
-        *("structkv:pivot=3,granularity=block", "structkv:pivot=online,min_layer=2,max_layer=6"),
-        *("speed-4", "snapkv+quest-64:dense_below=0", "full"),
+        *(
+            "structkv:pivot=3,kv_floor=0,granularity=block",
+            "structkv:pivot=online,kv_floor=0,min_layer=2,max_layer=6",
+        ),
+        *("speed-4", "snapkv:kv_floor=0+quest-64:dense_below=0", "full"),
     ),
 }
 
@@ -93,9 +102,9 @@ def test_other_weights(tiny: Callable[..., Path]) -> None:
     """What is computed from weights follows them."""
     prompt = prompt_of(150, 0)
     other = tiny(seed=1)
-    with running(other, "criticalkv") as engine:
+    with running(other, "criticalkv:kv_floor=0") as engine:
         (expected,) = engine.generate([prompt])
-    with running(tiny(), "criticalkv") as engine:
+    with running(tiny(), "criticalkv:kv_floor=0") as engine:
         (old,) = engine.generate([prompt])
         inside.worker(engine).reload_weights(weights_path=str(other))
         (new,) = engine.generate([prompt])

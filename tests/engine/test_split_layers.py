@@ -38,10 +38,10 @@ def rows_by_layer(
     ("policy", "first", "above"),
     [
         ("speed-5:anchors=2,tail=3", 4, 5 * len(LENGTHS)),
-        ("speed-5+snapkv", 4, 2 * len(LENGTHS)),
+        ("speed-5+snapkv:kv_floor=0", 4, 2 * len(LENGTHS)),
         ("selfonly-3", 2, 2 * len(LENGTHS)),
-        ("fastkv:tsp_layer=3", 3, sum(n // 5 for n in LENGTHS if n > 40) + 8),
-        ("structkv:pivot=3", 3, sum(n // 5 for n in LENGTHS if n > 40) + 8),
+        ("fastkv:kv_floor=0,tsp_layer=3", 3, sum(n // 5 for n in LENGTHS if n > 40) + 8),
+        ("structkv:pivot=3,kv_floor=0", 3, sum(n // 5 for n in LENGTHS if n > 40) + 8),
     ],
 )
 def test_rows_that_do_not_go_on_are_not_run(
@@ -60,7 +60,7 @@ def test_rows_that_do_not_go_on_are_not_run(
 def test_a_filter_layer_runs_no_row_of_a_prompt(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = rows_by_layer(tiny(), "gemfilter:layer=3,rate=0.4", monkeypatch)
+    rows = rows_by_layer(tiny(), "gemfilter:layer=3,rate=0.4,kv_floor=0", monkeypatch)
     again = sum(int(n * 0.4) for n in LENGTHS)
     assert rows == [TOTAL + again + DECODES] * 3 + [again + DECODES] * 5
 
@@ -78,7 +78,7 @@ def test_layers_that_cannot_be_split(
 
 @pytest.mark.usefixtures("dense_ops")
 def test_switched_off(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_by_layer(tiny(), "fastkv:tsp_layer=3", monkeypatch, "0")
+    rows = rows_by_layer(tiny(), "fastkv:kv_floor=0,tsp_layer=3", monkeypatch, "0")
     assert rows[2] == rows[3] == TOTAL + DECODES > rows[4]
 
 
@@ -91,16 +91,16 @@ def test_answers_are_the_same(
 ) -> None:
     """Policies of every kind beside each other, split at the same layer and at others."""
     names = [
-        "fastkv:tsp_layer=3",
-        "speed-4+snapkv",
+        "fastkv:kv_floor=0,tsp_layer=3",
+        "speed-4+snapkv:kv_floor=0",
         "speed-4",
         "full",
-        "structkv:pivot=3,granularity=block",
-        "gemfilter:layer=3,rate=0.4",
+        "structkv:pivot=3,kv_floor=0,granularity=block",
+        "gemfilter:layer=3,rate=0.4,kv_floor=0",
         "speed-5:anchors=3,tail=2",
-        "snapkv",
-        "structkv:pivot=4,kv_rate=1+snapkv",
-        "speed-4+structkv:pivot=3,granularity=block,struct_rate=1",
+        "snapkv:kv_floor=0",
+        "structkv:pivot=4,kv_rate=1,kv_floor=0+snapkv:kv_floor=0",
+        "speed-4+structkv:pivot=3,granularity=block,struct_rate=1,kv_floor=0",
     ]
     prompts = prompts_of([100 + 31 * i % 90 for i in range(len(names))])
     answers = []

@@ -114,10 +114,10 @@ def test_parity(tiny: Callable[..., Path], kind: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "policy"),
     [
-        ("qwen3", "structkv:pivot=online"),
-        ("mistral", "gemfilter:layer=3,rate=0.4"),
+        ("qwen3", "structkv:pivot=online,kv_floor=0"),
+        ("mistral", "gemfilter:layer=3,rate=0.4,kv_floor=0"),
         ("llama", "swiftkv-5"),
-        ("qwen3", "speed-5+snapkv"),
+        ("qwen3", "speed-5+snapkv:kv_floor=0"),
     ],
 )
 def test_same_answers_as_without_a_compiler(

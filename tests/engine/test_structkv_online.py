@@ -74,7 +74,7 @@ def test_depths_of_qwen(tiny: Callable[..., Path], layers: int) -> None:
     model = tiny("qwen2", layers=layers)
     prompts = prompts_of((90, 200, 331))
     policy = Online(layers * 2 // 3, layers * 5 // 6)
-    with running(model, "structkv:pivot=online", max_model_len=512) as engine:
+    with running(model, "structkv:pivot=online,kv_floor=0", max_model_len=512) as engine:
         # vLLM plans with the detector's scratch: its profile runs every layer's hook.
         heads = AutoConfig.from_pretrained(model).num_attention_heads
         assert inside.profiled_scratch(engine) == 8 * heads * 8 * 512 * 4
@@ -83,7 +83,7 @@ def test_depths_of_qwen(tiny: Callable[..., Path], layers: int) -> None:
         engine.assert_idle()
     pivots = pivots_of(model, prompts, policy)
     assert all(policy.low <= pivot <= policy.high for pivot in pivots)
-    counts = stats["policies"]["structkv:pivot=online"]["online_pivots"]
+    counts = stats["policies"]["structkv:pivot=online,kv_floor=0"]["online_pivots"]
     assert {int(layer): count for layer, count in counts.items()} == Counter(pivots)
     assert_parity(model, answers, policy)
 

@@ -35,7 +35,9 @@ def test_pivots_and_rates(tiny: Callable[..., Path]) -> None:
         for pivot, (i, (struct_rate, kv_rate)) in product((0, 3, 6, 7), enumerate(rates))
     ]
     prompts = prompts_of([60 + 37 * i % 190 for i in range(len(policies))])
-    with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
+    with running(
+        model, "structkv:pivot=3,kv_floor=0", config=room_for(policies), max_num_seqs=16
+    ) as engine:
         answers = ask(engine, prompts, policies)
         engine.assert_idle()
     assert_parity(model, answers, policies)
@@ -61,16 +63,16 @@ def test_rates_of_one(tiny: Callable[..., Path]) -> None:
     model = tiny()
     (prompt,) = prompts_of((230,))
     names = [
-        "structkv:pivot=3,struct_rate=1",
-        "structkv:pivot=7",
-        "structkv:pivot=5,struct_rate=1,decay=0.5",
-        "structkv:pivot=3,kv_rate=1",
+        "structkv:pivot=3,struct_rate=1,kv_floor=0",
+        "structkv:pivot=7,kv_floor=0",
+        "structkv:pivot=5,struct_rate=1,kv_floor=0,decay=0.5",
+        "structkv:pivot=3,kv_rate=1,kv_floor=0",
         "structkv:pivot=3,struct_rate=1,kv_rate=1",
-        "structkv:pivot=7,kv_rate=1",
+        "structkv:pivot=7,kv_rate=1,kv_floor=0",
         "full",
-        "structkv:pivot=3",
+        "structkv:pivot=3,kv_floor=0",
     ]
-    with running(model, "structkv:pivot=3", config={"kv_layout": names}) as engine:
+    with running(model, "structkv:pivot=3,kv_floor=0", config={"kv_layout": names}) as engine:
         answers = engine.generate([prompt] * len(names), policies=names)
         engine.assert_idle()
     assert_close(answers[:2], answers[1:3])
@@ -106,7 +108,9 @@ def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
         lengths.append(window + 70)
         policies.append(replace(struct, kernel=127))
         lengths.append(window + 110)
-    with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
+    with running(
+        model, "structkv:pivot=3,kv_floor=0", config=room_for(policies), max_num_seqs=16
+    ) as engine:
         answers = ask(engine, prompts_of(lengths), policies, max_tokens=3)
         engine.assert_idle()
     assert_parity(model, answers, policies)
@@ -146,7 +150,7 @@ def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of((30, 41, 55, 23, 64, 17, 50, 38, 47, 29, 33))
     policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
     with running(
-        model, "structkv:pivot=3", config=room_for(policies), max_num_batched_tokens=10
+        model, "structkv:pivot=3,kv_floor=0", config=room_for(policies), max_num_batched_tokens=10
     ) as engine:
         begins = inside.watch_chunks(engine)
         answers = ask(engine, prompts, policies, max_tokens=30)
@@ -169,7 +173,7 @@ def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
     policies = [STRUCT, replace(OWN, struct_rate=0.6, kv_rate=0.4), FAST, PAPER]
     with running(
         model,
-        "structkv:pivot=3",
+        "structkv:pivot=3,kv_floor=0",
         config=room_for(policies),
         max_num_batched_tokens=16,
         long_prefill_token_threshold=1,
@@ -190,7 +194,7 @@ def test_one_shot(tiny: Callable[..., Path]) -> None:
     config = room_for(policies)
     with running(
         model,
-        "structkv:pivot=3",
+        "structkv:pivot=3,kv_floor=0",
         config=config,
         max_num_batched_tokens=4096,
         max_num_seqs=64,
@@ -199,7 +203,7 @@ def test_one_shot(tiny: Callable[..., Path]) -> None:
         together = ask(engine, prompts, policies, max_tokens=3)
         assert max(steps) == len(prompts)
         engine.assert_idle()
-    with running(model, "structkv:pivot=3", config=config) as engine:
+    with running(model, "structkv:pivot=3,kv_floor=0", config=config) as engine:
         chunked = ask(engine, prompts[:5], policies[:5], max_tokens=3)
         engine.assert_idle()
     assert_parity(model, together, policies)
@@ -226,7 +230,7 @@ def test_architectures(tiny: Callable[..., Path], arch: str, heads: int, kv_head
     ]
     prompts = prompts_of((150, 97, 200, 64, 131, 180, 119, 143))
     policies = [mixed[i % 4] for i in range(len(prompts))]
-    with running(model, "structkv:pivot=3", config=room_for(policies)) as engine:
+    with running(model, "structkv:pivot=3,kv_floor=0", config=room_for(policies)) as engine:
         answers = ask(engine, prompts, policies)
         engine.assert_idle()
     assert_parity(model, answers, policies)
@@ -256,7 +260,9 @@ def test_mixed_batch(tiny: Callable[..., Path]) -> None:
         Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, heads="own", kernel=3),
     ]
     prompts = prompts_of((150, 130, 160, 75, 90, 140, 110, 120, 100, 150, 125, 135, 155, 145))
-    with running(model, "structkv:pivot=3", config=room_for(policies), max_num_seqs=16) as engine:
+    with running(
+        model, "structkv:pivot=3,kv_floor=0", config=room_for(policies), max_num_seqs=16
+    ) as engine:
         chunked = ask(engine, prompts, policies, max_tokens=6)
         alone = [
             ask(engine, prompts[i : i + 1], policies[i : i + 1], max_tokens=6)[0] for i in (2, 6)
@@ -281,7 +287,7 @@ def test_selected_tokens_take_several_passes(tiny: Callable[..., Path]) -> None:
         STRUCT,
     ]
     prompts = prompts_of((600, 260, 300, 217, 150, 170))
-    with running(model, "structkv:pivot=3", config=room_for(policies)) as engine:
+    with running(model, "structkv:pivot=3,kv_floor=0", config=room_for(policies)) as engine:
         together = ask(engine, prompts, policies)
         alone = [ask(engine, prompts[i : i + 1], policies[i : i + 1])[0] for i in range(4)]
         engine.assert_idle()
@@ -295,7 +301,7 @@ def test_retention_is_snapkv(tiny: Callable[..., Path], kv_heads: int, heads: st
     """Of each head's own set, and of the only head's; above a SPEED cutoff that one's stays."""
     model = tiny(heads=4, kv_heads=kv_heads)
     prompts = prompts_of((230, 97, 230, 97))
-    retains = f"structkv:pivot=3,struct_rate=1,kv_rate=0.2,heads={heads}"
+    retains = f"structkv:pivot=3,struct_rate=1,kv_rate=0.2,kv_floor=0,heads={heads}"
     unpooled = f"{retains},kernel=1"
     names = [retains, unpooled, f"speed-4+{retains}", f"speed-4+{unpooled}"]
     with running(model, "speed-4", config={"kv_layout": names}) as engine:
@@ -322,7 +328,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of((180, 150, 200, 170, 190, 129, 140))
     with running(
         model,
-        "structkv:pivot=3",
+        "structkv:pivot=3,kv_floor=0",
         config=room_for(policies),
         num_gpu_blocks_override=27,
         max_model_len=384,
@@ -363,7 +369,7 @@ def test_prefixes_beside_full(tiny: Callable[..., Path], pivot: int) -> None:
 def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:
     """No centrality of a prompt that is gone, and none that a later one of that name takes up."""
     model = tiny()
-    with running(model, "structkv:pivot=3") as engine:
+    with running(model, "structkv:pivot=3,kv_floor=0") as engine:
         for steps in range(6):
             ids = engine.submit(prompts_of((300, 20, 150), seed=steps), max_tokens=20)
             engine.step(steps)

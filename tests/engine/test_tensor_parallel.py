@@ -55,14 +55,14 @@ def test_tp2_selects_retains_and_reads_what_one_rank_does(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = tiny()
     prompts = prompts_of((2, 33, 97, 200, 150, 301, 110, 240))
-    names = [None, "full", None, None, "snapkv:kv_rate=0.3", None]
+    names = [None, "full", None, None, "snapkv:kv_rate=0.3,kv_floor=0", None]
     fast = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
     keeps = [fast, Keep(), fast, fast, Keep(kv_rate=0.3), fast]
-    reads = ["fier-64:reduction=sum", "snapkv:kv_rate=0.4+fier-64:reduction=sum"]
+    reads = ["fier-64:reduction=sum", "snapkv:kv_rate=0.4,kv_floor=0+fier-64:reduction=sum"]
     config = {"kv_layout": reads, "kv_debug": True}
     with running(
         model,
-        "fastkv:tsp_layer=3",
+        "fastkv:kv_floor=0,tsp_layer=3",
         config=config,
         tensor_parallel_size=2,
         enable_prefix_caching=True,

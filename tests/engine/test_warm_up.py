@@ -35,13 +35,18 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
 
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu)
     policy = "fier-64:dense_below=0"
-    with running(tiny(), "snapkv", config={"kv_layout": [policy]}) as engine:
+    with running(tiny(), "snapkv:kv_floor=0", config={"kv_layout": [policy]}) as engine:
         (during,) = counted
-        assert set(during) == {"snapkv", policy, "full"}
-        assert during["snapkv"]["requests"] > 0 and during["snapkv"]["prompt_tokens"] > 0
+        assert set(during) == {"snapkv:kv_floor=0", policy, "full"}
+        assert (
+            during["snapkv:kv_floor=0"]["requests"] > 0
+            and during["snapkv:kv_floor=0"]["prompt_tokens"] > 0
+        )
         # Each has run a prompt long enough to give something up, before the first request.
-        assert [str(each) for each in ran] == ["snapkv", policy]
-        assert during[policy]["requests"] > 0 and any(during["snapkv"]["entries_retained_by_layer"])
+        assert [str(each) for each in ran] == ["snapkv:kv_floor=0", policy]
+        assert during[policy]["requests"] > 0 and any(
+            during["snapkv:kv_floor=0"]["entries_retained_by_layer"]
+        )
         worker = inside.worker(engine)
         stats = worker.kv_policy_stats()
         for totals in stats["policies"].values():
@@ -58,4 +63,4 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
             name: (totals["requests"], totals["prompt_tokens"])
             for name, totals in worker.kv_policy_stats()["policies"].items()
         }
-        assert counted_now == {"snapkv": (0, 0), policy: (1, 150), "full": (0, 0)}
+        assert counted_now == {"snapkv:kv_floor=0": (0, 0), policy: (1, 150), "full": (0, 0)}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 MODEL = "lookup"
 # Where packages lie in a folder of PYTHONPATH, no `vllm` is beside this Python.
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-POLICIES = ("speed-4", "full", "fier-64:dense_below=0", "snapkv", "speed-4:tail=2")
+POLICIES = ("speed-4", "full", "fier-64:dense_below=0", "snapkv:kv_floor=0", "speed-4:tail=2")
 
 
 def answers(
@@ -59,7 +59,10 @@ def test_two_engines_answer_as_one(tmp_path: Path) -> None:
     ]
     flags = [
         *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", "speed-4"),
-        *("--additional-config", '{"kv_layout": ["fier-64", "snapkv"], "kv_debug": true}'),
+        *(
+            "--additional-config",
+            '{"kv_layout": ["fier-64", "snapkv:kv_floor=0"], "kv_debug": true}',
+        ),
         *("--dtype", "float32", "--attention-backend", "TRITON_ATTN"),
         *("--max-model-len", "2048", "--gpu-memory-utilization", "0.1"),
         *("--kv-cache-memory-bytes", str(1 << 30)),

@@ -17,8 +17,8 @@ from world.prompts import EDGES, lookups, prompts_of
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 POLICIES: dict[str, fastkv.Keep] = {
-    "fastkv:tsp_layer=3": fastkv.Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1),
-    "fastkv:tsp_layer=3,tsp_rate=0.7,kv_rate=0.9": fastkv.Keep(
+    "fastkv:kv_floor=0,tsp_layer=3": fastkv.Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1),
+    "fastkv:tsp_layer=3,tsp_rate=0.7,kv_rate=0.9,kv_floor=0": fastkv.Keep(
         tsp_layer=3, tsp_rate=0.7, kv_rate=0.9
     ),
     "snapkv:kv_budget=40": fastkv.Keep(kv_budget=40),
@@ -54,7 +54,9 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:
     print(json.dumps({"near ties": near, "full replays": full, "steps": steps}))
 
 
-@pytest.mark.parametrize("policy", ["fastkv:tsp_layer=3", "snapkv:kv_rate=0.9"])
+@pytest.mark.parametrize(
+    "policy", ["fastkv:kv_floor=0,tsp_layer=3", "snapkv:kv_rate=0.9,kv_floor=0"]
+)
 def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], policy: str) -> None:
     model = tiny(head_dim=64, hidden=128)
     keep = POLICIES.get(policy, fastkv.Keep(kv_rate=0.9))
@@ -74,7 +76,9 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path], policy: str) 
 def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:
     model = tiny(head_dim=64, hidden=128)
     options = EXACT | {"enforce_eager": True, "max_model_len": 768}
-    with running(model, "fastkv:tsp_layer=3", config={"kv_stash_tokens": 768}, **options) as engine:
+    with running(
+        model, "fastkv:kv_floor=0,tsp_layer=3", config={"kv_stash_tokens": 768}, **options
+    ) as engine:
         for steps in range(12):
             ids = engine.submit(prompts_of((600, 430, 33, 700), seed=steps), max_tokens=8)
             engine.step(steps)
@@ -85,7 +89,9 @@ def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:
         answers = engine.generate(prompts_of((600, 40, 131, 700, 650), seed=99), max_tokens=5)
         engine.assert_idle()
         inside.assert_no_prompt(engine)
-    assert_parity(model, answers, POLICIES["fastkv:tsp_layer=3"], most=0, near_tie=NEAR_TIE)
+    assert_parity(
+        model, answers, POLICIES["fastkv:kv_floor=0,tsp_layer=3"], most=0, near_tie=NEAR_TIE
+    )
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
@@ -94,20 +100,23 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
     score = {}
     with running(
         LOOKUP,
-        "fastkv:tsp_layer=4",
+        "fastkv:kv_floor=0,tsp_layer=4",
         dtype="bfloat16",
         kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=64,
         config={"kv_layout": ["streamingllm"]},
         **(COMPILED | {"max_num_batched_tokens": 2048}),
     ) as engine:
-        for name in (None, "snapkv", "full", "streamingllm:sinks=4,recent=98"):
+        for name in (None, "snapkv:kv_floor=0", "full", "streamingllm:sinks=4,recent=98"):
             answers = engine.generate(prompts, max_tokens=2, policies=[name] * len(prompts))
             right = [decode(a.tokens) == e for a, e in zip(answers, expected, strict=True)]
-            score[name or "fastkv:tsp_layer=4"] = sum(right) / len(right)
+            score[name or "fastkv:kv_floor=0,tsp_layer=4"] = sum(right) / len(right)
         engine.assert_idle()
     print(json.dumps({"kv_cache_dtype": kv_cache_dtype, "accuracy": score}))
-    assert min(score["fastkv:tsp_layer=4"], score["snapkv"], score["full"]) >= 0.9, score
+    assert (
+        min(score["fastkv:kv_floor=0,tsp_layer=4"], score["snapkv:kv_floor=0"], score["full"])
+        >= 0.9
+    ), score
     # What is asked for lies anywhere, so position alone must lose.
     assert score["streamingllm:sinks=4,recent=98"] < 0.9, score
 
@@ -115,10 +124,12 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tp2_selects_what_tp1_selects() -> None:
     prompts, _, _ = lookups(24)
-    policies = [None, "snapkv", "full"] * 8
+    policies = [None, "snapkv:kv_floor=0", "full"] * 8
     answers: dict[int, list[Answer]] = {}
     for size in (1, 2):
-        with running(LOOKUP, "fastkv:tsp_layer=4", tensor_parallel_size=size, **EXACT) as engine:
+        with running(
+            LOOKUP, "fastkv:kv_floor=0,tsp_layer=4", tensor_parallel_size=size, **EXACT
+        ) as engine:
             answers[size] = engine.generate(prompts, max_tokens=5, policies=policies)
             engine.assert_idle()
     for one, two in zip(answers[1], answers[2], strict=True):

@@ -68,7 +68,7 @@ def test_budget_covers_the_context(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [f"{p}+fier-64:dense_below=0" for p in ("speed-4", "snapkv:kv_rate=0.5")]
+    "policy", [f"{p}+fier-64:dense_below=0" for p in ("speed-4", "snapkv:kv_rate=0.5,kv_floor=0")]
 )
 def test_composed(tiny: Callable[..., Path], policy: str) -> None:
     model = tiny(head_dim=64, hidden=128)

@@ -115,7 +115,12 @@ def test_what_states_leave_in_8_bit_blocks_is_harmless(
     a pool so small that their blocks soon hold entries.
     """
     prompts, expected, decode = lookups(40)
-    policies = ["fastkv:tsp_layer=4", "structkv:pivot=4,granularity=block", "snapkv", "full"]
+    policies = [
+        "fastkv:kv_floor=0,tsp_layer=4",
+        "structkv:pivot=4,kv_floor=0,granularity=block",
+        "snapkv:kv_floor=0",
+        "full",
+    ]
     names = [policies[i % len(policies)] for i in range(len(prompts))]
     with running(
         LOOKUP,
@@ -165,7 +170,13 @@ def test_what_states_leave_in_8_bit_blocks_is_harmless(
     assert states > 0 and all(answer.cached > 0 for answer in seconds)
     # A hit may round otherwise.
     assert all(max(found) - min(found) <= 2 for found in right.values()), right
-    assert min(min(right[name]) for name in ("fastkv:tsp_layer=4", "snapkv", "full")) >= 8, right
+    assert (
+        min(
+            min(right[name])
+            for name in ("fastkv:kv_floor=0,tsp_layer=4", "snapkv:kv_floor=0", "full")
+        )
+        >= 8
+    ), right
 
 
 def ask_twice(engine: Engine, prompt: list[int], policy: str) -> tuple[Answer, Answer]:

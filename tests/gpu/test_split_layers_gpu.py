@@ -36,7 +36,7 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of((*EDGES, 300, 500, 700, 1999, 2000, *[1200] * len(kinds)))
     policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
     with running(
-        model, "fastkv:tsp_layer=3", max_num_seqs=32, config=room_for(kinds), **EXACT
+        model, "fastkv:kv_floor=0,tsp_layer=3", max_num_seqs=32, config=room_for(kinds), **EXACT
     ) as engine:
         assert inside.runs_stock_pieces(engine) or is_off(STOCK_PIECES)
         counts = inside.count_graph_replays(engine)

@@ -18,11 +18,11 @@ from world.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-TOKENS = "structkv:pivot=3"
-BLOCKS = "structkv:pivot=3,granularity=block"
-ONLINE = "structkv:pivot=online,min_layer=2,max_layer=6"
-PAPER = "structkv:pivot=3,kernel=1"
-OWN = "structkv:pivot=3,heads=own"
+TOKENS = "structkv:pivot=3,kv_floor=0"
+BLOCKS = "structkv:pivot=3,kv_floor=0,granularity=block"
+ONLINE = "structkv:pivot=online,kv_floor=0,min_layer=2,max_layer=6"
+PAPER = "structkv:pivot=3,kv_floor=0,kernel=1"
+OWN = "structkv:pivot=3,kv_floor=0,heads=own"
 POLICIES: dict[str, Policy] = {
     TOKENS: Struct(3),
     PAPER: Struct(3, kernel=1),
@@ -111,10 +111,10 @@ def test_aborted_prompts_leave_nothing(tiny: Callable[..., Path]) -> None:
 def test_checkpoint_answers(kv_cache_dtype: str) -> None:
     prompts, expected, decode = lookups(100)
     names = [
-        "structkv:pivot=4",
-        "structkv:pivot=4,kernel=1",
-        "structkv:pivot=4,granularity=block",
-        "structkv:pivot=online,min_layer=4,max_layer=6,kernel=1",
+        "structkv:pivot=4,kv_floor=0",
+        "structkv:pivot=4,kv_floor=0,kernel=1",
+        "structkv:pivot=4,kv_floor=0,granularity=block",
+        "structkv:pivot=online,min_layer=4,max_layer=6,kernel=1,kv_floor=0",
         "full",
     ]
     score = {}
@@ -136,17 +136,19 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
     # Eq. 13 adds up the heads, unpooled, and here one head alone finds the answer: the dense
     # reference of the paper's form is right in 6 of 10. Random choices would leave one in ten.
     assert score["full"] >= 0.9 and min(score.values()) >= 0.5, score
-    assert score["structkv:pivot=4"] >= score["structkv:pivot=4,kernel=1"], score
+    assert score["structkv:pivot=4,kv_floor=0"] >= score["structkv:pivot=4,kv_floor=0,kernel=1"], (
+        score
+    )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tp2_decides_what_tp1_decides() -> None:
     prompts, _, _ = lookups(24)
     names = [
-        "structkv:pivot=4",
-        "structkv:pivot=4,granularity=block",
-        "structkv:pivot=online,min_layer=2,max_layer=6",
-        "structkv:pivot=4,heads=own",
+        "structkv:pivot=4,kv_floor=0",
+        "structkv:pivot=4,kv_floor=0,granularity=block",
+        "structkv:pivot=online,kv_floor=0,min_layer=2,max_layer=6",
+        "structkv:pivot=4,kv_floor=0,heads=own",
     ]
     answers: dict[int, list[Answer]] = {}
     pivots: dict[int, dict[str, int]] = {}

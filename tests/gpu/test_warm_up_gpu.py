@@ -18,10 +18,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 # By the server's policy, what else it makes room for.
 SERVERS = {
-    "snapkv": ["criticalkv", "pyramidkv", "knorm", "streamingllm"],
-    "fastkv:tsp_layer=3": ["structkv:pivot=3", "gemfilter:layer=3"],
-    "structkv:pivot=online": [],
-    "structkv:pivot=3,granularity=block": [],
+    "snapkv:kv_floor=0": [
+        "criticalkv:kv_floor=0",
+        "pyramidkv:kv_floor=0",
+        "knorm:kv_floor=0",
+        "streamingllm",
+    ],
+    "fastkv:kv_floor=0,tsp_layer=3": [
+        "structkv:pivot=3,kv_floor=0",
+        "gemfilter:layer=3,kv_floor=0",
+    ],
+    "structkv:pivot=online,kv_floor=0": [],
+    "structkv:pivot=3,kv_floor=0,granularity=block": [],
     "speed-4+fier-64": ["fier-64"],
     "quest-64": [],
 }

@@ -52,7 +52,9 @@ def test_speed_above_the_cutoff(prompt_len: int, anchors: int, tail: int) -> Non
             assert stored_len(policy, prompt_len, logical_len, layer, 16, 8) == expected
 
 
-@pytest.mark.parametrize("name", ["full", "speed-3", "fastkv:tsp_layer=1,kv_rate=1", "fier-64"])
+@pytest.mark.parametrize(
+    "name", ["full", "speed-3", "fastkv:tsp_layer=1,kv_rate=1,kv_floor=0", "fier-64"]
+)
 def test_no_gap(name: str) -> None:
     policy = parse_policy(name)
     for prompt_len, layer, logical_len in itertools.product(range(1, 6), range(CUTOFF), range(8)):
@@ -124,7 +126,7 @@ def test_arrays_broadcast() -> None:
     assert stored[:, 1].tolist() == list(range(LONGEST))
 
 
-BLOCKS = "structkv:pivot=3,granularity=block"
+BLOCKS = "structkv:pivot=3,kv_floor=0,granularity=block"
 
 
 def stored_of(name: str, prompt_len: int, layer: int, block_size: int) -> tuple[int, int]:
@@ -219,37 +221,73 @@ class Restarts(Propagate):
         ("speed-4", 4, Storage(100, Gap(1, 98), 2, Gap(1, 98))),
         ("speed-4:anchors=0,tail=99", 4, Storage(100, Gap(0, 1), 99, Gap(0, 1))),
         ("speed-4:anchors=1,tail=99", 4, Storage(100, NO_GAP, 100, NO_GAP)),
-        ("snapkv:kv_rate=0.5", 0, Storage(100, NO_GAP, 100, Gap(50, 50))),
-        ("fastkv:tsp_layer=3", 3, Storage(100, NO_GAP, 100, Gap(10, 90))),
-        ("fastkv:tsp_layer=3", 4, Storage(100, Gap(0, 100), 20, Gap(10, 90))),
-        ("fastkv:tsp_layer=3,kv_rate=1", 3, Storage(100, NO_GAP, 100, NO_GAP)),
-        ("fastkv:tsp_layer=3,kv_rate=1", 4, Storage(100, Gap(0, 100), 20, Gap(20, 80))),
+        ("snapkv:kv_rate=0.5,kv_floor=0", 0, Storage(100, NO_GAP, 100, Gap(50, 50))),
+        ("fastkv:kv_floor=0,tsp_layer=3", 3, Storage(100, NO_GAP, 100, Gap(10, 90))),
+        ("fastkv:kv_floor=0,tsp_layer=3", 4, Storage(100, Gap(0, 100), 20, Gap(10, 90))),
+        ("fastkv:tsp_layer=3,kv_rate=1,kv_floor=0", 3, Storage(100, NO_GAP, 100, NO_GAP)),
+        ("fastkv:tsp_layer=3,kv_rate=1,kv_floor=0", 4, Storage(100, Gap(0, 100), 20, Gap(20, 80))),
         ("snapkv:kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("snapkv:kv_floor=400", 0, Storage(100, NO_GAP, 100, NO_GAP)),
         ("fastkv:tsp_layer=3,kv_floor=33", 3, Storage(100, NO_GAP, 100, Gap(33, 67))),
-        ("fastkv:tsp_layer=3,kv_floor=33", 4, Storage(100, Gap(0, 100), 20, Gap(20, 80))),
+        ("fastkv:tsp_layer=3,kv_floor=33", 4, Storage(100, Gap(0, 100), 33, Gap(33, 67))),
+        (
+            "fastkv:tsp_layer=3,kv_floor=33,tsp_floor=0",
+            4,
+            Storage(100, Gap(0, 100), 20, Gap(20, 80)),
+        ),
+        (
+            "fastkv:tsp_layer=3,kv_floor=0,tsp_floor=25",
+            4,
+            Storage(100, Gap(0, 100), 25, Gap(10, 90)),
+        ),
+        ("fastkv:tsp_layer=3,kv_budget=15", 4, Storage(100, NO_GAP, 100, Gap(15, 85))),
         ("pyramidkv:groups=1,kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("criticalkv:kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("knorm:kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
-        ("streamingllm:kv_rate=0.2", 0, Storage(100, NO_GAP, 100, Gap(20, 80))),
+        ("streamingllm:kv_rate=0.2,kv_floor=0", 0, Storage(100, NO_GAP, 100, Gap(20, 80))),
         ("streamingllm:kv_rate=0.2,kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
-        ("streamingllm:sinks=30,kv_rate=0.2", 0, Storage(100, NO_GAP, 100, Gap(31, 69))),
-        ("streamingllm:sinks=100,kv_rate=0.2", 0, Storage(100, NO_GAP, 100, NO_GAP)),
+        ("streamingllm:sinks=30,kv_rate=0.2,kv_floor=0", 0, Storage(100, NO_GAP, 100, Gap(31, 69))),
+        ("streamingllm:sinks=100,kv_rate=0.2,kv_floor=0", 0, Storage(100, NO_GAP, 100, NO_GAP)),
         ("gemfilter:layer=2,kv_floor=33", 2, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("structkv:pivot=3,kv_floor=33", 3, Storage(100, NO_GAP, 100, Gap(33, 67))),
-        ("structkv:pivot=3,kv_budget=15", 3, Storage(100, NO_GAP, 100, Gap(15, 85))),
-        ("structkv:pivot=3,kv_budget=15", 4, Storage(100, Gap(0, 100), 20, Gap(15, 85))),
+        ("structkv:pivot=3,struct_floor=0,kv_budget=15", 3, Storage(100, NO_GAP, 100, Gap(15, 85))),
+        (
+            "structkv:pivot=3,struct_floor=0,kv_budget=15",
+            4,
+            Storage(100, Gap(0, 100), 20, Gap(15, 85)),
+        ),
         # Blocks of 16: three of seven, the last of 4.
-        (f"{BLOCKS},kv_floor=33", 3, Storage(100, NO_GAP, 100, Gap(36, 64))),
-        (f"{BLOCKS},kv_budget=48", 3, Storage(100, NO_GAP, 100, Gap(36, 64))),
-        (f"{BLOCKS},kv_budget=49", 3, Storage(100, NO_GAP, 100, Gap(52, 48))),
+        (
+            "structkv:pivot=3,granularity=block,kv_floor=33",
+            3,
+            Storage(100, NO_GAP, 100, Gap(36, 64)),
+        ),
+        (
+            "structkv:pivot=3,granularity=block,kv_budget=48",
+            3,
+            Storage(100, NO_GAP, 100, Gap(36, 64)),
+        ),
+        (
+            "structkv:pivot=3,granularity=block,kv_budget=49",
+            3,
+            Storage(100, NO_GAP, 100, Gap(52, 48)),
+        ),
         # Above the pivot no more than 20 exist, wherever it is.
-        ("structkv:pivot=online,kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(20, 80))),
-        ("structkv:pivot=online,kv_budget=33", 7, Storage(100, NO_GAP, 100, Gap(20, 80))),
+        ("structkv:pivot=online,kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
+        (
+            "structkv:pivot=online,kv_floor=33,struct_floor=0",
+            0,
+            Storage(100, NO_GAP, 100, Gap(20, 80)),
+        ),
+        (
+            "structkv:pivot=online,struct_floor=0,kv_budget=33",
+            7,
+            Storage(100, NO_GAP, 100, Gap(20, 80)),
+        ),
         # Any layer may run every token.
-        ("structkv:pivot=online,max_layer=5", 7, Storage(100, NO_GAP, 100, Gap(10, 90))),
-        ("speed-4+snapkv:kv_rate=0.5", 3, Storage(100, NO_GAP, 100, Gap(50, 50))),
-        ("speed-4+snapkv:kv_rate=0.5", 4, Storage(100, Gap(1, 98), 2, Gap(1, 98))),
+        ("structkv:pivot=online,kv_floor=0,max_layer=5", 7, Storage(100, NO_GAP, 100, Gap(10, 90))),
+        ("speed-4+snapkv:kv_rate=0.5,kv_floor=0", 3, Storage(100, NO_GAP, 100, Gap(50, 50))),
+        ("speed-4+snapkv:kv_rate=0.5,kv_floor=0", 4, Storage(100, Gap(1, 98), 2, Gap(1, 98))),
         # The layers that choose hold every token until then, the others none.
         ("restarts", 2, Storage(100, NO_GAP, 100, Gap(10, 90))),
         ("restarts", 3, Storage(100, Gap(0, 100), 10, Gap(10, 90))),

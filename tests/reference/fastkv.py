@@ -26,6 +26,7 @@ class Keep:
 
     tsp_layer: int | None = None
     tsp_rate: float = 1.0
+    tsp_floor: int = 0  # the least that the rate propagates
     tsp_reduction: str = "sum"  # over heads and window rows; or "max"
     kv_rate: float | None = 1.0
     kv_budget: int | None = None  # tokens; if given, the rate is ignored
@@ -146,7 +147,7 @@ def prefill(model: PreTrainedModel, prompt: list[int], keep: Keep) -> tuple[Cont
         gather = rows[:, :, None].expand(-1, -1, key.shape[2])
         context.stored.append((key.gather(1, gather), value.gather(1, gather)))
 
-        most = max(int(total * keep.tsp_rate), keep.window)
+        most = max(int(total * keep.tsp_rate), keep.window, keep.tsp_floor)
         if index == keep.tsp_layer and index < len(layers) - 1 and total > most:
             (scores,), (unpooled,) = (
                 saliency(probs, 1, keep.window, width, keep.tsp_reduction)

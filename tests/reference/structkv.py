@@ -37,6 +37,7 @@ class Struct:
     block_size: int | None = None  # tokens of a block where whole blocks are retained
     kv_budget: int | None = None  # tokens; if given, the rate is ignored
     kv_floor: int = 0  # the least that the rate keeps
+    struct_floor: int = 0  # the least that the rate propagates
     struct_reduction: str = "sum"  # of what centrality adds up; or "max"
     most_kept: float = 1.0  # retained rows are no more than this share of the prompt's
     heads: str = "shared"  # one set for all heads of a layer (Eq. 13), as blocks are; or "own"
@@ -55,14 +56,14 @@ class Struct:
 
     def most(self, prompt_len: int) -> int:
         """The most tokens that go on, the window included."""
-        return max(int(prompt_len * self.struct_rate), self.window)
+        return max(int(prompt_len * self.struct_rate), self.window, self.struct_floor)
 
     def cap(self, prompt_len: int) -> int:
         """The most rows that a layer retains by saliency, the window included."""
         cap = max(int(prompt_len * self.kv_rate), self.window, self.kv_floor)
         if self.kv_budget is not None:
             cap = self.kv_budget
-        return min(cap, max(int(prompt_len * self.most_kept), self.window))
+        return min(cap, max(int(prompt_len * self.most_kept), self.window, self.struct_floor))
 
 
 def generate(

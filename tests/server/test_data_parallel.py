@@ -23,10 +23,13 @@ pytestmark = [
 ]
 
 MODEL = "lookup"
-POLICIES = ("speed-4", "full", "fier-64", "snapkv")
+POLICIES = ("speed-4", "full", "fier-64", "snapkv:kv_floor=0")
 FLAGS = [
     *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", "speed-4"),
-    *("--additional-config", '{"kv_layout": ["fier-64", "snapkv", "full"], "kv_debug": true}'),
+    *(
+        "--additional-config",
+        '{"kv_layout": ["fier-64", "snapkv:kv_floor=0", "full"], "kv_debug": true}',
+    ),
     *("--kv-request-policies", "list", "--data-parallel-size", "2"),
     *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager"),
 ]
@@ -111,7 +114,7 @@ def test_what_requests_may_name_holds_in_every_api_process(http: httpx.Client) -
         with httpx.Client(base_url=http.base_url, timeout=60) as other:  # A connection of its own.
             reply = post(other, "a", "speed-4:tail=2")
             assert reply.status_code == 400
-            assert "these policies alone: speed-4, fier-64, snapkv, full (" in reply.text
+            assert "these policies alone: speed-4, fier-64, snapkv:kv_floor=0, full (" in reply.text
 
 
 def test_a_client_that_leaves_frees_its_engines_blocks(http: httpx.Client) -> None:

@@ -84,8 +84,21 @@ def parts(draw: Any, wild: bool) -> str:
 good = st.sampled_from(
     [
         *("full", "speed-4", "speed-4:tail=2", "swiftkv-3", "selfonly-3", "fier-64", "quest-64"),
-        *("fastkv:tsp_layer=3", "structkv:pivot=3", "snapkv", "pyramidkv", "speed-4+fier-64"),
-        *("fastkv", "structkv", "structkv:pivot=online", "gemfilter", "streamingllm", "knorm"),
+        *(
+            "fastkv:kv_floor=0,tsp_layer=3",
+            "structkv:pivot=3,kv_floor=0",
+            "snapkv:kv_floor=0",
+            "pyramidkv:kv_floor=0",
+            "speed-4+fier-64",
+        ),
+        *(
+            "fastkv:kv_floor=0",
+            "structkv:kv_floor=0",
+            "structkv:pivot=online,kv_floor=0",
+            "gemfilter",
+            "streamingllm",
+            "knorm:kv_floor=0",
+        ),
     ]
 )
 plain = parts(wild=False)
@@ -154,7 +167,12 @@ def test_a_name_means_a_policy_or_is_refused(name: str) -> None:
 
 SERVERS = [
     KVSettings.of({"kv_policy": first, "kv_layout": rest}, LAYERS)
-    for first, *rest in (["full"], ["speed-4"], ["fier-64"], ["full", "snapkv", "speed-4+fier-64"])
+    for first, *rest in (
+        ["full"],
+        ["speed-4"],
+        ["fier-64"],
+        ["full", "snapkv:kv_floor=0", "speed-4+fier-64"],
+    )
 ]
 others = st.dictionaries(keys, values, max_size=4)
 

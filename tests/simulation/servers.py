@@ -132,12 +132,12 @@ class Case:
         return config
 
 
-_FAST = "fastkv:tsp_layer=3,window=3,kernel=3"
-_BLOCK = "structkv:pivot=3,window=3,granularity=block"
-_ONLINE = "structkv:pivot=online,window=3,min_layer=2,max_layer=4"
-_PYRAMID = "pyramidkv:window=3,kernel=3"
-_GEM = "gemfilter:layer=3,window=3,kernel=3"
-_STRUCT = "structkv:pivot=3,window=3"
+_FAST = "fastkv:tsp_layer=3,window=3,kernel=3,kv_floor=0"
+_BLOCK = "structkv:pivot=3,window=3,granularity=block,kv_floor=0"
+_ONLINE = "structkv:pivot=online,kv_floor=0,window=3,min_layer=2,max_layer=4"
+_PYRAMID = "pyramidkv:kv_floor=0,window=3,kernel=3"
+_GEM = "gemfilter:layer=3,kv_floor=0,window=3,kernel=3"
+_STRUCT = "structkv:pivot=3,kv_floor=0,window=3"
 _FIER = "fier-64:dense_below=0"
 
 SERVERS: dict[str, Server] = {
@@ -168,7 +168,7 @@ SERVERS: dict[str, Server] = {
     ),
     "fastkv": Server(
         _FAST,
-        ("structkv:pivot=5,window=3", "speed-4", "snapkv:window=3"),
+        ("structkv:pivot=5,kv_floor=0,window=3", "speed-4", "snapkv:kv_floor=0,window=3"),
         (
             _FAST,
             f"{_FAST},tsp_rate=0.6,kv_rate=0.4",
@@ -176,10 +176,10 @@ SERVERS: dict[str, Server] = {
             f"{_FAST},tsp_rate=0.3,kv_rate=0.8",
             "full",
             "speed-4",
-            "speed-4+snapkv:window=3",
-            "snapkv:window=2,kv_rate=0.3",
+            "speed-4+snapkv:kv_floor=0,window=3",
+            "snapkv:window=2,kv_rate=0.3,kv_floor=0",
             "streamingllm:sinks=2,recent=6",
-            "structkv:pivot=5,window=3",
+            "structkv:pivot=5,kv_floor=0,window=3",
             f"{_STRUCT},kv_rate=0.5,heads=own,kernel=3",
             "speed-6+streamingllm:sinks=2,recent=3",
         ),
@@ -187,12 +187,12 @@ SERVERS: dict[str, Server] = {
     ),
     "queue": Server(
         _FAST,
-        (_ONLINE, "speed-4", "snapkv:window=8"),
+        (_ONLINE, "speed-4", "snapkv:window=8,kv_floor=0"),
         (
             _FAST,
             f"{_FAST},kv_rate=1",
             _ONLINE,
-            "snapkv:window=8",
+            "snapkv:window=8,kv_floor=0",
             "full",
             "full",
             "speed-4",
@@ -202,11 +202,11 @@ SERVERS: dict[str, Server] = {
     ),
     "block": Server(
         _BLOCK,
-        ("structkv:pivot=5,window=3,granularity=block", "speed-4"),
+        ("structkv:pivot=5,window=3,granularity=block,kv_floor=0", "speed-4"),
         (
             _BLOCK,
             f"{_BLOCK},struct_rate=1,kv_rate=0.4",
-            "structkv:pivot=5,window=3,granularity=block,struct_rate=0.6,kv_rate=0.3",
+            "structkv:pivot=5,window=3,granularity=block,struct_rate=0.6,kv_rate=0.3,kv_floor=0",
             "full",
             "speed-6",
             f"speed-6+{_BLOCK},struct_rate=1,kv_rate=0.4",
@@ -214,12 +214,12 @@ SERVERS: dict[str, Server] = {
         stash=200,
     ),
     "shared": Server(
-        "snapkv:window=3,kv_rate=0.5",
+        "snapkv:window=3,kv_rate=0.5,kv_floor=0",
         ("streamingllm",),
         (
-            "snapkv:window=3,kv_rate=0.5",
-            "snapkv:window=3,kv_rate=0.9",
-            "snapkv:window=2,kv_rate=0.2",
+            "snapkv:window=3,kv_rate=0.5,kv_floor=0",
+            "snapkv:window=3,kv_rate=0.9,kv_floor=0",
+            "snapkv:window=2,kv_rate=0.2,kv_floor=0",
             "streamingllm:sinks=2,recent=20",
             "full",
         ),
@@ -227,22 +227,22 @@ SERVERS: dict[str, Server] = {
     ),
     "online": Server(
         _ONLINE,
-        ("snapkv",),
-        (_ONLINE, f"{_ONLINE},struct_rate=0.7,kv_rate=0.5", "full", "snapkv:window=2"),
+        ("snapkv:kv_floor=0",),
+        (_ONLINE, f"{_ONLINE},struct_rate=0.7,kv_rate=0.5", "full", "snapkv:kv_floor=0,window=2"),
         stash=256,
     ),
     "pyramid": Server(
         f"{_PYRAMID},kv_rate=0.4",
-        ("knorm", "snapkv:window=3", "criticalkv:window=3"),
+        ("knorm:kv_floor=0", "snapkv:kv_floor=0,window=3", "criticalkv:kv_floor=0,window=3"),
         (
             f"{_PYRAMID},kv_rate=0.4",
             f"{_PYRAMID},kv_rate=0.3,groups=4",
             f"{_PYRAMID},kv_rate=0.6,groups=2,beta=3",
             "pyramidkv:window=2,kernel=3,kv_budget=20,groups=1",
-            "snapkv:window=3",
-            "snapkv:window=3,kv_rate=0.5",
-            "knorm:kv_rate=0.3",
-            "criticalkv:window=3,kv_rate=0.4",
+            "snapkv:kv_floor=0,window=3",
+            "snapkv:window=3,kv_rate=0.5,kv_floor=0",
+            "knorm:kv_rate=0.3,kv_floor=0",
+            "criticalkv:window=3,kv_rate=0.4,kv_floor=0",
             "full",
         ),
     ),
@@ -251,23 +251,30 @@ SERVERS: dict[str, Server] = {
         ("speed-6", _FAST),
         (
             f"{_GEM},rate=0.4",
-            "gemfilter:layer=3,rate=0.1",
-            "gemfilter:layer=5,window=2,rate=0.8",
+            "gemfilter:layer=3,rate=0.1,kv_floor=0",
+            "gemfilter:layer=5,window=2,rate=0.8,kv_floor=0",
             f"{_GEM},rate=0.9",
-            f"{_GEM},rate=0.6+knorm:kv_rate=0.2",
-            f"{_GEM},rate=0.7+snapkv:window=3,kernel=3,kv_rate=0.4",
+            f"{_GEM},rate=0.6+knorm:kv_rate=0.2,kv_floor=0",
+            f"{_GEM},rate=0.7+snapkv:window=3,kernel=3,kv_rate=0.4,kv_floor=0",
             "full",
             _FAST,
             f"{_FAST},tsp_rate=0.6,kv_rate=1",
             "speed-6",
-            "speed-6+knorm:kv_rate=0.2",
+            "speed-6+knorm:kv_rate=0.2,kv_floor=0",
         ),
         stash=200,
     ),
     "swiftkv": Server(
         "swiftkv-5",
-        ("swiftkv-3", "speed-4", "snapkv:window=3"),
-        ("swiftkv-5", "swiftkv-5", "swiftkv-3", "full", "speed-4:anchors=2", "snapkv:window=3"),
+        ("swiftkv-3", "speed-4", "snapkv:kv_floor=0,window=3"),
+        (
+            "swiftkv-5",
+            "swiftkv-5",
+            "swiftkv-3",
+            "full",
+            "speed-4:anchors=2",
+            "snapkv:kv_floor=0,window=3",
+        ),
     ),
     "swiftspeed": Server(
         "swiftkv-5",
@@ -276,7 +283,7 @@ SERVERS: dict[str, Server] = {
     ),
     "selfonly": Server(
         "selfonly-5",
-        ("speed-5", "snapkv:window=3"),
+        ("speed-5", "snapkv:kv_floor=0,window=3"),
         (
             "selfonly-5",
             "selfonly-5",
@@ -287,50 +294,50 @@ SERVERS: dict[str, Server] = {
             "speed-5",
             "speed-5:anchors=4",
             "full",
-            "snapkv:window=3",
+            "snapkv:kv_floor=0,window=3",
         ),
     ),
     "structsnap": Server(
-        f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3",
+        f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3,kv_floor=0",
         (_STRUCT,),
         (
-            f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3",
-            f"{_STRUCT},struct_rate=0.5,kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.4",
-            f"{_STRUCT},struct_rate=0.4,kv_rate=1+knorm:kv_rate=0.3",
+            f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3,kv_floor=0",
+            f"{_STRUCT},struct_rate=0.5,kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.4,kv_floor=0",
+            f"{_STRUCT},struct_rate=0.4,kv_rate=1+knorm:kv_rate=0.3,kv_floor=0",
             _STRUCT,
             f"{_STRUCT},kv_rate=1",
-            "snapkv:window=3",
+            "snapkv:kv_floor=0,window=3",
             "full",
         ),
         stash=200,
     ),
     "fier": long(
         policy=_FIER,
-        layout=("snapkv:window=3", "streamingllm:sinks=2,recent=70"),
+        layout=("snapkv:kv_floor=0,window=3", "streamingllm:sinks=2,recent=70"),
         requests=(
             _FIER,
             "fier-64:dense_below=100",
             "full",
-            f"snapkv:window=3,kv_rate=0.5+{_FIER}",
+            f"snapkv:window=3,kv_rate=0.5,kv_floor=0+{_FIER}",
             f"streamingllm:sinks=2,recent=70+{_FIER}",
-            "snapkv:window=3",
+            "snapkv:kv_floor=0,window=3",
         ),
     ),
     "speedfier": long(
         policy=f"speed-5+{_FIER}",
-        layout=("snapkv:window=3",),
+        layout=("snapkv:kv_floor=0,window=3",),
         requests=(
             f"speed-5+{_FIER}",
             f"speed-5:anchors=32,tail=2+{_FIER}",
             "speed-5:anchors=3",
             "full",
             _FIER,
-            f"speed-5+snapkv:window=3,kv_rate=0.5+{_FIER}",
+            f"speed-5+snapkv:window=3,kv_rate=0.5,kv_floor=0+{_FIER}",
         ),
     ),
     "swiftfier": long(
         policy=f"swiftkv-4+{_FIER}",
-        layout=("speed-4", "snapkv:window=3"),
+        layout=("speed-4", "snapkv:kv_floor=0,window=3"),
         requests=(f"swiftkv-4+{_FIER}", "swiftkv-4", _FIER, "full", f"speed-4+{_FIER}"),
     ),
     "selffier": long(
@@ -347,11 +354,11 @@ SERVERS: dict[str, Server] = {
         ),
     ),
     "fastfier": long(
-        policy=f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5+{_FIER}",
-        layout=("structkv:pivot=5,window=3,granularity=block", _ONLINE),
+        policy=f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5,kv_floor=0+{_FIER}",
+        layout=("structkv:pivot=5,window=3,granularity=block,kv_floor=0", _ONLINE),
         requests=(
-            f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5+{_FIER}",
-            f"structkv:pivot=5,window=3,granularity=block,struct_rate=0.8,kv_rate=0.5+{_FIER}",
+            f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5,kv_floor=0+{_FIER}",
+            f"structkv:pivot=5,window=3,granularity=block,struct_rate=0.8,kv_rate=0.5,kv_floor=0+{_FIER}",
             f"{_ONLINE},struct_rate=0.8,kv_rate=0.6+{_FIER}",
             "full",
             _FIER,
@@ -359,16 +366,16 @@ SERVERS: dict[str, Server] = {
         stash=1024,
     ),
     "gemfier": long(
-        policy=f"gemfilter:layer=3,rate=0.6+{_FIER}",
-        layout=("snapkv:window=3", f"gemfilter:layer=3,window=3+{_FIER}"),
+        policy=f"gemfilter:layer=3,rate=0.6,kv_floor=0+{_FIER}",
+        layout=("snapkv:kv_floor=0,window=3", f"gemfilter:layer=3,kv_floor=0,window=3+{_FIER}"),
         requests=(
-            f"gemfilter:layer=3,rate=0.6+{_FIER}",
-            f"gemfilter:layer=3,window=3,rate=0.9+{_FIER}",
-            "gemfilter:layer=3,rate=0.5",
-            f"gemfilter:layer=3,window=3,rate=0.9+knorm:kv_rate=0.7+{_FIER}",
+            f"gemfilter:layer=3,rate=0.6,kv_floor=0+{_FIER}",
+            f"gemfilter:layer=3,window=3,rate=0.9,kv_floor=0+{_FIER}",
+            "gemfilter:layer=3,rate=0.5,kv_floor=0",
+            f"gemfilter:layer=3,window=3,rate=0.9,kv_floor=0+knorm:kv_rate=0.7,kv_floor=0+{_FIER}",
             _FIER,
             "full",
-            f"snapkv:window=3,kv_rate=0.5+{_FIER}",
+            f"snapkv:window=3,kv_rate=0.5,kv_floor=0+{_FIER}",
         ),
     ),
     "quest": long(

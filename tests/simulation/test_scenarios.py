@@ -34,7 +34,7 @@ def test_resumes_behind_a_prefix_of_the_same_step(tmp_path: Path, one_thread: No
 
 def test_a_pool_of_any_size_runs_a_prompt_again(tmp_path: Path, one_thread: None) -> None:
     """Upper layers take half of the prompt at once, in the step that may keep it in the cache."""
-    half = "fastkv:tsp_layer=3,window=3,tsp_rate=0.5,kv_rate=0.5"
+    half = "fastkv:tsp_layer=3,window=3,tsp_rate=0.5,kv_rate=0.5,kv_floor=0"
     server = replace(SERVERS["fastkv"], policy=half, layout=())
     config, prompt = server.config(tmp_path), [number % VOCAB for number in range(64)]
     kept = []
@@ -55,7 +55,7 @@ def test_sharing_preempts_nobody_who_would_have_run_cold(tmp_path: Path, one_thr
 
     There has to be room for these before anything else begins, in a pool that is short anyway.
     """
-    half = "snapkv:window=3,kv_rate=0.5"
+    half = "snapkv:window=3,kv_rate=0.5,kv_floor=0"
     server = replace(SERVERS["fastkv"], policy=half, layout=(), stash=0)
     config, text = server.config(tmp_path), [(7 * n + n // 5) % VOCAB for n in range(120)]
     least = server.num_groups * 32 + 2
@@ -78,7 +78,7 @@ def test_sharing_preempts_nobody_who_would_have_run_cold(tmp_path: Path, one_thr
 
 def test_prompts_that_end_together_copy_one_by_one(tmp_path: Path, one_thread: None) -> None:
     """Who is compacted first holds the shared blocks until the next step."""
-    half = "snapkv:window=3,kv_rate=0.5"
+    half = "snapkv:window=3,kv_rate=0.5,kv_floor=0"
     server = replace(SERVERS["fastkv"], policy=half, layout=(), stash=0)
     config = server.config(tmp_path)
     text, other = ([(a * n + n // 5) % VOCAB for n in range(120)] for a in (7, 5))

@@ -8,8 +8,8 @@ from world import inside
 from simulation.client import AMPLE, Client
 from simulation.servers import SERVERS
 
-FAST, STRUCT = "fastkv:tsp_layer=3,window=3", "structkv:pivot=5,window=3"
-SNAP, STREAM = "snapkv:window=3", "streamingllm:sinks=2,recent=6"
+FAST, STRUCT = "fastkv:tsp_layer=3,window=3,kv_floor=0", "structkv:pivot=5,kv_floor=0,window=3"
+SNAP, STREAM = "snapkv:kv_floor=0,window=3", "streamingllm:sinks=2,recent=6"
 PROMPT = 69
 WHOLE = {"full", SNAP, STREAM}  # Whose blocks hold all layers.
 FOUR = {*WHOLE, FAST, f"{FAST},kv_rate=1", STRUCT, "speed-4", "speed-6", f"speed-4+{SNAP}"}

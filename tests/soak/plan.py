@@ -21,16 +21,16 @@ POLICIES = (
     "full",
     "speed-4",
     "speed-4:anchors=2,tail=3",
-    "fastkv:tsp_layer=3,kv_rate=0.3",
-    "fastkv:tsp_layer=3,tsp_rate=0.5,kv_budget=64",
-    "structkv:pivot=3,kv_rate=0.4",
-    "snapkv:kv_rate=0.25",
+    "fastkv:tsp_layer=3,kv_rate=0.3,kv_floor=0",
+    "fastkv:tsp_layer=3,tsp_rate=0.5,kv_budget=64,tsp_floor=0",
+    "structkv:pivot=3,kv_rate=0.4,kv_floor=0",
+    "snapkv:kv_rate=0.25,kv_floor=0",
     "snapkv:kv_budget=96",
     "streamingllm:sinks=4,recent=60",
-    "knorm:kv_rate=0.5",
+    "knorm:kv_rate=0.5,kv_floor=0",
     "fier-64:dense_below=0",
     "speed-4+fier-96:dense_below=0",
-    "snapkv:kv_rate=0.5+fier-64:dense_below=0",
+    "snapkv:kv_rate=0.5,kv_floor=0+fier-64:dense_below=0",
 )
 SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
 

@@ -96,10 +96,10 @@ def modes_of(*names: str, requests: str = "layout", starts: tuple[int, ...]) -> 
 
 def test_each_policy_of_the_server_has_its_set() -> None:
     """`speed-24+fier-2048` retrieves in the lower layers, whichever policy is the server's own."""
-    assert modes_of("fier-2048", "snapkv", starts=(0,)) == ["D", "A", "M"]
+    assert modes_of("fier-2048", "snapkv:kv_floor=0", starts=(0,)) == ["D", "A", "M"]
     both = modes_of("fier-2048", "speed-24+fier-2048", starts=(0, 24))
     assert both == ["DD", "AA", "AD", "MM"]
-    others = "speed-24+fier-2048", "snapkv+fier-512", "fier-512"
+    others = "speed-24+fier-2048", "snapkv:kv_floor=0+fier-512", "fier-512"
     assert sorted(both) == sorted(modes_of(*others, starts=(0, 24)))
 
 

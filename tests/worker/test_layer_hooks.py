@@ -70,7 +70,9 @@ def bind(policies: Sequence[str], attention: Any, block_size: int) -> None:
     LayerHooks(model, [0] * LAYERS, torch.float32, layout).bind(config, layout)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "knorm", "streamingllm", "fier-64"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:kv_floor=0", "knorm:kv_floor=0", "streamingllm", "fier-64"]
+)
 def test_kernels_that_split_blocks_are_refused(policy: str) -> None:
     split = backend("TRITON_ATTN", [16, 32, 64])
     with pytest.raises(RuntimeError, match=r"128 tokens, .* into blocks of 64.* --block-size 64"):
@@ -85,10 +87,14 @@ def test_layers_whose_entries_nobody_looks_up_may_be_split() -> None:
 
 def test_flashinfer_that_vllm_chose_itself() -> None:
     flashinfer = backend("FLASHINFER", [16, 32, 64])
-    for policies in (["fastkv:tsp_layer=1"], ["gemfilter:layer=1"], ["speed-2", "snapkv"]):
+    for policies in (
+        ["fastkv:kv_floor=0,tsp_layer=1"],
+        ["gemfilter:layer=1,kv_floor=0"],
+        ["speed-2", "snapkv:kv_floor=0"],
+    ):
         with pytest.raises(RuntimeError, match="to one of FLASH_ATTN, TRITON_ATTN, CPU_ATTN"):
             bind(policies, flashinfer, block_size=16)
-    bind(["snapkv"], flashinfer, block_size=16)
+    bind(["snapkv:kv_floor=0"], flashinfer, block_size=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -18,11 +18,11 @@ LAYERS, BLOCK = 32, 16
 @pytest.mark.parametrize(
     ("name", "computed"),
     [
-        ("fastkv:tsp_layer=15", lambda n: 16 * n + 16 * int(0.2 * n)),
-        ("gemfilter:layer=13", lambda n: 14 * n + 32 * int(0.1 * n)),
+        ("fastkv:kv_floor=0,tsp_layer=15", lambda n: 16 * n + 16 * int(0.2 * n)),
+        ("gemfilter:layer=13,kv_floor=0", lambda n: 14 * n + 32 * int(0.1 * n)),
         # The rerun takes more than it saves.
-        ("gemfilter:layer=20,rate=0.4", lambda n: 21 * n + 32 * int(0.4 * n)),
-        ("gemfilter:layer=30,rate=0.1", lambda n: 31 * n + 32 * int(0.1 * n)),
+        ("gemfilter:layer=20,rate=0.4,kv_floor=0", lambda n: 21 * n + 32 * int(0.4 * n)),
+        ("gemfilter:layer=30,rate=0.1,kv_floor=0", lambda n: 31 * n + 32 * int(0.1 * n)),
     ],
 )
 @pytest.mark.parametrize("length", [8200, 40_000])

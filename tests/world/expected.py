@@ -189,6 +189,7 @@ def _keep_name(keep: Keep) -> str:
         parts.append(f"streamingllm:sinks={keep.sinks},{last}")
     elif keep.tsp_layer is not None:
         propagates = f"tsp_layer={keep.tsp_layer},tsp_rate={keep.tsp_rate}"
+        propagates += f",tsp_floor={keep.tsp_floor}"
         propagates += f",tsp_reduction={keep.tsp_reduction}"
         parts.append(f"fastkv:{propagates},{scored}")
     elif keep.kv_budget is not None or keep.kv_rate != 1:
@@ -199,7 +200,7 @@ def _keep_name(keep: Keep) -> str:
 def _struct_name(policy: Struct, pivot: str | None = None) -> str:
     return (
         f"structkv:pivot={policy.pivot if pivot is None else pivot},"
-        f"struct_rate={policy.struct_rate},{_budget(policy)},"
+        f"struct_rate={policy.struct_rate},struct_floor={policy.struct_floor},{_budget(policy)},"
         f"window={policy.window},decay={policy.decay},struct_reduction={policy.struct_reduction}"
         + (
             ",granularity=block"
@@ -237,7 +238,7 @@ def _critical_name(policy: Critical) -> str:
     retains = f"criticalkv:{_budget(policy)},{scored}"
     if policy.tsp_layer is None:
         return retains
-    propagates = f"tsp_layer={policy.tsp_layer},tsp_rate={policy.tsp_rate},kv_rate=1"
+    propagates = f"tsp_layer={policy.tsp_layer},tsp_rate={policy.tsp_rate},kv_rate=1,kv_floor=0"
     return f"fastkv:{propagates},{scored}+{retains}"
 
 

@@ -70,7 +70,7 @@ class Chooser:
 
     def __init__(self, policy: Policy, prompt_len: int, reductions: Sequence[str]) -> None:
         self.spec = policy.score
-        self.count = policy.num_propagated(prompt_len)
+        self.count = policy.num_by_rate(prompt_len)
         self.totals: dict[str, Tensor | None] = dict.fromkeys(reductions)
 
     def __call__(self, attention: Tensor) -> dict[str, Tensor]:

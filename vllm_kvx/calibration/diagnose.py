@@ -236,7 +236,7 @@ def pivots(metrics: Sequence[Metrics], weights: Weights, policy: StructKV) -> di
 def recovery(votes: Votes, policy: StructKV, pivot: int) -> dict[str, list[float]]:
     """Attention mass recovery by layer under each of METHODS, as the module's docstring has it."""
     num_layers, num_keys = votes.received.shape
-    window, count = policy.window, policy.num_propagated(num_keys)
+    window, count = policy.window, policy.num_by_rate(num_keys)
     centrality = torch.zeros_like(votes.local[0])
     for local in votes.local[: pivot + 1]:
         centrality = policy.decay * centrality + local

@@ -153,7 +153,7 @@ def distances(
     One full-depth pass; after each candidate layer the selected rows go up from there at once, so
     that no more than one layer's states are kept.
     """
-    count = policy.num_propagated(len(prompt))
+    count = policy.num_by_rate(len(prompt))
     rows = decoder.embed(prompt)
     states = []
     steps = decoder.layers(rows, window=policy.window)

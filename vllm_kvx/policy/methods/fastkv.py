@@ -11,8 +11,15 @@ from vllm_kvx.policy.axes import (
     check_layer,
 )
 from vllm_kvx.policy.measurement import Measurement
-from vllm_kvx.policy.methods.snapkv import SnapKV
-from vllm_kvx.policy.parameters import PolicyError, choice, integer, rate, share_of
+from vllm_kvx.policy.methods.snapkv import SnapKV, default_floor
+from vllm_kvx.policy.parameters import (
+    PolicyError,
+    choice,
+    integer,
+    optional,
+    rate,
+    share_of,
+)
 
 
 @dataclass(frozen=True)
@@ -20,13 +27,16 @@ class FastKV(Propagate, SnapKV):
     """FastKV: token-selective propagation (TSP) and KV retention (Jo et al.).
 
     Layers 0..tsp_layer process all N prompt tokens, later layers the `max(int(N * tsp_rate),
-    window)` most salient ones. Retention is SnapKV's, with its parameters kv_rate (default 0.1)
-    and kv_floor, or kv_budget; window (8) and kernel (7). The two rates are independent:
-    tsp_rate = 1 only retains, kv_rate = 1 only propagates.
+    tsp_floor, window)` most salient ones. Retention is SnapKV's, with its parameters kv_rate
+    (default 0.1) and kv_floor, or kv_budget; window (8) and kernel (7). The two rates are
+    independent: tsp_rate = 1 only retains, kv_rate = 1 only propagates. The paper has no floors:
+    kv_floor=0 is its form.
 
     tsp_layer: the last layer that processes every token, counted from 0 (default `auto`: the
         paper's for models that it names, otherwise measured before serving, by answers).
     tsp_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
+    tsp_floor: the least number of tokens that the rate propagates of a prompt (default: kv_floor's
+        value, and 512 with a budget).
     tsp_reduction: how the weights of heads and window queries become a token's one score: `sum`
         (default, the paper's), or `max`, the largest of them. With tsp_layer=auto the default
         makes way for what was measured to keep answers at an earlier layer.
@@ -40,6 +50,12 @@ class FastKV(Propagate, SnapKV):
     tsp_layer: int | str = integer("auto", at_least=0, words=("auto",))
     tsp_rate: float = rate(0.2)
     tsp_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
+    tsp_floor: int | None = optional(integer(at_least=0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tsp_floor == default_floor(self.kv_floor):
+            object.__setattr__(self, "tsp_floor", None)  # One policy has one name.
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -58,9 +74,14 @@ class FastKV(Propagate, SnapKV):
             )
         return self.tsp_layer
 
+    def num_by_rate(self, prompt_len: int) -> int:
+        """Tokens of a prompt that the rate propagates by itself, the window included."""
+        return share_of(prompt_len, self.tsp_rate, self.window)
+
     def num_propagated(self, prompt_len: int) -> int:
         """Tokens of a prompt that go on, the window included."""
-        return share_of(prompt_len, self.tsp_rate, self.window)
+        floor = default_floor(self.kv_floor) if self.tsp_floor is None else self.tsp_floor
+        return min(max(self.num_by_rate(prompt_len), floor), prompt_len)
 
     @property
     def score(self) -> ScoreSpec:

@@ -23,7 +23,8 @@ class GemFilter(Propagate):
 
     layer: the layer that chooses, counted from 0; not the last one. Required.
     rate: share of the prompt's tokens that run again, in (0, 1] (default 0.1).
-    kv_floor: the least number of tokens that run again (default 0: no floor).
+    kv_floor: the least number of tokens that run again (default 512; 0, the paper's form, has no
+        floor).
     window: last prompt tokens, whose queries score the keys and which always run again (default
         1, at most 64).
     kernel: width in tokens of the max-pooling over scores, odd (default 5, at most 127).

@@ -18,7 +18,8 @@ class Knorm(Retain):
 
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1; 1 keeps all).
     kv_budget: the same in tokens, instead of a rate (default: not given).
-    kv_floor: the least number of entries that a rate keeps of a prompt (default 0: no floor).
+    kv_floor: the least number of entries that a rate keeps of a prompt (default 512; 0, the paper's
+        form, has no floor).
     """
 
     name: ClassVar[str] = "knorm"

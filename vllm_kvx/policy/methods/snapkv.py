@@ -10,8 +10,9 @@ from vllm_kvx.policy.axes import (
 from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate, share_of
 
 DEFAULT_KV_RATE = 0.1
-# The least number of entries that a rate keeps, unless `kv_floor` says otherwise.
-DEFAULT_KV_FLOOR = 0
+# The least number of tokens that a rate leaves of a prompt, unless a floor is given. A share of a
+# chat's few tokens is no answer: by a tenth, a question of 41 tokens would keep eight.
+DEFAULT_KV_FLOOR = 512
 # Query rows that the saliency kernel takes in one pass over the keys.
 MAX_WINDOW = 64
 MAX_KERNEL = 127
@@ -26,7 +27,8 @@ class SnapKV(Retain):
 
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1; 1 keeps all).
     kv_budget: the same in tokens, at least `window`, instead of a rate (default: not given).
-    kv_floor: the least number of entries that a rate keeps of a prompt (default 0: no floor).
+    kv_floor: the least number of entries that a rate keeps of a prompt (default 512; 0, the paper's
+        form, has no floor).
     window: last prompt tokens, whose queries score the keys and which always stay (default 8, at
         most 64).
     kernel: width in tokens of the max-pooling over scores, odd (default 7, at most 127).
@@ -80,6 +82,11 @@ def set_share(
             f"{method.name}: kv_floor is the least that a rate keeps, and kv_budget is no rate; "
             "keep one"
         )
+
+
+def default_floor(kv_floor: int | None) -> int:
+    """The least number of tokens that go on, where propagation is given no floor of its own."""
+    return DEFAULT_KV_FLOOR if kv_floor is None else kv_floor
 
 
 def check_budget(method: Retain, kv_budget: int | None, window: int) -> None:

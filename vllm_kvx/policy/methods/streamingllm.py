@@ -21,7 +21,8 @@ class StreamingLLM(Retain):
     recent: last prompt tokens whose entries stay in every layer (default 1020).
     kv_rate: share of the prompt's entries that stay, sinks included, in (0, 1], instead of `recent`
         (default: not given); the last one stays in any case.
-    kv_floor: the least number of entries that a rate keeps of a prompt (default 0: no floor).
+    kv_floor: the least number of entries that a rate keeps of a prompt (default 512; 0 has no
+        floor).
     """
 
     name: ClassVar[str] = "streamingllm"

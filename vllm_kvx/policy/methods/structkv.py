@@ -21,6 +21,7 @@ from vllm_kvx.policy.methods.snapkv import (
     MAX_WINDOW,
     cap_of,
     check_budget,
+    default_floor,
     set_share,
 )
 from vllm_kvx.policy.parameters import (
@@ -43,18 +44,22 @@ class StructKV(Propagate, Retain):
     """StructKV: structural propagation at a detected pivot, retention by local saliency.
 
     Layers 0..pivot process all N prompt tokens and add up centrality, `C = decay * C + S` (Eq. 3);
-    later layers process the `max(int(N * struct_rate), window)` most central tokens. Each layer
-    retains `max(int(N * kv_rate), kv_floor, window)` entries by its own saliency S (Eq. 2), max-
-    pooled over neighbours: all heads the same ones (Eq. 13, which does not pool), or each KV head
-    its own. The rates are independent: struct_rate = 1 only retains, kv_rate = 1 only propagates.
+    later layers process the `max(int(N * struct_rate), struct_floor, window)` most central tokens.
+    Each layer retains `max(int(N * kv_rate), kv_floor, window)` entries by its own saliency S (Eq.
+    2), max-pooled over neighbours: all heads the same ones (Eq. 13, which does not pool), or each
+    KV head its own. The rates are independent: struct_rate = 1 only retains, kv_rate = 1 only
+    propagates.
 
     pivot: the last layer that processes every token: `calibrated` (default; measured before
         serving, by answers), `online` (found within the pass) or a layer counted from 0.
     struct_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1).
     kv_budget: the same in tokens, at least `window`, instead of a rate (default: not given).
-    kv_floor: the least number of entries that a rate keeps of a prompt (default 0: no floor). With
-        pivot=online neither floor nor budget keeps more tokens than go on.
+    kv_floor: the least number of entries that a rate keeps of a prompt (default 512; 0, the paper's
+        form, has no floor). With pivot=online neither floor nor budget keeps more tokens than go
+        on.
+    struct_floor: the least number of tokens that the rate propagates of a prompt (default:
+        kv_floor's value, and 512 with a budget).
     min_layer, max_layer: with pivot=online, where the rule first looks and where it ends (default
         auto: two thirds and five sixths of the depth).
     granularity: `token` (default), or `block` to keep whole blocks without copying.
@@ -85,6 +90,7 @@ class StructKV(Propagate, Retain):
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
     kv_budget: int | None = optional(integer())
     kv_floor: int | None = optional(integer(at_least=0))
+    struct_floor: int | None = optional(integer(at_least=0))
     granularity: str = choice("token", ("token", "block"))
     heads: str | None = optional(choice(DEFAULT_HEADS, ("own", "shared")))
     kernel: int | None = optional(integer(odd=True, at_most=MAX_KERNEL))
@@ -101,6 +107,8 @@ class StructKV(Propagate, Retain):
         super().__post_init__()
         set_share(self, self.kv_rate, self.kv_budget, self.kv_floor)
         check_budget(self, self.kv_budget, self.window)
+        if self.struct_floor == default_floor(self.kv_floor):
+            object.__setattr__(self, "struct_floor", None)  # One policy has one name.
         if self.unit == "block" and self.heads == "own":
             raise PolicyError(
                 "structkv: granularity=block keeps whole blocks, which hold the entries of all "
@@ -190,9 +198,14 @@ class StructKV(Propagate, Retain):
 
     # Propagation.
 
+    def num_by_rate(self, prompt_len: int) -> int:
+        """Tokens of a prompt that the rate propagates by itself, the window included."""
+        return share_of(prompt_len, self.struct_rate, self.window)
+
     def num_propagated(self, prompt_len: int) -> int:
         """Tokens of a prompt that go on, the window included."""
-        return share_of(prompt_len, self.struct_rate, self.window)
+        floor = default_floor(self.kv_floor) if self.struct_floor is None else self.struct_floor
+        return min(max(self.num_by_rate(prompt_len), floor), prompt_len)
 
     @property
     def score(self) -> ScoreSpec:
