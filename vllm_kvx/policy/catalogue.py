@@ -58,9 +58,24 @@ class Entry:
     pattern: str
 
 
+FULL = Entry(
+    name="full",
+    usage="full",
+    example="full",
+    summary="stock vLLM: every layer runs for every token, every entry is kept and read",
+    paper="",
+    axes=(),
+    saves=(),
+    needs="",
+    number="",
+    parameters=(),
+    pattern="^full$",
+)
+
+
 def entries() -> tuple[Entry, ...]:
-    """Every method, in the order of the table."""
-    return tuple(map(entry, METHODS.values()))
+    """`full`, and every method in the order of the table."""
+    return (FULL, *map(entry, METHODS.values()))
 
 
 def entry(method: type[Method]) -> Entry:
