@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 # Narrower terminals get lines that they have to break.
-_LEAST_WIDTH = 60
+_LEAST_WIDTH = 72
 _GAP = "  "
 
 
