@@ -282,7 +282,7 @@ def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
 
     with serving(flags, log, cpu_environment(), timeout_s=500.0) as url:
         pids = tree(url)
-        with httpx.Client(base_url=url, timeout=300) as http, ThreadPoolExecutor(3) as pool:
+        with httpx.Client(base_url=url, timeout=100) as http, ThreadPoolExecutor(3) as pool:
             run_alone(http, [[turn] for turn in turns])
             answers = [pool.submit(ask, http, turn) for turn in turns]
             end = time.monotonic() + 60
