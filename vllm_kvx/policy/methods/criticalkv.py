@@ -20,7 +20,7 @@ class CriticalKV(SnapKV):
     as much work as the projection of the whole prompt for each query head. Here it is the L2 norm,
     which a factor of D x D weights gives exactly: see ``ops/prompt/value_norms.py``.
 
-    Its parameters are SnapKV's, with the same defaults: kv_rate, kv_budget, kv_floor, window, kernel.
+    Its parameters are SnapKV's, with its defaults: kv_rate, kv_budget, kv_floor, window, kernel.
     """
 
     name: ClassVar[str] = "criticalkv"
