@@ -403,6 +403,8 @@ def test_the_jobs_commands_parse() -> None:
         ({"drainSeconds": -1}, "got -1, want 0"),
         ({"extraArgs": ["--shutdown-timeout=5"]}, "--shutdown-timeout is the chart's own"),
         ({"extraArgs": ["--shutdown_timeout", "5"]}, "--shutdown-timeout is the chart's own"),
+        ({"extraArgs": ["--api-server-count=4"]}, "whatever drainSeconds is"),
+        ({"extraArgs": ["-asc", "4"]}, "whatever drainSeconds is"),
         ({"extraArgs": [""]}, "extraArgs/0"),
         ({"model": " "}, "model"),
         ({"model": "--help"}, "model"),
@@ -483,6 +485,20 @@ def test_servers_answer_what_they_have_before_they_end(values: dict[str, Any]) -
     assert before[0] == "sleep"
     assert pod["terminationGracePeriodSeconds"] - int(before[1]) - drain >= 15
     assert "command" not in container, "the image's entry point is vllm itself, which gets SIGTERM"
+
+
+def test_several_copies_have_one_api_server() -> None:
+    """vLLM starts one for each copy, and of several none waits for its answers."""
+    for values, count in (
+        ({"dataParallelSize": 2}, 1),
+        ({"dataParallelSize": 2, "drainSeconds": 0}, 0),
+        ({"dataParallelSize": 1}, 0),
+    ):
+        args = server(render(**values))[1]["args"]
+        assert args.count("--api-server-count=1") == count
+    flag = "--api-server-count=2"
+    args = server(render(dataParallelSize=2, drainSeconds=0, extraArgs=[flag]))[1]["args"]
+    assert [arg for arg in args if "api-server-count" in arg] == [flag]
 
 
 def test_one_replica_may_have_a_volume_of_its_own() -> None:

@@ -110,6 +110,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if or (has $flag (list "--host" "--port" "--uds" "--kv-policy" "--additional-config" "--model" "--served-model-name" "--revision" "--max-model-len" "--tensor-parallel-size" "-tp" "--data-parallel-size" "-dp" "--shutdown-timeout")) (hasPrefix "--additional-config." $flag) -}}
 {{- fail (printf "extraArgs: %s is the chart's own: use its values" $flag) -}}
 {{- end -}}
+{{- if and $.Values.drainSeconds (has $flag (list "--api-server-count" "-asc")) -}}
+{{- fail (printf "extraArgs: %s: several API servers cut their answers off when they end, whatever drainSeconds is: leave it out, or set drainSeconds=0" $flag) -}}
+{{- end -}}
 {{- end -}}
 {{- range .Values.router.extraArgs -}}
 {{- $flag := splitList "=" . | first | replace "_" "-" -}}
