@@ -83,8 +83,13 @@ RULES = {
         "what vLLM loads: it only wires",
     ),
     "batch": Rule(
-        ("errors", "arguments"), "asks a server over HTTP, and knows nothing of policies"
+        ("errors", "arguments", "policy", "spelling"),
+        "asks a server over HTTP; of a policy it reads the name alone",
     ),
+    "schema": Rule(
+        ("policy", "settings", "batch.lines"), "what users write, as JSON schemas of what reads it"
+    ),
+    "policies": Rule(("policy", "schema"), "shows what policies there are"),
     "doctor": Rule(
         (
             *("policy", "settings", "spelling", "cpu_mode", "plugin", "seams", "cache_folder"),
@@ -102,7 +107,7 @@ RULES = {
         (
             *("policy", "errors", "calibration"),
             *("evaluation.options", "tuning.options", "doctor.options", "batch.options"),
-            "ops.build",
+            *("ops.build", "policies"),
         ),
         "reads arguments before it imports a tool",
     ),

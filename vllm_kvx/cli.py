@@ -8,6 +8,7 @@ vllm-kvx evaluate MODEL                       shows what policies keep of a mode
 vllm-kvx tune-speed MODEL                     tunes a checkpoint for --kv-policy speed-K
 vllm-kvx build-ops                            builds the CUDA ops of fier and quest
 vllm-kvx batch IN.jsonl OUT.jsonl MODEL       answers a file of requests
+vllm-kvx policies [NAME]                      shows what policies there are
 vllm-kvx doctor [MODEL]                       looks at what works here, and what a server would do
 
 This module reads the options, for which it needs neither torch nor vLLM; the modules of
@@ -36,6 +37,7 @@ from vllm_kvx.doctor.options import add_doctor
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.evaluation.options import add_evaluate, positive
 from vllm_kvx.ops.build import add_build_ops
+from vllm_kvx.policies import add_policies
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.tuning.options import add_tune_speed
 
@@ -112,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     add_build_ops(commands)
     add_batch(commands)
     add_doctor(commands)
+    add_policies(commands)
     return top
 
 

@@ -59,6 +59,9 @@ KEYS = (
 # What REQUESTS_KEY may be.
 NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
 REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
+# What SHARE_KEY and EVICTION_KEY may be.
+SHARES = ("on", "off")
+EVICTIONS = ("adaptive", "lru")
 
 
 @dataclass(frozen=True)
@@ -199,10 +202,10 @@ class KVSettings:
                 f"{RECALL_KEY} must be a number of decode steps, 0 for never, got {recall_every!r}"
             )
         share = config.get(SHARE_KEY, "on")
-        if share not in ("on", "off"):
+        if share not in SHARES:
             raise ValueError(f'{SHARE_KEY} must be "on" or "off", got {share!r}')
         eviction = config.get(EVICTION_KEY, "adaptive")
-        if eviction not in ("adaptive", "lru"):
+        if eviction not in EVICTIONS:
             raise ValueError(f'{EVICTION_KEY} must be "adaptive" or "lru", got {eviction!r}')
         requests = config.get(REQUESTS_KEY, ANY_THAT_FITS)
         if requests not in REQUEST_POLICIES:

@@ -228,13 +228,15 @@ def test_what_is_no_request_or_is_refused_has_a_line(url: str, tmp_path: Path) -
     }
     assert {n: code for n, code in codes.items() if code} == {
         "2": "invalid_json_line",
+        "3": "invalid_policy",
         "6": "invalid_body",
         "7": "invalid_url",
         "8": "duplicate_custom_id",
     }
-    answered = {"1": 200, "3": 400, "4": 400, "5": 400, "9": 400, "10": 200}
+    answered = {"1": 200, "4": 400, "5": 400, "9": 400, "10": 200}
     assert {n: status for n, status in statuses.items() if status} == answered
-    for number, says in (("3", "did you mean"), ("4", "lets requests name"), ("5", "is not read")):
+    assert "did you mean speed-K" in found["3"]["error"]["message"]
+    for number, says in (("4", "lets requests name"), ("5", "is not read")):
         assert says in found[number]["response"]["body"]["error"]["message"]
 
 

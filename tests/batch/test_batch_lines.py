@@ -57,6 +57,18 @@ def test_a_request() -> None:
         (request(body=[]), "invalid_body", "body must be an object, got list"),
         (request(body={"stream": True}), "invalid_body", "in one piece: drop 'stream'"),
         (request(body={"background": True}), "invalid_body", "drop 'background'"),
+        *(
+            (request(body={"vllm_xargs": xargs}), "invalid_policy", says)
+            for xargs, says in (
+                ({"kv_policy": "snapvk"}, "line 3: 'snapvk': unknown policy .*did you mean snapkv"),
+                ({"kv_policy": "snapkv:kv_rate=0"}, r"kv_rate must be a number in \(0, 1\], got 0"),
+                ({"kv_policy": "swiftkv-4+snapkv"}, "keeps every entry"),
+                ({"kv_policy": {"name": "full"}}, "a policy is a string .*got dict"),
+                ({"kv_polcy": "full"}, "unknown key 'kv_polcy' in vllm_xargs"),
+                ({"kvPolicy": "full"}, "unknown key 'kvPolicy'"),
+                ({"kv_policy": "full", "kv_layout": []}, "unknown key 'kv_layout'"),
+            )
+        ),
     ],
 )
 def test_what_is_no_request_has_an_error(raw: bytes, code: str, says: str) -> None:
@@ -68,6 +80,14 @@ def test_what_is_no_request_has_an_error(raw: bytes, code: str, says: str) -> No
     assert written["response"] is None and written["id"] == line.id
     assert written["error"] == {"code": code, "message": line.error[1]}
     assert written["custom_id"] in (None, "", "a")
+
+
+@pytest.mark.parametrize(
+    "xargs", [None, {}, {"kv_policy": None}, {"kv_policy": "speed-4+fier-64", "priority": 1}]
+)
+def test_a_request_may_name_its_policy(xargs: Any) -> None:
+    line = parse(1, request(body={"vllm_xargs": xargs}))
+    assert line.error is None and json.loads(line.body)["vllm_xargs"] == xargs
 
 
 def test_lines_of_a_file(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The images and compose files: linted, made of files that there are, and what checks images."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -145,7 +146,14 @@ class _Loader(yaml.SafeLoader):
     """Knows compose's own tags."""
 
 
-_Loader.add_multi_constructor("!", lambda loader, tag, node: None)
+def _tagged(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:
+    """What `!override` stands before, and nothing for `!reset`."""
+    if tag == "override" and isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return None
+
+
+_Loader.add_multi_constructor("!", _tagged)
 
 
 def compose(name: str) -> dict[str, Any]:
@@ -203,6 +211,26 @@ def test_prometheus_finds_servers_and_alerts() -> None:
     (found,) = job(settings, "vllm-kvx")["dns_sd_configs"]
     for service in (services["vllm"], compose("replicas.yaml")["vllm-1"]):
         assert service["networks"]["default"]["aliases"] == found["names"]
+
+
+def test_compose_waits_for_answers() -> None:
+    """Docker sends SIGTERM, waits, and kills: the server has to drain within that time."""
+    service = compose("compose.yaml")["vllm"]
+    (minutes,) = re.fullmatch(r"(\d+)m", service["stop_grace_period"]).groups()
+    for command in (service["command"], compose("cpu.yaml")["vllm"]["command"]):
+        (flag,) = (each for each in command if each.startswith("--shutdown-timeout="))
+        assert 0 < int(flag.partition("=")[2]) <= 60 * int(minutes) - 20
+    assert compose("replicas.yaml")["vllm-1"]["extends"]["service"] == "vllm"
+    assert "command" not in compose("replicas.yaml")["vllm-1"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu", "Dockerfile.router"])
+def test_a_containers_signal_reaches_its_server(name: str) -> None:
+    """A list starts the program itself; text would start a shell, which keeps SIGTERM to itself."""
+    text = (ROOT / "docker" / name).read_text()
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+    assert json.loads(entry)[0] in ("vllm", "vllm-router")
+    assert "STOPSIGNAL" not in text
 
 
 def test_the_router_has_every_replica() -> None:

@@ -52,6 +52,8 @@ FLAGS = [
     *("--no-scheduler-reserve-full-isl", "--max-model-len", str(MAX_LEN)),
     *("--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"),
 ]
+# What a server that drains gives its answers at most; those of the test take a part of it.
+DRAIN_S = 120
 # Bodies that no server should answer with 200, or be hurt by.
 MALFORMED: tuple[bytes, ...] = (
     b"{",
@@ -249,6 +251,69 @@ def short_turn(rng: random.Random) -> Turn:
     turn = Turn([], policy, rng.randint(1, 2), 0 if rng.random() < 0.1 else None)
     turn.prompt = [rng.randint(10, 500) for _ in range(rng.randint(8, 2 * BLOCK))]
     return turn
+
+
+def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
+    """As in an update: what streams is answered to its end, nothing new is, and the server goes.
+
+    By a server of its own, which ends here. Interpreted kernels are not needed for that.
+    """
+    log, flags = tmp_path / "server.log", [*FLAGS[:2], MODEL, "--kv-policy", "speed-4"]
+    flags += ["--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"]
+    flags += ["--max-model-len", str(MAX_LEN), "--shutdown-timeout", str(DRAIN_S)]
+    rng = random.Random(SEED + 3)
+    turns = [short_turn(rng) for _ in range(3)]
+    for turn, policy in zip(turns, ("speed-4", "full", "speed-4"), strict=True):
+        turn.policy, turn.max_tokens, turn.abort_after = policy, 48, None
+        turn.adds = turn.prompt
+
+    def is_answered(http: httpx.Client) -> bool:
+        """Whether a request that comes now is; vLLM's refusal may be an answer that is aborted."""
+        try:
+            reply = http.post("/v1/completions", json=body(turns[0]) | {"max_tokens": 1})
+        except httpx.TransportError:
+            return False
+        assert reply.status_code == 200 or reply.status_code >= 500, reply.text
+        if reply.status_code != 200:
+            return False
+        (choice,) = reply.json()["choices"]
+        assert (choice["finish_reason"] == "abort") == (not choice["token_ids"]), choice
+        return choice["finish_reason"] != "abort"
+
+    with serving(flags, log, cpu_environment(), timeout_s=500.0) as url:
+        pids = tree(url)
+        with httpx.Client(base_url=url, timeout=100) as http, ThreadPoolExecutor(3) as pool:
+            run_alone(http, [[turn] for turn in turns])
+            answers = [pool.submit(ask, http, turn) for turn in turns]
+            end = time.monotonic() + 60
+            while samples(http, "vllm:num_requests_running") < len(turns):
+                assert time.monotonic() < end, log_tail(log)
+                time.sleep(0.05)
+            os.kill(pids[0], signal.SIGTERM)
+            began = time.monotonic()
+            while is_answered(http):
+                assert not all(answer.done() for answer in answers), "new requests are answered"
+            streaming = sum(not answer.done() for answer in answers)
+            compared = Comparison()
+            for turn, answer in zip(turns, answers, strict=True):
+                tokens = answer.result()
+                assert tokens is not None and len(tokens) == turn.max_tokens, log_tail(log)
+                compared.add(turn, tokens)
+        end = began + DRAIN_S
+        while tree(url):
+            assert time.monotonic() < end, f"the server stays: {log_tail(log)}"
+            time.sleep(0.2)
+    report.add(
+        "drain",
+        streams=len(turns),
+        streaming_at_sigterm=streaming,
+        equal=compared.equal,
+        near_ties=compared.near_ties,
+        mismatches=len(compared.mismatches),
+        seconds=round(time.monotonic() - began),
+    )
+    assert streaming, "every answer was there before the signal: nothing was shown"
+    assert not compared.mismatches, "\n".join(compared.mismatches)
 
 
 def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log: Path) -> None:

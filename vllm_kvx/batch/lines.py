@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
+from vllm_kvx.spelling import has_prefix, misspelling
+
+# Where a body names its policy.
+XARGS, POLICY_KEY = "vllm_xargs", "kv_policy"
 # The routes of a server that generate, and answer one body with one body.
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
@@ -112,7 +117,26 @@ def _request(fields: dict[str, Any]) -> tuple[str, bytes]:
     for key in ("stream", "background"):
         if body.get(key):
             raise _Invalid("invalid_body", f"a line has one answer, in one piece: drop {key!r}")
+    _check_policy(body.get(XARGS))
     return fields["url"], json.dumps(body).encode()
+
+
+def _check_policy(xargs: Any) -> None:
+    """Before anything is sent: no server of this version takes what is refused here."""
+    if not isinstance(xargs, dict):
+        return
+    found = misspelling(xargs, (POLICY_KEY,))
+    for key in [found.key] if found else [key for key in xargs if has_prefix(key)]:
+        if key != POLICY_KEY:
+            message = f"unknown key {key!r} in {XARGS}; a request's policy is {POLICY_KEY!r}"
+            raise _Invalid("invalid_policy", message)
+    name = xargs.get(POLICY_KEY)
+    if name is None:
+        return
+    try:
+        check_served(parse_policy(name))
+    except PolicyError as error:
+        raise _Invalid("invalid_policy", str(error)) from None
 
 
 def answer_line(line: Line, status: int, request_id: str, body: Any) -> bytes:

@@ -15,6 +15,8 @@ from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.parameters import PolicyError, Value, write_value
 
 AXES = ("propagate", "retain", "retrieve")
+# Where a method spends less than stock vLLM.
+PREFILL, KV_MEMORY, DECODE_READS = "prefill", "KV memory", "decode reads"
 # Attention in the first layers is spread over all keys: Quest and FIER read them whole.
 DENSE_LAYERS = 2
 # How scores of query heads become one: see ``equations.retrieval.reduce_heads``.
@@ -127,6 +129,9 @@ class Method:
     letter: what messages call that number.
     example: a complete name to show where a mandatory value is missing.
     to_measure: the layer that has to be measured for a model; None if there is none.
+    summary, paper: what it does in a line, and where it was published.
+    saves: where it spends less, of `PREFILL`, `KV_MEMORY` and `DECODE_READS`.
+    needs: what a server has to have for it beside a model that is supported; empty for nothing.
 
     Raises PolicyError where a parameter is outside its limits.
     """
@@ -136,6 +141,10 @@ class Method:
     letter: ClassVar[str] = ""
     example: ClassVar[str] = ""
     to_measure: ClassVar[Measurement | None] = None
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    saves: ClassVar[tuple[str, ...]]
+    needs: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_kvx.policy import patterns
+
 Value = int | float | str
 MAX_DIGITS = 9
 
@@ -23,10 +25,16 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """The values one parameter takes: `wanted` in words, `allows` in code."""
+    """The values one parameter takes: `wanted` in words, `allows` in code.
+
+    schema: the same as a JSON schema of the value. pattern: a regular expression of all texts in a
+    name that `read_value` makes such a value of, in what Python, JavaScript and RE2 share.
+    """
 
     wanted: str
     allows: Callable[[Any], bool]
+    schema: dict[str, Any]
+    pattern: str
 
 
 def _declare(default: Value | None, limits: Limits) -> Any:
@@ -54,17 +62,34 @@ def integer(
     kind = "an odd integer" if odd else "an integer"
     limits = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     wanted = " or ".join([f"{kind} {limits}", *words])
-    return _declare(default, Limits(wanted, allows))
+    schema: dict[str, Any] = {"type": "integer", "minimum": at_least}
+    if at_most is not None:
+        schema["maximum"] = at_most
+    if odd:
+        schema["not"] = {"multipleOf": 2}
+    if words:
+        schema = {"anyOf": [schema, {"enum": list(words)}]}
+    largest = 10**MAX_DIGITS - 1 if at_most is None else at_most
+    pattern = "|".join([*patterns.integers(at_least, largest, odd), *map(re.escape, words)])
+    return _declare(default, Limits(wanted, allows, schema, pattern))
 
 
 def rate(default: float) -> Any:
     """A share of the prompt's tokens, in (0, 1]."""
-    return _declare(default, Limits("a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1))
+    schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+    limits = Limits(
+        "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1, schema, patterns.RATE
+    )
+    return _declare(default, limits)
 
 
 def weight(default: float) -> Any:
     """A factor in [0, 1]."""
-    return _declare(default, Limits("a number in [0, 1]", lambda v: _is_number(v) and 0 <= v <= 1))
+    schema = {"type": "number", "minimum": 0, "maximum": 1}
+    limits = Limits(
+        "a number in [0, 1]", lambda v: _is_number(v) and 0 <= v <= 1, schema, patterns.WEIGHT
+    )
+    return _declare(default, limits)
 
 
 def choice(default: int | str, values: tuple[int, ...] | tuple[str, ...]) -> Any:
@@ -73,7 +98,10 @@ def choice(default: int | str, values: tuple[int, ...] | tuple[str, ...]) -> Any
     def allows(value: Any) -> bool:
         return type(value) is type(default) and value in values
 
-    return _declare(default, Limits("one of " + ", ".join(map(str, values)), allows))
+    texts = [str(value) for value in values]
+    pattern = "|".join(map(re.escape, texts))
+    limits = Limits("one of " + ", ".join(texts), allows, {"enum": list(values)}, pattern)
+    return _declare(default, limits)
 
 
 def optional(field: Any) -> Any:

@@ -15,7 +15,7 @@ from vllm_kvx.policy.policy import KVPolicy
 
 __all__ = ["AVAILABLE", "METHODS", "KVPolicy", "PolicyError", "check_served", "parse_policy"]
 
-_MAX_LENGTH = 512
+MAX_LENGTH = 512
 
 
 def parse_policy(text: str) -> KVPolicy:
@@ -26,9 +26,9 @@ def parse_policy(text: str) -> KVPolicy:
     """
     if not isinstance(text, str):
         raise PolicyError(f"a policy is a string such as speed-24, got {type(text).__name__}")
-    if len(text) > _MAX_LENGTH:
+    if len(text) > MAX_LENGTH:
         raise PolicyError(
-            f"a policy name has at most {_MAX_LENGTH} characters, got {len(text)}: {text[:32]!r}..."
+            f"a policy name has at most {MAX_LENGTH} characters, got {len(text)}: {text[:32]!r}..."
         )
     if not text:
         raise PolicyError(f"empty policy name; allowed: {_allowed()}")

@@ -107,8 +107,32 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- range .Values.extraArgs -}}
 {{- $flag := splitList "=" . | first | replace "_" "-" -}}
-{{- if or (has $flag (list "--host" "--port" "--uds" "--kv-policy" "--additional-config" "--model" "--served-model-name" "--revision" "--max-model-len" "--tensor-parallel-size" "-tp" "--data-parallel-size" "-dp")) (hasPrefix "--additional-config." $flag) -}}
+{{- if or (has $flag (list "--host" "--port" "--uds" "--kv-policy" "--additional-config" "--model" "--served-model-name" "--revision" "--max-model-len" "--tensor-parallel-size" "-tp" "--data-parallel-size" "-dp" "--shutdown-timeout")) (hasPrefix "--additional-config." $flag) -}}
 {{- fail (printf "extraArgs: %s is the chart's own: use its values" $flag) -}}
+{{- end -}}
+{{- if and $.Values.drainSeconds (has $flag (list "--api-server-count" "-asc")) -}}
+{{- fail (printf "extraArgs: %s: several API servers cut their answers off when they end, whatever drainSeconds is: leave it out, or set drainSeconds=0" $flag) -}}
+{{- end -}}
+{{- end -}}
+{{- range .Values.router.extraArgs -}}
+{{- $flag := splitList "=" . | first | replace "_" "-" -}}
+{{- if or (has $flag (list "--host" "--port" "--policy" "--selector" "--prometheus-host" "--prometheus-port")) (hasPrefix "--service-discovery" $flag) -}}
+{{- fail (printf "router.extraArgs: %s is the chart's own" $flag) -}}
+{{- end -}}
+{{- end -}}
+{{- range list .Values.resources.requests .Values.resources.limits -}}
+{{- if hasKey (. | default dict) $.Values.gpu.resource -}}
+{{- fail (printf "resources: %s is the chart's own: set gpu.count" $.Values.gpu.resource) -}}
+{{- end -}}
+{{- end -}}
+{{- $gpus := include "kvx.gpus" . | int -}}
+{{- $ranks := mul .Values.tensorParallelSize .Values.dataParallelSize | int -}}
+{{- if and $gpus (lt $gpus $ranks) -}}
+{{- fail (printf "gpu.count=%d is less than the %d GPUs of tensorParallelSize times dataParallelSize" $gpus $ranks) -}}
+{{- end -}}
+{{- range .Values.env -}}
+{{- if or (and $.Values.huggingfaceToken.name (eq .name "HF_TOKEN")) (and $.Values.apiKey.name (eq .name "VLLM_API_KEY")) -}}
+{{- fail (printf "env: %s is given by a Secret already: keep one" .name) -}}
 {{- end -}}
 {{- end -}}
 {{- if .Values.prepare.enabled -}}
@@ -134,6 +158,20 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if has $key (list "kv_policy" "kv_layout") -}}
 {{- fail (printf "additionalConfig.%s: set `policy` and `layout` of the chart instead" $key) -}}
 {{- end -}}
+{{- end -}}
+{{- $parts := splitList "+" (prepend .Values.layout .Values.policy | join "+") -}}
+{{- $names := list -}}
+{{- range $parts }}{{- $names = append $names (regexFind "^[a-z]+" .) -}}{{- end -}}
+{{- with .Values.additionalConfig.kv_stash_tokens -}}
+{{- if lt (int .) (int $.Values.maxModelLen) -}}
+{{- fail (printf "additionalConfig.kv_stash_tokens=%d is less than maxModelLen=%d: a longer prompt would wait for ever" (int .) (int $.Values.maxModelLen)) -}}
+{{- end -}}
+{{- if not (or (has "fastkv" $names) (has "structkv" $names)) -}}
+{{- fail "additionalConfig.kv_stash_tokens has no effect: neither policy nor layout selects tokens to go on; remove it" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.additionalConfig.kv_recall_every (not (or (has "fier" $names) (has "quest" $names))) -}}
+{{- fail "additionalConfig.kv_recall_every has no effect: neither policy nor layout retrieves; remove it" -}}
 {{- end -}}
 {{- end -}}
 

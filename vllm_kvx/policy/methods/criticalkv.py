@@ -20,10 +20,13 @@ class CriticalKV(SnapKV):
     as much work as the projection of the whole prompt for each query head. Here it is the L2 norm,
     which a factor of D x D weights gives exactly: see ``ops/prompt/value_norms.py``.
 
-    kv_rate, kv_budget, kv_floor, window, kernel: SnapKV's, with its defaults.
+    Its parameters are SnapKV's, with its defaults: kv_rate, kv_budget, kv_floor, window, kernel.
     """
 
     name: ClassVar[str] = "criticalkv"
+    summary: ClassVar[str] = "SnapKV whose scores ask how much a value moves the output, too"
+    paper: ClassVar[str] = "arXiv 2502.03805"
+    needs: ClassVar[str] = "memory for factors of the output projections"
 
     @property
     def keeps_by(self) -> ScoreSpec:

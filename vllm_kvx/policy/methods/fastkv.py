@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import (
+    DECODE_READS,
+    KV_MEMORY,
+    PREFILL,
     WINDOW_FAMILIES,
     Propagate,
     ScoreSpec,
@@ -43,6 +46,14 @@ class FastKV(Propagate, SnapKV):
     """
 
     name: ClassVar[str] = "fastkv"
+    summary: ClassVar[str] = (
+        "one layer chooses the tokens that go on, and each KV head the entries that stay"
+    )
+    paper: ClassVar[str] = "arXiv 2502.01068"
+    saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
+    needs: ClassVar[str] = (
+        "the model's TSP layer, which `vllm-kvx calibrate` or a first start measures"
+    )
     to_measure: ClassVar[Measurement] = Measurement(
         "tsp_layer", "auto", "kv_tsp_layer", "tsp_reduction"
     )

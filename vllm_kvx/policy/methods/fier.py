@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec, Retrieve
+from vllm_kvx.policy.axes import DECODE_READS, REDUCTIONS, IndexSpec, Retrieve
 from vllm_kvx.policy.parameters import PolicyError, choice, integer
 
 GROUPS = (32, 64, 128, 256)
@@ -29,6 +29,10 @@ class FIER(Retrieve):
     """
 
     name: ClassVar[str] = "fier"
+    summary: ClassVar[str] = "1-bit keys choose the tokens that a decode step reads"
+    paper: ClassVar[str] = "arXiv 2508.08256"
+    saves: ClassVar[tuple[str, ...]] = (DECODE_READS,)
+    needs: ClassVar[str] = "CUDA ops, to gain early: vllm-kvx build-ops; without them Triton's run"
     number: ClassVar[str] = "budget"
     letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "fier-1024"

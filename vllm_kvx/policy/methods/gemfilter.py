@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import (
+    DECODE_READS,
+    KV_MEMORY,
+    PREFILL,
     Propagate,
     ScoreSpec,
     Selection,
@@ -31,6 +34,9 @@ class GemFilter(Propagate):
     """
 
     name: ClassVar[str] = "gemfilter"
+    summary: ClassVar[str] = "an early layer chooses the tokens that the whole model then runs"
+    paper: ClassVar[str] = "arXiv 2409.17422"
+    saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
     example: ClassVar[str] = "gemfilter:layer=13"
     restarts: ClassVar[bool] = True
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import Retain, ScoreSpec
+from vllm_kvx.policy.axes import DECODE_READS, KV_MEMORY, Retain, ScoreSpec
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_RATE, cap_of, set_share
 from vllm_kvx.policy.parameters import integer, optional, rate
 
@@ -23,6 +23,9 @@ class Knorm(Retain):
     """
 
     name: ClassVar[str] = "knorm"
+    summary: ClassVar[str] = "keys of small norm stay"
+    paper: ClassVar[str] = "arXiv 2406.11430"
+    saves: ClassVar[tuple[str, ...]] = (KV_MEMORY, DECODE_READS)
 
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
     kv_budget: int | None = optional(integer())

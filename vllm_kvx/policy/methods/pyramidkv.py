@@ -24,6 +24,8 @@ class PyramidKV(SnapKV):
     """
 
     name: ClassVar[str] = "pyramidkv"
+    summary: ClassVar[str] = "SnapKV with larger budgets in lower layers"
+    paper: ClassVar[str] = "arXiv 2406.02069"
 
     beta: int = integer(20)
     groups: int = integer(8)

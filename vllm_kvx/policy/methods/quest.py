@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec, Retrieve
+from vllm_kvx.policy.axes import DECODE_READS, REDUCTIONS, IndexSpec, Retrieve
 from vllm_kvx.policy.methods.fier import MAX_BUDGET, MIN_BUDGET
 from vllm_kvx.policy.parameters import PolicyError, choice, integer
 
@@ -27,6 +27,10 @@ class Quest(Retrieve):
     """
 
     name: ClassVar[str] = "quest"
+    summary: ClassVar[str] = "bounds of pages choose the pages that a decode step reads"
+    paper: ClassVar[str] = "arXiv 2406.10774"
+    saves: ClassVar[tuple[str, ...]] = (DECODE_READS,)
+    needs: ClassVar[str] = "CUDA ops, to gain early: vllm-kvx build-ops; without them Triton's run"
     number: ClassVar[str] = "budget"
     letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "quest-1024"

@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import NO_GAP, Gap, Propagate, Retain, Retrieve, SharedPrefix
+from vllm_kvx.policy.axes import (
+    DECODE_READS,
+    KV_MEMORY,
+    NO_GAP,
+    PREFILL,
+    Gap,
+    Propagate,
+    Retain,
+    Retrieve,
+    SharedPrefix,
+)
 from vllm_kvx.policy.parameters import PolicyError, check_cutoff, integer
 
 
@@ -21,6 +31,10 @@ class SelfOnly(Propagate):
     """
 
     name: ClassVar[str] = "selfonly"
+    summary: ClassVar[str] = "SPEED without attention among generated tokens: a diagnostic"
+    paper: ClassVar[str] = "arXiv 2605.06105"
+    saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
+    needs: ClassVar[str] = "weights tuned for speed-K: vllm-kvx tune-speed"
     number: ClassVar[str] = "cutoff"
     letter: ClassVar[str] = "K"
     example: ClassVar[str] = "selfonly-24"

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import (
+    DECODE_READS,
+    KV_MEMORY,
     Retain,
     ScoreSpec,
 )
@@ -35,6 +37,9 @@ class SnapKV(Retain):
     """
 
     name: ClassVar[str] = "snapkv"
+    summary: ClassVar[str] = "what the prompt's last queries attend to stays"
+    paper: ClassVar[str] = "arXiv 2404.14469"
+    saves: ClassVar[tuple[str, ...]] = (KV_MEMORY, DECODE_READS)
 
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
     kv_budget: int | None = optional(integer())

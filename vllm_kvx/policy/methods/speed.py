@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import NO_GAP, Gap, Method, Propagate, Retain, SharedPrefix
+from vllm_kvx.policy.axes import (
+    DECODE_READS,
+    KV_MEMORY,
+    NO_GAP,
+    PREFILL,
+    Gap,
+    Method,
+    Propagate,
+    Retain,
+    SharedPrefix,
+)
 from vllm_kvx.policy.parameters import PolicyError, check_cutoff, integer
 
 
@@ -22,6 +32,10 @@ class Speed(Propagate):
     """
 
     name: ClassVar[str] = "speed"
+    summary: ClassVar[str] = "prompt tokens run the lower K layers alone, but for anchors and tail"
+    paper: ClassVar[str] = "arXiv 2605.06105"
+    saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
+    needs: ClassVar[str] = "weights tuned for this cutoff: vllm-kvx tune-speed"
     number: ClassVar[str] = "cutoff"
     letter: ClassVar[str] = "K"
     example: ClassVar[str] = "speed-24"

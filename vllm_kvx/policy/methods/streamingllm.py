@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import (
+    DECODE_READS,
+    KV_MEMORY,
     Positions,
     Retain,
 )
@@ -26,6 +28,9 @@ class StreamingLLM(Retain):
     """
 
     name: ClassVar[str] = "streamingllm"
+    summary: ClassVar[str] = "the prompt's first and last entries stay"
+    paper: ClassVar[str] = "arXiv 2309.17453"
+    saves: ClassVar[tuple[str, ...]] = (KV_MEMORY, DECODE_READS)
 
     sinks: int = integer(4)
     recent: int | None = optional(integer())

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from vllm_kvx.policy.axes import (
+    DECODE_READS,
+    KV_MEMORY,
+    PREFILL,
     WINDOW_FAMILIES,
     OnlineRule,
     Propagate,
@@ -81,6 +84,12 @@ class StructKV(Propagate, Retain):
     """
 
     name: ClassVar[str] = "structkv"
+    summary: ClassVar[str] = (
+        "tokens that are central over the lower layers go on; salient entries stay"
+    )
+    paper: ClassVar[str] = "arXiv 2604.06746"
+    saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
+    needs: ClassVar[str] = "the model's pivot, which `vllm-kvx calibrate` or a first start measures"
     to_measure: ClassVar[Measurement] = Measurement(
         "pivot", "calibrated", "kv_pivot", "struct_reduction"
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import NO_GAP, Gap, Propagate, Retain
+from vllm_kvx.policy.axes import NO_GAP, PREFILL, Gap, Propagate, Retain
 from vllm_kvx.policy.parameters import PolicyError, check_cutoff, integer
 
 
@@ -23,6 +23,10 @@ class SwiftKV(Propagate):
     """
 
     name: ClassVar[str] = "swiftkv"
+    summary: ClassVar[str] = "upper layers' entries are projected from one layer's output"
+    paper: ClassVar[str] = "arXiv 2410.03960"
+    saves: ClassVar[tuple[str, ...]] = (PREFILL,)
+    needs: ClassVar[str] = "weights distilled for it"
     number: ClassVar[str] = "cutoff"
     letter: ClassVar[str] = "K"
     example: ClassVar[str] = "swiftkv-16"
