@@ -129,7 +129,7 @@ class TestOneServer:
         """Every window is spread over as many chunks as it has tokens."""
         monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", 1)
         mixed = [*policies, FULL]
-        answers = ask(engine, distinct_prompts((40, 21, 33, 9, 27)[: len(mixed)]), mixed)
+        answers = ask(engine, distinct_prompts((40, 21, 33, 9, 27, 36)[: len(mixed)]), mixed)
         engine.assert_idle()
         assert_parity(tiny(), answers, mixed)
 
@@ -138,7 +138,7 @@ class TestOneServer:
         self, engine: Engine, tiny: Callable[..., Path], policies: list[Policy]
     ) -> None:
         """By hand, after k steps; what comes then is what came without."""
-        prompts = distinct_prompts((150, 97, 201, 120)[: len(policies)], seed=1)
+        prompts = distinct_prompts((150, 97, 201, 120, 133)[: len(policies)], seed=1)
         names = [named(policy) for policy in policies]
         undisturbed = ask(engine, prompts, policies, max_tokens=6)
         for steps in (1, 3, 5, 7):
