@@ -5,6 +5,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+# The key of a policy, in additional_config and in a request.
+POLICY_KEY = "kv_policy"
+
 # Comparing costs microseconds a key, and clients choose the keys: no more of them are looked at,
 # and none that is longer, which resembles nothing.
 MAX_KEYS = 64
@@ -34,14 +37,22 @@ def misspelling(keys: Iterable[Any], names: Sequence[str]) -> Misspelling | None
             continue
         letters = _letters(key)
         cutoff = _WITH_PREFIX if {"k", "v"} <= set(letters[:3]) else _WITHOUT_PREFIX
+        if not any(_may_match(len(letters), len(name), cutoff) for name in by_letters):
+            continue
         for near in difflib.get_close_matches(letters, by_letters, n=1, cutoff=cutoff):
             return Misspelling(key, by_letters[near])
     return None
 
 
+def _may_match(length: int, other: int, cutoff: float) -> bool:
+    """Whether words of these lengths may have so large a share of letters in common."""
+    return 2 * min(length, other) >= cutoff * (length + other)
+
+
 def has_prefix(key: str) -> bool:
     """Whether `key` begins with ``kv_``, in any case and with a hyphen too."""
-    return key[:3].lower().replace("-", "_") == "kv_"
+    # Clients send as many keys as they like, and few begin so.
+    return key[:1] in "kK" and key[:3].lower().replace("-", "_") == "kv_"
 
 
 def _letters(key: str) -> str:

@@ -76,6 +76,8 @@ def _serve_args(request: Request) -> list[str]:
         found += ["--additional-config", json.dumps(request.additional_config)]
     if request.policy is not None:
         found += ["--kv-policy", request.policy]
+    if request.layout is not None:
+        found += ["--kv-layout", *request.layout]
     if request.request_policies is not None:
         found += ["--kv-request-policies", request.request_policies]
     return found

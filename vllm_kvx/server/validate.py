@@ -32,9 +32,10 @@ ASYNC_SCHEDULER = "vllm_kvx.cache.scheduler.AsyncPolicyScheduler"
 _CPU_BLOCK_SIZE = 128
 
 
-def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
+def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) -> "VllmConfig":
     """Sets scheduler, worker and request check for the policy in ``additional_config``.
 
+    in_python: whether the engine's requests come from Python, not over HTTP.
     Returns `vllm_config`, changed in place.
 
     Raises:
@@ -62,7 +63,7 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
         )
         parallel_config = vllm_config.parallel_config
         parallel_config.worker_cls = WORKERS[parallel_config.worker_cls]
-    _add_request_check(vllm_config, settings)
+    _add_request_check(vllm_config, settings, in_python)
     parallel_config = vllm_config.parallel_config
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
@@ -165,11 +166,11 @@ def machinery_problems(vllm_config: "VllmConfig") -> list[str]:
     return problems
 
 
-def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings) -> None:
+def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings, in_python: bool) -> None:
     from vllm_kvx.server.request_check import class_path
 
     model = vllm_config.model_config
-    check = class_path(settings, str(model.served_model_name))
+    check = class_path(settings, str(model.served_model_name), in_python)
     model.logits_processors = [*(model.logits_processors or []), check]
 
 
