@@ -215,7 +215,7 @@ def _with_merged_flags(original: _Function) -> _Function:
 def _with_policy(original: _Function) -> _Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _has_policy
-        if not _has_kv_keys(self.additional_config):
+        if not may_be_ours(self.additional_config):
             vllm_config = original(self, *args, **kwargs)
             with _idle_on_untested():
                 _look_at_requests()
@@ -261,7 +261,7 @@ def _look_at_requests() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     wrap_once(vllm.plugins, "load_endpoint_plugins", _with_endpoint)
-    wrap_once(InputProcessor, "resolve_watermarking", _with_request_checks)
+    wrap_once(InputProcessor, "resolve_watermarking", with_request_checks)
 
 
 def _with_endpoint(original: _Function) -> _Function:
@@ -274,13 +274,13 @@ def _with_endpoint(original: _Function) -> _Function:
         with _idle_on_untested():
             from vllm_kvx.server.without_policy import StockEndpoint
 
-            return [*found, StockEndpoint(_has_kv_keys)]
+            return [*found, StockEndpoint(may_be_ours)]
         return list(found)
 
     return load_endpoint_plugins
 
 
-def _with_request_checks(original: _Function) -> _Function:
+def with_request_checks(original: _Function) -> _Function:
     """The first method of vLLM's that is called for requests of every kind, beam search too."""
 
     def resolve_watermarking(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,7 @@ def _with_request_checks(original: _Function) -> _Function:
             from vllm_kvx.server.beam_search import refuse_beam_search
 
             refuse_beam_search(self.vllm_config, params)
-        elif extra_args and _has_kv_keys(extra_args):
+        elif extra_args and may_be_ours(extra_args):
             from vllm_kvx.server.without_policy import refuse_policy
 
             refuse_policy(extra_args)
@@ -306,7 +306,7 @@ def _wrap_serve_command() -> None:
         wrap_once(serve.ServeSubcommand, "cmd", _with_merged_flags)
 
 
-def _has_kv_keys(additional_config: Any) -> bool:
+def may_be_ours(additional_config: Any) -> bool:
     """Whether any key may be meant for vllm-kvx: if so, ``settings`` has a closer look."""
     return isinstance(additional_config, dict) and any(
         isinstance(key, str) and _LIKE_OURS.search(key) for key in additional_config

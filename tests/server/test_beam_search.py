@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 
-from vllm_kvx.plugin import _with_request_checks
+from vllm_kvx.plugin import with_request_checks
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ def test_refused_under_a_policy_only(config: dict[str, str], refused: bool) -> N
     processor = SimpleNamespace(
         vllm_config=SimpleNamespace(additional_config=config, model_config=model_config)
     )
-    resolve = _with_request_checks(lambda self, params: "asked vLLM")
+    resolve = with_request_checks(lambda self, params: "asked vLLM")
     assert resolve(processor, SamplingParams()) == "asked vLLM"
     beam = BeamSearchParams(beam_width=2, max_tokens=4)
     if refused:
@@ -33,7 +34,7 @@ def test_an_engine_without_a_policy_refuses_one() -> None:
     """Where vLLM admits requests, however they came."""
     from vllm.sampling_params import SamplingParams
 
-    resolve = _with_request_checks(lambda self, params: "asked vLLM")
+    resolve = with_request_checks(lambda self, params: "asked vLLM")
 
     def ask(extra_args: Any, config: Any = None) -> Any:
         processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config))
@@ -42,7 +43,7 @@ def test_an_engine_without_a_policy_refuses_one() -> None:
     for config in (None, {}, {"theirs": 1}, {"kv_policy": None}):
         for key in ("kv_policy", "kv-policy", "kv_polcy", "KVPolicy"):
             says = rf"'{key}' in extra_args .*without kv_policy in additional_config, and answers"
-            with pytest.raises(ValueError, match=says):
+            with pytest.raises(VLLMValidationError, match=says):
                 ask({"a": 1, key: "full"}, config)
         theirs = {"policy": 1, "kv_transfer_params": {}, "kv_rate": 2, "kv_cache_policy": 3, 7: 1}
         for passes in (None, {}, {"kv_policy": None}, theirs):

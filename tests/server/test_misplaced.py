@@ -19,7 +19,7 @@ from vllm.entrypoints.launchers.api_server.routers import register_api_routers
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from vllm_kvx.server.body_check import STATUS
-from vllm_kvx.plugin import _has_kv_keys
+from vllm_kvx.plugin import may_be_ours
 from vllm_kvx.server.route import KVPolicyEndpoint
 from vllm_kvx.server.without_policy import StockEndpoint
 
@@ -89,7 +89,7 @@ def post(app: FastAPI) -> Iterator[Callable[..., httpx.Response]]:
 @pytest.fixture(scope="module")
 def post_stock() -> Callable[..., httpx.Response]:
     """To a server that was started without a policy."""
-    return poster(routes(StockEndpoint(_has_kv_keys)))
+    return poster(routes(StockEndpoint(may_be_ours)))
 
 
 def refusal(response: httpx.Response) -> str:
