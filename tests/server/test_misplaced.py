@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY
 from vllm.entrypoints.launchers.api_server.routers import register_api_routers
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-from vllm_kvx.server.body_check import STATUS
 from vllm_kvx.plugin import may_be_ours
+from vllm_kvx.server.body_check import STATUS
 from vllm_kvx.server.route import KVPolicyEndpoint
 from vllm_kvx.server.without_policy import StockEndpoint
 
@@ -151,7 +151,7 @@ def test_beside_the_body(post: Any, path: str) -> None:
         *({"vllm_xargs.kv_policy": "full"}, {"vllm_xargs": '{"kv_policy": "full"}'}),
     ):
         message = refusal(post(path, json=BODIES[path], params=query))
-        assert "in the query is not read" in message and path in message or "send" in message
+        assert "in the query is not read" in message
     for header in ("x-kv-policy", "KV-Policy"):
         message = refusal(post(path, json=BODIES[path], headers={header: "full"}))
         assert f"{header.lower()!r} among the headers is not read" in message

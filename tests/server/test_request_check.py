@@ -176,7 +176,10 @@ def test_retrieval_needs_a_sidecar() -> None:
 def test_a_full_server_runs_full_alone() -> None:
     check = validator("full")
     check(params("full"))
-    with pytest.raises(VLLMValidationError, match=r"--kv-policy speed-4, or make room with --kv-policy full --kv-layout speed-4"):
+    with pytest.raises(
+        VLLMValidationError,
+        match=r"--kv-policy speed-4, or make room with --kv-policy full --kv-layout speed-4",
+    ):
         check(params("speed-4"))
 
 
