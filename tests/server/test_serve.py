@@ -42,7 +42,8 @@ FLAGS = [
     *("--dtype", "float32"),
     *("--block-size", str(BLOCK)),
     *("--max-model-len", "2048"),
-    *("--additional-config", '{"kv_layout": ["fier-64", "speed-4+fier-64"], "kv_recall_every": 1}'),
+    *("--kv-layout", "fier-64", "speed-4+fier-64"),
+    *("--additional-config", '{"kv_recall_every": 1}'),
     "--enforce-eager",
 ]
 FULL = {"vllm_xargs": {"kv_policy": "full"}}
@@ -220,11 +221,25 @@ def test_a_policy_in_the_wrong_place_is_a_400(server: Server, route: str) -> Non
     body = {"model": MODEL, "max_tokens": 1, **asked}
     if route == "responses":
         body = {"model": MODEL, "max_output_tokens": 1, "input": "hello"}
-    for misplaced in ({"kv_policy": "full"}, {"KV-Policy": "full"}, {"extra_body": FULL}):
+    inside = {"kv_policy": "full"}
+    for misplaced in (
+        *(inside, {"KV-Policy": "full"}, {"extra_body": FULL}, {"metadata": inside}),
+        *({"chat_template_kwargs": inside}, {"sampling_params": inside}),
+    ):
         response = server.http.post(f"/v1/{route}", json=body | misplaced)
         assert response.status_code == 400
         assert 'send "vllm_xargs": {"kv_policy": "..."}' in response.text.replace('\\"', '"')
-    assert server.http.post(f"/v1/{route}", json=body | FULL).status_code == 200
+    assert server.http.post(f"/v1/{route}", json=body, params=inside).status_code == 400
+    for xargs in (
+        *({"policy": "full"}, {"kv_rate": 0.2}, {"kv_layout": ["full"]}, {"kv_other": 1}),
+        *({"kv_policy": {"name": "full"}}, {"kv_policy": True}),
+    ):
+        response = server.http.post(f"/v1/{route}", json=body | {"vllm_xargs": xargs})
+        (key,) = xargs
+        message = response.json()["error"]["message"]
+        assert response.status_code == 400 and key in message and "\n" not in message
+    for passes in (FULL, {"vllm_xargs": {"kv_policy": None}}, {"vllm_xargs": {"a": 1}}):
+        assert server.http.post(f"/v1/{route}", json=body | passes).status_code == 200
 
 
 def test_policies_share_a_batch(server: Server) -> None:
