@@ -28,6 +28,7 @@ from vllm_kvx.wording import in_python, worded
             'make room with additional_config={"kv_policy": "full", "kv_layout": '
             '["speed-4+fier-64"]}',
         ),
+        ("add fier-64 to its --kv-layout", "add fier-64 to its kv_layout in additional_config"),
         ("with --kv-layout fier-64", 'with additional_config={"kv_layout": ["fier-64"]}'),
         ("without --kv-policy", "without kv_policy in additional_config"),
         ("in --additional-config, and", "in additional_config, and"),

@@ -77,7 +77,7 @@ def test_many_and_long_keys_of_others_cost_nothing(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("speed-5", "does not fit this server.*--kv-layout speed-5"),
+        ("speed-5", "does not fit this server.*add speed-5 to its --kv-layout"),
         ("speed-8", "8 layers"),
         ("sped-4", "did you mean speed-K"),
         ("speed-4:tail=0", "tail"),
@@ -146,9 +146,11 @@ def test_retrieval_beyond_the_sidecar_is_refused(name: str, names: str) -> None:
 
 @pytest.mark.parametrize("name", ["fier-129", "speed-4+fier-64", "speed-4+fier-129"])
 def test_room_can_be_made_for_larger_budgets(name: str) -> None:
-    with pytest.raises(VLLMValidationError, match=r"or make room with") as error:
+    with pytest.raises(VLLMValidationError, match=r", or add") as error:
         validator("fier-128")(params(name))
-    check = validator("fier-128", re.split(r"--kv-layout (\S+)", str(error.value))[1].rstrip(")"))
+    check = validator(
+        "fier-128", re.split(r", or add (\S+) to its --kv-layout", str(error.value))[1]
+    )
     check(params(name))
     check(params("fier-128"))
 
@@ -167,7 +169,7 @@ def test_no_room_can_be_made_for_another_sidecar(name: str) -> None:
 
 
 def test_retrieval_needs_a_sidecar() -> None:
-    with pytest.raises(VLLMValidationError, match=r"no sidecar; .*--kv-policy fier-64, or make"):
+    with pytest.raises(VLLMValidationError, match=r"no sidecar; .*--kv-policy fier-64, or add"):
         validator("speed-4")(params("fier-64"))
     with pytest.raises(VLLMValidationError, match=r"full alone: .*--kv-policy quest-64, or make"):
         validator("full")(params("quest-64"))

@@ -353,12 +353,15 @@ MALFORMED = {
     "all layers": ("speed-8", "8 layers; use speed-1 .. speed-7"),
     "no tail": ("speed-4:tail=0", "tail must be an integer of at least 1, got 0"),
     "no parameter": ("speed-4:tial=1", "tial.*tail"),
-    "other layout": ("speed-5", "does not fit this server.*--kv-policy speed-5.*kv_layout"),
+    "other layout": (
+        "speed-5",
+        "does not fit this server.*--kv-policy speed-5.*add speed-5 to its --kv-layout",
+    ),
     "no method together": ("fastkv:kv_rate=1+streamingllm", "compose it with speed-K, or retain"),
     "no retention": ("snapkv+fier-64", "needs retention and a window of 8 tokens: start"),
     "over the budget": (
         "fier-65",
-        "a sidecar of .*up to 64.*needs a sidecar .*up to 65.*kv_layout",
+        "a sidecar of .*up to 64.*needs a sidecar .*up to 65.*--kv-layout",
     ),
     "other sidecar": (
         "speed-4+quest-64",

@@ -232,7 +232,7 @@ def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) 
     """What to do about a `policy` that needs more than `layout`."""
     theirs, ours = needed.sidecar, layout.sidecar
     if theirs is None or ours is None or theirs.is_like(ours):
-        return f"start the server with --kv-policy {policy}, or make room with --kv-layout {policy}"
+        return f"start the server with --kv-policy {policy}, or add {policy} to its --kv-layout"
     # No server has room for two sidecars.
     alone = f"start a server of its own with --kv-policy {policy}"
     other = KVPolicy.of(

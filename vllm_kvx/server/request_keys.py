@@ -12,10 +12,13 @@ from vllm_kvx.spelling import POLICY_KEY, has_prefix, misspelling
 
 # What vLLM itself reads of them, or puts there.
 VLLM_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
-# What stands in policies' names -> a method that has such a parameter.
+# What stands in policies' names -> a method that has such a parameter, if it can one that takes
+# nothing else.
 _PARAMETERS = {
     parameter: method.name
-    for method in reversed(METHODS.values())
+    for method in sorted(
+        reversed(METHODS.values()), key=lambda m: not m.number and m.to_measure is None
+    )
     for parameter in method.keys()  # noqa: SIM118 - it is no dict
 }
 _SERVER_KEYS = frozenset(KEYS) - {POLICY_KEY}
