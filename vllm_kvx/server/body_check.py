@@ -31,15 +31,21 @@ def check_request_body(request: Request, body: Any) -> None:
         path = request.scope["path"]
         for key, where in misplaced.beside_body(request.scope):
             raise misplaced.refusal(key, where, _advice(path))
-        if isinstance(body, dict):
-            _check(body, path)
+        check_body(body, path)
     except RefusedError as error:
         if (status := getattr(request.app.state, STATUS, None)) is not None:
             count_for(status.model_name)(error.reason)
         raise VLLMValidationError(str(error), parameter=error.key) from None
 
 
-def _check(body: dict[str, Any], path: str) -> None:
+def check_body(body: Any, path: str) -> None:
+    """Checks a parsed JSON body that came to the route at `path`, and takes a policy of null out.
+
+    Raises:
+        RefusedError: as `check_request_body`.
+    """
+    if not isinstance(body, dict):
+        return
     for key, where in misplaced.in_body(body, path):
         raise misplaced.refusal(key, where, _advice(path))
     if found := server_key(body):

@@ -51,11 +51,13 @@ def in_body(body: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
 def beside_body(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The same of an HTTP request's query and headers; `scope` is ASGI's."""
     if scope["query_string"]:
+        names: dict[str, None] = {}
         for key, value in parse_qsl(scope["query_string"].decode("latin-1"), True):
             # Some clients write objects so: vllm_xargs[kv_policy]=full, or as JSON.
             text = f"{key} {value}" if key == XARGS else key
-            if found := policy_key(dict.fromkeys(re.findall(r"[\w-]+", text))):
-                yield found, "in the query"
+            names |= dict.fromkeys(re.findall(r"[\w-]+", text))
+        if found := policy_key(names):
+            yield found, "in the query"
     for header, _ in scope["headers"]:
         if header in _HEADERS:
             yield header.decode(), "among the headers"
