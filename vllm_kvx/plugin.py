@@ -194,7 +194,7 @@ def _merge_flags_into(args: Namespace) -> None:
     flag = getattr(args, "kv_policy", None)
     requests = getattr(args, "kv_request_policies", None)
     layout = getattr(args, "kv_layout", None)
-    if not flag is requests is layout is None:
+    if any(given is not None for given in (flag, requests, layout)):
         from vllm_kvx.settings import merge_flags
 
         with refusing():

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,17 +32,25 @@ def misspelling(keys: Iterable[Any], names: Sequence[str]) -> Misspelling | None
 
     Case, hyphens, blanks and the like make no difference. Only the first 64 keys are looked at.
     """
-    by_letters = {_letters(name): name for name in names}
+    known = tuple(names)
     for key in islice(keys, MAX_KEYS):
-        if not isinstance(key, str) or len(key) > MAX_LENGTH or key in names:
+        if not isinstance(key, str) or len(key) > MAX_LENGTH or key in known:
             continue
-        letters = _letters(key)
-        cutoff = _WITH_PREFIX if {"k", "v"} <= set(letters[:3]) else _WITHOUT_PREFIX
-        if not any(_may_match(len(letters), len(name), cutoff) for name in by_letters):
-            continue
-        for near in difflib.get_close_matches(letters, by_letters, n=1, cutoff=cutoff):
-            return Misspelling(key, by_letters[near])
+        if near := _nearest(key, known):
+            return Misspelling(key, near)
     return None
+
+
+# Most requests have the same keys.
+@lru_cache(maxsize=2048)
+def _nearest(key: str, names: tuple[str, ...]) -> str | None:
+    by_letters = {_letters(name): name for name in names}
+    letters = _letters(key)
+    cutoff = _WITH_PREFIX if {"k", "v"} <= set(letters[:3]) else _WITHOUT_PREFIX
+    if not any(_may_match(len(letters), len(name), cutoff) for name in by_letters):
+        return None
+    found = difflib.get_close_matches(letters, by_letters, n=1, cutoff=cutoff)
+    return by_letters[found[0]] if found else None
 
 
 def _may_match(length: int, other: int, cutoff: float) -> bool:

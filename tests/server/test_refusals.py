@@ -27,7 +27,7 @@ from vllm_kvx.server.refusals import (
     WITH_RETRIEVAL,
     WITH_SELECTION,
 )
-from vllm_kvx.server.validate import WORKERS
+from vllm_kvx.server.validate import WORKERS, machinery_rows
 
 
 class Changed:
@@ -605,6 +605,18 @@ def test_a_model_that_is_not_served_is_one_reason(make_config, model_dir, policy
     with pytest.raises(ValueError) as error:
         make_config(policy, model=directory, dtype="float32", enable_lora=True)
     assert len(lines(error)) == 2 and "--enable-lora" in lines(error)[1]
+
+
+@pytest.mark.parametrize(
+    ("worker", "says"),
+    [
+        ("their.Worker", "drop --worker-cls"),
+        ("vllm.v1.worker.xpu_worker.XPUWorker", "serve on one of these, or drop the KV policy"),
+    ],
+)
+def test_other_workers(stock, worker: str, says: str) -> None:
+    (row,) = machinery_rows(changed(stock, "parallel_config.worker_cls", worker))
+    assert row.reason.endswith(f"cannot extend {worker}: {says}")
 
 
 def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypatch) -> None:

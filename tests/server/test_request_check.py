@@ -67,7 +67,7 @@ def test_many_and_long_keys_of_others_cost_nothing(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(difflib, "get_close_matches", counted)
     check = validator("speed-4")
-    check(SamplingParams(extra_args={f"kvother{i}": i for i in range(200_000)}))
+    check(SamplingParams(extra_args={f"kvothr{i}": i for i in range(200_000)}))
     assert 0 < len(compared) <= 64
     compared.clear()
     check(SamplingParams(extra_args={"kvpolicy" * 100_000: 1, "temperature": 1}))

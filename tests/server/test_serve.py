@@ -370,7 +370,10 @@ MALFORMED = {
     "group": ("fier-64:group=128", "group must be no larger than the budget of 64 tokens, got 128"),
     "number": (4, "must be a string such as 'speed-24' or 'full', got 4"),
     "list": (["speed-4"], r"must be a string such as 'speed-24' or 'full', got \['speed-4'\]"),
-    "object": ({"name": "speed-4"}, "kv_policy.*should be a valid string"),
+    "object": (
+        {"name": "speed-4"},
+        "^kv_policy must be a string such as .*, got {'name': 'speed-4'}",
+    ),
 }
 
 

@@ -190,9 +190,13 @@ def machinery_rows(vllm_config: "VllmConfig") -> list[Refusal]:
         rows.insert(0, Refusal(lambda _: True, reason, ARCHITECTURE))
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in WORKERS:
+        # vLLM's own is that of another platform, which no flag has asked for.
+        instead = "drop --worker-cls"
+        if worker_cls.startswith("vllm."):
+            instead = "serve on one of these, or drop the KV policy"
         reason = (
-            f"KV policies bring their own worker, for CUDA and CPU, and cannot extend "
-            f"{worker_cls}: drop --worker-cls"
+            "KV policies bring their own worker, for CUDA and CPU, and cannot extend "
+            f"{worker_cls}: {instead}"
         )
         rows.append(Refusal(lambda _: True, reason))
     return rows
