@@ -296,7 +296,8 @@ def _unifies(c: "VllmConfig") -> bool:
     A KV connector may have it do so, and attention in chunks, which no model that is served has.
     """
     connector = c.kv_transfer_config and c.kv_transfer_config.kv_connector
-    return bool(connector) or c.model_config.attention_chunk_size is not None
+    chunk = getattr(c.model_config, "attention_chunk_size", None)
+    return bool(connector) or chunk is not None
 
 
 def _slides(c: "VllmConfig") -> bool:
