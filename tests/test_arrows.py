@@ -41,7 +41,7 @@ RULES = {
         ("environment",), "a model runs passes and knows no policy; the worker tells it what to run"
     ),
     "cache": Rule(
-        ("policy", "indexes", "ops.paged", "settings"),
+        ("policy", "indexes", "ops.paged", "settings", "quoting"),
         "the scheduler counts blocks; an index says how many bytes of a page are its own",
     ),
     "worker": Rule(
@@ -74,12 +74,13 @@ RULES = {
         (
             *("policy", "calibration", "cache", "settings", "errors", "models.registry"),
             *("spelling", "evaluation.records", "tuning.record", "environment"),
+            *("quoting", "wording"),
             *("ops.retrieval.backends", "ops.retrieval.cuda", "ops.paged"),
         ),
         "says at start what runs: architectures by name, and which operators there are",
     ),
     "plugin": Rule(
-        ("policy", "settings", "server", "seams", "errors", "cpu_mode"),
+        ("policy", "settings", "server", "seams", "errors", "cpu_mode", "wording"),
         "what vLLM loads: it only wires",
     ),
     "batch": Rule(
@@ -114,6 +115,8 @@ RULES = {
     "cpu_mode": Rule(("environment",), "a platform plugin, loaded before all else"),
     "seams": Rule(("environment",), "what every part needs of vLLM; finds its classes by name"),
     "environment": Rule((), "what a variable means; read in every process"),
+    "quoting": Rule((), "how a client's text stands in a log and in messages"),
+    "wording": Rule((), "messages in the words of flags, or of Python"),
     "spelling": Rule((), "which keys resemble ours, at start and in a request"),
 }
 # Importing these is for the modules named alone: (part, package) -> modules, or None for none.

@@ -1,10 +1,11 @@
 """All that vLLM loads: the ``vllm.general_plugins`` entry point.
 
 It adds ``--kv-policy`` to vLLM's engine arguments and looks at the engine configuration that
-comes out. Without a policy vLLM's own functions run as they are and nothing else of vllm-kvx is
-imported. With one, the version gate comes first: vllm-kvx reaches into vLLM and is tested with
-the releases that ``seams`` names. ``KVX_ALLOW_UNTESTED_VLLM=1`` overrides the gate, at the user's
-risk.
+comes out. Without a policy vLLM's own functions run as they are, and of vllm-kvx little else is
+imported: what refuses a request that names a policy all the same, once there is one, and where an
+HTTP server's bodies are looked at. With a policy, the version gate comes first: vllm-kvx reaches
+into vLLM and is tested with the releases that ``seams`` names. ``KVX_ALLOW_UNTESTED_VLLM=1``
+overrides the gate, at the user's risk.
 """
 
 import functools
@@ -12,16 +13,21 @@ import inspect
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_kvx.errors import refusing, serve_command
 
 _Function = Callable[..., Any]
 
+_POLICY_KEY = "kv_policy"
 # Keys that may be ours or resemble one.
 _LIKE_OURS = re.compile("k[^a-z]*v|vk|pol", re.IGNORECASE)
 _MARK = "_vllm_kvx_wrapped"
+
+# Whether an engine of this process has a policy; an API server has one engine.
+_has_policy = False
 
 _GROUP_HELP = "KV policies of vllm-kvx: spend less on long prompts."
 
@@ -34,18 +40,24 @@ def register() -> None:
         RuntimeError: ``KVX_CPU`` is on, and vLLM does not run on CPU.
     """
     _check_cpu_mode()
-    try:
+    with _idle_on_untested():
         from vllm.engine.arg_utils import EngineArgs
 
         wrap_once(EngineArgs, "add_cli_args", _with_flag)
         wrap_once(EngineArgs, "from_cli_args", _with_flag_value)
         wrap_once(EngineArgs, "create_engine_config", _with_policy)
+
+
+@contextmanager
+def _idle_on_untested() -> Iterator[None]:
+    """Stock use of an untested vLLM must not suffer from an idle plugin that finds no seam."""
+    try:
+        yield
     except (ImportError, AttributeError):
         from vllm_kvx.seams import vllm_is_supported, vllm_version
 
         if vllm_is_supported(vllm_version()):
             raise
-        # Stock use of an untested vLLM must not suffer from an idle plugin.
 
 
 def is_loaded() -> bool:
@@ -96,6 +108,25 @@ def _policy_name(text: str) -> str:
     return text
 
 
+def _layout_name(text: str) -> str:
+    """argparse type of one policy behind ``--kv-layout``."""
+    from vllm_kvx.policy.spec import PolicyError, parse_policy
+
+    try:
+        return _policy_name(text)
+    except ArgumentTypeError:
+        hint = "write the policies one behind the other, with blanks between them"
+        if text.startswith("["):
+            raise ArgumentTypeError(f"{text!r}: {hint}, and no brackets") from None
+        try:
+            names = [str(parse_policy(name)) for name in text.split(",")]
+        except PolicyError:
+            names = []
+        if len(names) < 2:
+            raise
+        raise ArgumentTypeError(f"{text!r}: {hint}: {' '.join(names)}") from None
+
+
 def _request_policies() -> tuple[str, ...]:
     from vllm_kvx.settings import REQUEST_POLICIES
 
@@ -122,6 +153,16 @@ def _with_flag(original: _Function) -> _Function:
         group = parser.add_argument_group(title="KVPolicy", description=_GROUP_HELP)
         group.add_argument(
             "--kv-policy", type=_policy_name, default=None, metavar="POLICY", help=_flag_help()
+        )
+        group.add_argument(
+            "--kv-layout",
+            type=_layout_name,
+            nargs="+",
+            default=None,
+            metavar="POLICY",
+            help="Further policies that the server makes room for, so that requests may name "
+            "them, with blanks between them: --kv-layout speed-16 fier-2048. The same as "
+            '--additional-config \'{"kv_layout": ["speed-16", "fier-2048"]}\'.',
         )
         group.add_argument(
             "--kv-request-policies",
@@ -152,12 +193,13 @@ def _merge_flags_into(args: Namespace) -> None:
     """
     flag = getattr(args, "kv_policy", None)
     requests = getattr(args, "kv_request_policies", None)
-    if flag is not None or requests is not None:
+    layout = getattr(args, "kv_layout", None)
+    if any(given is not None for given in (flag, requests, layout)):
         from vllm_kvx.settings import merge_flags
 
         with refusing():
             config = getattr(args, "additional_config", None)
-            args.additional_config = merge_flags(flag, requests, config)
+            args.additional_config = merge_flags(flag, requests, config, layout)
 
 
 def _with_merged_flags(original: _Function) -> _Function:
@@ -172,25 +214,33 @@ def _with_merged_flags(original: _Function) -> _Function:
 
 def _with_policy(original: _Function) -> _Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _has_kv_keys(self.additional_config):
-            return original(self, *args, **kwargs)
+        global _has_policy
+        if not may_be_ours(self.additional_config):
+            vllm_config = original(self, *args, **kwargs)
+            with _idle_on_untested():
+                _look_at_requests()
+            return vllm_config
         from vllm_kvx.seams import check_server, check_version
         from vllm_kvx.settings import policy_is_set
+        from vllm_kvx.wording import worded
 
-        with refusing():
+        in_python = _is_of_python(*args, **kwargs)
+        with refusing(), worded(in_python):
             is_set = policy_is_set(self.additional_config)
             if is_set:
                 check_version()
                 check_server()
         vllm_config = original(self, *args, **kwargs)
         if not is_set:
+            with _idle_on_untested():
+                _look_at_requests()
             return vllm_config
         from vllm_kvx.server.validate import prepare_engine_config
 
-        wrap_once(_plugins_module(), "load_endpoint_plugins", _with_route)
-        _refuse_beam_search()
-        with refusing():
-            prepare_engine_config(vllm_config)
+        _look_at_requests()
+        _has_policy = True
+        with refusing(), worded(in_python):
+            prepare_engine_config(vllm_config, in_python)
         if getattr(self, "_api_process_count", 1) > 1:
             # Further API servers are given these arguments: what was found need not be found again,
             # nor measured again where it could not be kept.
@@ -200,21 +250,53 @@ def _with_policy(original: _Function) -> _Function:
     return create_engine_config
 
 
-def _with_route(original: _Function) -> _Function:
-    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
-        from vllm_kvx.server.route import KVPolicyEndpoint
+def _is_of_python(usage_context: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Whether somebody makes the engine in Python, and gives it no flags."""
+    return getattr(usage_context, "name", None) in ("LLM_CLASS", "ENGINE_CONTEXT")
 
-        return [*original(supported_tasks), *KVPolicyEndpoint.for_tasks(supported_tasks)]
+
+def _look_at_requests() -> None:
+    """Has this process look at what requests ask for, with a policy and without one."""
+    import vllm.plugins
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    wrap_once(vllm.plugins, "load_endpoint_plugins", _with_endpoint)
+    wrap_once(InputProcessor, "resolve_watermarking", with_request_checks)
+
+
+def _with_endpoint(original: _Function) -> _Function:
+    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
+        found = original(supported_tasks)
+        if _has_policy:
+            from vllm_kvx.server.route import KVPolicyEndpoint
+
+            return [*found, *KVPolicyEndpoint.for_tasks(supported_tasks)]
+        with _idle_on_untested():
+            from vllm_kvx.server.without_policy import StockEndpoint
+
+            return [*found, StockEndpoint(may_be_ours)]
+        return list(found)
 
     return load_endpoint_plugins
 
 
-def _refuse_beam_search() -> None:
-    from vllm.v1.engine.input_processor import InputProcessor
+def with_request_checks(original: _Function) -> _Function:
+    """The first method of vLLM's that is called for requests of every kind, beam search too."""
 
-    from vllm_kvx.server.beam_search import refuse_beam_search
+    def resolve_watermarking(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.vllm_config.additional_config
+        extra_args = getattr(params, "extra_args", None)
+        if isinstance(config, dict) and config.get(_POLICY_KEY) is not None:
+            from vllm_kvx.server.beam_search import refuse_beam_search
 
-    wrap_once(InputProcessor, "resolve_watermarking", refuse_beam_search)
+            refuse_beam_search(self.vllm_config, params)
+        elif extra_args and may_be_ours(extra_args):
+            from vllm_kvx.server.without_policy import refuse_policy
+
+            refuse_policy(extra_args)
+        return original(self, params, *args, **kwargs)
+
+    return resolve_watermarking
 
 
 def _wrap_serve_command() -> None:
@@ -224,13 +306,7 @@ def _wrap_serve_command() -> None:
         wrap_once(serve.ServeSubcommand, "cmd", _with_merged_flags)
 
 
-def _plugins_module() -> Any:
-    import vllm.plugins
-
-    return vllm.plugins
-
-
-def _has_kv_keys(additional_config: Any) -> bool:
+def may_be_ours(additional_config: Any) -> bool:
     """Whether any key may be meant for vllm-kvx: if so, ``settings`` has a closer look."""
     return isinstance(additional_config, dict) and any(
         isinstance(key, str) and _LIKE_OURS.search(key) for key in additional_config

@@ -20,6 +20,7 @@ kv_recall_every: of the steps that retrieve, every n-th measures recall (default
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,13 +32,13 @@ from vllm_kvx.policy.layout import Layout, layout_of
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+from vllm_kvx.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.spelling import has_prefix, misspelling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
-POLICY_KEY = "kv_policy"
 LAYOUT_KEY = "kv_layout"
 REQUESTS_KEY = "kv_request_policies"
 STASH_KEY = "kv_stash_tokens"
@@ -281,9 +282,10 @@ class KVSettings:
         """The policy `name` on this server, where words are layers if they are known.
 
         Raises:
-            PolicyError: it does not parse.
+            PolicyError: it does not parse, or is no string.
         """
-        return _parse(name, self.measured)
+        # Through the cache only what can be a key of it.
+        return _parse(name, self.measured) if isinstance(name, str) else parse_policy(name)
 
 
 def policy_is_set(config: Any) -> bool:
@@ -309,16 +311,19 @@ def policy_is_set(config: Any) -> bool:
     without = [key for key in KEYS[1:] if key in config]
     if without and not is_set:
         raise ValueError(
-            f"{' and '.join(without)} in additional_config without {POLICY_KEY}; "
+            f"{' and '.join(without)} without {POLICY_KEY}, by flag or in additional_config: "
             f"set {POLICY_KEY} too ('full' runs every request in full by default)"
         )
     return is_set
 
 
-def merge_flags(flag: str | None, requests: str | None, config: Any) -> dict[str, Any]:
+def merge_flags(
+    flag: str | None, requests: str | None, config: Any, layout: Sequence[str] | None = None
+) -> dict[str, Any]:
     """`config`, the user's ``--additional-config``, with what the flags say in it.
 
-    flag: of ``--kv-policy``; requests: of ``--kv-request-policies``; None where not given.
+    flag: of ``--kv-policy``; requests: of ``--kv-request-policies``; layout: of ``--kv-layout``;
+    None where not given.
 
     Raises:
         ValueError: a flag and `config` differ, or `config` is not a JSON object.
@@ -333,6 +338,14 @@ def merge_flags(flag: str | None, requests: str | None, config: Any) -> dict[str
                 f"{config[REQUESTS_KEY]!r} differ; drop one of them"
             )
         config = {**config, REQUESTS_KEY: requests}
+    if layout is not None:
+        other = config.get(LAYOUT_KEY)
+        if other is not None and not _same_policies(other, layout):
+            raise ValueError(
+                f"--kv-layout {' '.join(layout)} and --additional-config with {LAYOUT_KEY} "
+                f"{other!r} name different policies; drop one of them"
+            )
+        config = {**config, LAYOUT_KEY: list(layout)}
     if flag is None:
         return config
     other = config.get(POLICY_KEY)
@@ -342,6 +355,15 @@ def merge_flags(flag: str | None, requests: str | None, config: Any) -> dict[str
             "different policies; drop one of them"
         )
     return {**config, POLICY_KEY: flag}
+
+
+def _same_policies(names: Any, others: Sequence[str]) -> bool:
+    """Whether `names`, of a configuration, are the policies of `others`, in whatever order."""
+    if not isinstance(names, (list, tuple)):
+        return False
+    with suppress(PolicyError):
+        return set(map(parse_policy, names)) == set(map(parse_policy, others))
+    return False
 
 
 def request_policy(settings: KVSettings, sampling_params: "SamplingParams | None") -> KVPolicy:

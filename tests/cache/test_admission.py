@@ -1,9 +1,12 @@
 """Where chunks end and which prompts wait, without an engine."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from world import inside
 
 from vllm_kvx.cache.admission import SPLIT_WINDOWS, PromptAdmission
 from vllm_kvx.policy.storage import STASH_PAGE, storage_of
@@ -55,6 +58,29 @@ def test_other_policies_are_left_alone() -> None:
     one = admission()
     assert one.clip(add(one, "a", 200, "full"), 150, 120) == 120
     assert one.used_pages == 0
+
+
+def test_a_clients_text_makes_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.kvx.scheduler")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger.name)
+    try:
+        one = admission(stash_tokens=256)
+        first, second = add(one, "a", 200), add(one, "b\nINFO all is well\x1b" + "c" * 9000, 200)
+        one.clip(first, 0, 96)
+        one.new_step()
+        assert one.is_passed_over(second, is_ready=True, num_left=2)
+        params = SamplingParams(extra_args={"kv_policy": "d\ne" * 9000})
+        inside.run_in_full(
+            SimpleNamespace(request_id="f\ng", sampling_params=params), "its\npolicy" * 9000
+        )
+    finally:
+        logger.removeHandler(caplog.handler)
+    waits, runs = dict.fromkeys(record.getMessage() for record in caplog.records)
+    assert waits.startswith(r"Request 'b\nINFO all is well\x1bccc") and "9,019 characters" in waits
+    assert runs.startswith(r"Request 'f\ng' runs under `full`: its\npolicyits\n")
+    for line in (waits, runs):
+        assert line.isprintable() and len(line) < 2500
 
 
 def test_only_so_many_windows_are_spread() -> None:

@@ -12,7 +12,7 @@ import torch
 from world.models import LOOKUP
 
 from vllm_kvx.cli import main
-from vllm_kvx.doctor import report
+from vllm_kvx.doctor import command, report
 from vllm_kvx.doctor.findings import Finding, Request
 from vllm_kvx.doctor.sections import SECTIONS
 
@@ -58,6 +58,24 @@ def test_a_sound_installation(tmp_path: Path) -> None:
         f"vllm-kvx tune-speed {LOOKUP} --cutoff 4 --out DIR",
         f"vllm-kvx evaluate {LOOKUP} --policies speed-4 --save",
     ]
+
+
+def test_every_flag_of_ours_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+    monkeypatch.setattr(
+        command, "examine", lambda request, timeout: iter(asked.append(request) or ())
+    )
+    policies = ["--kv-policy", "full", "--kv-layout", "speed-4:tail=2", "fier-64"]
+    main(["doctor", "m", *policies, "--kv-request-policies", "off", "--enforce-eager", "--json"])
+    main(["doctor", "m"])
+    expected = Request(
+        model="m",
+        policy="full",
+        layout=("speed-4:tail=2", "fier-64"),
+        request_policies="off",
+        serve_args=("--enforce-eager",),
+    )
+    assert asked == [expected, Request(model="m")]
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,14 @@ def test_flags_that_vllm_refuses(doctor, flags: tuple[str, ...], says: str) -> N
     assert problem.status == "problem" and says in problem.says, problem
 
 
+def test_a_model_that_is_not_served_is_one_reason(doctor, tmp_path: Path) -> None:
+    changes = {"model_type": "gemma2", "sliding_window": 64, "head_dim": 80}
+    write_config(tmp_path, architectures=["Gemma2ForCausalLM"], **changes)
+    (_, refused) = doctor(model=tmp_path, serve_args=ON_CPU)("model", "flags")
+    assert refused.status == "note" and refused.says.count("\n- ") == 1, refused.says
+    assert "\n- Gemma2ForCausalLM cannot be run in segments" in refused.says
+
+
 def test_two_policies_are_refused_as_the_server_does(doctor) -> None:
     asked = doctor("speed-4", additional_config={"kv_policy": "speed-3"}, serve_args=ON_CPU)
     (problem,) = asked("model", "flags")
@@ -154,6 +162,28 @@ def test_what_requests_may_name_is_told(doctor) -> None:
     asked = doctor("speed-4", additional_config={"kv_request_policies": "none"})
     (problem,) = asked("model", "policy")[1:]
     assert problem.status == "problem" and "must be one of off, layout, list" in problem.says
+
+
+def test_further_policies_are_told(doctor) -> None:
+    layout = ("speed-4", "fier-64")
+    asked = doctor("full", layout=layout, request_policies="list")
+    named = "requests may name these policies alone: full, speed-4, fier-64 (kv_request_policies)"
+    assert named in lines(asked("model", "policy"), "ok")
+    asked = doctor("full", layout=layout, serve_args=ON_CPU)
+    assert lines(asked("model", "flags"), "problem") == []
+    assert asked.context.additional_config == {"kv_policy": "full", "kv_layout": list(layout)}
+    asked = doctor("full", layout=("speed-4",), additional_config={"kv_layout": ["speed-3"]})
+    (problem,) = asked("model", "flags")
+    assert problem.status == "problem" and "name different policies; drop one" in problem.says
+
+
+def test_flags_in_a_config_file(doctor, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("kv-policy: speed-4\nkv-layout: [fier-64, speed-2]\n")
+    asked = doctor(serve_args=("--config", str(file), *ON_CPU))
+    assert lines(asked("model", "flags"), "problem") == []
+    layout = {"kv_layout": ["fier-64", "speed-2"]}
+    assert asked.context.additional_config == {"kv_policy": "speed-4", **layout}
 
 
 def test_flags_without_a_policy(doctor) -> None:

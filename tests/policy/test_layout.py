@@ -155,7 +155,7 @@ def test_does_not_fit() -> None:
     assert str(error.value) == (
         "speed-16 does not fit this server: its layout has KV groups split at layer 24, no "
         "sidecar; speed-16 needs a split at layer 16: start the server with --kv-policy speed-16, "
-        'or make room with --additional-config \'{"kv_layout": ["speed-16"]}\''
+        "or add speed-16 to its --kv-layout"
     )
     with pytest.raises(PolicyError, match="needs a split at layer 8 and a sidecar of 1-bit keys"):
         check_fits(parse_policy("speed-8+fier-64"), Layout((16, 24)), 32)

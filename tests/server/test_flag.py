@@ -1,6 +1,8 @@
 """--kv-policy, --additional-config and their agreement."""
 
+import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +83,72 @@ def test_what_requests_may_name_is_said_once(parser, llama: str) -> None:
         parser.parse_args(["--kv-request-policies", "some"])
 
 
+LAYOUT = ["speed-2:anchors=0,tail=3", "fier-64"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-layout", *LAYOUT],
+        ["--kv_layout", *LAYOUT, "--kv-policy", "full"],
+        ["--additional-config.kv_layout", json.dumps(LAYOUT)],
+        ["--kv-layout", *LAYOUT, "--additional-config", json.dumps({"kv_layout": LAYOUT})],
+    ],
+)
+def test_further_policies_have_a_flag(parser, llama: str, flags: list[str]) -> None:
+    config = parsed(parser, llama, "--kv-policy", "full", *flags).additional_config
+    assert config == {"kv_policy": "full", "kv_layout": LAYOUT}
+
+
+def test_further_policies_are_said_once(parser, llama: str) -> None:
+    flags = ["--kv-policy", "full", "--kv-layout", *LAYOUT]
+    same = ["fier-64:group=32", "speed-2:tail=3,anchors=0", "fier-64"]
+    parsed(parser, llama, *flags, "--additional-config", json.dumps({"kv_layout": same}))
+    for other in (["fier-64"], [*LAYOUT, "speed-3"], [], "fier-64", ["sped-2"], [4]):
+        config = ["--additional-config", json.dumps({"kv_layout": other})]
+        with pytest.raises(
+            ValueError, match=r"--kv-layout speed-2.*fier-64 and .*different policies; drop one"
+        ):
+            parsed(parser, llama, *flags, *config)
+    with pytest.raises(ValueError, match=r"kv_layout without kv_policy, by flag or"):
+        parsed(parser, llama, *flags[2:]).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["speed-2,fier-64"], "with blanks between them: speed-2 fier-64"),
+        (["speed-2:tail=3,fier-64"], "with blanks between them: speed-2:tail=3 fier-64"),
+        (["snapkv:window=4,kernel=3", "x"], "unknown policy 'x'"),
+        (['["speed-2", "fier-64"]'], "with blanks between them, and no brackets"),
+        (["speed-2", "sped-3"], "did you mean speed-K"),
+        (["fastkv:kv_rate=1+streamingllm"], "chosen by data"),
+        ([], "expected at least one argument"),
+    ],
+)
+def test_a_bad_name_behind_the_layout_flag(parser, capsys, names: list[str], says: str) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-policy", "full", "--kv-layout", *names])
+    error = capsys.readouterr().err
+    assert "argument --kv-layout: " in error and says in error
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_flags_in_a_config_file(parser, llama: str, tmp_path: Path, as_list: bool) -> None:
+    layout = LAYOUT if as_list else LAYOUT[0]
+    file = tmp_path / "serve.yaml"
+    keys = {"kv-policy": "full", "kv-layout": layout, "kv_request_policies": "list"}
+    file.write_text(json.dumps(keys))  # YAML has JSON in it.
+    config = parsed(parser, llama, "--config", str(file)).additional_config
+    expected = {"kv_policy": "full", "kv_request_policies": "list"}
+    assert config == expected | {"kv_layout": LAYOUT if as_list else LAYOUT[:1]}
+    # As vLLM's own, a flag beside the file takes the file's place.
+    config = parsed(
+        parser, llama, "--config", str(file), "--kv-layout", "speed-3"
+    ).additional_config
+    assert config["kv_layout"] == ["speed-3"]
+
+
 def test_further_api_servers_see_the_flag(parser, llama: str) -> None:
     # They get the namespace pickled and read it before plugins are loaded there.
     args = parser.parse_args(["--model", llama, "--skip-tokenizer-init", "--kv-policy", "speed-4"])
@@ -135,6 +203,7 @@ def test_help_has_a_group_of_its_own(parser) -> None:
         finally:
             parser._search_keyword = None
         assert "--kv-policy POLICY" in text, keyword
+        assert "--kv-layout POLICY [POLICY ...]" in text or keyword == "kv-policy"
 
 
 @pytest.mark.parametrize(
@@ -293,5 +362,6 @@ def test_request_policy() -> None:
     assert of({"kv_policy": "full"}) == "full"
     assert of({"kv_policy": "speed-4:tail=2"}) == "speed-4:tail=2"
     assert request_policy(settings, None) == settings.policy
-    with pytest.raises(PolicyError):
-        of({"kv_policy": "nonsense"})
+    for nonsense in ("nonsense", ["speed-4"], {"a": 1}, 4):
+        with pytest.raises(PolicyError):
+            of({"kv_policy": nonsense})

@@ -19,7 +19,9 @@ from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import METHODS, PolicyError, check_served, parse_policy
 from vllm_kvx.server import request_check
-from vllm_kvx.server.misplaced import check_body
+from vllm_kvx.server.body_check import check_body
+from vllm_kvx.server.misplaced import beside_body
+from vllm_kvx.server.refused import RefusedError
 from vllm_kvx.server.request_check import class_path
 from vllm_kvx.settings import KEYS, KVSettings, request_policy
 
@@ -205,7 +207,9 @@ def test_a_request_passes_or_is_a_400(
 @given(
     body=others
     | st.builds(
-        lambda key, inner: {key: inner}, st.sampled_from(["vllm_xargs", "extra_body"]), others
+        lambda key, inner: {key: inner},
+        st.sampled_from(["vllm_xargs", "extra_body", "metadata", "sampling_params"]),
+        others,
     ),
     path=st.sampled_from(["/v1/completions", "/inference/v1/generate", "/v1/systemone"]),
 )
@@ -213,10 +217,31 @@ def test_a_request_passes_or_is_a_400(
 def test_a_body_passes_or_is_a_400(body: dict[str, Any], path: str) -> None:
     try:
         check_body(body, path)
-    except VLLMValidationError as error:
+    except RefusedError as error:
         assert_told(error)
+        assert len(str(error)) < 500 and str(error).isprintable()
         return
     assert "kv_policy" not in body and "kv-policy" not in body and "KV_POLICY" not in body
+    for name in ("extra_body", "metadata"):
+        assert "kv_policy" not in body.get(name, {})
+    if path == "/v1/completions":
+        xargs = body.get("vllm_xargs")
+        named = xargs.get("kv_policy", "") if isinstance(xargs, dict) else ""
+        assert isinstance(named, str), "vLLM's model has no other"
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=40),
+        st.builds(lambda key, value: f"{key}={value}".encode(errors="replace"), keys, names),
+    )
+)
+@fuzz
+def test_a_query_passes_or_is_a_400(query: bytes) -> None:
+    for name, where in beside_body({"query_string": query, "headers": []}):
+        assert where == "in the query" and name.encode()
+    asked = {"query_string": query + b"&kv_policy=full", "headers": []}
+    assert len(list(beside_body(asked))) == 1
 
 
 good_config = st.fixed_dictionaries(

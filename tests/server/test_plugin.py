@@ -169,6 +169,17 @@ def test_only_the_vllm_serve_command_ends_so(monkeypatch) -> None:
     assert served == [args]
 
 
+def test_another_vllm_without_our_seams_still_serves(make_config, monkeypatch) -> None:
+    def fail(*args):
+        raise AttributeError("no such seam")
+
+    monkeypatch.setattr(plugin, "wrap_once", fail)
+    with pytest.raises(AttributeError):
+        make_config()
+    monkeypatch.setattr(vllm, "__version__", "0.40.0")
+    assert make_config().scheduler_config.scheduler_cls is None
+
+
 def test_another_vllm_without_our_seams_still_works(monkeypatch) -> None:
     def fail(*args):
         raise AttributeError("no such seam")
@@ -182,10 +193,10 @@ def test_another_vllm_without_our_seams_still_works(monkeypatch) -> None:
 
 INERT = """
     import sys
+    from fastapi import FastAPI
     from vllm.engine.arg_utils import EngineArgs
     import vllm.plugins
 
-    routes = vllm.plugins.load_endpoint_plugins
     def config(**additional):
         return EngineArgs(
             model=sys.argv[1], skip_tokenizer_init=True, load_format="dummy", enforce_eager=True,
@@ -196,11 +207,22 @@ INERT = """
         assert stock.scheduler_config.scheduler_cls is None
         assert stock.parallel_config.worker_cls.startswith("vllm.")
         assert stock.model_config.logits_processors is None
-    assert vllm.plugins.load_endpoint_plugins is routes
-    ours = {name for name in sys.modules if name.startswith("vllm_kvx")}
-    assert {name.removeprefix("vllm_kvx").lstrip(".") for name in ours} <= {
-        "", "plugin", "cpu_mode", "environment", "errors"
-    }, ours
+
+    def imported():
+        ours = {name for name in sys.modules if name.startswith("vllm_kvx")}
+        return {name.removeprefix("vllm_kvx").lstrip(".") for name in ours}
+
+    idle = {"", "plugin", "cpu_mode", "environment", "errors"}
+    assert imported() <= idle, imported()
+    # An HTTP server adds what looks at bodies, and no route.
+    app = FastAPI()
+    for endpoint in vllm.plugins.load_endpoint_plugins(("generate",)):
+        endpoint.attach_router(app)
+    assert len(app.routes) == len(FastAPI().routes) and not app.user_middleware
+    looks = {"server", *(f"server.{name}" for name in (
+        "without_policy", "bodies", "misplaced", "refused"
+    ))}
+    assert imported() <= {*idle, *looks, "spelling", "quoting"}, imported()
     try:
         config(kv_policy="speed-4")
     except ValueError as error:

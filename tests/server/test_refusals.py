@@ -19,15 +19,15 @@ from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.seams import release_line
+from vllm_kvx.server.refusal import applying, reasons
 from vllm_kvx.server.refusals import (
     ALWAYS,
     WITH_POLICY,
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
-    reasons,
 )
-from vllm_kvx.server.validate import WORKERS
+from vllm_kvx.server.validate import WORKERS, machinery_rows
 
 
 class Changed:
@@ -73,8 +73,6 @@ CASES = [
     ("model_config.model_class_overrides", {"a": "b"}, "--model-class-overrides"),
     ("cache_config.sliding_window", 64, "--disable-sliding-window"),
     ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
-    ("cache_config.cache_dtype", "nvfp4", "--kv-cache-dtype"),
-    ("cache_config.cache_dtype", "int8_per_token_head", "--kv-cache-dtype"),
     ("cache_config.kv_cache_dtype_skip_layers", ["0"], "--kv-cache-dtype-skip-layers"),
     ("scheduler_config.disable_hybrid_kv_cache_manager", True, "--disable-hybrid-kv-cache"),
     ("scheduler_config.scheduler_cls", "their.Scheduler", "--scheduler-cls"),
@@ -107,6 +105,13 @@ def test_each_row_refuses(stock, path: str, value: Any, names: str) -> None:
     assert names in found[0]
 
 
+@pytest.mark.parametrize("dtype", ["nvfp4", "int8_per_token_head"])
+def test_kv_cache_types_that_do_not_work(stock, monkeypatch, dtype: str) -> None:
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    (found,) = reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", dtype))
+    assert "--kv-cache-dtype to one of auto, " in found
+
+
 def test_every_row_has_a_case(stock, monkeypatch) -> None:
     refused = {
         r for path, value, _ in CASES for r in reasons(WITH_POLICY, changed(stock, path, value))
@@ -119,6 +124,8 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     older = "vllm.v1.executor.ray_executor.RayDistributedExecutor"
     refused |= set(reasons(WITH_POLICY, changed(stock, EXECUTOR, older)))
     refused |= set(reasons(WITH_POLICY, several_engines(stock, "ray")))
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    refused |= set(reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", "nvfp4")))
     assert refused == {row.reason for row in WITH_POLICY}
 
 
@@ -578,6 +585,114 @@ def test_models_that_do_not(make_config, model_dir, changes: dict, names: str) -
         changes = changes | {"architectures": ["GPT2LMHeadModel"]}
     with pytest.raises(ValueError, match=names):
         make_config("speed-4", model=model_dir(**changes))
+
+
+def lines(error: Any) -> list[str]:
+    return [line[4:] for line in str(error.value).splitlines() if line.startswith("  - ")]
+
+
+@pytest.mark.parametrize(
+    "policy", ["speed-4", "speed-24", "fastkv", "fastkv:tsp_layer=99", "snapkv", "fier-64"]
+)
+def test_a_model_that_is_not_served_is_one_reason(make_config, model_dir, policy: str) -> None:
+    """A window, heads or layers of it, and what is not measured of it, need no advice."""
+    window = model("Gemma2", head_dim=80, sliding_window=64, layer_types=["sliding_attention"] * 8)
+    directory = model_dir(**window)
+    with pytest.raises(ValueError) as error:
+        make_config(policy, model=directory, dtype="float32", attention_backend="CPU_ATTN")
+    (found,) = lines(error)
+    assert found.startswith("Gemma2ForCausalLM cannot be run in segments: serve a model of one of")
+    with pytest.raises(ValueError) as error:
+        make_config(policy, model=directory, dtype="float32", enable_lora=True)
+    assert len(lines(error)) == 2 and "--enable-lora" in lines(error)[1]
+
+
+@pytest.mark.parametrize(
+    ("worker", "says"),
+    [
+        ("their.Worker", "drop --worker-cls"),
+        ("vllm.v1.worker.xpu_worker.XPUWorker", "serve on one of these, or drop the KV policy"),
+    ],
+)
+def test_other_workers(stock, worker: str, says: str) -> None:
+    (row,) = machinery_rows(changed(stock, "parallel_config.worker_cls", worker))
+    assert row.reason.endswith(f"cannot extend {worker}: {says}")
+
+
+def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypatch) -> None:
+    from vllm_kvx.calibration import at_start
+
+    monkeypatch.setattr(at_start, "measured", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(ValueError, match="\n  - LoRA is not supported yet"):
+        make_config("fastkv", dtype="float32", enable_lora=True, load_format="auto")
+
+
+def test_pooling_leaves_nothing_to_change(stock) -> None:
+    pooling = changed(stock, "model_config.runner_type", "pooling")
+    found = reasons((*ALWAYS, *WITH_POLICY), changed(pooling, "lora_config", object()))
+    assert len(found) == 1 and "pooling models" in found[0]
+
+
+TABLES = (*ALWAYS, *WITH_POLICY, *WITH_RETENTION, *WITH_SELECTION, *WITH_RETRIEVAL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_cpu", "names"),
+    [
+        (
+            {"attention_config.backend": AttentionBackendEnum.FLASHINFER},
+            False,
+            "no room for retrieval's sidecar: set --attention-backend to one of FLASH_ATTN, TRITON",
+        ),
+        (
+            {
+                "cache_config.cache_dtype": "nvfp4",
+                "quant_config": SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"}),
+            },
+            False,
+            "--kv-cache-dtype bfloat16 or float16, or serve",
+        ),
+        ({"cache_config.cache_dtype": "int8_per_token_head"}, True, "drop --kv-cache-dtype"),
+        ({"cache_config.cache_dtype": "fp8_ds_mla"}, True, "drop --kv-cache-dtype"),
+        (
+            {
+                "kv_transfer_config": Connector(),
+                "scheduler_config.disable_hybrid_kv_cache_manager": True,
+            },
+            True,
+            "--kv-transfer-config",
+        ),
+        (
+            {
+                "parallel_config.data_parallel_size": 2,
+                "parallel_config.data_parallel_backend": "ray",
+                EXECUTOR: "vllm.v1.executor.ray_executor.RayDistributedExecutor",
+            },
+            True,
+            "--data-parallel-backend mp",
+        ),
+    ],
+)
+def test_reasons_about_one_setting_are_one(
+    stock, monkeypatch, changes: dict[str, Any], on_cpu: bool, names: str
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: on_cpu)
+    config = changed(stock, "model_config.dtype", torch.float32)
+    for path, value in changes.items():
+        config = changed(config, path, value)
+    assert len(applying(TABLES, config)) >= 1
+    (found,) = reasons(TABLES, config)
+    assert names in found
+
+
+def test_ways_out_lead_out(stock, monkeypatch) -> None:
+    """A value that one reason offers is not refused by another one."""
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    for name in ("FLASH_ATTN", "TRITON_ATTN"):
+        backend = getattr(AttentionBackendEnum, name)
+        assert not reasons(TABLES, changed(stock, "attention_config.backend", backend))
+    for dtype in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"):
+        assert not reasons(TABLES, changed(stock, "cache_config.cache_dtype", dtype))
 
 
 def test_a_disabled_window_works(make_config, model_dir) -> None:

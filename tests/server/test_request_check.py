@@ -1,9 +1,9 @@
 """A request's policy is checked where vLLM admits it, and costs nothing in the worker."""
 
 import difflib
-import json
 import pickle
 import random
+import re
 import string
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +53,8 @@ def test_no_policy_of_its_own_passes() -> None:
         check(params())
         check(SamplingParams(extra_args={"kv_transfer_params": {}, "session_id": "a"}))
         check(SamplingParams(extra_args={"kv_policy": None}))
-        check(SamplingParams(extra_args={"policy": "lru", "kv_cache_policy": 1, "cache_policy": 2}))
+        check(SamplingParams(extra_args={"cache_policy": 2, "policies": 1, "kvx": 3, 7: 1}))
+        check(SamplingParams(extra_args={"kv_cache_report_mode": "incremental"}))
 
 
 def test_many_and_long_keys_of_others_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,17 +67,17 @@ def test_many_and_long_keys_of_others_cost_nothing(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(difflib, "get_close_matches", counted)
     check = validator("speed-4")
-    check(SamplingParams(extra_args={f"kv_other{i}": i for i in range(200_000)}))
+    check(SamplingParams(extra_args={f"kvothr{i}": i for i in range(200_000)}))
     assert 0 < len(compared) <= 64
     compared.clear()
-    check(SamplingParams(extra_args={"kv_policy" * 100_000: 1, "kv_" + "x" * 60: 1}))
+    check(SamplingParams(extra_args={"kvpolicy" * 100_000: 1, "temperature": 1}))
     assert not compared
 
 
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("speed-5", "does not fit this server.*kv_layout"),
+        ("speed-5", "does not fit this server.*add speed-5 to its --kv-layout"),
         ("speed-8", "8 layers"),
         ("sped-4", "did you mean speed-K"),
         ("speed-4:tail=0", "tail"),
@@ -145,10 +146,11 @@ def test_retrieval_beyond_the_sidecar_is_refused(name: str, names: str) -> None:
 
 @pytest.mark.parametrize("name", ["fier-129", "speed-4+fier-64", "speed-4+fier-129"])
 def test_room_can_be_made_for_larger_budgets(name: str) -> None:
-    with pytest.raises(VLLMValidationError, match=r"or make room with") as error:
+    with pytest.raises(VLLMValidationError, match=r", or add") as error:
         validator("fier-128")(params(name))
-    config = json.loads(str(error.value).split("--additional-config '")[1].split("'")[0])
-    check = validator("fier-128", *config["kv_layout"])
+    check = validator(
+        "fier-128", re.split(r", or add (\S+) to its --kv-layout", str(error.value))[1]
+    )
     check(params(name))
     check(params("fier-128"))
 
@@ -160,14 +162,14 @@ def test_no_room_can_be_made_for_another_sidecar(name: str) -> None:
     check = validator("fier-128")
     with pytest.raises(VLLMValidationError, match=r"request \S+, which fits") as error:
         check(params(name))
-    assert "kv_layout" not in str(error.value)
+    assert "kv-layout" not in str(error.value)
     check(params(str(error.value).split("request ")[1].split(",")[0]))
     with pytest.raises(ValueError, match="one server holds one sidecar, but fier-128 needs"):
         validator("fier-128", name)
 
 
 def test_retrieval_needs_a_sidecar() -> None:
-    with pytest.raises(VLLMValidationError, match=r"no sidecar; .*--kv-policy fier-64, or make"):
+    with pytest.raises(VLLMValidationError, match=r"no sidecar; .*--kv-policy fier-64, or add"):
         validator("speed-4")(params("fier-64"))
     with pytest.raises(VLLMValidationError, match=r"full alone: .*--kv-policy quest-64, or make"):
         validator("full")(params("quest-64"))
@@ -176,7 +178,10 @@ def test_retrieval_needs_a_sidecar() -> None:
 def test_a_full_server_runs_full_alone() -> None:
     check = validator("full")
     check(params("full"))
-    with pytest.raises(VLLMValidationError, match=r"--kv-policy speed-4.*kv_layout"):
+    with pytest.raises(
+        VLLMValidationError,
+        match=r"--kv-policy speed-4, or make room with --kv-policy full --kv-layout speed-4",
+    ):
         check(params("speed-4"))
 
 
@@ -220,6 +225,39 @@ def test_a_misspelled_key_is_refused(key: str) -> None:
     for more in ({}, {"kv_policy": "speed-4"}, {"kv_policy": None}):
         with pytest.raises(VLLMValidationError, match=f"{key}.*did you mean 'kv_policy'"):
             validator("speed-4")(SamplingParams(extra_args={key: "full", **more}))
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("policy", "unknown key 'policy' in vllm_xargs; did you mean 'kv_policy'"),
+        ("kv_rate", "'kv_rate' in vllm_xargs is not read: parameters stand in the policy's name"),
+        ("KV-layout", "'KV-layout' in vllm_xargs is not read: kv_layout is set when the server"),
+        ("kv_other", "unknown key 'kv_other' in vllm_xargs: of keys with kv_ it takes kv_policy, "),
+        ("kv_" + "x" * 9000, "x'... .9,003 characters. in vllm_xargs"),
+    ],
+)
+def test_keys_that_no_request_has(key: str, says: str) -> None:
+    for more in ({}, {"kv_policy": "speed-4"}, {f"x{i}": i for i in range(100)}):
+        with pytest.raises(VLLMValidationError, match=says) as error:
+            validator("speed-4")(SamplingParams(extra_args={**more, key: None}))
+        assert len(str(error.value)) < 300
+
+
+def test_python_is_told_of_its_own_arguments() -> None:
+    def said(**asked: Any) -> str:
+        path = class_path(settings_of("full"), MODEL, in_python=True)
+        check = build_custom_logits_processors_params_validator([path])
+        with pytest.raises(VLLMValidationError) as error:
+            check(SamplingParams(**asked))
+        return str(error.value)
+
+    assert "unknown key 'policy' in extra_args; did you" in said(extra_args={"policy": "full"})
+    assert "when the server starts, in additional_config, and" in said(extra_args={"kv_layout": []})
+    assert (
+        'start it with additional_config={"kv_policy": "speed-4:tail=2"}, or make room with '
+        'additional_config={"kv_policy": "full", "kv_layout": ["speed-4:tail=2"]}'
+    ) in said(extra_args={"kv_policy": "speed-4:tail=2"})
 
 
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}])

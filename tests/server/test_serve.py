@@ -42,7 +42,8 @@ FLAGS = [
     *("--dtype", "float32"),
     *("--block-size", str(BLOCK)),
     *("--max-model-len", "2048"),
-    *("--additional-config", '{"kv_layout": ["fier-64", "speed-4+fier-64"], "kv_recall_every": 1}'),
+    *("--kv-layout", "fier-64", "speed-4+fier-64"),
+    *("--additional-config", '{"kv_recall_every": 1}'),
     "--enforce-eager",
 ]
 FULL = {"vllm_xargs": {"kv_policy": "full"}}
@@ -220,11 +221,25 @@ def test_a_policy_in_the_wrong_place_is_a_400(server: Server, route: str) -> Non
     body = {"model": MODEL, "max_tokens": 1, **asked}
     if route == "responses":
         body = {"model": MODEL, "max_output_tokens": 1, "input": "hello"}
-    for misplaced in ({"kv_policy": "full"}, {"KV-Policy": "full"}, {"extra_body": FULL}):
+    inside = {"kv_policy": "full"}
+    for misplaced in (
+        *(inside, {"KV-Policy": "full"}, {"extra_body": FULL}, {"metadata": inside}),
+        *({"chat_template_kwargs": inside}, {"sampling_params": inside}),
+    ):
         response = server.http.post(f"/v1/{route}", json=body | misplaced)
         assert response.status_code == 400
         assert 'send "vllm_xargs": {"kv_policy": "..."}' in response.text.replace('\\"', '"')
-    assert server.http.post(f"/v1/{route}", json=body | FULL).status_code == 200
+    assert server.http.post(f"/v1/{route}", json=body, params=inside).status_code == 400
+    for xargs in (
+        *({"policy": "full"}, {"kv_rate": 0.2}, {"kv_layout": ["full"]}, {"kv_other": 1}),
+        *({"kv_policy": {"name": "full"}}, {"kv_policy": True}),
+    ):
+        response = server.http.post(f"/v1/{route}", json=body | {"vllm_xargs": xargs})
+        (key,) = xargs
+        message = response.json()["error"]["message"]
+        assert response.status_code == 400 and key in message and "\n" not in message
+    for passes in (FULL, {"vllm_xargs": {"kv_policy": None}}, {"vllm_xargs": {"a": 1}}):
+        assert server.http.post(f"/v1/{route}", json=body | passes).status_code == 200
 
 
 def test_policies_share_a_batch(server: Server) -> None:
@@ -338,18 +353,15 @@ MALFORMED = {
     "all layers": ("speed-8", "8 layers; use speed-1 .. speed-7"),
     "no tail": ("speed-4:tail=0", "tail must be an integer of at least 1, got 0"),
     "no parameter": ("speed-4:tial=1", "tial.*tail"),
-    "other layout": ("speed-5", "does not fit this server.*--kv-policy speed-5.*kv_layout"),
-    "no method together": (
-        "fastkv:kv_rate=1,kv_floor=0+streamingllm",
-        "compose it with speed-K, or retain",
+    "other layout": (
+        "speed-5",
+        "does not fit this server.*--kv-policy speed-5.*add speed-5 to its --kv-layout",
     ),
-    "no retention": (
-        "snapkv:kv_floor=0+fier-64",
-        "needs retention and a window of 8 tokens: start",
-    ),
+    "no method together": ("fastkv:kv_rate=1+streamingllm", "compose it with speed-K, or retain"),
+    "no retention": ("snapkv+fier-64", "needs retention and a window of 8 tokens: start"),
     "over the budget": (
         "fier-65",
-        "a sidecar of .*up to 64.*needs a sidecar .*up to 65.*kv_layout",
+        "a sidecar of .*up to 64.*needs a sidecar .*up to 65.*--kv-layout",
     ),
     "other sidecar": (
         "speed-4+quest-64",
@@ -358,7 +370,10 @@ MALFORMED = {
     "group": ("fier-64:group=128", "group must be no larger than the budget of 64 tokens, got 128"),
     "number": (4, "must be a string such as 'speed-24' or 'full', got 4"),
     "list": (["speed-4"], r"must be a string such as 'speed-24' or 'full', got \['speed-4'\]"),
-    "object": ({"name": "speed-4"}, "kv_policy.*should be a valid string"),
+    "object": (
+        {"name": "speed-4"},
+        "^kv_policy must be a string such as .*, got {'name': 'speed-4'}",
+    ),
 }
 
 

@@ -844,3 +844,10 @@ def slice_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     from vllm_kvx.calibration import dense_decoder
 
     monkeypatch.setattr(dense_decoder, "_SLICE", rows)
+
+
+def run_in_full(request: Any, why: str) -> None:
+    """Has the scheduler run a request under `full`, which it says in the log."""
+    from vllm_kvx.cache import scheduler
+
+    scheduler._run_in_full(request, why)

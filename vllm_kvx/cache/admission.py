@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import stash_pages
+from vllm_kvx.quoting import quoted
 from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.scheduler")
@@ -180,7 +181,7 @@ class PromptAdmission:
             logger.info(
                 "Request %s of %d tokens waits: other prompts fill the stash of hidden states "
                 "(kv_stash_tokens).",
-                request_id,
+                quoted(request_id),
                 prompt.length,
             )
 

@@ -25,6 +25,7 @@ from vllm_kvx.cache.states import STATE_BLOCKS, StateBlocks
 from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
+from vllm_kvx.quoting import one_line, quoted
 from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
 
 logger = init_logger("vllm.kvx.scheduler")
@@ -252,7 +253,7 @@ def _run_in_full(request: Request, why: str) -> None:
     params = request.sampling_params
     if params is not None:
         params.extra_args = {**(params.extra_args or {}), POLICY_KEY: "full"}
-    logger.warning("Request %s runs under `full`: %s.", request.request_id, why)
+    logger.warning("Request %s runs under `full`: %s.", quoted(request.request_id), one_line(why))
 
 
 class PolicyScheduler(_PolicyScheduling, Scheduler):

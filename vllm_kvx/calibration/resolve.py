@@ -78,10 +78,11 @@ PAPER_TSP_LAYERS: tuple[PaperModel, ...] = (
 )
 
 
-def find_measured(vllm_config: "VllmConfig") -> list[str]:
+def find_measured(vllm_config: "VllmConfig", may_measure: bool = True) -> list[str]:
     """Puts the layers that the server's policies leave to measurement into ``additional_config``.
 
     Only here: the engine's processes read what this one found. Returns a line for the log on each.
+    may_measure: whether a layer that is not known is measured; else it is an error.
 
     Raises:
         PolicyError: a layer is not known and could not be measured.
@@ -101,7 +102,7 @@ def find_measured(vllm_config: "VllmConfig") -> list[str]:
             if wanted.key in found_for:
                 check_alike(part, found_for[wanted.key], wanted)
             continue
-        found = _layer(vllm_config, part, wanted)
+        found = _layer(vllm_config, part, wanted, may_measure)
         layer = config[wanted.key] = found.layer
         found_for[wanted.key] = part
         by = ""
@@ -204,7 +205,9 @@ def check_alike(part: Method, other: Method, wanted: Measurement) -> None:
             )
 
 
-def _layer(vllm_config: "VllmConfig", part: Method, wanted: Measurement) -> Found:
+def _layer(
+    vllm_config: "VllmConfig", part: Method, wanted: Measurement, may_measure: bool
+) -> Found:
     """The layer for `part`: known, or measured now."""
     model_config: ModelConfig = vllm_config.model_config
     config, model = model_config.hf_text_config.to_dict(), model_config.model
@@ -220,6 +223,8 @@ def _layer(vllm_config: "VllmConfig", part: Method, wanted: Measurement) -> Foun
     arguments = calibrate_arguments(part, model, revision)
     if vllm_config.load_config.load_format == "dummy":
         why = "its weights are dummies"
+    elif not may_measure:
+        why = "the configuration is refused"
     else:
         from vllm.logger import init_logger
 

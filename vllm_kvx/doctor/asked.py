@@ -19,7 +19,8 @@ def additional_config(context: Context) -> dict[str, Any]:
     if context.additional_config is not None:
         return dict(context.additional_config)
     request = context.request
-    return dict(merge_flags(request.policy, request.request_policies, request.additional_config))
+    config = request.additional_config
+    return dict(merge_flags(request.policy, request.request_policies, config, request.layout))
 
 
 def left_to_measurement(config: dict[str, Any]) -> list[Method]:

@@ -20,7 +20,9 @@ def main(pipe: str, first: str, request: str, state: str) -> None:
     state: of the context, as the process before left it.
     """
     given = json.loads(request)
-    given["serve_args"] = tuple(given["serve_args"])
+    given |= {
+        name: tuple(given[name]) for name in ("layout", "serve_args") if given[name] is not None
+    }
     context = Context.of(Request(**given), json.loads(state))
     # Nothing is downloaded, and no hub is waited for.
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         revision=args.revision,
         policy=args.kv_policy,
+        layout=None if args.kv_layout is None else tuple(args.kv_layout),
+        request_policies=args.kv_request_policies,
         additional_config=args.additional_config,
         ranks=args.tensor_parallel_size,
         gpu_memory=args.gpu_memory,

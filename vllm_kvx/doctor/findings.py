@@ -35,8 +35,8 @@ def problem(says: str, mend: str = "") -> Finding:
 class Request:
     """What doctor was asked for; fit for JSON.
 
-    model: a directory or a hub name. policy: that of --kv-policy. request_policies: that of
-    --kv-request-policies. additional_config: as given.
+    model: a directory or a hub name. policy: that of --kv-policy. layout: those of --kv-layout.
+    request_policies: that of --kv-request-policies. additional_config: as given.
     gpu_memory: GiB of a GPU. prompt_len: tokens. ranks: --tensor-parallel-size.
     serve_args: all other flags, as the server is given them.
     """
@@ -44,6 +44,7 @@ class Request:
     model: str | None = None
     revision: str | None = None
     policy: str | None = None
+    layout: tuple[str, ...] | None = None
     request_policies: str | None = None
     additional_config: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1

@@ -76,6 +76,8 @@ def _serve_args(request: Request) -> list[str]:
         found += ["--additional-config", json.dumps(request.additional_config)]
     if request.policy is not None:
         found += ["--kv-policy", request.policy]
+    if request.layout is not None:
+        found += ["--kv-layout", *request.layout]
     if request.request_policies is not None:
         found += ["--kv-request-policies", request.request_policies]
     return found
@@ -89,10 +91,11 @@ def _engine_config(engine_args: Any) -> Any:
 
 def _without_policy(vllm_config: Any) -> Iterator[Finding]:
     """What would keep policies from running beside these flags."""
-    from vllm_kvx.server.refusals import ALWAYS, reasons
-    from vllm_kvx.server.validate import machinery_problems
+    from vllm_kvx.server.refusal import applying, told
+    from vllm_kvx.server.refusals import ALWAYS
+    from vllm_kvx.server.validate import machinery_rows
 
-    problems = [*reasons(ALWAYS, vllm_config), *machinery_problems(vllm_config)]
+    problems = told([*applying(ALWAYS, vllm_config), *machinery_rows(vllm_config)])
     if not problems:
         yield ok("policies run with them too")
         return

@@ -39,6 +39,9 @@ def add_doctor(commands: "_Commands") -> None:
         "--kv-policy", type=_policy, metavar="POLICY", help="as the server's (default: none)"
     )
     command.add_argument(
+        "--kv-layout", type=_policy, nargs="+", metavar="POLICY", help="as the server's"
+    )
+    command.add_argument(
         "--kv-request-policies",
         choices=REQUEST_POLICIES,
         help="as the server's (default: layout)",
@@ -48,7 +51,7 @@ def add_doctor(commands: "_Commands") -> None:
         type=_json_object,
         default={},
         metavar="JSON",
-        help="as the server's, for kv_layout and the other keys",
+        help="as the server's, for the other keys",
     )
     command.add_argument("--revision", help="of a model on the hub (default: main)")
     command.add_argument(

@@ -1,7 +1,6 @@
 """Layouts: which KV groups a server has, fixed when the engine starts, and what fits into them."""
 
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -233,11 +232,7 @@ def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) 
     """What to do about a `policy` that needs more than `layout`."""
     theirs, ours = needed.sidecar, layout.sidecar
     if theirs is None or ours is None or theirs.is_like(ours):
-        room = json.dumps({"kv_layout": [str(policy)]})
-        return (
-            f"start the server with --kv-policy {policy}, or make room with --additional-config "
-            f"'{room}'"
-        )
+        return f"start the server with --kv-policy {policy}, or add {policy} to its --kv-layout"
     # No server has room for two sidecars.
     alone = f"start a server of its own with --kv-policy {policy}"
     other = KVPolicy.of(

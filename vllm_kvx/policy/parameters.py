@@ -109,6 +109,13 @@ def optional(field: Any) -> Any:
     return dataclasses.field(default=None, metadata=field.metadata)
 
 
+def allows(method: type[Any], parameter: str, value: Value) -> bool:
+    """Whether `value` is within the limits of a method's parameter."""
+    fields = {field.name: field for field in dataclasses.fields(method)}
+    limits = fields[parameter].metadata.get("limits")
+    return isinstance(limits, Limits) and limits.allows(value)
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 

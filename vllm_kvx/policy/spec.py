@@ -10,12 +10,16 @@ import difflib
 
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.table import AVAILABLE, METHODS
-from vllm_kvx.policy.parameters import PolicyError, Value, read_value
+from vllm_kvx.policy.parameters import PolicyError, Value, allows, read_value
 from vllm_kvx.policy.policy import KVPolicy
 
 __all__ = ["AVAILABLE", "METHODS", "KVPolicy", "PolicyError", "check_served", "parse_policy"]
 
 MAX_LENGTH = 512
+# What people call no policy at all.
+_MEAN_FULL = frozenset(
+    {"auto", "default", "dense", "false", "none", "null", "off", "stock", "vllm"}
+)
 
 
 def parse_policy(text: str) -> KVPolicy:
@@ -34,8 +38,9 @@ def parse_policy(text: str) -> KVPolicy:
         raise PolicyError(f"empty policy name; allowed: {_allowed()}")
     if any(c.isspace() for c in text):
         raise PolicyError(f"{text!r}: policy names have no whitespace")
-    if text != text.lower():
-        raise PolicyError(f"{text!r}: policy names are lower case; write {text.lower()!r}")
+    if (lower := text.lower()) != text:
+        parse_policy(lower) if lower == lower.lower() else None  # What else is wrong comes first.
+        raise PolicyError(f"{text!r}: policy names are lower case; write {lower!r}")
     if text == "full":
         return KVPolicy()
     parts = text.split("+")
@@ -73,6 +78,8 @@ def _parse_part(part: str) -> Method:
         raise PolicyError(f"full takes no number and no parameters, got {part!r}; write full")
     if name not in METHODS:
         near = difflib.get_close_matches(name, ["full", *METHODS], n=1)
+        if name in _MEAN_FULL:
+            near = ["full"]
         suggested = METHODS[near[0]].usage() if near and near[0] in METHODS else "".join(near)
         hint = f"did you mean {suggested}? " if near else ""
         raise PolicyError(f"unknown policy {head!r}; {hint}allowed: {_allowed()}")
@@ -98,10 +105,12 @@ def _parse_parameters(method: type[Method], text: str) -> dict[str, Value]:
     values: dict[str, Value] = {}
     keys = method.keys()
     allowed = f"parameters of {method.name}: {', '.join(keys) or 'none'}"
+    before = ""
     for pair in text.split(","):
         key, equals, value = pair.partition("=")
         if not (key and equals and value):
-            raise PolicyError(f"{pair!r} is not key=value; {allowed}")
+            hint = _number_with_comma(method, before, pair)
+            raise PolicyError(f"{pair!r} is not key=value; {hint}{allowed}")
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -109,4 +118,16 @@ def _parse_parameters(method: type[Method], text: str) -> dict[str, Value]:
         if key in values:
             raise PolicyError(f"parameter {key!r} is given twice")
         values[key] = read_value(value)
+        before = pair
     return values
+
+
+def _number_with_comma(method: type[Method], pair: str, rest: str) -> str:
+    """A hint if `pair` and `rest`, which a comma parts, are one number, as in kv_rate=0,2."""
+    key, _, head = pair.partition("=")
+    if not (rest.isascii() and rest.isdigit() and head.isascii() and head.isdigit()):
+        return ""
+    for number in (f"{head}.{rest}", head + rest if len(rest) == 3 else ""):
+        if number and allows(method, key, read_value(number)):
+            return f"did you mean {key}={number}? "
+    return ""

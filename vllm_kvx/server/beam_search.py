@@ -5,27 +5,29 @@ treat generated tokens as prompt tokens, which none does to those it generates i
 these requests no ``vllm_xargs`` either, so one cannot ask for ``full``.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
-def refuse_beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``InputProcessor.resolve_watermarking``, which both beam searches call first."""
+def refuse_beam_search(vllm_config: "VllmConfig", params: Any) -> None:
+    """Refuses a request with `params` if it is a beam search, and the engine has a policy.
 
-    def resolve_watermarking(self: Any, params: Any) -> Any:
-        from vllm.sampling_params import BeamSearchParams
+    Raises:
+        ValueError: both is so.
+    """
+    from vllm.sampling_params import BeamSearchParams
 
-        from vllm_kvx.server.refused import Reason, count_for
-        from vllm_kvx.settings import KVSettings
+    from vllm_kvx.server.refused import Reason, count_for
+    from vllm_kvx.settings import KVSettings
 
-        if isinstance(params, BeamSearchParams):
-            settings = KVSettings.from_vllm_config(self.vllm_config)
-            if settings is not None and not settings.stock:
-                count_for(str(self.vllm_config.model_config.served_model_name))(Reason.BEAM_SEARCH)
-                raise ValueError(
-                    f"beam search is not supported on a server with KV policy {settings.policy}: "
-                    "drop use_beam_search, or use a server without --kv-policy"
-                )
-        return original(self, params)
-
-    return resolve_watermarking
+    if not isinstance(params, BeamSearchParams):
+        return
+    settings = KVSettings.from_vllm_config(vllm_config)
+    if settings is not None and not settings.stock:
+        count_for(str(vllm_config.model_config.served_model_name))(Reason.BEAM_SEARCH)
+        raise ValueError(
+            f"beam search is not supported under KV policy {settings.policy}: sample, which over "
+            "HTTP means to drop use_beam_search, or use an engine without a KV policy"
+        )

@@ -1,95 +1,76 @@
-"""Refuses a request whose body names a policy where nobody reads it.
+"""Finds what a request says of a policy where nobody reads it.
 
-vLLM drops keys of a body that it does not know, so such a request would be answered under the
-server's policy, with a 200. The check joins the dependency that vLLM's routes with a JSON body
-have in common, and looks at the body that FastAPI has parsed by then: reading costs nothing.
+vLLM drops keys of a body that it does not know, and the query. So such a request would be answered
+under the server's policy, or in full on a server without one, with a 200.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
-from fastapi import FastAPI, Request
-from vllm.entrypoints.serve.utils.api_utils import validate_json_request
-from vllm.exceptions import VLLMValidationError
-
-from vllm_kvx.server.refused import Reason, count_for
-from vllm_kvx.settings import POLICY_KEY
-from vllm_kvx.spelling import misspelling
+from vllm_kvx.quoting import quoted
+from vllm_kvx.server.refused import Reason, RefusedError
+from vllm_kvx.spelling import POLICY_KEY, misspelling
 
 XARGS = "vllm_xargs"
-# Where the app's state has what the server says of its policy; see ``route``.
-STATUS = "kv_policy"
 # Routes that take the engine's own parameters, and that take no keys for the engine at all.
 WITH_SAMPLING_PARAMS = ("/inference/v1/generate",)
 # /v1/decisions is new in vLLM 0.33.
 WITHOUT_POLICY = ("/cohere/v2/chat", "/v1/systemone", "/generative_scoring", "/v1/decisions")
 # What clients and vLLM's Python API call it: objects that a body has by mistake.
 _CONTAINERS = ("extra_body", "extra_args", "vllm-xargs", "vllm_args", "xargs")
+# Objects that bodies have for something else.
+_OF_OTHERS = ("metadata", "chat_template_kwargs", "sampling_params")
+OBJECTS = (XARGS, *_CONTAINERS, *_OF_OTHERS)
+# Objects in these that name it in turn.
+INNER = (XARGS, "extra_args")
+# By its name in an answer; nobody reads it of a request.
+_HEADERS = (b"x-kv-policy", b"x-kv_policy", b"kv-policy", b"kv_policy")
 
 
-def refuse_misplaced(app: FastAPI) -> None:
-    """Has every route of `app` that validates a JSON body look for misplaced policies too."""
-    app.dependency_overrides[validate_json_request] = _validate_json_request
-
-
-async def _validate_json_request(raw_request: Request) -> None:
-    await validate_json_request(raw_request)
-    try:
-        body = await raw_request.json()
-    except ValueError:  # The route says so in its own words.
-        return
-    try:
-        check_body(body, raw_request.scope["path"])
-    except VLLMValidationError:
-        if (status := getattr(raw_request.app.state, STATUS, None)) is not None:
-            count_for(status.model_name)(Reason.MISPLACED)
-        raise
-
-
-def check_body(body: Any, path: str) -> None:
-    """Checks a parsed JSON body that came to the route at `path`.
-
-    Raises:
-        VLLMValidationError: it names a policy, or nearly so, where no policy is read.
-    """
-    if not isinstance(body, dict):
-        return
-    found = next(_misplaced(body, path), None)
-    if found is not None:
-        key, where = found
-        raise VLLMValidationError(f"{key!r} {where} is not read: {_advice(path)}", parameter=key)
-
-
-def _misplaced(body: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Keys that name a policy where `path` reads none, and where in `body` they are."""
-    if key := _policy_key(body):
+def in_body(body: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Keys that name a policy, or nearly so, where `path` reads none, and where they are."""
+    if key := policy_key(body):
         yield key, "at the top level of the body"
-    containers = list(_CONTAINERS)
-    if path.endswith(WITH_SAMPLING_PARAMS):
-        containers += [XARGS, "sampling_params"]
-    elif path.endswith(WITHOUT_POLICY):
-        containers += [XARGS]
-    for name in containers:
-        inner = body.get(name)
-        for values in (inner, inner.get(XARGS) if isinstance(inner, dict) else None):
-            if isinstance(values, dict) and (key := _policy_key(values)):
+    takes_params = path.endswith(WITH_SAMPLING_PARAMS)
+    skipped = () if path.endswith((*WITH_SAMPLING_PARAMS, *WITHOUT_POLICY)) else (XARGS,)
+    for name in OBJECTS:
+        values = body.get(name)
+        if name in skipped or not isinstance(values, dict):
+            continue
+        if key := policy_key(values):
+            yield key, f"in {name!r}"
+        for inner in INNER:
+            if takes_params and (name, inner) == ("sampling_params", "extra_args"):
+                continue
+            if isinstance(values.get(inner), dict) and (key := policy_key(values[inner])):
                 yield key, f"in {name!r}"
 
 
-def _policy_key(values: dict[str, Any]) -> str | None:
+def beside_body(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same of an HTTP request's query and headers; `scope` is ASGI's."""
+    if scope["query_string"]:
+        names: dict[str, None] = {}
+        for key, value in parse_qsl(scope["query_string"].decode("latin-1"), True):
+            # Some clients write objects so: vllm_xargs[kv_policy]=full, or as JSON.
+            text = f"{key} {value}" if key == XARGS else key
+            names |= dict.fromkeys(re.findall(r"[\w-]+", text))
+        if found := policy_key(names):
+            yield found, "in the query"
+    for header, _ in scope["headers"]:
+        if header in _HEADERS:
+            yield header.decode(), "among the headers"
+
+
+def policy_key(values: Mapping[str, Any]) -> str | None:
+    """The key of `values` that is the policy's, or resembles it."""
     if POLICY_KEY in values:
         return POLICY_KEY
     found = misspelling(values, (POLICY_KEY,))
     return found.key if found else None
 
 
-def _advice(path: str) -> str:
-    if path.endswith(WITHOUT_POLICY):
-        return f"{path} runs the server's policy and takes no other, so leave it out"
-    wanted = f"""{{"{POLICY_KEY}": "..."}}"""
-    if path.endswith(WITH_SAMPLING_PARAMS):
-        return f"""send "sampling_params": {{"extra_args": {wanted}}}"""
-    return (
-        f"""send "{XARGS}": {wanted}; with OpenAI's Python client, """
-        f"""extra_body={{"{XARGS}": {wanted}}}"""
-    )
+def refusal(key: str, where: str, advice: str, reason: Reason = Reason.MISPLACED) -> RefusedError:
+    """The error that says so, and what to do."""
+    return RefusedError(reason, key, f"{quoted(key)} {where} is not read: {advice}")

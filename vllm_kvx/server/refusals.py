@@ -4,26 +4,22 @@ A request's refusals, its 400s, are in ``request_check``, which asks ``policy/``
 """
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED
+from vllm_kvx.server.refusal import BACKEND, CACHE_DTYPE, MODEL, NO_POLICY, RAY, Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HEAD_DIMS = (32, 64, 128, 256)
 
+# Attention backends of GPUs that run every policy.
+_ON_GPUS = "FLASH_ATTN, TRITON_ATTN"
+
 # Layouts of vLLM's whose outermost dimension is the block, as far as pages may have a tail.
 LAYERS_IN_BLOCKS = ("BLNHC", "BLHNC")
-
-
-class Refusal(NamedTuple):
-    """applies: whether the configuration asks for it; reason: what it is and what to change."""
-
-    applies: Callable[["VllmConfig"], Any]
-    reason: str
 
 
 # A server of `full` alone runs vLLM's own code, but its requests are checked all the same.
@@ -31,6 +27,7 @@ ALWAYS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.model_config.runner_type == "pooling",
         "pooling models generate nothing that a KV policy could save: drop the KV policy",
+        NO_POLICY,
     ),
     Refusal(
         lambda c: not c.use_v2_model_runner and _is_cpu(),
@@ -49,11 +46,13 @@ ALWAYS: tuple[Refusal, ...] = (
         ),
         "vLLM's CPU attention reads a KV cache of another type than the model's as if it were the "
         "model's: drop --kv-cache-dtype",
+        CACHE_DTYPE,
     ),
     Refusal(
         lambda c: _is_cpu() and c.cache_config.cache_dtype not in KV_CACHE_DTYPES,
         "vLLM's CPU attention does not have this KV cache type, and vLLM does not check it: drop "
-        "--kv-cache-dtype, or set it to fp8 or fp8_e5m2",
+        "--kv-cache-dtype",
+        CACHE_DTYPE,
     ),
     Refusal(
         lambda c: _is_cpu() and c.use_v2_model_runner and c.compilation_config.mode.name != "NONE",
@@ -86,17 +85,19 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "prefill context parallelism is not supported yet: set --prefill-context-parallel-size 1",
     ),
     Refusal(
+        lambda c: _executor_runs_without_worker(c),
+        "Ray's older executor calls the model runner past the worker, whose steps a policy needs: "
+        "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND or set it to 1, or set "
+        "--distributed-executor-backend mp",
+        RAY,
+    ),
+    Refusal(
         lambda c: (
             c.parallel_config.data_parallel_size > 1
             and c.parallel_config.data_parallel_backend == "ray"
         ),
         "data parallelism by Ray's actors is not supported yet: set --data-parallel-backend mp",
-    ),
-    Refusal(
-        lambda c: _executor_runs_without_worker(c),
-        "Ray's older executor calls the model runner past the worker, whose steps a policy needs: "
-        "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND or set it to 1, or set "
-        "--distributed-executor-backend mp",
+        RAY,
     ),
     Refusal(
         lambda c: c.parallel_config.enable_elastic_ep,
@@ -131,10 +132,12 @@ WITH_POLICY: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.model_config.is_multimodal_model,
         "multimodal models are not supported yet: serve a text model, or drop the KV policy",
+        MODEL,
     ),
     Refusal(
         lambda c: c.model_config.is_encoder_decoder,
         "encoder-decoder models are not supported: serve a decoder-only model",
+        MODEL,
     ),
     Refusal(
         lambda c: c.model_config.enable_prompt_embeds,
@@ -143,16 +146,19 @@ WITH_POLICY: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.model_config.use_mla,
         "multi-head latent attention is not supported yet: serve another model",
+        MODEL,
     ),
     Refusal(
         lambda c: _slides(c),
         "sliding-window attention is not supported yet: set --disable-sliding-window (which caps "
         "the context at the window) or serve another model",
+        MODEL,
     ),
     Refusal(
         lambda c: getattr(c.model_config.hf_text_config, "dual_chunk_attention_config", None),
         "dual chunk attention is not supported: remove dual_chunk_attention_config from the "
         "model's config.json",
+        MODEL,
     ),
     Refusal(
         lambda c: c.model_config.model_class_overrides,
@@ -163,9 +169,10 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "fast prefill by KV sharing is not supported: drop --kv-sharing-fast-prefill",
     ),
     Refusal(
-        lambda c: c.cache_config.cache_dtype not in KV_CACHE_DTYPES,
+        lambda c: not _is_cpu() and c.cache_config.cache_dtype not in KV_CACHE_DTYPES,
         f"this KV cache type is not supported yet: set --kv-cache-dtype to one of "
         f"{', '.join(KV_CACHE_DTYPES)}",
+        CACHE_DTYPE,
     ),
     Refusal(
         lambda c: c.cache_config.kv_cache_dtype_skip_layers,
@@ -173,7 +180,7 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "--kv-cache-dtype-skip-layers",
     ),
     Refusal(
-        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager,
+        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager and not _unifies(c),
         "a policy's layers need KV cache groups of their own: drop "
         "--disable-hybrid-kv-cache-manager",
     ),
@@ -220,22 +227,26 @@ WITH_RETENTION: tuple[Refusal, ...] = (
     Refusal(
         lambda c: _is_cpu() and c.cache_config.cache_dtype.startswith("fp8"),
         "retention and retrieval cannot address 8-bit keys on CPU: drop --kv-cache-dtype",
+        CACHE_DTYPE,
     ),
     Refusal(
         lambda c: c.parallel_config.tensor_parallel_size > c.model_config.get_total_num_kv_heads(),
         "with more ranks than KV heads, two ranks would choose different entries of one head: set "
         "--tensor-parallel-size to at most the number of KV heads",
+        MODEL,
     ),
     Refusal(
         lambda c: _has_scales_by_head(c) and c.cache_config.cache_dtype not in UNSCALED,
         "this checkpoint has fp8 scales for each KV head (kv_cache_scheme with strategy "
         "attn_head), and retention and retrieval know one a layer: set --kv-cache-dtype bfloat16 "
         "or float16, or serve one that was quantized with strategy tensor",
+        CACHE_DTYPE,
     ),
     Refusal(
         lambda c: str(_backend(c)) not in ("None", *ATTENTION_BACKENDS),
-        "retention and retrieval do not know how this attention backend lays out keys: set "
-        f"--attention-backend to one of {', '.join(ATTENTION_BACKENDS)}",
+        "retention and retrieval do not know how this attention backend lays out keys: drop "
+        f"--attention-backend, or set it to one of {_ON_GPUS}",
+        BACKEND,
     ),
 )
 
@@ -245,8 +256,8 @@ WITH_SELECTION: tuple[Refusal, ...] = (
     Refusal(
         lambda c: _backend(c) in ONE_PLAN,
         "FlashInfer holds the plan of one batch, and selected tokens run in passes of their own, "
-        "which are planned in the same step: set --attention-backend to one of FLASH_ATTN, "
-        "TRITON_ATTN",
+        f"which are planned in the same step: set --attention-backend to one of {_ON_GPUS}",
+        BACKEND,
     ),
 )
 
@@ -257,11 +268,13 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         lambda c: c.model_config.get_head_size() not in HEAD_DIMS,
         f"retrieval knows head dimensions of {', '.join(map(str, HEAD_DIMS))}: serve another "
         "model, or drop fier or quest from the KV policy",
+        MODEL,
     ),
     Refusal(
         lambda c: _backend(c) in NO_SIDECAR,
         "FlashInfer's pages have no room for retrieval's sidecar: set --attention-backend to one "
-        "of FLASH_ATTN, TRITON_ATTN",
+        f"of {_ON_GPUS}",
+        BACKEND,
     ),
     Refusal(
         lambda _: _env("VLLM_KV_CACHE_LAYOUT") in LAYERS_IN_BLOCKS and _may_run_cuda_ops(),
@@ -277,9 +290,14 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
 )
 
 
-def reasons(table: tuple[Refusal, ...], vllm_config: "VllmConfig") -> list[str]:
-    """The reasons of all rows of `table` that apply, so that one start shows them all."""
-    return [row.reason for row in table if row.applies(vllm_config)]
+def _unifies(c: "VllmConfig") -> bool:
+    """Whether vLLM itself gives all layers one KV cache group, which is told as what asks for it.
+
+    A KV connector may have it do so, and attention in chunks, which no model that is served has.
+    """
+    connector = c.kv_transfer_config and c.kv_transfer_config.kv_connector
+    chunk = getattr(c.model_config, "attention_chunk_size", None)
+    return bool(connector) or chunk is not None
 
 
 def _slides(c: "VllmConfig") -> bool:

@@ -8,8 +8,8 @@ from enum import StrEnum
 class Reason(StrEnum):
     """What is wrong with a request; the error's message says more."""
 
-    MISSPELLED_KEY = "misspelled_key"  # A key of vllm_xargs that is nearly ours.
-    MISPLACED = "misplaced"  # A policy in a part of the body that nobody reads.
+    MISSPELLED_KEY = "misspelled_key"  # A key of vllm_xargs that is nearly ours, or a server's.
+    MISPLACED = "misplaced"  # A policy in a part of the request that nobody reads.
     NOT_A_STRING = "not_a_string"
     MALFORMED = "malformed"  # A name that is no policy's.
     NOT_SERVED = "not_served"  # A policy, or a composition, that no server runs.
@@ -18,6 +18,18 @@ class Reason(StrEnum):
     NO_ROOM = "no_room"  # It does not fit the server's layout.
     PROMPT_LOGPROBS = "prompt_logprobs"  # They need layers that the policy skips.
     BEAM_SEARCH = "beam_search"
+
+
+class RefusedError(ValueError):
+    """A request is refused.
+
+    reason: what it is counted by. key: the one of the request's keys that is at fault.
+    """
+
+    def __init__(self, reason: Reason, key: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.key = key
 
 
 OnRefusal = Callable[[Reason], None]

@@ -15,9 +15,10 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
-from vllm_kvx.server.refused import OnRefusal, Reason, count_for, refusing
+from vllm_kvx.server.refused import OnRefusal, Reason, RefusedError, count_for, refusing
+from vllm_kvx.server.request_keys import check_keys, check_policy_type
 from vllm_kvx.settings import NO_POLICY, POLICY_KEY, REQUESTS_KEY, KVSettings, Measured
-from vllm_kvx.spelling import misspelling
+from vllm_kvx.wording import worded
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,7 @@ class RequestCheck(LogitsProcessor):
 
     settings: KVSettings
     model_name: str
+    in_python: bool
 
     @classmethod
     def validate_params(cls, sampling_params: "SamplingParams") -> None:
@@ -42,7 +44,8 @@ class RequestCheck(LogitsProcessor):
             ValueError: a policy that is no string, or one with which the request cannot be
                 answered correctly.
         """
-        check_request(cls.settings, sampling_params, count_for(cls.model_name))
+        with worded(cls.in_python):
+            check_request(cls.settings, sampling_params, count_for(cls.model_name))
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         return False  # Not one request of ours needs its logits processed.
@@ -60,18 +63,16 @@ def check_request(
         PolicyError, ValueError: as there.
     """
     extra = sampling_params.extra_args or {}
+    try:
+        check_keys(extra)
+        check_policy_type(extra)
+    except RefusedError as error:
+        on_refusal(error.reason)
+        raise
     name = extra.get(POLICY_KEY)
-    if found := misspelling(extra, (POLICY_KEY,)):
-        on_refusal(Reason.MISSPELLED_KEY)
-        raise ValueError(f"unknown key {found.key!r} in vllm_xargs; did you mean {POLICY_KEY!r}?")
     if name is None:
         policy = settings.policy
     else:
-        if not isinstance(name, str):
-            on_refusal(Reason.NOT_A_STRING)
-            raise ValueError(
-                f"{POLICY_KEY} must be a string such as 'speed-24' or 'full', got {name!r}"
-            )
         with refusing(Reason.MALFORMED, on_refusal):
             policy = settings.parse(name)
         with refusing(Reason.NOT_ALLOWED, on_refusal):
@@ -121,16 +122,16 @@ def _check_room(settings: KVSettings, policy: KVPolicy) -> None:
     if settings.stock:
         raise PolicyError(
             f"{policy} does not fit this server, which runs full alone: start it with "
-            f"""--kv-policy {policy}, or make room with --additional-config """
-            f"""'{json.dumps({"kv_policy": "full", "kv_layout": [str(policy)]})}'"""
+            f"--kv-policy {policy}, or make room with --kv-policy full --kv-layout {policy}"
         )
     check_fits(policy, settings.layout, settings.num_layers)
 
 
-def class_path(settings: KVSettings, model_name: str) -> str:
+def class_path(settings: KVSettings, model_name: str, in_python: bool = False) -> str:
     """Where vLLM finds the check for a server with `settings`.
 
     model_name: the served one, which refusals are counted for.
+    in_python: whether requests come from Python, whose words messages then use.
     """
     facts = {
         "policy": str(settings.policy),
@@ -141,6 +142,7 @@ def class_path(settings: KVSettings, model_name: str) -> str:
         "num_layers": settings.num_layers,
         "stock": settings.stock,
         "model_name": model_name,
+        "in_python": in_python,
     }
     return f"{__name__}:{_PREFIX}{json.dumps(facts).encode().hex()}"
 
@@ -164,7 +166,8 @@ def _class_of(name: str) -> type[RequestCheck]:
         stock=facts["stock"],
         measured=Measured(tuple((key, layer) for key, layer in facts["measured"])),
     )
-    own = {"settings": settings, "model_name": facts["model_name"], "__module__": __name__}
+    own = {"settings": settings, "__module__": __name__}
+    own |= {name: facts[name] for name in ("model_name", "in_python")}
     return type(name, (RequestCheck,), own)
 
 

@@ -18,9 +18,10 @@ from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server import refused
+from vllm_kvx.server.bodies import check_bodies
+from vllm_kvx.server.body_check import STATUS, check_request_body
 from vllm_kvx.server.engines import ENGINES
 from vllm_kvx.server.metrics import PolicyMetrics, export_build_info, export_evaluated
-from vllm_kvx.server.misplaced import STATUS, refuse_misplaced
 from vllm_kvx.server.stats import StatsReader
 from vllm_kvx.server.trust import Trust
 from vllm_kvx.server.tuning import Tuning
@@ -49,7 +50,7 @@ class KVPolicyEndpoint:
         """Adds the route and what looks at requests; vLLM calls it while it builds the app."""
         app.add_api_route(PATH, kv_policy, methods=["GET"])
         app.add_middleware(FreshMetrics, state=app.state)
-        refuse_misplaced(app)
+        check_bodies(app, check_request_body)
 
     async def init_state(
         self, engine_client: "EngineClient | None", state: State, args: Namespace

@@ -1,22 +1,23 @@
 """Makes a finished vLLM configuration one that runs the policy, or says why it cannot."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvx import __version__
 from vllm_kvx.calibration.resolve import find_measured
 from vllm_kvx.policy.cache_dtype import dtype_of_engine
+from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.server.refusal import ARCHITECTURE, Refusal, applying, told
 from vllm_kvx.server.refusals import (
     ALWAYS,
     WITH_POLICY,
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
-    reasons,
 )
 from vllm_kvx.server.trust import Trust
 from vllm_kvx.server.tuning import Tuning
-from vllm_kvx.settings import KVSettings
+from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, policy_is_set
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,9 +33,10 @@ ASYNC_SCHEDULER = "vllm_kvx.cache.scheduler.AsyncPolicyScheduler"
 _CPU_BLOCK_SIZE = 128
 
 
-def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
+def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) -> "VllmConfig":
     """Sets scheduler, worker and request check for the policy in ``additional_config``.
 
+    in_python: whether the engine's requests come from Python, not over HTTP.
     Returns `vllm_config`, changed in place.
 
     Raises:
@@ -42,19 +44,27 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
         ValueError: the configuration asks for what does not work under a policy yet; the message
             names every such setting and what to change.
     """
-    sources = find_measured(vllm_config)
-    settings = KVSettings.from_vllm_config(vllm_config)
+    config: Any = vllm_config.additional_config
+    rows = applying(ALWAYS, vllm_config)
+    if policy_is_set(config) and not _is_full_alone(config):
+        rows += machinery_rows(vllm_config)
+    try:
+        # Measuring may take minutes, which a server that cannot run need not spend.
+        sources = find_measured(vllm_config, may_measure=not rows)
+        settings = KVSettings.from_vllm_config(vllm_config)
+    except PolicyError:
+        # A policy that suits the model, or a layer of it, is of no use where the model is refused.
+        if not rows:
+            raise
+        raise _cannot_run(config[POLICY_KEY], told(rows)) from None
     if settings is None:
         return vllm_config
-    problems = reasons(ALWAYS, vllm_config)
+    others: list[str] = []
     if not settings.stock:
-        problems += machinery_problems(vllm_config)
-        problems += _retention_problems(vllm_config, settings)
-    if problems:
-        raise ValueError(
-            f"KV policy {settings.policy} cannot run in this configuration:"
-            + "".join(f"\n  - {problem}" for problem in problems)
-        )
+        more, others = _retention_problems(vllm_config, settings)
+        rows += more
+    if problems := told(rows) + others:
+        raise _cannot_run(settings.policy, problems)
     if not settings.stock:
         scheduler_config = vllm_config.scheduler_config
         scheduler_config.scheduler_cls = (
@@ -62,7 +72,7 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
         )
         parallel_config = vllm_config.parallel_config
         parallel_config.worker_cls = WORKERS[parallel_config.worker_cls]
-    _add_request_check(vllm_config, settings)
+    _add_request_check(vllm_config, settings, in_python)
     parallel_config = vllm_config.parallel_config
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
@@ -72,14 +82,36 @@ def prepare_engine_config(vllm_config: "VllmConfig") -> "VllmConfig":
     return vllm_config
 
 
-def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list[str]:
+def _is_full_alone(config: Any) -> bool:
+    """Whether all policies in ``additional_config`` are ``full``, or one does not parse."""
+    names = config.get(LAYOUT_KEY, ())
+    try:
+        policies = [parse_policy(config[POLICY_KEY]), *map(parse_policy, names)]
+    except (PolicyError, TypeError):  # Its own error comes when settings are made of it.
+        return True
+    return all(policy.is_full for policy in policies)
+
+
+def _cannot_run(policy: object, problems: list[str]) -> ValueError:
+    return ValueError(
+        f"KV policy {policy} cannot run in this configuration:"
+        + "".join(f"\n  - {problem}" for problem in problems)
+    )
+
+
+def _retention_problems(
+    vllm_config: "VllmConfig", settings: KVSettings
+) -> tuple[list[Refusal], list[str]]:
+    """What keeps the policies that drop or select entries: rows of tables, and other reasons."""
     layout = settings.layout
-    scores = layout.retain or layout.window or layout.sidecar
-    problems = reasons(WITH_RETENTION, vllm_config) if scores else []
+    problems: list[str] = []
+    rows: list[Refusal] = []
+    if layout.retain or layout.window or layout.sidecar:
+        rows += applying(WITH_RETENTION, vllm_config)
     if layout.selects:
-        problems += reasons(WITH_SELECTION, vllm_config)
+        rows += applying(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:
-        problems += reasons(WITH_RETRIEVAL, vllm_config)
+        rows += applying(WITH_RETRIEVAL, vllm_config)
         problems += _ops_problems()
         problems += _block_size_problems(
             vllm_config, layout.sidecar.group, _stock_block_size(vllm_config)
@@ -90,7 +122,7 @@ def _retention_problems(vllm_config: "VllmConfig", settings: KVSettings) -> list
             f"a window of {layout.window} tokens does not fit into a step: set "
             f"--max-num-batched-tokens to at least {layout.window}, or window= to at most {budget}"
         )
-    return problems
+    return rows, problems
 
 
 def _ops_problems() -> list[str]:
@@ -143,33 +175,38 @@ def _block_size_problems(vllm_config: "VllmConfig", group: int, stock: int) -> l
     return []
 
 
-def machinery_problems(vllm_config: "VllmConfig") -> list[str]:
+def machinery_rows(vllm_config: "VllmConfig") -> list[Refusal]:
     """What keeps any policy but `full` from running in this configuration, whatever it is."""
     from vllm_kvx.models.registry import SEGMENTED
 
-    problems = reasons(WITH_POLICY, vllm_config)
+    rows = applying(WITH_POLICY, vllm_config)
     architecture = vllm_config.model_config.architecture
     if architecture not in SEGMENTED:
         hint = " or --model-impl vllm" if architecture.startswith("Transformers") else ""
-        problems.insert(
-            0,
+        reason = (
             f"{architecture} cannot be run in segments: serve a model of one of "
-            f"{', '.join(SEGMENTED)}{hint}, or drop the KV policy",
+            f"{', '.join(SEGMENTED)}{hint}, or drop the KV policy"
         )
+        rows.insert(0, Refusal(lambda _: True, reason, ARCHITECTURE))
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in WORKERS:
-        problems.append(
-            f"KV policies bring their own worker, for CUDA and CPU, and cannot extend "
-            f"{worker_cls}: drop --worker-cls"
+        # vLLM's own is that of another platform, which no flag has asked for.
+        instead = "drop --worker-cls"
+        if worker_cls.startswith("vllm."):
+            instead = "serve on one of these, or drop the KV policy"
+        reason = (
+            "KV policies bring their own worker, for CUDA and CPU, and cannot extend "
+            f"{worker_cls}: {instead}"
         )
-    return problems
+        rows.append(Refusal(lambda _: True, reason))
+    return rows
 
 
-def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings) -> None:
+def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings, in_python: bool) -> None:
     from vllm_kvx.server.request_check import class_path
 
     model = vllm_config.model_config
-    check = class_path(settings, str(model.served_model_name))
+    check = class_path(settings, str(model.served_model_name), in_python)
     model.logits_processors = [*(model.logits_processors or []), check]
 
 

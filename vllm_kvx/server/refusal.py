@@ -1,0 +1,51 @@
+"""A setting that a server refuses at start, and which of several are told."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# What several rows are about, whose ways out would overlap: see `told`.
+NO_POLICY, ARCHITECTURE, MODEL = "no policy runs", "architecture", "model"
+BACKEND, CACHE_DTYPE, RAY = "--attention-backend", "--kv-cache-dtype", "ray"
+
+
+class Refusal(NamedTuple):
+    """A row of a table.
+
+    applies: whether the configuration asks for it. reason: what it is and what to change.
+    about: of rows about the same thing only one is told; empty for those by themselves.
+    """
+
+    applies: Callable[["VllmConfig"], Any]
+    reason: str
+    about: str = ""
+
+
+def applying(table: Iterable[Refusal], vllm_config: "VllmConfig") -> list[Refusal]:
+    """The rows of `table` that apply to a configuration."""
+    return [row for row in table if row.applies(vllm_config)]
+
+
+def told(rows: Sequence[Refusal]) -> list[str]:
+    """The reasons of `rows`, so that one start shows them all, and none that another makes vain.
+
+    Where no policy runs at all, nothing else is worth changing. A model of another architecture
+    brings all that is about the model. Of rows about one setting the last is told: those of the
+    narrower tables, which come later, leave fewer values.
+    """
+    if found := [row.reason for row in rows if row.about == NO_POLICY]:
+        return found
+    vain = {MODEL} if any(row.about == ARCHITECTURE for row in rows) else set()
+    last = {row.about: row for row in rows}
+    return [
+        row.reason
+        for row in rows
+        if row.about not in vain and (row.about in ("", MODEL) or last[row.about] is row)
+    ]
+
+
+def reasons(table: Iterable[Refusal], vllm_config: "VllmConfig") -> list[str]:
+    """What is `told` of the rows of `table` that apply."""
+    return told(applying(table, vllm_config))
