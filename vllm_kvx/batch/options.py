@@ -38,6 +38,12 @@ def add_batch(commands: "_Commands") -> None:
     )
     command.add_argument("--base-url", metavar="URL", help="a running server, in its place")
     command.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="ask the lines of OUT.jsonl that were refused or had an error again, mended in "
+        "IN.jsonl or not",
+    )
+    command.add_argument(
         "--concurrency",
         type=positive,
         default=CONCURRENCY,
