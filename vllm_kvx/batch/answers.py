@@ -62,7 +62,7 @@ class Answers:
         self.again: set[int] = set()
         self.custom_ids: set[str] = set()
         self._custom_ids: dict[int, str] = {}
-        # Lines of input whose answer in the file is an error; and of those, such as are to leave it.
+        # Lines of input whose answer in the file is an error, and those that are to leave it.
         self._errors: frozenset[int] = frozenset()
         self._dropped: frozenset[int] = frozenset()
         self._end = 0
@@ -143,10 +143,9 @@ class Answers:
         self.close()
         self._file, self._dropped = new, frozenset()
         folder = os.open(beside.parent, os.O_RDONLY)
-        try:
+        with suppress(OSError):  # Not every file system can.
             os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.close(folder)
 
     def add(self, line: bytes) -> None:
         """Appends one line, newline included.

@@ -273,7 +273,7 @@ class _Asking:
                 reply = read_reply(line.url, await self.client.post(line.url, content=line.body))
                 why = reply.why
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                said = str(error) or type(error).__name__
+                said = str(error).rstrip(".") or type(error).__name__
                 why = f"{self.client.base_url} cannot be reached: {said}"
             if reply is not None and reply.meaning is Meaning.ENDS_RUN:
                 raise ToolError(why)
