@@ -87,12 +87,12 @@ def test_what_is_no_request_has_an_error(raw: bytes, code: str, says: str) -> No
     assert written["custom_id"] in (None, "", "a")
 
 
-@pytest.mark.parametrize("depth", [190, 198, *range(940, 1010)])
-def test_a_depth_is_an_error_or_none(depth: int) -> None:
+def test_a_depth_is_an_error_or_none() -> None:
     """Python's limit is near a thousand, and less the deeper the call is."""
-    for raw in (request(body={"x": 0}), request(0)):
-        line = parse(1, raw.replace(b"0", b"[" * depth + b"]" * depth))
-        assert (line.error is None) == (depth <= 198 and b'"x"' in raw)
+    for depth in (190, 198, 199, *range(940, 1010)):
+        for raw in (request(body={"x": 0}), request(0)):
+            line = parse(1, raw.replace(b"0", b"[" * depth + b"]" * depth))
+            assert (line.error is None) == (depth <= 198 and b'"x"' in raw)
 
 
 def test_a_byte_order_mark_does_not_matter() -> None:

@@ -246,6 +246,15 @@ def test_a_page_is_no_health(batch: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "/health answers 200 with a page" in capsys.readouterr().err
 
 
+def test_an_address_that_is_none_has_one_line(
+    batch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url in ("", "127.0.0.1:1", "http://[::1", "http://xn--a", f"http://{'a' * 70}.de"):
+        assert ask(batch, url) == (2, [])
+        said = capsys.readouterr().err
+        assert f"no server answers at {url}: " in said and said.count("\n") == 1
+
+
 def test_a_key_that_no_header_may_hold_is_not_sent(
     batch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

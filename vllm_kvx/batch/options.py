@@ -40,8 +40,8 @@ def add_batch(commands: "_Commands") -> None:
     command.add_argument(
         "--retry-errors",
         action="store_true",
-        help="ask the lines of OUT.jsonl that were refused or had an error again, mended in "
-        "IN.jsonl or not",
+        help="ask the lines whose answer in OUT.jsonl is an error again, mended in IN.jsonl or "
+        "not, and no others but those that have none yet",
     )
     command.add_argument(
         "--concurrency",

@@ -161,7 +161,7 @@ def _transport(args: argparse.Namespace) -> Iterator[tuple[str, httpx.AsyncHTTPT
             # By the same way as the requests: not by a proxy that the environment names.
             with httpx.Client(transport=httpx.HTTPTransport(), timeout=30) as client:
                 health = client.get(f"{url}/health", headers=_headers())
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise ToolError(f"no server answers at {url}: {error}") from error
         if not is_well(health):
             page = " with a page" if health.status_code == 200 else ""
