@@ -238,6 +238,26 @@ def test_what_is_no_request_or_is_refused_has_a_line(url: str, tmp_path: Path) -
     assert "did you mean speed-K" in found["3"]["error"]["message"]
     for number, says in (("4", "lets requests name"), ("5", "is not read")):
         assert says in found[number]["response"]["body"]["error"]["message"]
+    # Mended, but for two: those are refused again, and what was answered is not asked.
+    chat["max_tokens"] = 3
+    policy = {"vllm_xargs": {"kv_policy": "full"}}
+    for number, mended in (
+        *((2, line("mended", chat)), (3, line("policy", chat | policy))),
+        *((5, line("placed", chat | policy)), (6, line("stream", chat))),
+        *((7, line("such a route", chat)), (8, line("better", chat))),
+    ):
+        lines[number - 1] = mended
+    batch.write_text("\n".join(lines) + "\n")
+    code, said = run(batch, path, "--base-url", url)
+    assert code == 2 and "another line 2" in said and "--retry-errors" in said, said
+    code, said = run(batch, path, "--base-url", url, "--retry-errors")
+    assert code == 0 and "10 of 10 lines, 2 by earlier runs, 2 errors" in said, said
+    again = {each["id"].split("-")[1]: each for each in written(path)}
+    assert len(again) == len(written(path)) == 10
+    assert all(again[number] == found[number] for number in ("1", "10"))
+    assert {n: each["response"]["status_code"] for n, each in again.items()} == {
+        str(n): 400 if n in (4, 9) else 200 for n in range(1, 11)
+    }
 
 
 def processes_of(group: str) -> list[str]:

@@ -40,6 +40,19 @@ def test_a_request() -> None:
         (b"\xff\xfe", "invalid_json_line", "is no JSON"),
         (b"[" * 100_000, "invalid_json_line", "is no JSON"),
         (b'{"custom_id": NaN}', "invalid_json_line", "NaN is no JSON number"),
+        *(
+            (request(body={"x": 0}).replace(b"0", text), "invalid_json_line", f"is no JSON: {says}")
+            for text, says in (
+                (b"1e999", "the number 1e999 is too large"),
+                (b"-Infinity", "-Infinity is no JSON number"),
+                (b"9" * 5000, "an integer has more than 4,300 digits"),
+                (b"[" * 300 + b"]" * 300, "it is nested more than 200 levels deep"),
+                (b"[" * 5000 + b"]" * 5000, "it is nested more than 200 levels deep"),
+                (b'{"kv": 1, "kv": 2}', "an object has the key 'kv' twice"),
+                (b'"\xed\xa0\x80"', "'utf-8' codec can't decode"),
+            )
+        ),
+        (request().decode().encode("utf-16"), "invalid_json_line", "is no JSON: 'utf-8' codec"),
         (b"[1]", "invalid_json_line", "is no JSON object, but list"),
         (b'"text"', "invalid_json_line", "is no JSON object, but str"),
         *(
@@ -50,6 +63,10 @@ def test_a_request() -> None:
         (without("url"), "missing_required_parameter", "has no 'url'"),
         (without("body"), "missing_required_parameter", "has no 'body'"),
         (request(5), "invalid_custom_id", "string that is not empty, got 5"),
+        (request([[[[[[[[5]]]]]]]]), "invalid_custom_id", r"not empty, got \[.*\.\.\..*\]$"),
+        (request(["a" * 1000] * 9), "invalid_custom_id", r"not empty, got \['aaa.{,299}$"),
+        (request(method="G" * 1000), "invalid_method", 'must be "POST", got \'GGG.{,99}$'),
+        (request(url="/" * 1000), "invalid_url", "must be one of .*got '///.{,99}$"),
         (request(""), "invalid_custom_id", "string that is not empty, got ''"),
         (request(method="GET"), "invalid_method", "must be \"POST\", got 'GET'"),
         (request(url="/sleep"), "invalid_url", "must be one of /v1/chat/completions, .*'/sleep'"),
@@ -88,6 +105,18 @@ def test_what_is_no_request_has_an_error(raw: bytes, code: str, says: str) -> No
 def test_a_request_may_name_its_policy(xargs: Any) -> None:
     line = parse(1, request(body={"vllm_xargs": xargs}))
     assert line.error is None and json.loads(line.body)["vllm_xargs"] == xargs
+
+
+def test_a_depth_is_an_error_or_none() -> None:
+    """Python's limit is near a thousand, and less the deeper the call is."""
+    for depth in (190, 198, 199, *range(940, 1010)):
+        for raw in (request(body={"x": 0}), request(0)):
+            line = parse(1, raw.replace(b"0", b"[" * depth + b"]" * depth))
+            assert (line.error is None) == (depth <= 198 and b'"x"' in raw)
+
+
+def test_a_byte_order_mark_does_not_matter() -> None:
+    assert parse(1, b"\xef\xbb\xbf" + request()).error is None
 
 
 def test_lines_of_a_file(tmp_path: Path) -> None:

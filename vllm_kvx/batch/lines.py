@@ -5,12 +5,13 @@ line of output, whatever it holds: an answer, the server's refusal, or what is w
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from reprlib import repr as short
+from typing import Any
 
+from vllm_kvx.batch import strict_json
 from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
 from vllm_kvx.spelling import has_prefix, misspelling
 
@@ -18,6 +19,8 @@ from vllm_kvx.spelling import has_prefix, misspelling
 XARGS, POLICY_KEY = "vllm_xargs", "kv_policy"
 # The routes of a server that generate, and answer one body with one body.
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# Levels of arrays and objects in a line: fewer than in a reply, which may repeat the request.
+_DEPTH = 200
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         line = parse(number, raw)
         if line.custom_id is not None and line.error is None:
             if line.custom_id in seen:
-                message = f"an earlier line has the custom_id {line.custom_id!r} too"
+                message = f"an earlier line has the custom_id {short(line.custom_id)} too"
                 line = Line(number, line.id, line.custom_id, error=("duplicate_custom_id", message))
             seen.add(line.custom_id or "")
         yield line
@@ -86,16 +89,12 @@ def parse(number: int, raw: bytes) -> Line:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(raw, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
+        found = strict_json.loads(raw, _DEPTH, unique_keys=True)
+    except ValueError as error:
         raise _Invalid("invalid_json_line", f"is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise _Invalid("invalid_json_line", f"is no JSON object, but {type(found).__name__}")
     return found
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _request(fields: dict[str, Any]) -> tuple[str, bytes]:
@@ -104,12 +103,12 @@ def _request(fields: dict[str, Any]) -> tuple[str, bytes]:
         if key not in fields:
             raise _Invalid("missing_required_parameter", f"has no {key!r}")
     if not isinstance(fields["custom_id"], str) or not fields["custom_id"]:
-        message = f"custom_id must be a string that is not empty, got {fields['custom_id']!r}"
+        message = f"custom_id must be a string that is not empty, got {short(fields['custom_id'])}"
         raise _Invalid("invalid_custom_id", message)
     if fields["method"] != "POST":
-        raise _Invalid("invalid_method", f'method must be "POST", got {fields["method"]!r}')
+        raise _Invalid("invalid_method", f'method must be "POST", got {short(fields["method"])}')
     if fields["url"] not in URLS:
-        message = f"url must be one of {', '.join(URLS)}, got {fields['url']!r}"
+        message = f"url must be one of {', '.join(URLS)}, got {short(fields['url'])}"
         raise _Invalid("invalid_url", message)
     body = fields["body"]
     if not isinstance(body, dict):
@@ -118,7 +117,7 @@ def _request(fields: dict[str, Any]) -> tuple[str, bytes]:
         if body.get(key):
             raise _Invalid("invalid_body", f"a line has one answer, in one piece: drop {key!r}")
     _check_policy(body.get(XARGS))
-    return fields["url"], json.dumps(body).encode()
+    return fields["url"], strict_json.dumps(body)
 
 
 def _check_policy(xargs: Any) -> None:
@@ -128,7 +127,7 @@ def _check_policy(xargs: Any) -> None:
     found = misspelling(xargs, (POLICY_KEY,))
     for key in [found.key] if found else [key for key in xargs if has_prefix(key)]:
         if key != POLICY_KEY:
-            message = f"unknown key {key!r} in {XARGS}; a request's policy is {POLICY_KEY!r}"
+            message = f"unknown key {short(key)} in {XARGS}; a request's policy is {POLICY_KEY!r}"
             raise _Invalid("invalid_policy", message)
     name = xargs.get(POLICY_KEY)
     if name is None:
@@ -154,4 +153,4 @@ def error_line(line: Line) -> bytes:
 
 def _output(line: Line, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
     fields = {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
-    return json.dumps(fields).encode() + b"\n"
+    return strict_json.dumps(fields) + b"\n"

@@ -38,6 +38,12 @@ def add_batch(commands: "_Commands") -> None:
     )
     command.add_argument("--base-url", metavar="URL", help="a running server, in its place")
     command.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="ask the lines whose answer in OUT.jsonl is an error again, mended in IN.jsonl or "
+        "not, and no others but those that have none yet",
+    )
+    command.add_argument(
         "--concurrency",
         type=positive,
         default=CONCURRENCY,

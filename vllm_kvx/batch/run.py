@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ import httpx
 
 from vllm_kvx.batch.answers import Answers
 from vllm_kvx.batch.lines import Line, answer_line, error_line, read_lines
+from vllm_kvx.batch.replies import Meaning, Reply, is_well, read_reply
 from vllm_kvx.batch.server import own_server
 from vllm_kvx.errors import ToolError
 
 SYNC_S = 1.0
 # Waits before a request is sent again, where the server is busy or cannot be reached.
 RETRY_S = (1.0, 2.0, 4.0, 8.0)
-# Statuses that are no answer: of a busy server, and of what stands before one that is gone.
-_BUSY = (429, 502, 503, 504)
 # An answer may take hours; a connection may not. Of a host that is gone without a word the kernel
 # is to ask after a minute, and to give up after another.
 _TIMEOUT = httpx.Timeout(None, connect=10)
@@ -35,8 +34,8 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
 ]
-# What is wrong is the key, and so with every line.
-_NO_KEY = (401, 403)
+# Integers that JSON's readers agree on; no server counts more tokens.
+_MOST_TOKENS = 2**53
 
 
 class ServerGoneError(Exception):
@@ -47,9 +46,9 @@ class ServerGoneError(Exception):
 class Progress:
     """What was done, in this run and before.
 
-    total: lines of the batch. before: answered by earlier runs. answered, refused: in this one,
-    with a status below 400 and others, lines that are no requests among them. prompt, generated:
-    tokens of its answers, as the server counts them.
+    total: lines of the batch. before: answered by earlier runs, and not asked again. answered,
+    refused: in this one, with a status below 400 and others, lines that are no requests among them.
+    prompt, generated: tokens of its answers, as the server counts them.
     """
 
     total: int
@@ -69,8 +68,8 @@ class Progress:
         usage = body.get("usage") if isinstance(body, dict) else None
         if isinstance(usage, dict):
             # The second of each pair is the name in /v1/responses.
-            self.prompt += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
-            self.generated += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+            self.prompt += _tokens(usage, "prompt_tokens", "input_tokens")
+            self.generated += _tokens(usage, "completion_tokens", "output_tokens")
 
     @property
     def done(self) -> int:
@@ -104,6 +103,12 @@ class Progress:
         return text
 
 
+def _tokens(usage: dict[str, Any], *names: str) -> int:
+    """What is counted under the first of `names` that `usage` has; 0 if that is no count."""
+    count = next((usage[name] for name in names if name in usage), 0)
+    return count if type(count) is int and 0 <= count < _MOST_TOKENS else 0
+
+
 def run(args: argparse.Namespace) -> int:
     """Does what the command line asks; returns its exit code.
 
@@ -124,13 +129,19 @@ def run(args: argparse.Namespace) -> int:
         raise ToolError(f"{batch}: {error.strerror}") from error
     answers = Answers(path)
     try:
-        progress = Progress(answers.check(batch), len(answers.done))
+        total = answers.check(batch, args.retry_errors)
+        progress = Progress(total, len(answers.done))
         # Before hours of work, not after.
         _write_summary(args.summary, progress)
+        if args.retry_errors:
+            _say(f"{len(answers.again):,} lines whose answer is an error are asked again")
         if progress.done == progress.total:
+            answers.drop_errors()
             _say(f"{progress.total:,} lines, all answered already in {path}")
             return 0
         with _transport(args) as (url, transport):
+            # Not before there is a server that can be asked.
+            answers.drop_errors()
             progress.began = time.monotonic()
             client = httpx.AsyncClient(
                 base_url=url, transport=transport, timeout=_TIMEOUT, headers=_headers()
@@ -147,12 +158,16 @@ def _transport(args: argparse.Namespace) -> Iterator[tuple[str, httpx.AsyncHTTPT
     if args.base_url is not None:
         url = args.base_url.rstrip("/").removesuffix("/v1")
         try:
-            health = httpx.get(f"{url}/health", headers=_headers(), timeout=30)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            # By the same way as the requests: not by a proxy that the environment names.
+            with httpx.Client(transport=httpx.HTTPTransport(), timeout=30) as client:
+                health = client.get(f"{url}/health", headers=_headers())
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise ToolError(f"no server answers at {url}: {error}") from error
-        # Another server's 404 would be taken for the answer to every line.
-        if health.status_code != 200:
-            raise ToolError(f"no vLLM is ready there: {url}/health answers {health.status_code}")
+        if not is_well(health):
+            page = " with a page" if health.status_code == 200 else ""
+            raise ToolError(
+                f"no vLLM is ready there: {url}/health answers {health.status_code}{page}"
+            )
         yield url, httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE)
         return
     with own_server(args.model, args.serve_args) as path:
@@ -170,10 +185,13 @@ def _write_summary(path: str | None, progress: Progress) -> None:
 
 def _headers() -> dict[str, str]:
     """As vLLM's server and OpenAI's client, which take the key from variables."""
-    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    return {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {key}"} if key else {}
-    )
+    headers = {"Content-Type": "application/json"}
+    for name in ("VLLM_API_KEY", "OPENAI_API_KEY"):
+        if key := os.environ.get(name):
+            if not (key.isascii() and key.isprintable()):
+                raise ToolError(f"{name} holds what no header may, such as a line feed")
+            return headers | {"Authorization": f"Bearer {key}"}
+    return headers
 
 
 async def _run(
@@ -236,6 +254,10 @@ class _Asking:
             for line in read_lines(batch):
                 if line.number in self.answers.done:
                     continue
+                if line.error is None and line.custom_id in self.answers.custom_ids:
+                    # A later line, which was answered before this one was mended.
+                    message = "another line, answered already, has this custom_id too"
+                    line = replace(line, error=("duplicate_custom_id", message))
                 if line.error is not None:
                     self.answers.add(error_line(line))
                     self.progress.add(400, None)
@@ -246,24 +268,25 @@ class _Asking:
     async def ask(self, line: Line) -> None:
         """One request, sent again where the server is busy or fails; writes its answer."""
         for attempt in count():
-            failure: httpx.Response | None = None
+            reply: Reply | None = None
             try:
-                reply = await self.client.post(line.url, content=line.body)
-            except httpx.HTTPError as error:
-                why = f"{self.client.base_url} cannot be reached: {error or type(error).__name__}"
-            else:
-                if reply.status_code in _NO_KEY:
-                    raise ToolError(
-                        f"the server answers {reply.status_code}: set VLLM_API_KEY to its key"
-                    )
-                if reply.status_code < 500 and reply.status_code not in _BUSY:
-                    return self._write(line, reply)
-                why = f"the server answers {reply.status_code}: {reply.text[:300]}"
-                failure = None if reply.status_code in _BUSY else reply
+                reply = read_reply(line.url, await self.client.post(line.url, content=line.body))
+                why = reply.why
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                said = str(error).rstrip(".") or type(error).__name__
+                why = f"{self.client.base_url} cannot be reached: {said}"
+            if reply is not None and reply.meaning is Meaning.ENDS_RUN:
+                raise ToolError(why)
+            if reply is not None and reply.meaning is Meaning.ANSWER:
+                return self._write(line, reply)
             if attempt == len(RETRY_S):
-                if failure is not None and await self._is_healthy():
+                if (
+                    reply is not None
+                    and reply.meaning is Meaning.FAILURE
+                    and await self._is_healthy()
+                ):
                     # Time and again, from servers that are well: the request's own failure.
-                    return self._write(line, failure)
+                    return self._write(line, reply)
                 raise ServerGoneError(why)
             await asyncio.sleep(RETRY_S[attempt])
         return None
@@ -271,20 +294,13 @@ class _Asking:
     async def _is_healthy(self) -> bool:
         """Whether the engine lives; asked a moment later, since its death takes one to be known."""
         await asyncio.sleep(RETRY_S[0])
-        with suppress(httpx.HTTPError):
-            return (await self.client.get("/health")).status_code == 200
+        with suppress(httpx.HTTPError, httpx.InvalidURL):
+            return is_well(await self.client.get("/health"))
         return False
 
-    def _write(self, line: Line, reply: httpx.Response) -> None:
-        try:
-            body = reply.json()
-        except ValueError:
-            body = {"error": {"message": reply.text[:1000], "code": reply.status_code}}
-        request_id = reply.headers.get("x-request-id") or (
-            body.get("id", "") if isinstance(body, dict) else ""
-        )
-        self.answers.add(answer_line(line, reply.status_code, str(request_id), body))
-        self.progress.add(reply.status_code, body)
+    def _write(self, line: Line, reply: Reply) -> None:
+        self.answers.add(answer_line(line, reply.status, reply.request_id, reply.body))
+        self.progress.add(reply.status, reply.body)
 
 
 async def _every(seconds: float, do: Any) -> None:
