@@ -103,6 +103,10 @@ NO_ANSWERS = {
     "deep": (http(200, b'{"choices": %s%s}' % (b"[" * 600, b"]" * 600)), "more than 500 levels"),
     "utf-16": (http(200, json.dumps(ANSWER).encode("utf-16")), "is no JSON: 'utf-8' codec"),
     "surrogate": (http(200, b'{"choices": ["\xed\xa0\x80"]}'), "is no JSON: 'utf-8' codec"),
+    "server ends": (
+        answering_with(choices=[{"index": 0, "finish_reason": "abort"}]),
+        "answers 200 with what is no answer",
+    ),
     "torn": (http(200, json.dumps(ANSWER).encode()[:-9]), "it is no JSON: "),
     "cut off": (
         b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",

@@ -96,8 +96,17 @@ def _meaning(url: str, status: int, body: Any) -> Meaning:
 
 
 def _is_answer(url: str, body: Any) -> bool:
-    key = "output" if url == "/v1/responses" else "choices"
-    return isinstance(body, dict) and isinstance(body.get(key), list)
+    if not isinstance(body, dict):
+        return False
+    if url == "/v1/responses":
+        return isinstance(body.get("output"), list) and body.get("status") != "cancelled"
+    choices = body.get("choices")
+    return isinstance(choices, list) and not any(map(_is_cut_off, choices))
+
+
+def _is_cut_off(choice: Any) -> bool:
+    """Whether the server ended and took this answer along, with status 200."""
+    return isinstance(choice, dict) and choice.get("finish_reason") == "abort"
 
 
 def _is_refusal(body: Any) -> bool:
