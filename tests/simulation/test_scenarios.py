@@ -3,9 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+from vllm.v1.core.kv_cache_utils import BlockHash
+
 from simulation.client import AMPLE, Client
 from simulation.servers import SERVERS
 from simulation.traffic import VOCAB
+from vllm_kvx.cache.eviction import Rivals
 
 FIER = "fier-64:dense_below=0"
 
@@ -91,3 +94,47 @@ def test_prompts_that_end_together_copy_one_by_one(tmp_path: Path, one_thread: N
         client.order()
         assert client.engine.worker.counts["prefix hits"] == 1
         assert not client.engine.preempted, num_blocks
+
+
+def test_states_are_held_only_where_the_prompt_fits_beside_them(
+    tmp_path: Path, one_thread: None
+) -> None:
+    """Held blocks are not free: a prompt that waited for them to be would wait for ever."""
+    policy = SERVERS["fastkv"].policy
+    server = replace(SERVERS["fastkv"], layout=())
+    config = server.config(tmp_path)
+    prompt = [(7 * n + n // 5) % VOCAB for n in range(server.max_len - 4)]
+    least = server.num_groups * -(-server.max_len // server.block_size) + 2
+    hits = []
+    for num_blocks in range(least, 2 * least, 5):
+        case = replace(AMPLE, shares_prefixes=True, max_batch=24, num_blocks=num_blocks)
+        client = Client(server, config, case)
+        for name in ("first", "second"):
+            client.send(name, policy, prompt)
+            assert name in client.order(), num_blocks
+        assert not client.engine.preempted
+        hits.append(client.engine.worker.counts["prefix hits"])
+    assert hits[-1] == 1
+
+
+def test_no_states_are_kept_of_a_part_that_is_not(tmp_path: Path, one_thread: None) -> None:
+    """Nobody could read them: entries of the same tokens are gone."""
+    policy = SERVERS["fastkv"].policy
+    server = replace(SERVERS["fastkv"], layout=())
+    prompt = [(7 * n + n // 5) % VOCAB for n in range(100)]
+
+    def cached(comes_late: bool) -> int:
+        case = replace(AMPLE, shares_prefixes=True, max_batch=24)
+        client = Client(server, server.config(tmp_path), case)
+        scheduler = client.engine.scheduler
+        recency, pool = scheduler.sharing.recency, scheduler.kv_cache_manager.block_pool
+        if comes_late:
+            rivals = Rivals(BlockHash(b"lost"), BlockHash(b"coldest"))
+            recency.too_late = lambda *_: rivals
+            recency._balance = 1
+        client.send("alone", policy, prompt)
+        client.order()
+        return len(pool.cached_block_hash_to_block)
+
+    assert cached(comes_late=False) > 0
+    assert cached(comes_late=True) == 0
