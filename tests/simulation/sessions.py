@@ -9,6 +9,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from simulation.cache import Mismatch
 from simulation.engine import Engine
 from simulation.servers import Case, Server
 from simulation.traffic import SALTS, VOCAB
@@ -19,6 +20,8 @@ from vllm_kvx.settings import POLICY_KEY
 ABORT, RESET, EARLY_REPORT, CHANGE = 0.01, 0.002, 0.3, 0.1
 # That an idle session asks: every fourth is quick, and finds more of what it left.
 QUICK, SLOW = 0.5, 0.02
+# Steps in which a turn has to end.
+MANY = 3000
 
 
 @dataclass
@@ -68,8 +71,11 @@ class Sessions:
             Mismatch: a request saw what a cold run would not; or something is left when all are
                 done.
         """
-        engine, rng = self.engine, self._rng
+        engine, rng, steps, answered = self.engine, self._rng, 0, 0
         while self.turns < turns:
+            steps, answered = (steps + 1 if self.turns == answered else 0), self.turns
+            if steps > MANY:
+                raise Mismatch(f"no turn ends in {MANY} steps: {list(engine.live)}")
             for number, session in enumerate(self._sessions):
                 self._end_turn(number)
                 if not session.asked and rng.random() < (SLOW if number % 4 else QUICK):

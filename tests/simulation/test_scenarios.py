@@ -3,9 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+from vllm.v1.core.kv_cache_utils import BlockHash
+
 from simulation.client import AMPLE, Client
 from simulation.servers import SERVERS
 from simulation.traffic import VOCAB
+from vllm_kvx.cache.eviction import Rivals
 
 FIER = "fier-64:dense_below=0"
 
@@ -91,3 +94,49 @@ def test_prompts_that_end_together_copy_one_by_one(tmp_path: Path, one_thread: N
         client.order()
         assert client.engine.worker.counts["prefix hits"] == 1
         assert not client.engine.preempted, num_blocks
+
+
+def test_states_are_held_only_where_the_prompt_fits_beside_them(
+    tmp_path: Path, one_thread: None
+) -> None:
+    """Held blocks are not free: a prompt that waited for them to be would wait for ever.
+
+    The first prompt leaves more states than a longer one, which keeps nearly all, has room for.
+    """
+    few, most = (
+        f"fastkv:tsp_layer=3,window=3,tsp_rate={rate},kv_rate={rate}" for rate in (0.2, 0.99)
+    )
+    server = replace(SERVERS["fastkv"], policy=few, layout=(most,))
+    config = server.config(tmp_path)
+    prompt = [(7 * n + n // 5) % VOCAB for n in range(server.max_len - 4)]
+    least = server.num_groups * -(-server.max_len // server.block_size) + 2
+    case = replace(AMPLE, shares_prefixes=True, max_batch=24, num_blocks=least)
+    client = Client(server, config, case)
+    client.send("short", few, prompt[:110])
+    client.order()
+    client.send("long", most, prompt)
+    assert client.order() == ["short", "long"]
+    assert client.engine.worker.counts["prefix hits"] == 1 and not client.engine.preempted
+
+
+def test_no_states_are_kept_of_a_part_that_is_not(tmp_path: Path, one_thread: None) -> None:
+    """Nobody could read them: entries of the same tokens are gone."""
+    policy = SERVERS["fastkv"].policy
+    server = replace(SERVERS["fastkv"], layout=())
+    prompt = [(7 * n + n // 5) % VOCAB for n in range(100)]
+
+    def cached(comes_late: bool) -> int:
+        case = replace(AMPLE, shares_prefixes=True, max_batch=24)
+        client = Client(server, server.config(tmp_path), case)
+        scheduler = client.engine.scheduler
+        recency, pool = scheduler.sharing.recency, scheduler.kv_cache_manager.block_pool
+        if comes_late:
+            rivals = Rivals(BlockHash(b"lost"), BlockHash(b"coldest"))
+            recency.too_late = lambda *_: rivals
+            recency._balance = 1
+        client.send("alone", policy, prompt)
+        client.order()
+        return len(pool.cached_block_hash_to_block)
+
+    assert cached(comes_late=False) > 0
+    assert cached(comes_late=True) == 0

@@ -229,7 +229,9 @@ class PrefixSharing:
         # What is there, but not of use to this request, is not lost.
         following = [each for each in following if not self._pool.get_cached_block(each, [0])]
         found = list(chain.from_iterable(hits))
-        each_rivals = (self.recency.too_late(each, found) for each in following)
+        needed = sum(cdiv(kv.storage.peak_len(request.num_tokens), self._block_size) for kv in kvs)
+        needed -= len(found)
+        each_rivals = (self.recency.too_late(each, found, needed) for each in following)
         rivals = next((each for each in each_rivals if each is not None), None)
         self._rivals[request.request_id] = rivals
         for kv in kvs:
