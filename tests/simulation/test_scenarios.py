@@ -104,7 +104,8 @@ def test_states_are_held_only_where_the_prompt_fits_beside_them(
     The first prompt leaves more states than a longer one, which keeps nearly all, has room for.
     """
     few, most = (
-        f"fastkv:tsp_layer=3,window=3,tsp_rate={rate},kv_rate={rate}" for rate in (0.2, 0.99)
+        f"fastkv:tsp_layer=3,window=3,kv_floor=0,tsp_rate={rate},kv_rate={rate}"
+        for rate in (0.2, 0.99)
     )
     server = replace(SERVERS["fastkv"], policy=few, layout=(most,))
     config = server.config(tmp_path)
