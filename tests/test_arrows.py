@@ -74,13 +74,13 @@ RULES = {
         (
             *("policy", "calibration", "cache", "settings", "errors", "models.registry"),
             *("spelling", "evaluation.records", "tuning.record", "environment"),
-            *("quoting", "wording"),
+            *("quoting", "wording", "wrapping"),
             *("ops.retrieval.backends", "ops.retrieval.cuda", "ops.paged"),
         ),
         "says at start what runs: architectures by name, and which operators there are",
     ),
     "plugin": Rule(
-        ("policy", "settings", "server", "seams", "errors", "cpu_mode", "wording"),
+        ("policy", "settings", "server", "seams", "errors", "cpu_mode", "wording", "wrapping"),
         "what vLLM loads: it only wires",
     ),
     "batch": Rule(
@@ -116,6 +116,7 @@ RULES = {
     "seams": Rule(("environment",), "what every part needs of vLLM; finds its classes by name"),
     "environment": Rule((), "what a variable means; read in every process"),
     "quoting": Rule((), "how a client's text stands in a log and in messages"),
+    "wrapping": Rule((), "how something of ours takes the place of a function of vLLM's"),
     "wording": Rule((), "messages in the words of flags, or of Python"),
     "spelling": Rule((), "which keys resemble ours, at start and in a request"),
 }

@@ -106,7 +106,8 @@ def replaced_names() -> Iterator[str]:
 
 def test_every_function_in_the_place_of_one_of_vllms_is_compared() -> None:
     listed = {path.replace(":", ".").split(".")[-1] for p in seams.REPLACED.values() for path in p}
-    found = set(replaced_names())
+    # A constructor of a model of vLLM's is pydantic's.
+    found = set(replaced_names()) - {"__init__"}
     assert {"create_engine_config", "capture", "get_kv_cache_spec"} <= found, "the walk finds them"
     assert found == listed
 

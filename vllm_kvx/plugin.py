@@ -8,8 +8,6 @@ into vLLM and is tested with the releases that ``seams`` names. ``KVX_ALLOW_UNTE
 overrides the gate, at the user's risk.
 """
 
-import functools
-import inspect
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -18,13 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_kvx.errors import refusing, serve_command
+from vllm_kvx.wrapping import MARK, wrap_once
 
 _Function = Callable[..., Any]
 
 _POLICY_KEY = "kv_policy"
 # Keys that may be ours or resemble one.
 _LIKE_OURS = re.compile("k[^a-z]*v|vk|pol", re.IGNORECASE)
-_MARK = "_vllm_kvx_wrapped"
 
 # Whether an engine of this process has a policy; an API server has one engine.
 _has_policy = False
@@ -65,27 +63,7 @@ def is_loaded() -> bool:
     from vllm.engine.arg_utils import EngineArgs
 
     names = ("add_cli_args", "from_cli_args", "create_engine_config")
-    return all(hasattr(getattr(EngineArgs, name), _MARK) for name in names)
-
-
-def wrap_once(owner: Any, name: str, make: Callable[[_Function], _Function]) -> bool:
-    """Puts ``make(original)`` in the place of ``owner.name``; a second time it does nothing.
-
-    Signature, name and docstring stay the original's. Returns whether it wrapped.
-
-    Raises:
-        AttributeError: ``owner`` has no such attribute.
-    """
-    current = inspect.getattr_static(owner, name)
-    kind = type(current) if isinstance(current, (staticmethod, classmethod)) else None
-    original = current.__func__ if kind else current
-    # functools.wraps copies attributes, so the mark shows through wrappers of other plugins.
-    if getattr(original, _MARK, False):
-        return False
-    wrapped = functools.wraps(original)(make(original))
-    setattr(wrapped, _MARK, True)
-    setattr(owner, name, kind(wrapped) if kind else wrapped)
-    return True
+    return all(hasattr(getattr(EngineArgs, name), MARK) for name in names)
 
 
 def _check_cpu_mode() -> None:
@@ -235,9 +213,11 @@ def _with_policy(original: _Function) -> _Function:
             with _idle_on_untested():
                 _look_at_requests()
             return vllm_config
+        from vllm_kvx.server.outputs import name_policies
         from vllm_kvx.server.validate import prepare_engine_config
 
         _look_at_requests()
+        name_policies()
         _has_policy = True
         with refusing(), worded(in_python):
             prepare_engine_config(vllm_config, in_python)

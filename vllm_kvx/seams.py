@@ -62,7 +62,10 @@ REPLACED = {
         "vllm.engine.arg_utils:EngineArgs.from_cli_args",
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         "vllm.plugins:load_endpoint_plugins",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         "vllm.v1.engine.input_processor:InputProcessor.resolve_watermarking",
+        "vllm.v1.engine.output_processor:RequestState._new_request_output",
+        "vllm.v1.engine.output_processor:RequestState.from_new_request",
     ),
     "engine": (
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 from world import inside
 from world.engine import HAS_FP8, running
 from world.expected import Speed
@@ -52,7 +54,13 @@ def test_seeded_sampling_and_parallel_samples(tiny: Callable[..., Path]) -> None
     with running(model, "speed-4", enable_prefix_caching=True) as engine:
         samples = engine.generate([prompt], max_tokens=6, n=3, temperature=1.0, seed=7)
         greedy = engine.generate([prompt], max_tokens=6, n=1)
+        asked = [SamplingParams(n=2), SamplingParams(extra_args={"kv_policy": "full"})]
+        inputs = [TokensPrompt(prompt_token_ids=prompt)] * 2
+        outputs = engine.llm.generate(inputs, asked, use_tqdm=False)
         engine.assert_idle()
+    # What ran is said of each, and the caller's own parameters stay as they are.
+    assert [output.kv_policy for output in outputs] == ["speed-4", "full"]
+    assert asked[0].extra_args is None
     assert len(samples) == 3
     assert len({tuple(sample.tokens) for sample in samples}) > 1
     assert_logprobs(model, samples, Speed(4))

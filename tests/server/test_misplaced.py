@@ -19,6 +19,7 @@ from vllm.entrypoints.launchers.api_server.routers import register_api_routers
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from vllm_kvx.plugin import may_be_ours
+from vllm_kvx.server.answered import ANSWERING
 from vllm_kvx.server.body_check import STATUS
 from vllm_kvx.server.route import KVPolicyEndpoint
 from vllm_kvx.server.without_policy import StockEndpoint
@@ -237,6 +238,11 @@ def test_a_server_without_a_policy_leaves_all_else_to_vllm(post_stock: Any, path
     for content in (b"[]", b'"kv_policy"', b"{", b"null", b"\xff", b""):
         response = post_stock(path, content=content, headers=json)
         assert response.status_code in (400, 422) and "is not read" not in response.text
+
+
+def test_every_route_that_generates_says_its_policy(app: FastAPI) -> None:
+    posts = {r.path for r in app.routes if isinstance(r, APIRoute) and "POST" in r.methods}
+    assert {path for path in posts if path.endswith(ANSWERING)} == posts & set(BODIES)
 
 
 def test_every_route_is_looked_at_without_an_override(app: FastAPI) -> None:

@@ -283,6 +283,47 @@ def test_streaming_gives_the_same_text(server: Server, extra_body: dict) -> None
     assert "".join(chunk.choices[0].text for chunk in chunks) == server.text(prompt, **options)
 
 
+CHAT_BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+ANSWERS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 2},
+    "/v1/chat/completions": CHAT_BODY,
+    "/v1/messages": CHAT_BODY,
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ANSWERS)
+def test_answers_say_their_policy(server: Server, log: Path, route: str, stream: bool) -> None:
+    """In a header, in their usage where OpenAI's clients show one, and in the access log."""
+    body: dict[str, Any] = {"model": MODEL, **ANSWERS[route], "stream": stream}
+    if stream and "completions" in route:
+        body["stream_options"] = {"include_usage": True}
+    for asked, ran in ((None, f"speed-{CUTOFF}"), ("full", "full"), ("fier-64", "fier-64")):
+        xargs = {"vllm_xargs": {"kv_policy": asked}} if asked else {}
+        reply = server.http.post(route, json={**body, **xargs})
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["x-kv-policy"] == ran
+        if route != "/v1/messages":
+            assert f'"kv_policy":"{ran}"' in reply.text.replace('": "', '":"')
+        assert re.search(rf'"POST {route} HTTP/1.1" 200 OK {ran}\b', log.read_text())
+    bad = server.http.post(route, json={**body, "vllm_xargs": {"kv_policy": "speed-5"}})
+    assert "x-kv-policy" not in bad.headers and bad.status_code == 400
+
+
+def test_openais_client_shows_the_policy(server: Server) -> None:
+    answer = server.complete("hello", extra_body=FULL)
+    assert answer.usage.kv_policy == "full"
+    raw = server.openai.completions.with_raw_response.create(model=MODEL, prompt="a", max_tokens=1)
+    assert raw.headers["x-kv-policy"] == f"speed-{CUTOFF}"
+
+
+def test_what_answers_nothing_says_no_policy(server: Server) -> None:
+    reply = server.http.post("/tokenize", json={"model": MODEL, "prompt": "hello"})
+    assert reply.status_code == 200 and "x-kv-policy" not in reply.headers
+    assert "x-kv-policy" not in server.http.get("/health").headers
+
+
 def test_several_answers_to_one_prompt(server: Server) -> None:
     prompt, answer = server.question()
     # vLLM has n = 1 alone with temperature 0; of the likeliest token there is one, too.

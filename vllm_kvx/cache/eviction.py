@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
+    BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
     make_block_hash_with_group_id,
@@ -59,8 +60,8 @@ class Recency:
         self._pool, self._now, self._clock, self._last = pool, 0, clock, clock()
         # By key, in the order of use: those that were cached when last looked at, with their
         # blocks, and those that were not.
-        self._cached: dict[bytes, tuple[int, KVCacheBlock]] = {}
-        self._lost: dict[bytes, int] = {}
+        self._cached: dict[BlockHashWithGroupId, tuple[int, KVCacheBlock]] = {}
+        self._lost: dict[BlockHashWithGroupId, int] = {}
         # Blocks at the head of the pool's queue that hold nothing.
         self._empty = pool.get_num_free_blocks()
         # Of these, how many serve one after the other of those that are not kept: no room for more.
@@ -151,7 +152,7 @@ class Recency:
         while len(cached) > self._pool.num_gpu_blocks:
             self._lose(next(iter(cached)))
 
-    def _lose(self, key: bytes) -> None:
+    def _lose(self, key: BlockHashWithGroupId) -> None:
         """The key's block is cached no longer, or in use: it is noted again when it is free."""
         self._lost.pop(key, None)
         self._lost[key] = self._cached.pop(key)[0]

@@ -70,14 +70,7 @@ def check_request(
         on_refusal(error.reason)
         raise
     name = extra.get(POLICY_KEY)
-    if name is None:
-        policy = settings.policy
-    else:
-        with refusing(Reason.MALFORMED, on_refusal):
-            policy = settings.parse(name)
-        with refusing(Reason.NOT_ALLOWED, on_refusal):
-            _check_allowed(settings, policy)
-        _check_fits(settings, policy, on_refusal)
+    policy = settings.policy if name is None else check_policy(settings, name, on_refusal)
     if policy.propagate is None:
         return
     for parameter in ("prompt_logprobs", "prompt_logprob_token_ids"):
@@ -90,6 +83,22 @@ def check_request(
                 f"{parameter} (in completions also echo with logprobs) needs every prompt token "
                 f"at full depth, and KV policy {policy} skips some: {instead}"
             )
+
+
+def check_policy(
+    settings: KVSettings, name: str, on_refusal: OnRefusal = lambda reason: None
+) -> KVPolicy:
+    """The policy `name` on this server.
+
+    Raises:
+        PolicyError: it is none, or the server cannot or may not run it.
+    """
+    with refusing(Reason.MALFORMED, on_refusal):
+        policy = settings.parse(name)
+    with refusing(Reason.NOT_ALLOWED, on_refusal):
+        _check_allowed(settings, policy)
+    _check_fits(settings, policy, on_refusal)
+    return policy
 
 
 def _check_allowed(settings: KVSettings, policy: KVPolicy) -> None:

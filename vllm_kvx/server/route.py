@@ -18,6 +18,7 @@ from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server import refused
+from vllm_kvx.server.answered import note_policy, say_policies
 from vllm_kvx.server.bodies import check_bodies
 from vllm_kvx.server.body_check import STATUS, check_request_body
 from vllm_kvx.server.engines import ENGINES
@@ -50,7 +51,8 @@ class KVPolicyEndpoint:
         """Adds the route and what looks at requests; vLLM calls it while it builds the app."""
         app.add_api_route(PATH, kv_policy, methods=["GET"])
         app.add_middleware(FreshMetrics, state=app.state)
-        check_bodies(app, check_request_body)
+        check_bodies(app, _look_at)
+        say_policies(app)
 
     async def init_state(
         self, engine_client: "EngineClient | None", state: State, args: Namespace
@@ -61,6 +63,11 @@ class KVPolicyEndpoint:
         settings = KVSettings.from_vllm_config(engine_client.vllm_config)
         if settings is not None:
             setattr(state, STATUS, PolicyStatus(settings, engine_client))
+
+
+def _look_at(request: Request, body: Any) -> None:
+    check_request_body(request, body)
+    note_policy(request, body)
 
 
 class PolicyStatus:

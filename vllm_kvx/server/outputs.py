@@ -1,0 +1,70 @@
+"""Says under which policy a request was answered, to who runs an engine in Python."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_kvx.settings import POLICY_KEY, KVSettings
+from vllm_kvx.wrapping import wrap_once
+
+
+def name_policies() -> None:
+    """Has outputs of engines with a policy say it: `kv_policy` of vLLM's ``RequestOutput``."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import RequestState
+
+    wrap_once(InputProcessor, "process_inputs", _naming)
+    wrap_once(RequestState, "from_new_request", _remembering)
+    wrap_once(RequestState, "_new_request_output", _saying)
+
+
+def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The request that goes to the engine names its policy, whether the caller did or not."""
+
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        params = request.sampling_params
+        settings = _settings_of(self)
+        if params is None or settings is None or request.resumable:
+            return request
+        extra = params.extra_args or {}
+        name = extra.get(POLICY_KEY)
+        said = str(settings.policy if name is None else settings.parse(name))
+        if name != said:
+            # Of vLLM's own copy; the dictionary may be the caller's.
+            params.extra_args = {**extra, POLICY_KEY: said}
+        return request
+
+    return process_inputs
+
+
+def _settings_of(processor: Any) -> KVSettings | None:
+    """Of the engine whose requests `processor` prepares; None if it has no policy."""
+    try:
+        return processor._kvx_settings
+    except AttributeError:
+        processor._kvx_settings = KVSettings.from_vllm_config(processor.vllm_config)
+        return processor._kvx_settings
+
+
+def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_new_request(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original(cls, *args, **kwargs)
+        request = kwargs["request"] if "request" in kwargs else args[1]
+        params = request.sampling_params
+        extra = params.extra_args if params is not None else None
+        # A prompt that has no end yet runs in full.
+        name = extra.get(POLICY_KEY) if extra else None
+        state.kv_policy = "full" if name is not None and request.resumable else name
+        return state
+
+    return from_new_request
+
+
+def _saying(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _new_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if (policy := getattr(self, "kv_policy", None)) is not None:
+            output.kv_policy = policy
+        return output
+
+    return _new_request_output
