@@ -22,6 +22,16 @@ BUILTIN = "built-in"
 Progress = Callable[[int], None]
 
 
+def duration(seconds: float) -> str:
+    """A time left, as exact as an estimate can be: `40 s`, `12 min`, `2 h 10 min`."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
 def progress_of(head: str, num_layers: int) -> Progress:
     """Shows each layer on a terminal, and a line per prompt elsewhere; all on stderr."""
 
