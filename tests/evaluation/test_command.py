@@ -15,9 +15,10 @@ from vllm_kvx.calibration.dense_decoder import load_config
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.cli import main
 from vllm_kvx.evaluation import command, perplexity, records
-from vllm_kvx.evaluation.engine import NotStarted
+from vllm_kvx.evaluation.engine import Asked, NotStarted
 from vllm_kvx.evaluation.groups import read_policies
 from vllm_kvx.evaluation.original import Model
+from vllm_kvx.evaluation.progress import AnswersBar
 from vllm_kvx.evaluation.questions import Key
 from vllm_kvx.evaluation.store import Store
 from vllm_kvx.policy.spec import parse_policy
@@ -132,7 +133,8 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
     args = Namespace(base_url="http://server", concurrency=1)
     key: Key = ("notes", 320, 0)
     missing: dict[str, list[Key]] = {"full": [], "snapkv": [key]}
-    ((found, names),) = command.engines_of(args, [model], missing, 400, [])
+    bar = AnswersBar({"full": [], "snapkv": [Asked([1], 1)]})
+    ((found, names),) = command.engines_of(args, [model], missing, 400, [], bar)
     assert isinstance(found, OverFp8) and found.rows == names == ["full", "snapkv"]
 
 

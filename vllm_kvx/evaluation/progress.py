@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from vllm_kvx.calibration.report import duration
+from vllm_kvx.calibration.time_left import duration
 from vllm_kvx.evaluation.engine import Asked
 
 # Seconds between two looks at the bar, on a terminal and in a file.
