@@ -1,6 +1,5 @@
 """How long the rest of a run's answers will take."""
 
-from vllm_kvx.calibration.time_left import duration
 from vllm_kvx.evaluation.engine import Asked
 from vllm_kvx.evaluation.progress import TimeLeft
 
@@ -87,8 +86,3 @@ def test_a_server_says_only_when_an_answer_is_there() -> None:
     left.step([100], 0)
     left.finish(questions[0], 0)
     assert left.seconds == 300 * 0.05
-
-
-def test_durations_are_as_exact_as_estimates() -> None:
-    seconds = (3.4, 99.0, 100.0, 5900.0, 7800.0)
-    assert [duration(each) for each in seconds] == ["3 s", "99 s", "2 min", "98 min", "2 h 10 min"]
