@@ -82,7 +82,9 @@ def test_policies_side_by_side(
     more = [f"streamingllm:sinks=1,recent={recent}" for recent in (10, 11)]
     assert evaluate(output, *policies, more[0], *over_fp8, more[1]) == 2
     out, err = capsys.readouterr()
-    assert out[: out.index("Results:")] in shown
+    # What full has right is said before more is asked.
+    assert out.startswith("full: 100.0% [34-100] of 2 answers right\n")
+    assert out[out.index("policy ") : out.index("Results:")] in shown
     assert f"the engine for {', '.join(more)} does not start: no memory. The report is of" in err
     config = json.loads((LOOKUP / "config.json").read_text())
     key = written["model_key"]
@@ -258,7 +260,7 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
         ),
         (("--tasks", "niah"), "unknown task 'niah'"),
         (("--lengths", "9000"), "more than the model's context"),
-        (("--speed", "nowhere.json"), "no result of benchmarks.compare"),
+        (("--speed", "nowhere.json"), "--speed is for plots, and --no-plot draws none"),
         (("--save", "--policies", "full"), "--save stores what policies keep of full's answers"),
         (("--save", "--tasks", "perplexity"), "perplexity alone has none: add other --tasks"),
     ],

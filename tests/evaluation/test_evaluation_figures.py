@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_kvx.calibration import figures as drawing
+from vllm_kvx.cli import main
+from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation import figures
 from vllm_kvx.evaluation.store import Answer, Question
 from vllm_kvx.evaluation.summary import Summary
@@ -40,6 +43,24 @@ def test_a_plot_without_a_right_answer_is_not_drawn(tmp_path: Path) -> None:
     said, files = drawn(tmp_path, summary_of({"full": 0.0, "snapkv": 0.0}, {512: 2}))
     assert said == "No plot: no answer is right, in full or under a policy." and not files
     assert drawn(tmp_path, summary_of({"full": 1.0, "snapkv": 0.0}, {512: 2}))[1] == {"kept.png"}
+
+
+def test_a_file_of_other_speeds_is_refused_before_anything_is_asked() -> None:
+    speed = {"stock@fp8": {"ttft": 1.1}, "fier-64": {"ttft": 1.3}}
+    for rows in (["full", "full@fp8"], ["full", "fier-64", "snapkv"]):
+        figures.check_speed("speeds.json", speed, rows)
+    with pytest.raises(ToolError, match=r"^--speed speeds.json has none of these policies, .* it "):
+        figures.check_speed("speeds.json", speed, ["full", "snapkv"])
+    with pytest.raises(ToolError, match="no result of benchmarks.compare"):
+        figures.read_speed("nowhere.json")
+
+
+def test_a_plot_that_is_asked_for_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drawing, "find_spec", lambda _: None)
+    assert main(["calibrate", "nowhere", "--plot", "x.png"]) == 2
+    assert "error: --plot: plots need matplotlib: pip install" in capsys.readouterr().err
 
 
 def test_a_thicket_is_not_drawn(tmp_path: Path) -> None:

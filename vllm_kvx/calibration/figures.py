@@ -2,12 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
 
 _BLUE, _RED, _GREEN, _ORANGE = "#4878a8", "#b8504c", "#5a9a5a", "#d8923c"
+
+
+def check_matplotlib(flag: str) -> None:
+    """Raise ToolError if the plot that `flag` asks for cannot be drawn; before minutes of work."""
+    if find_spec("matplotlib") is None:
+        raise ToolError(f"{flag}: plots need matplotlib: pip install 'vllm-kvx[tools]'")
 
 
 def draw(path: Path, figure_of: Callable[..., Any], *args: Any) -> str:

@@ -10,7 +10,7 @@ LEFT = ", about"
 def duration(seconds: float) -> str:
     """A time left, as exact as an estimate can be: `40 s`, `12 min`, `2 h 10 min`."""
     if seconds < 99.5:
-        return f"{seconds:.0f} s"
+        return f"{max(round(seconds), 1)} s"
     minutes = round(seconds / 60)
     if minutes < 100:
         return f"{minutes} min"
@@ -30,13 +30,14 @@ class Left:
         return cls([len(prompt) for prompt in prompts])
 
     def after(self, done: float) -> str:
-        """`, about 40 s left of these`, after so many parts; nothing before any of them is done.
+        """`, about 40 s left of these`, after so many parts.
 
-        done: 2.5 are the first two and half of the third.
+        It is empty before anything is done, and after all is. done: 2.5 are the first two parts
+        and half of the third.
         """
         whole = int(done)
         size = sum(self._sizes[:whole]) + (done - whole) * sum(self._sizes[whole : whole + 1])
-        if not size:
+        if not 0 < size < sum(self._sizes):
             return ""
         seconds = (self._clock() - self._began) * (sum(self._sizes) / size - 1)
         return f"{LEFT} {duration(seconds)} left of these"

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import vllm_kvx
 from vllm_kvx.cache_folder import check_writable
+from vllm_kvx.calibration.figures import check_matplotlib
 from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.calibration.report import model_name
 from vllm_kvx.errors import ToolError
@@ -74,7 +75,11 @@ def run(args: argparse.Namespace) -> None:
     check_yardstick({rows[0]: FULL + at_dtype(args.engine_args.get("kv_cache_dtype"))}, rows)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
-    speed = figures.read_speed(args.speed) if args.speed else None
+    speed = None
+    if args.speed:
+        check_matplotlib("--speed")
+        speed = figures.read_speed(args.speed)
+        figures.check_speed(args.speed, speed, rows)
     store = Store(output, facts_of(args, suite, models))
 
     load = functools.partial(load_tokenizer, args.model, args.revision)

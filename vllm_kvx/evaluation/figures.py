@@ -118,12 +118,17 @@ def gains_of(
     """By policy of the summary, other than `full` itself, its gains over stock in `speed`."""
     found = {}
     for policy in summary.policies:
-        # Weights of one shape are as fast, tuned or not.
-        name = policy_of(policy)
-        stock = f"stock{name.removeprefix(FULL)}" if name.startswith(f"{FULL}@") else name
-        if name != FULL and stock in speed and summary.cell(policy) is not None:
-            found[policy] = speed[stock]
+        name = _in_speed(policy)
+        if policy_of(policy) != FULL and name in speed and summary.cell(policy) is not None:
+            found[policy] = speed[name]
     return found
+
+
+def _in_speed(row: str) -> str:
+    """What a file of benchmarks.compare calls a row's policy."""
+    # Weights of one shape are as fast, tuned or not.
+    name = policy_of(row)
+    return f"stock{name.removeprefix(FULL)}" if name.startswith(f"{FULL}@") else name
 
 
 def speed_points(
@@ -172,6 +177,15 @@ def _scores(summary: Summary) -> Iterator[float]:
         cell = summary.cell(policy)
         if cell is not None:
             yield cell.score.value
+
+
+def check_speed(path: str, speed: Mapping[str, Mapping[str, float]], rows: Sequence[str]) -> None:
+    """Raise ToolError unless `speed`, read from that file, has any of the rows' policies."""
+    if not any(_in_speed(row) in speed for row in rows if policy_of(row) != FULL):
+        raise ToolError(
+            f"--speed {path} has none of these policies, so there is nothing to draw: it has "
+            f"{', '.join(speed) or 'none at all'}"
+        )
 
 
 def read_speed(path: str) -> dict[str, dict[str, float]]:

@@ -130,6 +130,8 @@ def _evaluate(args: argparse.Namespace) -> None:
             "--original asks two models and --base-url is a server of one: leave --base-url out, "
             "and engines are started here"
         )
+    if args.speed is not None and args.no_plot:
+        raise ToolError("--speed is for plots, and --no-plot draws none: leave one of them out")
     if args.original_revision is not None and args.original is None:
         raise ToolError("--original-revision has no meaning without --original")
     import_module("vllm_kvx.evaluation.command").run(args)

@@ -176,6 +176,6 @@ class AnswersBar:
             return
         self._shown = now
         seconds = self._left.seconds
-        left = "" if seconds is None else f"about {duration(seconds)} left"
+        left = "" if not seconds else f"about {duration(seconds)} left"
         self._bar.set_postfix_str(left, refresh=False)
         self._bar.refresh()
