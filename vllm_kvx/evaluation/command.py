@@ -21,6 +21,7 @@ from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.calibration.report import model_name
 from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation import figures, full_answers, records, report
+from vllm_kvx.evaluation.defaults import DEFAULTS, quick_defaults, set_defaults
 from vllm_kvx.evaluation.engine import (
     NotStarted,
     OwnEngine,
@@ -29,7 +30,6 @@ from vllm_kvx.evaluation.engine import (
     prepare_environment,
 )
 from vllm_kvx.evaluation.groups import grouped
-from vllm_kvx.evaluation.options import DEFAULTS, QUICK, QUICK_DEMO, set_defaults
 from vllm_kvx.evaluation.original import Model, check_tokenizers, models_of
 from vllm_kvx.evaluation.progress import AnswersBar
 from vllm_kvx.evaluation.questions import Key, Posed, Suite, load_tokenizer
@@ -44,8 +44,6 @@ from vllm_kvx.policy.policy import KVPolicy
 # Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
 _AT_A_TIME = 128
 _TOKENS_AT_A_TIME, _TOKENS_ON_CPU = 1 << 20, 1 << 14
-# The configuration's key of the demo checkpoint (tests/checkpoints/lookup-8l), however trained.
-DEMO_KEY = "fe7e900c879b6cd71bf234fd56ce4610"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     prepare_environment()
     models = models_of(args)
     if args.quick:
-        set_defaults(args, QUICK_DEMO if models[-1].config_key == DEMO_KEY else QUICK)
+        set_defaults(args, quick_defaults(models[-1].config_key))
         suite = suite_of(args)
     rows = [row for model in models for row in model.rows]
     if args.save:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,6 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_POLICIES = "snapkv:kv_rate=0.2,snapkv,fier-512"
-# What `--quick` stands for, where the option itself is not given: for the demo checkpoint, which
-# answers one format, and for any other model.
-QUICK_DEMO = {"tasks": ["notes_3"], "lengths": [1024], "samples": 6}
-QUICK = {"tasks": ["one_number"], "lengths": [512], "samples": 6}
-DEFAULTS = {"tasks": ["generated"], "lengths": [4096, 16384]}
 
 
 def add_evaluate(commands: "_Commands") -> None:
@@ -135,13 +129,6 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.original_revision is not None and args.original is None:
         raise ToolError("--original-revision has no meaning without --original")
     import_module("vllm_kvx.evaluation.command").run(args)
-
-
-def set_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Sets the options that are not given."""
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
 
 
 def _words(text: str) -> list[str]:
