@@ -104,7 +104,7 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
     axes[0][-1].legend(
         lines.values(), lines, fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0)
     )
-    head = f"{title}; dotted: {summary.yardstick}; bars: 95% confidence; n: prompts"
+    head = f"{title}\ndotted: {summary.yardstick}; bars: 95% confidence; n: prompts"
     if alone:
         head += f"\nin the table alone: {len(alone)} methods of one point each"
     figure.suptitle(head, x=0.02, ha="left", fontsize=11)
