@@ -380,7 +380,7 @@ def test_all_criteria_side_by_side(
         figure = figures.answer_curves(pyplot, record)
         figure.savefig(tmp_path / f"{number}.png")
         count = record["prompts"]["count"]
-        assert figure.axes[0].get_title(loc="left").endswith(f"; n = {count} prompts")
+        assert figure.axes[0].get_title(loc="left").endswith(f"\nn = {count} prompts")
 
 
 def test_own_prompts(command: Callable[..., Any], cache: Path, tmp_path: Path) -> None:

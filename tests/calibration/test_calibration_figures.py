@@ -37,7 +37,7 @@ def test_n(pyplot: Any) -> None:
         figures.recovery_curves(pyplot, RECORD, dict.fromkeys(RECORD["recovery"], "a method")),
     )
     for figure in of_prompts:
-        assert "; n = 5 prompts" in figure.axes[0].get_title(loc="left")
+        assert "\nn = 5 prompts" in figure.axes[0].get_title(loc="left")
     assert "bars: standard deviation" in of_prompts[0].axes[0].get_title(loc="left")
     record = RECORD | {"groups": {"lookup": group(2), "chat": group(7), "all": group(9)}}
     figure = figures.cutoff_curves(pyplot, record)

@@ -56,7 +56,7 @@ def tsp_curve(pyplot: Any, record: Mapping[str, Any]) -> Any:
     axis.axvline(chosen, color="gray", linewidth=0.8, linestyle=":")
     head = f"{Path(record['model']).name}: TSP layer {chosen}"
     bars = "; bars: standard deviation" if any(std) else ""
-    axis.set_title(f"{head}; {number_of(record)}{bars}", loc="left", fontsize=10)
+    axis.set_title(f"{head}\n{number_of(record)}{bars}", loc="left", fontsize=10)
     axis.set_xlabel(f"candidate TSP layer, of {record['layers']}")
     axis.set_ylabel("relative squared distance (Eq. 3)")
     top = axis.get_ylim()[1]
@@ -84,7 +84,7 @@ def answer_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
         other.plot(_numbers(paper["values"]), color=_RED, linewidth=1, alpha=0.6)
         other.set_ylabel("Eq. 3" if record["method"] == "fastkv" else "Eq. 8", color=_RED)
     head = f"{Path(record['model']).name}: what a layer propagates"
-    axis.set_title(f"{head}; {number_of(record)}", loc="left", fontsize=10)
+    axis.set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
     axis.set_xlabel(f"layer, of {record['layers']}")
     axis.set_ylabel("share of the evidence" if known else "share of the answers' attention")
     axis.set_ylim(-0.02, 1.03)
@@ -123,7 +123,7 @@ def pivot_curves(pyplot: Any, record: Mapping[str, Any], online: int | None = No
         axis.set_xlim(-0.5, record["layers"] - 0.5)
     # Below the pivot attention still settles: the paper's unstable region, in gray.
     head = f"{Path(record['model']).name}: pivot {pivot}"
-    axes[0].set_title(f"{head}; {number_of(record)}", loc="left", fontsize=10)
+    axes[0].set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
     if online is not None:
         axes[0].legend(fontsize=8)
     axes[-1].set_xlabel(f"layer, of {record['layers']}")
@@ -143,7 +143,7 @@ def recovery_curves(pyplot: Any, record: Mapping[str, Any], labels: Mapping[str,
         axis.plot(means, color=color, marker="o", markersize=4, label=label, zorder=order)
     axis.axvline(record["pivot"], color="gray", linewidth=0.8, linestyle=":")
     head = f"{Path(record['model']).name}: after layer {record['pivot']}"
-    axis.set_title(f"{head}; {number_of(record)}", loc="left", fontsize=10)
+    axis.set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
     axis.set_xlabel(f"layer, of {record['layers']}")
     axis.set_ylabel("attention mass recovered")
     axis.set_ylim(0, 1.03)
@@ -214,7 +214,7 @@ def cutoff_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
     tokens = sum(len(sample["answer"]) for sample in answers)
     head = f"{Path(record['model']).name}: speed-K without tuning"
     axis.set_title(
-        f"{head}; n = {len(answers)} answers of {tokens} tokens", loc="left", fontsize=10
+        f"{head}\nn = {len(answers)} answers of {tokens} tokens", loc="left", fontsize=10
     )
     axis.set_xlabel(f"K, of {record['layers']} layers")
     axis.locator_params(axis="x", integer=True)
