@@ -253,6 +253,8 @@ def _calibrate(args: argparse.Namespace) -> None:
             raise ToolError(f"--{flag} has no meaning without --method {option.methods[0]}")
         if args.criterion not in option.criteria:
             raise ToolError(f"--{flag} has no meaning without --criterion {option.criteria[0]}")
+    if args.plot is not None:
+        _tool("figures").check_matplotlib("--plot")
     _tool(_CALIBRATORS[args.method, args.criterion]).run(args)
 
 

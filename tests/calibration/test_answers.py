@@ -377,7 +377,10 @@ def test_all_criteria_side_by_side(
     from vllm_kvx.calibration import figures
 
     for number, record in enumerate((fast, struct)):
-        figures.answer_curves(pyplot, record).savefig(tmp_path / f"{number}.png")
+        figure = figures.answer_curves(pyplot, record)
+        figure.savefig(tmp_path / f"{number}.png")
+        count = record["prompts"]["count"]
+        assert figure.axes[0].get_title(loc="left").endswith(f"\nn = {count} prompts")
 
 
 def test_own_prompts(command: Callable[..., Any], cache: Path, tmp_path: Path) -> None:

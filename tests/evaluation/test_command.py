@@ -2,12 +2,14 @@
 
 import gc
 import json
+import shutil
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 from world.engine import HAS_FP8, keep_in_process
 from world.models import LOOKUP
 
@@ -15,10 +17,12 @@ from vllm_kvx.calibration.dense_decoder import load_config
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.cli import main
 from vllm_kvx.evaluation import command, perplexity, records
-from vllm_kvx.evaluation.engine import NotStarted
+from vllm_kvx.evaluation.engine import Answered, Asked, NotStarted
 from vllm_kvx.evaluation.groups import read_policies
 from vllm_kvx.evaluation.original import Model
+from vllm_kvx.evaluation.progress import AnswersBar
 from vllm_kvx.evaluation.questions import Key
+from vllm_kvx.evaluation.shares import Shares
 from vllm_kvx.evaluation.store import Store
 from vllm_kvx.policy.spec import parse_policy
 
@@ -78,7 +82,9 @@ def test_policies_side_by_side(
     more = [f"streamingllm:sinks=1,recent={recent}" for recent in (10, 11)]
     assert evaluate(output, *policies, more[0], *over_fp8, more[1]) == 2
     out, err = capsys.readouterr()
-    assert out[: out.index("Results:")] in shown
+    # What full has right is said before more is asked.
+    assert out.startswith("full: 100.0% [34-100] of 2 answers right\n")
+    assert out[out.index("policy ") : out.index("Results:")] in shown
     assert f"the engine for {', '.join(more)} does not start: no memory. The report is of" in err
     config = json.loads((LOOKUP / "config.json").read_text())
     key = written["model_key"]
@@ -120,6 +126,108 @@ def test_full_over_a_quantized_kv_cache_is_no_yardstick_for_others(
     assert not Store(tmp_path / "out", {"model": "any"}).facts["resolved"]
 
 
+class Wrong:
+    """An engine whose answers are all wrong but for the rows that are named."""
+
+    def __init__(self, right: Iterable[str] = ()) -> None:
+        self.right, self.asked = set(right), list[str]()
+
+    def resolved(self, row: str) -> str:
+        return row
+
+    def shares(self, row: str, prompt_len: int) -> Shares:
+        return Shares(1.0, 1.0, 1.0)
+
+    def answers(self, row: str, asked: Sequence[Asked], *progress: object) -> list[Answered]:
+        self.asked.append(row)
+        tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
+        # The task takes any answer that has the words: all of the prompt's are among them.
+        texts = [tokenizer.decode(each.token_ids) if row in self.right else "" for each in asked]
+        return [Answered(text, 0.0) for text in texts]
+
+
+def with_engine(monkeypatch: pytest.MonkeyPatch, engine: Wrong) -> Wrong:
+    @contextmanager
+    def own_engine(*_: object) -> Iterator[Wrong]:
+        yield engine
+
+    monkeypatch.setattr(command, "own_engine", own_engine)
+    return engine
+
+
+QUICK = ("--quick", "--tasks", "notes_3", "--policies", "snapkv", "fier-64", "--save")
+
+
+def test_a_run_ends_where_full_answers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, output = with_engine(monkeypatch, Wrong()), tmp_path / "out"
+    asked = ["evaluate", str(LOOKUP), *QUICK, "--no-plot", "--output", str(output)]
+    assert main(asked) == 2
+    out, err = capsys.readouterr()
+    assert engine.asked == ["full"] and not (tmp_path / "cache" / "evaluation").exists()
+    assert "full: 0.0% [0-39] of 6 answers right" in out and "Saved" not in out
+    error = err.strip().splitlines()[-1]
+    assert error.startswith("vllm-kvx evaluate: error: full has 0 of 6 answers right")
+    assert "so no policy was asked and nothing is saved: use --tasks" in error
+    # Its answers are kept, and decide at once.
+    assert len((output / "answers.jsonl").read_text().splitlines()) == 6
+    assert main(asked) == 2 and engine.asked == ["full"]
+    capsys.readouterr()
+
+    # Who goes on has a report, and hears what is not saved.
+    assert main([*asked, "--keep-going"]) == 2
+    out, err = capsys.readouterr()
+    assert engine.asked == ["full", "snapkv", "fier-64"] and "Results:" in out
+    why = "because full has none of 6 answers right: there is none to keep"
+    lines = out.splitlines()
+    assert lines[-3:] == [
+        "Nothing was saved for servers of this model.",
+        *(f"Not saved: {row}, {why}" for row in ("snapkv", "fier-64")),
+    ]
+    assert f"--save could not save snapkv, {why}; fier-64, {why}" in err
+    assert not (tmp_path / "cache" / "evaluation").exists()
+
+
+def test_what_is_saved_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = with_engine(monkeypatch, Wrong(["full", "snapkv"]))
+    asked = ["evaluate", str(LOOKUP), *QUICK, "--no-plot", "--output", str(tmp_path / "out")]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    (path,) = (tmp_path / "cache" / "evaluation").iterdir()
+    assert f"Saved for servers of this model: snapkv, fier-64, in {path}" in out
+    assert list(json.loads(path.read_text())["policies"]) == ["snapkv", "fier-64:dense_below=0"]
+    # A row without an answer is named beside those that are saved, and is an error.
+    monkeypatch.setattr(command, "own_engine", does_not_start)
+    assert main([*asked, "--policies", "snapkv", "quest-64"]) == 2
+    out, err = capsys.readouterr()
+    assert f"Saved for servers of this model: snapkv, in {path}" in out
+    assert "Not saved: quest-64, which answered nothing" in out
+    assert "--save could not save quest-64, which answered nothing" in err
+    assert "the engine for quest-64 does not start" in err and engine.asked[0] == "full"
+
+
+@pytest.mark.parametrize("is_demo", [True, False])
+def test_quick_asks_the_demo_format_of_the_demo_checkpoint_alone(
+    is_demo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LOOKUP
+    if not is_demo:
+        model = tmp_path / "other"
+        shutil.copytree(LOOKUP, model)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
+    with_engine(monkeypatch, Wrong())
+    output = tmp_path / "out"
+    assert main(["evaluate", str(model), "--quick", "--no-plot", "--output", str(output)]) == 2
+    asked = json.loads((output / "run.json").read_text())
+    (task,), (length,) = asked["tasks"], asked["lengths"]
+    assert (task, length) == (("notes_3", 1024) if is_demo else ("one_number", 512))
+    assert asked["samples"] == 6
+
+
 def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,7 +240,8 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
     args = Namespace(base_url="http://server", concurrency=1)
     key: Key = ("notes", 320, 0)
     missing: dict[str, list[Key]] = {"full": [], "snapkv": [key]}
-    ((found, names),) = command.engines_of(args, [model], missing, 400, [])
+    bar = AnswersBar({"full": [], "snapkv": [Asked([1], 1)]})
+    ((found, names),) = command.engines_of(args, [model], missing, 400, [], bar)
     assert isinstance(found, OverFp8) and found.rows == names == ["full", "snapkv"]
 
 
@@ -151,7 +260,9 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
         ),
         (("--tasks", "niah"), "unknown task 'niah'"),
         (("--lengths", "9000"), "more than the model's context"),
-        (("--speed", "nowhere.json"), "no result of benchmarks.compare"),
+        (("--speed", "nowhere.json"), "--speed is for plots, and --no-plot draws none"),
+        (("--save", "--policies", "full"), "--save stores what policies keep of full's answers"),
+        (("--save", "--tasks", "perplexity"), "perplexity alone has none: add other --tasks"),
     ],
 )
 def test_bad_input_is_one_message(

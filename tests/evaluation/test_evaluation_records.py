@@ -1,6 +1,7 @@
 """What an evaluation saves is what a server says."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from vllm_kvx.calibration.model_key import model_key
 from vllm_kvx.evaluation import records
 from vllm_kvx.evaluation.store import RESOLVED, Answer, Question
-from vllm_kvx.evaluation.summary import Summary
+from vllm_kvx.evaluation.summary import PERPLEXITY, Summary
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.trust import Trust
 
@@ -31,11 +32,11 @@ def summary_of(policy: str, right: float) -> Summary:
     )
 
 
-def save(policy: str, resolved: str, right: float, full: str = "full") -> dict[str, str]:
-    """What was not saved, and why."""
+def save(policy: str, resolved: str, right: float, full: str = "full") -> Mapping[str, str]:
+    """What could not be saved, and why."""
     facts: dict[str, Any] = {"date": "2026-01-02T03:04:05", "dtype": "auto"}
     facts[RESOLVED] = {"full": full, policy: resolved}
-    return records.save(model_key(CONFIG, None), summary_of(policy, right), facts)[1]
+    return records.save(model_key(CONFIG, None), summary_of(policy, right), facts).refused
 
 
 def trust(kv_cache_dtype: str = "auto") -> Trust:
@@ -119,9 +120,10 @@ def test_a_tuned_model_keeps_answers_of_its_original() -> None:
     )
     facts: dict[str, Any] = {"date": "2026-01-02", "original": "org/base"}
     facts[RESOLVED] = {name: name.partition(" ")[0] for name in rights}
-    path, others = records.save(model_key(CONFIG, None), summary, facts)
-    assert not others
-    saved = json.loads(path.read_text())["policies"]
+    found = records.save(model_key(CONFIG, None), summary, facts)
+    assert found.path is not None and found.names == {"speed-4": "speed-4"}
+    assert not found.refused and not found.needless
+    saved = json.loads(found.path.read_text())["policies"]
     assert list(saved) == ["speed-4"] and saved["speed-4"]["original"] == "org/base"
     assert saved["speed-4"]["of_full"][0] == 0.75 and saved["speed-4"]["full"] == 1.0
     says = trust().as_json(parse_policy("speed-4"))["says"]
@@ -138,3 +140,66 @@ def test_short_questions_have_no_length() -> None:
     records.save(model_key(CONFIG, None), summary, facts)
     says = trust().as_json(parse_policy("snapkv"))["says"]
     assert "right answers (1 prompts, full 100.0% right" in says
+
+
+def of_scores(scores: Mapping[str, Mapping[str, float]]) -> Summary:
+    """Answers of rows by task: one of each that is so right."""
+    return Summary(
+        Answer(Question(row, task, 512, 0), score, 500, 0.1, 0.1, "")
+        for row, tasks in scores.items()
+        for task, score in tasks.items()
+    )
+
+
+FACTS: dict[str, Any] = {RESOLVED: {name: name for name in ("full", "snapkv", "fier-64@fp8")}}
+
+
+def test_nothing_is_saved_where_full_is_right_nowhere(cache: Path) -> None:
+    summary = of_scores({"full": {"notes": 0.0}, "snapkv": {"notes": 0.5}})
+    found = records.save(model_key(CONFIG, None), summary, FACTS)
+    assert found.path is None and not found.names and not (cache / "evaluation").exists()
+    assert found.refused == {
+        "snapkv": "because full has none of 1 answers right: there is none to keep"
+    }
+    # What was there stays as it was.
+    save("snapkv", "snapkv", 0.5)
+    (path,) = (cache / "evaluation").iterdir()
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    assert records.save(model_key(CONFIG, None), summary, FACTS).path is None
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+
+
+def test_rows_that_are_not_saved_are_named_beside_those_that_are() -> None:
+    scores = {"full": {"notes": 1.0}, "snapkv": {"notes": 0.5}, "snapkv:window=8": {"notes": 0.5}}
+    scores |= {"fier-64": {"vt": 1.0}, "full@bfloat16": {"notes": 1.0}}
+    resolved = {name: name for name in scores}
+    resolved |= {"snapkv:window=8": "snapkv", "full@bfloat16": "full"}
+    rows = [*scores, "quest-64"]
+    found = records.save(model_key(CONFIG, None), of_scores(scores), {RESOLVED: resolved}, rows)
+    assert found.path is not None and found.names == {"snapkv": "snapkv"}
+    assert list(json.loads(found.path.read_text())["policies"]) == ["snapkv"]
+    assert found.needless == {
+        "snapkv:window=8": "which another row is, too",
+        "full@bfloat16": "which is full itself",
+    }
+    assert found.refused == {
+        "fier-64": "because full has none of the same prompts right",
+        "quest-64": "which answered nothing",
+    }
+
+
+def test_perplexity_alone_is_no_share_of_answers() -> None:
+    summary = of_scores({"full": {PERPLEXITY: 2.0}, "snapkv": {PERPLEXITY: 2.5}})
+    found = records.save(model_key(CONFIG, None), summary, FACTS)
+    assert found.path is None
+    assert found.refused == {
+        "snapkv": "of which no answer is right or wrong: perplexity alone was asked"
+    }
+
+
+def test_a_record_without_policies_is_begun_anew(cache: Path) -> None:
+    save("snapkv", "snapkv", 0.5)
+    (path,) = (cache / "evaluation").iterdir()
+    path.write_text('{"key": "k"}')
+    assert not save("snapkv", "snapkv", 0.25)
+    assert trust().as_json(parse_policy("snapkv"))["of_full"][0] == 0.25

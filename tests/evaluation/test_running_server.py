@@ -1,5 +1,6 @@
 """What `evaluate --base-url` takes from a server, before it asks anything."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 import pytest
 
 from vllm_kvx.errors import ToolError
+from vllm_kvx.evaluation.engine import Asked
 from vllm_kvx.evaluation.groups import read_policies
 from vllm_kvx.evaluation.server import RunningServer
 
@@ -47,3 +49,29 @@ def test_of_a_server_one_cache_is_asked(monkeypatch: pytest.MonkeyPatch, dtype: 
     with pytest.raises(ToolError, match=r"fier-64@fp8: a server has one KV cache, for full too"):
         server(monkeypatch, ["fier-64@fp8"], kv_cache_dtype=dtype)
     server(monkeypatch, ["fier-64@bfloat16"], kv_cache_dtype="auto")
+
+
+class Told:
+    """What a server's answers say of how far they are."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.read: list[int] = []
+        self.finished: list[Asked] = []
+
+    def begin(self, row: str, count: int) -> None:
+        self.begun.append((row, count))
+
+    def step(self, read: Sequence[int], written: int) -> None:
+        self.read += read
+
+    def finish(self, asked: Asked, tokens: int) -> None:
+        self.finished.append(asked)
+
+
+def test_each_answer_is_told_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = server(monkeypatch, ["fier-64"])
+    asked, told = [Asked(range(length), 4) for length in (5, 7, 9)], Told()
+    assert [answer.text for answer in found.answers("fier-64", asked, told)] == [""] * 3
+    assert told.begun == [("fier-64", 3)]
+    assert sorted(told.read) == [5, 7, 9] and sorted(told.finished, key=asked.index) == asked

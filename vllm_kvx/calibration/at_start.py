@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar
 from vllm_kvx.cache_folder import CACHE_VARIABLE, WAY_OUT, cache_problem, cache_root
 from vllm_kvx.calibration.lock import Lock
 from vllm_kvx.calibration.records import FOLDER
+from vllm_kvx.calibration.time_left import LEFT
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -246,7 +247,8 @@ class Progress:
         match = self._LINE.match(line)
         if match is None:
             return
-        self._line = line
+        # The tool's own estimate is of when it wrote the line, and this one goes on.
+        self._line = line.partition(LEFT)[0]
         part, number = match["part"], int(match["number"])
         if part != self._part or number <= self._number:
             self._part, self._first, self._began = part, number, self._clock()

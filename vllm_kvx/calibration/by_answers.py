@@ -48,6 +48,7 @@ from vllm_kvx.calibration.report import (
     progress_of,
     store,
 )
+from vllm_kvx.calibration.time_left import Left
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
 from vllm_kvx.policy.methods.fastkv import FastKV
@@ -164,9 +165,10 @@ def ask(
     for family in families:
         questions, seen = make(family), list[Seen]()
         prompts = [question.token_ids for question in questions]
+        left = Left.of(prompts)
         for number, question in enumerate(questions, start=1):
             with measuring(number, prompts) as head:
-                progress = progress_of(head, decoder.num_layers)
+                progress = progress_of(head, decoder.num_layers, number, left)
                 metrics = policy.name == StructKV.name
                 seen.append(look(decoder, question, policy, progress, metrics))
             hopeless = number >= min(FIRST, len(questions)) and not any(s.right for s in seen)
@@ -198,9 +200,10 @@ def choose(
     most = (1 - least) * count + 1e-9
     tolerated = min(tolerated_losses(round(count), target), most)
     trials: list[Trial] = []
+    sizes = [len(question.token_ids) for question in questions]
     # Attention says less than evidence, and tokens are many, so that no layer is right by chance.
     for candidate in candidates(mean_scores(seen), reductions, target, later=not known):
-        progress = counter_of(f"answers under {candidate}", len(questions))
+        progress = counter_of(f"answers under {candidate}", len(questions), sizes)
         trials.append(try_out(decoder, questions, seen, candidate, most, progress))
         if trials[-1].complete and trials[-1].lost <= tolerated:
             return Outcome(tuple(trials), trials[-1])

@@ -56,6 +56,7 @@ from vllm_kvx.calibration.report import (
     progress_of,
     prompts_line,
 )
+from vllm_kvx.calibration.time_left import Left
 from vllm_kvx.equations.pivot import (
     Metrics,
     Weights,
@@ -161,9 +162,11 @@ def measure(
         ToolError: the GPU's memory or the type's range does not suffice.
     """
     metrics, votes = [], []
+    left = Left.of(prompts)
     for number, prompt in enumerate(prompts, start=1):
         with measuring(number, prompts) as head:
-            measured = look(decoder, prompt, snapkv, progress_of(head, decoder.num_layers))
+            progress = progress_of(head, decoder.num_layers, number, left)
+            measured = look(decoder, prompt, snapkv, progress)
         check_finite(measured[0], head)
         metrics.append(measured[0])
         votes.append(measured[1])

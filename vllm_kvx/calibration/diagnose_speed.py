@@ -33,6 +33,7 @@ from vllm_kvx.calibration.report import (
     model_name,
     progress_of,
 )
+from vllm_kvx.calibration.time_left import Left
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
 
@@ -124,9 +125,10 @@ def ask(
     for family in families:
         probes, seen = make(family), list[Seen]()
         prompts, right = [probe.token_ids for probe in probes], False
+        left = Left.of(prompts)
         for number, probe in enumerate(probes, start=1):
             with measuring(number, prompts) as head:
-                layers = progress_of(head, decoder.num_layers)
+                layers = progress_of(head, decoder.num_layers, number, left)
                 cuts = counter_of(f"{head}: cutoffs", len(cutoffs))
                 seen.append(look(decoder, probe, policy, cutoffs, answer_tokens, layers, cuts))
             check_finite(seen[-1], head)

@@ -1,12 +1,20 @@
 """The tools' figures; without matplotlib they say how to get one."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
 
 _BLUE, _RED, _GREEN, _ORANGE = "#4878a8", "#b8504c", "#5a9a5a", "#d8923c"
+
+
+def check_matplotlib(flag: str) -> None:
+    """Raise ToolError if the plot that `flag` asks for cannot be drawn; before minutes of work."""
+    if find_spec("matplotlib") is None:
+        raise ToolError(f"{flag}: plots need matplotlib: pip install 'vllm-kvx[tools]'")
 
 
 def draw(path: Path, figure_of: Callable[..., Any], *args: Any) -> str:
@@ -32,6 +40,12 @@ def draw(path: Path, figure_of: Callable[..., Any], *args: Any) -> str:
     return f"Plot: {path}"
 
 
+def number_of(record: Mapping[str, Any]) -> str:
+    """`n = 4 prompts`, of a record's facts."""
+    count = record["prompts"]["count"]
+    return f"n = {count} prompt{'s' * (count != 1)}"
+
+
 def tsp_curve(pyplot: Any, record: Mapping[str, Any]) -> Any:
     """FastKV's Figure 3: the distance of Eq. 3 over the candidate layers."""
     mean, std = record["distances"]["mean"], record["distances"]["std"]
@@ -40,7 +54,9 @@ def tsp_curve(pyplot: Any, record: Mapping[str, Any]) -> Any:
     axis.errorbar(layers, mean, yerr=std, color=_BLUE, marker="o", markersize=4, capsize=3)
     axis.plot(chosen, mean[chosen], "o", color="black", markersize=8, zorder=3)
     axis.axvline(chosen, color="gray", linewidth=0.8, linestyle=":")
-    axis.set_title(f"{Path(record['model']).name}: TSP layer {chosen}", loc="left")
+    head = f"{Path(record['model']).name}: TSP layer {chosen}"
+    bars = "; bars: standard deviation" if any(std) else ""
+    axis.set_title(f"{head}\n{number_of(record)}{bars}", loc="left", fontsize=10)
     axis.set_xlabel(f"candidate TSP layer, of {record['layers']}")
     axis.set_ylabel("relative squared distance (Eq. 3)")
     top = axis.get_ylim()[1]
@@ -67,7 +83,8 @@ def answer_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
         other = axis.twinx()
         other.plot(_numbers(paper["values"]), color=_RED, linewidth=1, alpha=0.6)
         other.set_ylabel("Eq. 3" if record["method"] == "fastkv" else "Eq. 8", color=_RED)
-    axis.set_title(f"{Path(record['model']).name}: what a layer propagates", loc="left")
+    head = f"{Path(record['model']).name}: what a layer propagates"
+    axis.set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
     axis.set_xlabel(f"layer, of {record['layers']}")
     axis.set_ylabel("share of the evidence" if known else "share of the answers' attention")
     axis.set_ylim(-0.02, 1.03)
@@ -81,7 +98,7 @@ def answer_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
 def pivot_curves(pyplot: Any, record: Mapping[str, Any], online: int | None = None) -> Any:
     """StructKV's Figure 4: its metrics and the transition score by layer, and the pivot.
 
-    record: `metrics`, `transition`, `pivot`, `layers` and `model`.
+    record: `metrics`, `transition`, `pivot`, `layers`, `prompts` and `model`.
     online: the online rule's pivot, dashed.
     """
     curves = (
@@ -94,6 +111,7 @@ def pivot_curves(pyplot: Any, record: Mapping[str, Any], online: int | None = No
     pivot = record["pivot"]
     for axis, (label, values, color) in zip(axes, curves, strict=True):
         axis.plot(_numbers(values), color=color, marker="o", markersize=4)
+        say_if_empty(axis, values)
         axis.axvspan(-0.5, pivot, color="gray", alpha=0.12, linewidth=0)
         axis.axvline(pivot, color="black", linewidth=1, label=f"pivot {pivot}")
         if online is not None:
@@ -104,7 +122,8 @@ def pivot_curves(pyplot: Any, record: Mapping[str, Any], online: int | None = No
         axis.ticklabel_format(axis="y", scilimits=(-3, 4))
         axis.set_xlim(-0.5, record["layers"] - 0.5)
     # Below the pivot attention still settles: the paper's unstable region, in gray.
-    axes[0].set_title(f"{Path(record['model']).name}: pivot {pivot}", loc="left")
+    head = f"{Path(record['model']).name}: pivot {pivot}"
+    axes[0].set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
     if online is not None:
         axes[0].legend(fontsize=8)
     axes[-1].set_xlabel(f"layer, of {record['layers']}")
@@ -123,7 +142,8 @@ def recovery_curves(pyplot: Any, record: Mapping[str, Any], labels: Mapping[str,
         order = 3 if method == "structkv" else 2
         axis.plot(means, color=color, marker="o", markersize=4, label=label, zorder=order)
     axis.axvline(record["pivot"], color="gray", linewidth=0.8, linestyle=":")
-    axis.set_title(f"{Path(record['model']).name}: after layer {record['pivot']}", loc="left")
+    head = f"{Path(record['model']).name}: after layer {record['pivot']}"
+    axis.set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
     axis.set_xlabel(f"layer, of {record['layers']}")
     axis.set_ylabel("attention mass recovered")
     axis.set_ylim(0, 1.03)
@@ -150,8 +170,14 @@ def access_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
     for axis, (curve, label) in zip(axes, panels, strict=True):
         for (name, group), color in zip(named, (_BLUE, _GREEN), strict=False):
             axis.plot(
-                layers, group["curves"][curve], color=color, marker="o", markersize=3, label=name
+                layers,
+                group["curves"][curve],
+                color=color,
+                marker="o",
+                markersize=3,
+                label=f"{name}, n = {group['prompts']}",
             )
+        say_if_empty(axis, [value for _, group in named for value in group["curves"][curve]])
         axis.set_ylabel(label)
         axis.set_xlabel(f"layer from 1, of {record['layers']}")
         axis.locator_params(axis="x", integer=True)
@@ -184,11 +210,22 @@ def cutoff_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
             limits[0] - 0.5, limits[1] + 0.5, color="gray", alpha=0.15, label="the paper's rule"
         )
         axis.legend(fontsize=8, loc="center right")
-    axis.set_title(f"{Path(record['model']).name}: speed-K without tuning", loc="left")
+    answers = record["samples"]
+    tokens = sum(len(sample["answer"]) for sample in answers)
+    head = f"{Path(record['model']).name}: speed-K without tuning"
+    axis.set_title(
+        f"{head}\nn = {len(answers)} answers of {tokens} tokens", loc="left", fontsize=10
+    )
     axis.set_xlabel(f"K, of {record['layers']} layers")
     axis.locator_params(axis="x", integer=True)
     figure.tight_layout()
     return figure
+
+
+def say_if_empty(axis: Any, values: Sequence[float | None]) -> None:
+    """Writes into a panel that has no value to show that it has none."""
+    if not any(value is not None and math.isfinite(value) for value in values):
+        axis.text(0.5, 0.5, "nothing was measured", transform=axis.transAxes, ha="center")
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:

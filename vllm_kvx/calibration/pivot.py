@@ -32,6 +32,7 @@ from vllm_kvx.calibration.report import (
     prompts_line,
     store,
 )
+from vllm_kvx.calibration.time_left import Left
 from vllm_kvx.equations.pivot import (
     Metrics,
     Weights,
@@ -97,10 +98,10 @@ def measure(decoder: DenseDecoder, prompts: Sequence[Sequence[int]], window: int
     Raises:
         ToolError: the GPU's memory or the type's range does not suffice.
     """
-    measured = []
+    measured, left = [], Left.of(prompts)
     for number, prompt in enumerate(prompts, start=1):
         with measuring(number, prompts) as head:
-            progress = progress_of(head, decoder.num_layers)
+            progress = progress_of(head, decoder.num_layers, number, left)
             attentions = window_attentions(decoder, prompt, window, progress)
             measured.append(by_layer(map(attention_metrics, attentions)))
         check_finite(measured[-1], head)

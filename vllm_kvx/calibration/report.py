@@ -13,6 +13,7 @@ import transformers
 import vllm_kvx
 from vllm_kvx.cache_folder import WAY_OUT, check_writable
 from vllm_kvx.calibration.records import record_path, save
+from vllm_kvx.calibration.time_left import Left
 from vllm_kvx.errors import ToolError
 
 # Where prompts are from, if from no file.
@@ -22,30 +23,46 @@ BUILTIN = "built-in"
 Progress = Callable[[int], None]
 
 
-def progress_of(head: str, num_layers: int) -> Progress:
-    """Shows each layer on a terminal, and a line per prompt elsewhere; all on stderr."""
+def progress_of(head: str, num_layers: int, number: int, left: Left) -> Progress:
+    """Shows each layer on a terminal, and a line per prompt elsewhere; all on stderr.
+
+    number: of the prompt that runs, from 1, of those that `left` is of.
+    """
+    width = 0
 
     def show(index: int) -> None:
+        nonlocal width
         last = index + 1 == num_layers
         if sys.stderr.isatty():
+            time_left = left.after(number - 1 + index / num_layers)
+            line = f"{head}: layer {index + 1}/{num_layers}{time_left}"
             end = "\n" if last else ""
-            print(f"\r{head}: layer {index + 1}/{num_layers}", end=end, file=sys.stderr)
+            print(f"\r{line:{width}}", end=end, file=sys.stderr)
+            # A shorter line does not hide the end of one before.
+            width = len(line)
         elif index == 0:
-            print(head, file=sys.stderr)
+            print(f"{head}{left.after(number - 1)}", file=sys.stderr)
         sys.stderr.flush()
 
     return show
 
 
-def counter_of(head: str, count: int) -> Progress:
-    """Shows the number of each step of `count`, on a terminal in one line; all on stderr."""
+def counter_of(head: str, count: int, sizes: Sequence[float] = ()) -> Progress:
+    """Shows the number of each step of `count`, on a terminal in one line; all on stderr.
+
+    sizes: what the steps' times grow with, if not all are alike.
+    """
+    left, width = Left(sizes or [1] * count), 0
 
     def show(index: int) -> None:
+        nonlocal width
+        line = f"{head}: {index + 1}/{count}{left.after(index)}"
         begin, end = "", "\n"
         if sys.stderr.isatty():
             begin, end = "\r", "\n" if index + 1 == count else ""
         # A server that measures at start reads these lines (at_start.py).
-        print(f"{begin}{head}: {index + 1}/{count}", end=end, file=sys.stderr)
+        print(f"{begin}{line:{width}}", end=end, file=sys.stderr)
+        width = len(line) if begin else 0
         sys.stderr.flush()
 
     return show

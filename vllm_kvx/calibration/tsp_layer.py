@@ -35,6 +35,7 @@ from vllm_kvx.calibration.report import (
     prompts_line,
     store,
 )
+from vllm_kvx.calibration.time_left import Left
 from vllm_kvx.equations.saliency import kept_indices, propagation_scores
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
@@ -132,9 +133,10 @@ def measure(
         ToolError: the GPU's memory or the type's range does not suffice.
     """
     rows: list[list[float]] = []
+    left = Left.of(prompts)
     for number, prompt in enumerate(prompts, start=1):
         with measuring(number, prompts) as head:
-            progress = progress_of(head, decoder.num_layers)
+            progress = progress_of(head, decoder.num_layers, number, left)
             rows.append(distances(decoder, prompt, policy, max_layer, progress))
         if not all(map(math.isfinite, rows[-1])):
             raise ToolError(f"{head}: its states are not finite: use --dtype bfloat16 or float32")

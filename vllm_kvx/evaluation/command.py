@@ -6,8 +6,8 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from tqdm import tqdm
 
 import vllm_kvx
 from vllm_kvx.cache_folder import check_writable
+from vllm_kvx.calibration.figures import check_matplotlib
 from vllm_kvx.calibration.model_key import model_dir, model_key
 from vllm_kvx.calibration.report import model_name
 from vllm_kvx.errors import ToolError
-from vllm_kvx.evaluation import figures, records, report
+from vllm_kvx.evaluation import figures, full_answers, records, report
+from vllm_kvx.evaluation.defaults import DEFAULTS, quick_defaults, set_defaults
 from vllm_kvx.evaluation.engine import (
     NotStarted,
     OwnEngine,
@@ -29,11 +31,12 @@ from vllm_kvx.evaluation.engine import (
 )
 from vllm_kvx.evaluation.groups import grouped
 from vllm_kvx.evaluation.original import Model, check_tokenizers, models_of
+from vllm_kvx.evaluation.progress import AnswersBar
 from vllm_kvx.evaluation.questions import Key, Posed, Suite, load_tokenizer
-from vllm_kvx.evaluation.rows import FULL, dtype_of
+from vllm_kvx.evaluation.rows import FULL, dtype_of, policy_of
 from vllm_kvx.evaluation.server import RunningServer, running_server
 from vllm_kvx.evaluation.store import RESOLVED, Answer, Question, Store
-from vllm_kvx.evaluation.summary import Summary
+from vllm_kvx.evaluation.summary import PERPLEXITY, Summary
 from vllm_kvx.evaluation.tasks.table import FIXED, GROUPS, TASKS
 from vllm_kvx.policy.cache_dtype import FP8, at_dtype, split_dtype
 from vllm_kvx.policy.policy import KVPolicy
@@ -52,24 +55,29 @@ def run(args: argparse.Namespace) -> None:
     if args.tasks == ["list"]:
         print(task_list())
         return
-    suite = Suite.of(
-        args.tasks,
-        args.longbench,
-        lengths=tuple(args.lengths),
-        samples=args.samples,
-        seed=args.seed,
-        text=args.text,
-    )
+    if not args.quick:
+        set_defaults(args, DEFAULTS)
+        # Before a configuration is looked for on the hub.
+        suite = suite_of(args)
     prepare_environment()
     models = models_of(args)
+    if args.quick:
+        set_defaults(args, quick_defaults(models[-1].config_key))
+        suite = suite_of(args)
     rows = [row for model in models for row in model.rows]
+    if args.save:
+        check_saves(suite, rows)
     for model in models:
         suite.check(model.config.max_position_embeddings)
         check_rows(model.rows)
     check_yardstick({rows[0]: FULL + at_dtype(args.engine_args.get("kv_cache_dtype"))}, rows)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
-    speed = figures.read_speed(args.speed) if args.speed else None
+    speed = None
+    if args.speed:
+        check_matplotlib("--speed")
+        speed = figures.read_speed(args.speed)
+        figures.check_speed(args.speed, speed, rows)
     store = Store(output, facts_of(args, suite, models))
 
     load = functools.partial(load_tokenizer, args.model, args.revision)
@@ -78,30 +86,85 @@ def run(args: argparse.Namespace) -> None:
     with _bar("prompts") as bar:
         posed = suite.pose(load, bar)
     missing = {row: [key for key in posed if Question(row, *key) not in store] for row in rows}
-    count = sum(map(len, missing.values()))
     failed: list[NotStarted] = []
-    if count:
-        done = 0
-        with _bar("answers") as bar:
-            bar(0, count)
-            context = suite.context(posed)
-            for engine, names in engines_of(args, models, missing, context, failed):
+    if any(missing.values()):
+        failed = answer_all(args, suite, models, posed, missing, store)
+    problems = finish(args, store, summary_of(store, posed, rows), models[-1], speed, rows)
+    if failed:
+        problems.append(
+            f"{'; '.join(map(str, failed))}. The report is of what was answered, and that is kept: "
+            "with what failed mended, or left out, the same command asks only what is missing"
+        )
+    if problems:
+        raise ToolError(". ".join(problems))
+
+
+def suite_of(args: argparse.Namespace) -> Suite:
+    """What the options ask."""
+    return Suite.of(
+        args.tasks,
+        args.longbench,
+        lengths=tuple(args.lengths),
+        samples=args.samples,
+        seed=args.seed,
+        text=args.text,
+    )
+
+
+def check_saves(suite: Suite, rows: Sequence[str]) -> None:
+    """Raise ToolError where a run has nothing that `--save` could store."""
+    if all(policy_of(row) == FULL for row in rows):
+        raise ToolError("--save stores what policies keep of full's answers: name one beside full")
+    if not suite.tasks:
+        raise ToolError(
+            f"--save stores the share of right answers, and {PERPLEXITY} alone has none: add "
+            "other --tasks, or leave --save out"
+        )
+
+
+def summary_of(store: Store, posed: Mapping[Key, Posed], rows: Sequence[str]) -> Summary:
+    """Of the answers of these rows to what this run asks; the store may have others."""
+    asked = {Question(row, *key) for row in rows for key in posed}
+    return Summary((answer for answer in store if answer.question in asked), rows)
+
+
+def answer_all(
+    args: argparse.Namespace,
+    suite: Suite,
+    models: Sequence[Model],
+    posed: Mapping[Key, Posed],
+    missing: Mapping[str, Sequence[Key]],
+    store: Store,
+) -> list[NotStarted]:
+    """Has engines answer what is missing, the yardstick first; returns which did not start.
+
+    Raises:
+        ToolError: an engine fails, or the yardstick's answers are too few for a comparison.
+    """
+    rows = [row for model in models for row in model.rows]
+    yardstick, failed = rows[0], list[NotStarted]()
+
+    def check_full() -> None:
+        summary = summary_of(store, posed, [yardstick])
+        full_answers.check(summary, store.directory, args.keep_going, args.save)
+
+    if not missing[yardstick]:
+        # Before an engine starts for the others.
+        check_full()
+    prompts = {row: [posed[key].asked for key in keys] for row, keys in missing.items()}
+    with closing(AnswersBar(prompts)) as bar:
+        engines = engines_of(args, models, missing, suite.context(posed), failed, bar)
+        with closing(engines):
+            for engine, names in engines:
                 for name in names:
                     store.note_resolved(name, engine.resolved(name))
                 check_yardstick(store.facts[RESOLVED], rows)
                 for name in names:
-                    for answered in _ask(engine, name, missing[name], posed, store):
-                        done += answered
-                        bar(done, count)
-    asked = {Question(row, *key) for row in rows for key in posed}
-    summary = Summary((a for a in store if a.question in asked), rows)
-    finish(args, store, summary, models[-1], speed)
-    if failed:
-        reasons = "; ".join(map(str, failed))
-        raise ToolError(
-            f"{reasons}. The report is of what was answered, and that is kept: with what failed "
-            "mended, or left out, the same command asks only what is missing"
-        )
+                    _ask(engine, name, missing[name], posed, store, bar)
+                    if name == yardstick and missing[name]:
+                        bar.clear()
+                        check_full()
+    return failed
 
 
 def finish(
@@ -110,8 +173,12 @@ def finish(
     summary: Summary,
     model: Model,
     speed: Mapping[str, Mapping[str, float]] | None,
-) -> None:
-    """Shows and writes what the answers say; they are saved for `model`."""
+    rows: Sequence[str],
+) -> list[str]:
+    """Shows and writes what the answers say; they are saved for `model`.
+
+    rows: all that were asked for, answered or not. Returns what could not be done.
+    """
     facts = store.facts
     print(report.table(summary))
     written = {
@@ -124,15 +191,28 @@ def finish(
         except OSError as error:
             raise ToolError(f"cannot write {store.directory / name}: {error.strerror}") from error
     print(f"\nResults: {store.directory / 'report.json'}, answers: {store.directory}/answers.jsonl")
-    if args.save:
-        # Its weights may have come with this run.
-        key = model_key(model.config.to_dict(), model_dir(model.source, model.revision))
-        path, others = records.save(key, summary, facts)
-        print(f"Saved for servers of this model: {path}")
-        for row, why in others.items():
-            print(f"Not saved: {row}, {why}")
+    problems = _save(model, summary, facts, rows) if args.save else []
     if not args.no_plot:
         print(figures.draw_all(store.directory, summary, model_name(args.model), speed))
+    return problems
+
+
+def _save(
+    model: Model, summary: Summary, facts: Mapping[str, Any], rows: Sequence[str]
+) -> list[str]:
+    """Saves rows and says of each what became of it; returns what could not be saved."""
+    # Its weights may have come with this run.
+    key = model_key(model.config.to_dict(), model_dir(model.source, model.revision))
+    saved = records.save(key, summary, facts, rows)
+    if saved.path is None:
+        print("Nothing was saved for servers of this model.")
+    else:
+        names = ", ".join(saved.names)
+        print(f"Saved for servers of this model: {names}, in {saved.path}")
+    for row, why in {**saved.needless, **saved.refused}.items():
+        print(f"Not saved: {row}, {why}")
+    refused = "; ".join(f"{row}, {why}" for row, why in saved.refused.items())
+    return [f"--save could not save {refused}"] if refused else []
 
 
 def check_rows(rows: Mapping[str, KVPolicy]) -> None:
@@ -209,36 +289,43 @@ def engines_of(
     missing: Mapping[str, Sequence[Key]],
     context: int,
     failed: list[NotStarted],
-) -> Iterator[tuple[OwnEngine | RunningServer, list[str]]]:
+    bar: AnswersBar,
+) -> Generator[tuple[OwnEngine | RunningServer, list[str]]]:
     """Engines that are up, with the rows to ask them for, one after the other.
 
     context: tokens that the longest prompt has with its answer. failed: takes why an engine does
-    not start, whose rows are passed over.
+    not start, whose rows are passed over. bar: is told of each that starts.
 
     Raises:
         NotStarted: it is the yardstick's engine.
     """
     yardstick = next(iter(models[0].rows))
+    if args.base_url:
+        (model,) = models
+        # It is asked what `full` means there, even if all such answers are here.
+        wanted = {row: p for row, p in model.rows.items() if missing[row] or row == FULL}
+        with running_server(args.base_url, wanted, args.concurrency, model.key) as server:
+            yield server, list(wanted)
+        return
+    groups = []
     for model in models:
         wanted = {row: policy for row, policy in model.rows.items() if missing[row]}
-        if args.base_url:
-            # It is asked what `full` means there, even if all such answers are here.
-            wanted = {FULL: model.rows[FULL], **wanted}
-            with running_server(args.base_url, wanted, args.concurrency, model.key) as server:
-                yield server, list(wanted)
-            continue
+        groups += [(model, names) for names in grouped(wanted, model.config.num_hidden_layers)]
+    for left, (model, names) in zip(range(len(groups), 0, -1), groups, strict=True):
         longest = min(context, model.config.max_position_embeddings)
         options = {"max_model_len": longest, "revision": model.revision, **args.engine_args}
-        for names in grouped(wanted, model.config.num_hidden_layers):
-            members = {name: wanted[name] for name in names}
-            cache = {} if (dtype := dtype_of(names[0])) is None else {"kv_cache_dtype": dtype}
-            try:
-                with own_engine(model.source, members, options | cache) as engine:
-                    yield engine, names
-            except NotStarted as error:
-                if yardstick in names:
-                    raise
-                failed.append(error)
+        members = {name: model.rows[name] for name in names}
+        cache = {} if (dtype := dtype_of(names[0])) is None else {"kv_cache_dtype": dtype}
+        try:
+            with ExitStack() as stack:
+                with bar.starting(names, left):
+                    engine = stack.enter_context(own_engine(model.source, members, options | cache))
+                yield engine, names
+        except NotStarted as error:
+            if yardstick in names:
+                raise
+            failed.append(error)
+            bar.drop(names)
 
 
 def _ask(
@@ -247,8 +334,9 @@ def _ask(
     keys: Sequence[Key],
     posed: Mapping[Key, Posed],
     store: Store,
-) -> Iterator[int]:
-    """Has the engine answer, shortest prompts first; how many answers are stored, as they are."""
+    bar: AnswersBar,
+) -> None:
+    """Has the engine answer, shortest prompts first, and stores some answers at a time."""
     ordered = sorted(keys, key=lambda key: key[1])
     # A server may have a GPU where this machine has none.
     slow = isinstance(engine, OwnEngine) and on_cpu()
@@ -259,7 +347,7 @@ def _ask(
             tokens += len(posed[ordered[count]].asked.token_ids)
             count += 1
         some, ordered = ordered[:count], ordered[count:]
-        answers = engine.answers(policy, [posed[key].asked for key in some])
+        answers = engine.answers(policy, [posed[key].asked for key in some], bar)
         found = []
         for key, answer in zip(some, answers, strict=True):
             length = len(posed[key].asked.token_ids)
@@ -269,7 +357,6 @@ def _ask(
                 Answer(Question(policy, *key), score, length, shares.kept, shares.read, answer.text)
             )
         store.add(found)
-        yield len(found)
 
 
 def task_list() -> str:

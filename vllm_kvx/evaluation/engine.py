@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
 
 from vllm_kvx.cpu_mode import CPU_MODE_VARIABLE
 from vllm_kvx.errors import ToolError
@@ -39,6 +40,19 @@ class Answered:
 
     text: str
     nats: float
+
+
+class Progress(Protocol):
+    """What is told how far answers are."""
+
+    def begin(self, row: str, count: int) -> None:
+        """The engine is given so many prompts of a row."""
+
+    def step(self, read: Sequence[int], written: int) -> None:
+        """Answers began to prompts of so many tokens each, and so many tokens were written."""
+
+    def finish(self, asked: Asked, tokens: int) -> None:
+        """An answer has ended after so many tokens."""
 
 
 class NotStarted(ToolError):
@@ -86,8 +100,9 @@ class OwnEngine:
         self.num_layers = settings.num_layers
         self.block_size = vllm_config.cache_config.block_size
         self._dtype = at_dtype(dtype_of_engine(vllm_config))
+        self._ids = count()
 
-    def answers(self, policy: str, asked: Sequence[Asked]) -> list[Answered]:
+    def answers(self, policy: str, asked: Sequence[Asked], progress: Progress) -> list[Answered]:
         """Greedy answers under one of the engine's policies, all prompts given at once.
 
         Raises:
@@ -95,35 +110,44 @@ class OwnEngine:
         """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
+        engine = self.llm.llm_engine
         extra = {POLICY_KEY: self._requested[policy]}
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=len(each.forced) or each.max_tokens,
-                logprobs=0,
-                ignore_eos=bool(each.forced),
-                trace_decode_token_ids=list(each.forced) or None,
-                extra_args=extra,
-            )
-            for each in asked
-        ]
-        prompts = [TokensPrompt(prompt_token_ids=list(each.token_ids)) for each in asked]
-        found = []
+        ids = {str(next(self._ids)): index for index in range(len(asked))}
+        written = [0] * len(asked)
+        found: dict[int, Answered] = {}
         try:
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            prompts = [TokensPrompt(prompt_token_ids=list(each.token_ids)) for each in asked]
+            inputs = engine.renderer.render_cmpl(prompts)
+            for request, each, prompt in zip(ids, asked, inputs, strict=True):
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=len(each.forced) or each.max_tokens,
+                    logprobs=0,
+                    ignore_eos=bool(each.forced),
+                    trace_decode_token_ids=list(each.forced) or None,
+                    extra_args=extra,
+                    # Each step says how far it is, which `LLM.generate` does not.
+                    output_kind=RequestOutputKind.CUMULATIVE,
+                )
+                engine.add_request(request, prompt, params)
+            progress.begin(policy, len(asked))
+            while engine.has_unfinished_requests():
+                outputs = [(ids[output.request_id], output) for output in engine.step()]
+                begun = [len(asked[index].token_ids) for index, _ in outputs if not written[index]]
+                now = {index: len(output.outputs[0].token_ids) for index, output in outputs}
+                progress.step(begun, sum(now.values()) - sum(written[i] for i in now))
+                for index, output in outputs:
+                    written[index] = now[index]
+                    if output.finished:
+                        found[index] = answered(output.outputs[0])
+                        progress.finish(asked[index], written[index])
         except (ValueError, RuntimeError) as error:
             raise ToolError(
                 f"the engine failed under {policy}: {last_line(error)}. Finished answers are kept"
             ) from error
-        for output in outputs:
-            choice = output.outputs[0]
-            nats = [
-                -entry[token].logprob
-                for entry, token in zip(choice.logprobs, choice.token_ids, strict=True)
-            ]
-            found.append(Answered(choice.text, math.fsum(nats) / max(len(nats), 1)))
-        return found
+        return [found[index] for index in range(len(asked))]
 
     def shares(self, policy: str, prompt_len: int) -> Shares:
         """What the policy keeps of such a prompt, with the layers that the engine resolved."""
@@ -138,6 +162,15 @@ class OwnEngine:
         """Frees the device."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
+
+
+def answered(choice: Any) -> Answered:
+    """The answer that vLLM's output of a request is."""
+    nats = [
+        -entry[token].logprob
+        for entry, token in zip(choice.logprobs, choice.token_ids, strict=True)
+    ]
+    return Answered(choice.text, math.fsum(nats) / max(len(nats), 1))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Plots of a run: accuracy against what is kept and read, and against speed."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +17,63 @@ _MOST_CURVES = 12
 def draw_all(
     directory: Path, summary: Summary, model: str, speed: Mapping[str, Mapping[str, float]] | None
 ) -> str:
-    """Draws what there are answers for; a line on each plot."""
+    """Draws what there are answers for; a line on each plot, and on each that shows nothing."""
     if not summary.scored:
         return "No plot: no task is answered right or wrong."
+    if not any(_scores(summary)):
+        return "No plot: no answer is right, in full or under a policy."
     title = Path(model).name
-    said = [draw(directory / "kept.png", kept_curves, summary, title)]
-    if speed is not None:
+    families, alone = families_of(summary)
+    if families:
+        said = [draw(directory / "kept.png", kept_curves, summary, title)]
+    elif alone:
+        said = [
+            f"No plot over what is kept: {len(alone)} methods of one point each cannot be told "
+            "apart; the table has them."
+        ]
+    else:
+        said = ["No plot over what is kept: full alone has answers."]
+    if speed is not None and gains_of(summary, speed):
         said.append(draw(directory / "speed.png", speed_points, summary, title, speed))
+    elif speed is not None:
+        said.append("No plot over speed: --speed has none of these policies.")
     return "\n".join(said)
+
+
+def families_of(summary: Summary) -> tuple[dict[str, list[str]], list[str]]:
+    """The policies that a figure draws, by method, and the methods that only the table has."""
+    families: dict[str, list[str]] = {}
+    for policy in summary.policies:
+        if policy_of(policy) != FULL and summary.cell(policy) is not None:
+            families.setdefault(family_of(policy), []).append(policy)
+    alone: list[str] = []
+    if len(families) > _MOST_CURVES:
+        # Points without a curve make a thicket.
+        alone = [name for name, members in families.items() if len(members) == 1]
+        families = {name: members for name, members in families.items() if len(members) > 1}
+    return families, alone
 
 
 def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
     """Right answers over the share of entries kept, and over the share that is read; by method."""
-    lengths: list[int | None] = [*summary.lengths] or [None]
+    # Short questions have the length 0.
+    lengths = [*([0] if summary.has_short else []), *summary.lengths]
     figure, axes = pyplot.subplots(
         2, len(lengths), figsize=(4.2 * len(lengths), 7), sharey=True, squeeze=False
     )
-    families: dict[str, list[str]] = {}
-    for policy in summary.policies:
-        if policy_of(policy) != FULL:
-            families.setdefault(family_of(policy), []).append(policy)
-    if len(families) > _MOST_CURVES:
-        # Points without a curve make a thicket; the table has them.
-        families = {name: members for name, members in families.items() if len(members) > 1}
+    families, alone = families_of(summary)
     colors, lines = pyplot.get_cmap("tab10"), {}
     for column, length in enumerate(lengths):
         full = summary.cell(summary.yardstick, length=length)
         for row, what in enumerate(("kept", "read")):
             axis = axes[row][column]
+            counts = [full.count] if full is not None else []
             for number, (family, members) in enumerate(families.items()):
                 cells = [c for p in members if (c := summary.cell(p, length=length)) is not None]
                 points = sorted((100 * getattr(c, what), c.score) for c in cells)
                 if not points:
                     continue
+                counts += [c.count for c in cells]
                 xs, scores = [x for x, _ in points], [s for _, s in points]
                 errors = [
                     [100 * (s.value - s.low) for s in scores],
@@ -72,17 +96,39 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
             axis.xaxis.set_minor_formatter("")
             axis.set_xticks([5, 10, 20, 40, 100], ["5", "10", "20", "40", "100"])
             axis.set_xlabel(f"share of KV entries {what} (%)")
-            if row == 0 and length is not None:
-                axis.set_title(f"{length:,} tokens", loc="left", fontsize=10)
+            if row == 0:
+                what = f"{length:,} tokens" if length else "short questions"
+                axis.set_title(f"{what}, {_number(counts)}", loc="left", fontsize=10)
             if column == 0:
                 axis.set_ylabel("right answers (%)")
     axes[0][-1].legend(
         lines.values(), lines, fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0)
     )
-    head = f"{title}; dotted: {summary.yardstick}; bars: 95% confidence"
+    head = f"{title}\ndotted: {summary.yardstick}; bars: 95% confidence; n: prompts"
+    if alone:
+        head += f"\nin the table alone: {len(alone)} methods of one point each"
     figure.suptitle(head, x=0.02, ha="left", fontsize=11)
     figure.tight_layout()
     return figure
+
+
+def gains_of(
+    summary: Summary, speed: Mapping[str, Mapping[str, float]]
+) -> dict[str, Mapping[str, float]]:
+    """By policy of the summary, other than `full` itself, its gains over stock in `speed`."""
+    found = {}
+    for policy in summary.policies:
+        name = _in_speed(policy)
+        if policy_of(policy) != FULL and name in speed and summary.cell(policy) is not None:
+            found[policy] = speed[name]
+    return found
+
+
+def _in_speed(row: str) -> str:
+    """What a file of benchmarks.compare calls a row's policy."""
+    # Weights of one shape are as fast, tuned or not.
+    name = policy_of(row)
+    return f"stock{name.removeprefix(FULL)}" if name.startswith(f"{FULL}@") else name
 
 
 def speed_points(
@@ -90,26 +136,56 @@ def speed_points(
 ) -> Any:
     """Right answers over the gain in TTFT and in decoded tokens/s, a point for each policy."""
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    gains, counts = gains_of(summary, speed), list[int]()
     for axis, (what, label) in zip(
         axes,
         (("ttft", "TTFT, stock over policy"), ("tokens", "tokens/s, policy over stock")),
         strict=True,
     ):
         for policy in summary.policies:
-            # Weights of one shape are as fast, tuned or not.
-            name = policy_of(policy)
-            stock = f"stock{name.removeprefix(FULL)}" if name.startswith(f"{FULL}@") else name
-            gain = 1.0 if name == FULL else speed.get(stock, {}).get(what)
+            gain = 1.0 if policy_of(policy) == FULL else gains.get(policy, {}).get(what)
             cell = summary.cell(policy)
             if gain is None or cell is None:
                 continue
-            axis.plot(gain, 100 * cell.score.value, "o", markersize=5)
-            axis.annotate(policy, (gain, 100 * cell.score.value), fontsize=7)
+            counts.append(cell.count)
+            score = cell.score
+            errors = [[100 * (score.value - score.low)], [100 * (score.high - score.value)]]
+            axis.errorbar(
+                [gain], [100 * score.value], yerr=errors, fmt="o", markersize=5, elinewidth=0.5
+            )
+            axis.annotate(policy, (gain, 100 * score.value), fontsize=7)
         axis.set_xlabel(label)
+        if what not in {each for gain in gains.values() for each in gain}:
+            axis.set_title("no policy was measured so", loc="left", fontsize=10)
     axes[0].set_ylabel("right answers (%)")
-    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    head = f"{title}; bars: 95% confidence; {_number(counts)} prompts"
+    figure.suptitle(head, x=0.02, ha="left", fontsize=11)
     figure.tight_layout()
     return figure
+
+
+def _number(counts: Sequence[int]) -> str:
+    """`n = 8`, or `n = 6-8` where they differ."""
+    if not counts:
+        return "n = 0"
+    low, high = min(counts), max(counts)
+    return f"n = {low}" if low == high else f"n = {low}-{high}"
+
+
+def _scores(summary: Summary) -> Iterator[float]:
+    for policy in summary.policies:
+        cell = summary.cell(policy)
+        if cell is not None:
+            yield cell.score.value
+
+
+def check_speed(path: str, speed: Mapping[str, Mapping[str, float]], rows: Sequence[str]) -> None:
+    """Raise ToolError unless `speed`, read from that file, has any of the rows' policies."""
+    if not any(_in_speed(row) in speed for row in rows if policy_of(row) != FULL):
+        raise ToolError(
+            f"--speed {path} has none of these policies, so there is nothing to draw: it has "
+            f"{', '.join(speed) or 'none at all'}"
+        )
 
 
 def read_speed(path: str) -> dict[str, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 _Z = 1.959964
@@ -32,6 +33,19 @@ def of_mean(scores: Sequence[float]) -> Interval:
     # Where all scores are alike an end is the mean itself, but for rounding.
     low, high = max(middle - reach, 0.0), min(middle + reach, 1.0)
     return Interval(mean, min(low, mean), max(high, mean))
+
+
+@cache
+def least_right() -> int:
+    """Answers that `full` must have right for a policy's share of them to say anything.
+
+    With fewer, the interval of a policy that keeps all of them and that of one that keeps none
+    overlap.
+    """
+    count = 1
+    while of_mean([1.0] * count).low <= of_mean([0.0] * count).high:
+        count += 1
+    return count
 
 
 def of_values(values: Sequence[float]) -> Interval:

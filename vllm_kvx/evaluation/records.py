@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.groups import with_retrieval
 from vllm_kvx.evaluation.rows import FULL, is_of_original
 from vllm_kvx.evaluation.store import RESOLVED
-from vllm_kvx.evaluation.summary import Summary
+from vllm_kvx.evaluation.summary import Cell, Summary
 from vllm_kvx.policy.cache_dtype import at_dtype, split_dtype
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
@@ -31,10 +32,28 @@ def record_path(key: str, root: Path | None = None) -> Path:
     return (root or cache_root()) / "evaluation" / f"{key}.json"
 
 
-def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> tuple[Path, dict[str, str]]:
+@dataclass(frozen=True)
+class Saved:
+    """What became of a run's rows.
+
+    path: the file; None if nothing was saved, and then none was written or changed.
+    names: by row the name that it was saved under.
+    needless: by row, why a server needs no entry of it.
+    refused: by row, why it could not be saved, although it was asked for.
+    """
+
+    path: Path | None
+    names: Mapping[str, str]
+    needless: Mapping[str, str]
+    refused: Mapping[str, str]
+
+
+def save(
+    key: str, summary: Summary, facts: Mapping[str, Any], rows: Sequence[str] | None = None
+) -> Saved:
     """Stores what each policy kept, in the place of what was stored for that policy.
 
-    Returns the file, and by row why others are not in it.
+    rows: those that were asked for, answered or not; by default those that have answers.
 
     Where an original was asked, it is what the policy on the model keeps of the original's answers.
     A name has the KV cache dtype that its engine had, if that is a quantized one. What was compared
@@ -44,28 +63,34 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> tuple[Path, di
         ToolError: it cannot be written.
     """
     path = record_path(key)
-    record = _read(path) or {"key": key, "policies": {}}
+    record = _read(path) or {}
+    if not isinstance(record.get("policies"), dict):
+        record = {"key": key, "policies": {}}
     full = summary.cell(summary.yardstick)
     original = facts["original"] if is_of_original(summary.yardstick) else None
     full_dtype = split_dtype(facts[RESOLVED].get(summary.yardstick, FULL))[1]
-    saved, others = set[str](), dict[str, str]()
-    for name in summary.policies:
-        cell = summary.cell(name)
+    names, needless, refused = dict[str, str](), dict[str, str](), dict[str, str]()
+    for name in summary.policies if rows is None else rows:
         if name == FULL or is_of_original(name):
             continue
-        if cell is None or cell.of_full is None or full is None:
+        cell = summary.cell(name)
+        if cell is None or name not in facts[RESOLVED]:
+            refused[name] = _unanswered(summary, name)
             continue
         policy, dtype = split_dtype(facts[RESOLVED][name])
         stored = canonical(parse_policy(policy), dtype)
         if stored == FULL:
-            others[name] = "which is full itself"
-        elif stored in saved:
-            others[name] = "which another row is, too"
+            needless[name] = "which is full itself"
+        elif stored in names.values():
+            needless[name] = "which another row is, too"
+        elif full is None or cell.of_full is None:
+            refused[name] = _without_ratio(full, summary.yardstick)
         elif full_dtype and _is_beside_unquantized(record["policies"].get(stored)):
-            others[name] = f"which was compared with full that is not over {full_dtype}"
-        if name in others:
+            refused[name] = f"which was compared with full that is not over {full_dtype}"
+        if name in needless or name in refused:
             continue
-        saved.add(stored)
+        assert full is not None and cell.of_full is not None
+        names[name] = stored
         lengths = {}
         for length in summary.lengths:
             part = summary.cell(name, length=length)
@@ -83,6 +108,8 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> tuple[Path, di
             **({"original": original} if original else {}),
             **({"full_kv_cache_dtype": full_dtype} if full_dtype else {}),
         }
+    if not names:
+        return Saved(None, names, needless, refused)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -90,7 +117,23 @@ def save(key: str, summary: Summary, facts: Mapping[str, Any]) -> tuple[Path, di
         partial.replace(path)
     except OSError as error:
         raise ToolError(f"cannot write {path}: {error.strerror}; {WAY_OUT}") from error
-    return path, others
+    return Saved(path, names, needless, refused)
+
+
+def _unanswered(summary: Summary, name: str) -> str:
+    """Why a row has nothing to be saved, where it has no question that is right or wrong."""
+    if summary.answers(name) and not summary.scored:
+        return "of which no answer is right or wrong: perplexity alone was asked"
+    return "which answered nothing"
+
+
+def _without_ratio(full: Cell | None, yardstick: str) -> str:
+    """Why a row is no share of what `full` has right."""
+    if full is None:
+        return f"because {yardstick} answered nothing"
+    if not full.score.value:
+        return f"because {yardstick} has none of {full.count} answers right: there is none to keep"
+    return f"because {yardstick} has none of the same prompts right"
 
 
 def load(key: str, policy: KVPolicy, dtype: str | None = None) -> dict[str, Any] | None:

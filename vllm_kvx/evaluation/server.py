@@ -1,12 +1,12 @@
 """A running server that answers under several policies."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.evaluation.engine import Answered, Asked
+from vllm_kvx.evaluation.engine import Answered, Asked, Progress
 from vllm_kvx.evaluation.groups import with_retrieval
 from vllm_kvx.evaluation.rows import dtype_of
 from vllm_kvx.evaluation.shares import Shares, shares_of
@@ -60,14 +60,26 @@ class RunningServer:
             # Before hours of work.
             self._answer(name, Asked([0], 1))
 
-    def answers(self, policy: str, asked: Sequence[Asked]) -> list[Answered]:
+    def answers(self, policy: str, asked: Sequence[Asked], progress: Progress) -> list[Answered]:
         """Greedy answers under one policy, `concurrency` prompts at a time.
 
         Raises:
             ToolError: the server fails, or a prompt wants forced tokens, which HTTP cannot carry.
         """
+        progress.begin(policy, len(asked))
         with ThreadPoolExecutor(self._concurrency) as pool:
-            return list(pool.map(lambda each: self._answer(policy, each), asked))
+            waiting = {pool.submit(self._answer, policy, each): each for each in asked}
+            try:
+                for answer in as_completed(waiting):
+                    answer.result()
+                    # A server does not say when an answer begins: it is all one step.
+                    progress.step([len(waiting[answer].token_ids)], 0)
+                    progress.finish(waiting[answer], 0)
+            finally:
+                # After an error those that wait are not asked.
+                for answer in waiting:
+                    answer.cancel()
+        return [answer.result() for answer in waiting]
 
     def shares(self, policy: str, prompt_len: int) -> Shares:
         """What the policy keeps of such a prompt, with the layers that the server measured."""

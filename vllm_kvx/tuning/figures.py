@@ -17,7 +17,8 @@ def loss_curves(pyplot: Any, losses: Mapping[str, Any]) -> Any:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
     logged = [entry for entry in losses["log"] if "loss" in entry]
     left.plot([e["step"] for e in logged], [e["loss"] for e in logged], linewidth=1)
-    left.set(xlabel="step", ylabel="loss", yscale="log", title="training")
+    figures.say_if_empty(left, [e["loss"] for e in logged])
+    left.set(xlabel="step", ylabel="loss", yscale="log", title=f"training, {len(logged)} values")
     held = [(0, losses["before"]["all"])]
     held += [
         (entry["step"], {k.removeprefix("held_out_"): v for k, v in entry.items()})
@@ -27,7 +28,8 @@ def loss_curves(pyplot: Any, losses: Mapping[str, Any]) -> Any:
     steps = [step for step, _ in held]
     for name, label in (("greedy", "same token"), ("same", "same answer")):
         right.plot(steps, [100 * found[name] for _, found in held], marker="o", label=label)
-    right.set(xlabel="step", ylabel="held out, as at full depth (%)", title="agreement")
+    title = f"agreement, n = {losses['before']['all']['answers']} answers"
+    right.set(xlabel="step", ylabel="held out, as at full depth (%)", title=title)
     right.legend()
     figure.tight_layout()
     return figure

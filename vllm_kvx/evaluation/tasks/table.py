@@ -42,7 +42,13 @@ _DEMO: tuple[Task, ...] = (
     Notes("notes", "the demo checkpoint's lookups, values of one word", words=1),
     Notes("notes_3", "the demo checkpoint's lookups, values of three words", words=3),
 )
-TASKS: dict[str, Task] = {task.name: task for task in (*_RULER, *_OWN, *_DEMO)}
+# What a small chat model answers, too; a wrong answer ends soon.
+_QUICK: tuple[Task, ...] = (
+    Needles(
+        "one_number", "one number in prose, answered in short; --quick", "prose", max_tokens=16
+    ),
+)
+TASKS: dict[str, Task] = {task.name: task for task in (*_RULER, *_OWN, *_DEMO, *_QUICK)}
 _SHORT: tuple[FixedTask, ...] = (ShortFacts(), ShortCode(), Instructions())
 # Tasks whose samples come with the package, each as long as it is.
 FIXED: dict[str, FixedTask] = {task.name: task for task in _SHORT}
