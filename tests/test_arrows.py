@@ -83,7 +83,10 @@ RULES = {
         "what vLLM loads: it only wires",
     ),
     "batch": Rule(
-        ("errors", "arguments"), "asks a server over HTTP, and knows nothing of policies"
+        ("errors", "arguments", "serve"), "asks a server over HTTP, and knows nothing of policies"
+    ),
+    "serve": Rule(
+        ("cpu_mode", "environment", "errors"), "becomes vLLM's command, and imports nothing of it"
     ),
     "doctor": Rule(
         (
@@ -102,7 +105,7 @@ RULES = {
         (
             *("policy", "errors", "calibration"),
             *("evaluation.options", "tuning.options", "doctor.options", "batch.options"),
-            "ops.build",
+            *("ops.build", "serve"),
         ),
         "reads arguments before it imports a tool",
     ),
