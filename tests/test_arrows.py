@@ -33,7 +33,8 @@ RULES = {
     "settings": Rule(("policy", "spelling"), "what additional_config means, read in every process"),
     "equations": Rule(("policy",), "the papers' math in plain torch, for tools and operators"),
     "ops": Rule(
-        ("equations", "errors", "cache_folder"), "kernels take tensors and numbers, not requests"
+        ("equations", "errors", "cache_folder", "arguments"),
+        "kernels take tensors and numbers, not requests",
     ),
     "scores": Rule(("ops", "equations", "policy"), "the device half of propagate and retain"),
     "indexes": Rule(("ops", "equations", "policy"), "the device half of retrieve"),
