@@ -98,6 +98,7 @@ RULES = {
                 "ops.retrieval.costs",
                 "ops.retrieval.crossover",
                 "arguments",
+                "environment",
             ),
         ),
         "asks what servers and tools ask, before either runs; nothing asks it",
