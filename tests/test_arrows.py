@@ -33,7 +33,8 @@ RULES = {
     "settings": Rule(("policy", "spelling"), "what additional_config means, read in every process"),
     "equations": Rule(("policy",), "the papers' math in plain torch, for tools and operators"),
     "ops": Rule(
-        ("equations", "errors", "cache_folder"), "kernels take tensors and numbers, not requests"
+        ("equations", "errors", "cache_folder", "arguments"),
+        "kernels take tensors and numbers, not requests",
     ),
     "scores": Rule(("ops", "equations", "policy"), "the device half of propagate and retain"),
     "indexes": Rule(("ops", "equations", "policy"), "the device half of retrieve"),
@@ -84,8 +85,11 @@ RULES = {
         "what vLLM loads: it only wires",
     ),
     "batch": Rule(
-        ("errors", "arguments", "policy", "spelling"),
+        ("errors", "arguments", "serve", "policy", "spelling"),
         "asks a server over HTTP; of a policy it reads the name alone",
+    ),
+    "serve": Rule(
+        ("cpu_mode", "environment", "errors"), "becomes vLLM's command, and imports nothing of it"
     ),
     "schema": Rule(
         ("policy", "settings", "batch.lines"), "what users write, as JSON schemas of what reads it"
@@ -100,6 +104,7 @@ RULES = {
                 "ops.retrieval.costs",
                 "ops.retrieval.crossover",
                 "arguments",
+                "environment",
             ),
         ),
         "asks what servers and tools ask, before either runs; nothing asks it",
@@ -108,7 +113,7 @@ RULES = {
         (
             *("policy", "errors", "calibration"),
             *("evaluation.options", "tuning.options", "doctor.options", "batch.options"),
-            *("ops.build", "policies"),
+            *("ops.build", "policies", "serve"),
         ),
         "reads arguments before it imports a tool",
     ),

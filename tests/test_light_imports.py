@@ -78,9 +78,11 @@ def test_tools_say_what_to_install() -> None:
         ["calibrate", "m", "--method", "structkv"],
         ["diagnose", "m"],
         ["diagnose", "m", "--method", "speed"],
+        ["serve", "m", "--kv-policy", "speed-4"],
     ):
         done = run(f"from vllm_kvx.cli import main\nsys.exit(main({argv!r}))")
         (line,) = done.stderr.splitlines()
-        assert line.startswith(f"vllm-kvx {argv[0]}: error: torch is missing"), line
+        package = "vllm" if argv[0] == "serve" else "torch"
+        assert line.startswith(f"vllm-kvx {argv[0]}: error: {package} is missing"), line
         assert line.endswith("pip install 'vllm-kvx[cuda]' or [cpu]"), line
         assert done.returncode == 2 and not done.stdout

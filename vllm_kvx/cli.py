@@ -1,5 +1,6 @@
 """`vllm-kvx`: the tools around a server, one subcommand each.
 
+vllm-kvx serve MODEL                          is `vllm serve`, with what a CPU needs on a CPU
 vllm-kvx calibrate MODEL                      finds FastKV's TSP layer, by answers
 vllm-kvx calibrate MODEL --method structkv    finds StructKV's pivot, by answers
 vllm-kvx diagnose MODEL                       draws where a model's attention settles
@@ -39,6 +40,7 @@ from vllm_kvx.evaluation.options import add_evaluate, positive
 from vllm_kvx.ops.build import add_build_ops
 from vllm_kvx.policies import add_policies
 from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.serve import add_serve
 from vllm_kvx.tuning.options import add_tune_speed
 
 _METHODS, _CRITERIA = ("fastkv", "structkv"), ("answers", "paper")
@@ -107,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="vllm-kvx", description="Tools around a vllm-kvx server.")
     top.add_argument("--version", action="version", version=f"vllm-kvx {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_serve(commands)
     _add_calibrate(commands)
     add_diagnose(commands)
     add_evaluate(commands)

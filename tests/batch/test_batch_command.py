@@ -34,14 +34,14 @@ POLICIES = ("speed-4", "full", "fier-64", None)
 FLAGS = [
     *("--served-model-name", MODEL, "--kv-policy", "speed-4", "--kv-request-policies", "list"),
     *("--additional-config", '{"kv_layout": ["fier-64", "full"]}', "--max-model-len", "1024"),
-    *("--dtype", "float32", "--block-size", "32", "--enforce-eager"),
 ]
+CPU_FLAGS = ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("batch") / "server.log"
-    with serving([str(CHECKPOINT), *FLAGS], log, cpu_environment()) as url:
+    with serving([str(CHECKPOINT), *FLAGS, *CPU_FLAGS], log, cpu_environment()) as url:
         yield url
 
 
@@ -283,6 +283,7 @@ def test_its_own_server_ends_with_it(url: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
         env = cpu_environment() | {"KVX_TEST_MARK": str(os.getpid())}
+        del env["KVX_CPU"]  # As with CPU_FLAGS, the command adds it.
         process = subprocess.Popen(command, env=env, stderr=output)
         try:
             kill_at(process, path, 5)

@@ -50,13 +50,21 @@ class Server:
         self.requests: dict[str, Any] = {}
 
     def start(
-        self, name: str, policy: str = SPEED, prefix: list[KVCacheBlock] | None = None
+        self,
+        name: str,
+        policy: str = SPEED,
+        prefix: list[KVCacheBlock] | None = None,
+        moves_out: bool = False,
     ) -> list[KVCacheBlock]:
-        """Returns its blocks of the prefix; `prefix`: those that it takes over."""
+        """Returns its blocks of the prefix; `prefix`: those that it takes over.
+
+        moves_out: what retention keeps goes to new blocks.
+        """
         for manager in (self.lower, self.upper):
             start = manager.start_layer
             storage = storage_of(parse_policy(policy), PROMPT, start, BLOCK, LAYERS)
-            manager.add_request(name, RequestKV(storage, row=self.facts.row_of(policy)))
+            kv = RequestKV(storage, row=self.facts.row_of(policy), moves_out=moves_out)
+            manager.add_request(name, kv)
         if prefix:
             self.lower.add_local_computed_blocks(name, prefix, PREFIX, 0)
             self.upper.add_local_computed_blocks(name, [], PREFIX, 0)
@@ -64,6 +72,11 @@ class Server:
             manager.allocate_new_blocks(name, PROMPT, PROMPT)
         self.requests[name] = SimpleNamespace(num_computed_tokens=PROMPT)
         return self.lower.req_to_blocks[name][: PREFIX // BLOCK]
+
+    def compact(self, name: str) -> None:
+        """After the step that brought its prompt in: what retention dropped is given back."""
+        for manager in (self.lower, self.upper):
+            self.pool.free_blocks(manager.shrink(name, PROMPT).values())
 
     def end(self, name: str) -> None:
         for manager in (self.lower, self.upper):
@@ -111,6 +124,42 @@ def test_who_brought_a_block_in_counts_it(server: Server) -> None:
     # The prefix lies in the pool still, and is the next one's that takes it out.
     server.start("c", OTHER, prefix)
     assert server.blocks() == ({OTHER: 29}, {OTHER: 27})
+
+
+def test_less_than_nothing_is_saved_while_a_prompt_is_compacted(server: Server) -> None:
+    """The step that compacts it holds all of it, as stock does, and what stays of it besides."""
+    policy = "snapkv:kv_rate=0.2"
+    server.start("a", policy, moves_out=True)
+    kept = 6  # Blocks of 22 entries, in each group.
+    name = str(parse_policy(policy))
+    assert server.blocks() == ({name: 2 * (28 + kept)}, {name: -2 * kept})
+    server.compact("a")
+    assert server.blocks() == ({name: 2 * kept}, {name: 2 * (28 - kept)})
+
+
+def test_less_than_nothing_is_saved_where_stock_shares_more(server: Server) -> None:
+    """Stock shares a prefix in all layers; above a cutoff each request has entries of its own."""
+    policy = str(parse_policy("speed-4:anchors=8,tail=20"))
+    prefix = server.start("0", policy)
+    assert server.blocks() == ({policy: 28 + 7}, {policy: 28 - 7})
+    for name in range(1, 10):
+        server.start(str(name), policy, prefix)
+    held = 25 + 10 * 3 + 10 * 7
+    assert server.blocks() == ({policy: held}, {policy: 2 * (25 + 10 * 3) - held})
+    assert held > 2 * (25 + 10 * 3)
+
+
+def test_less_than_nothing_is_saved_of_a_prefix_that_is_another_policys(server: Server) -> None:
+    """It counts where it was brought in, and so does what is saved of it; the sum is right."""
+    prefix = server.start("a")
+    policy = str(parse_policy("speed-4:anchors=8,tail=20"))
+    server.start("b", policy, prefix)
+    _, saved = server.blocks()
+    assert saved == {SPEED: 28 - 1, policy: 2 * 3 - (3 + 7)}
+    server.end("a")
+    _, saved = server.blocks()
+    assert saved == {SPEED: 25, policy: 2 * 3 - (3 + 7)}
+    assert sum(saved.values()) == 2 * 28 - (28 + 7)
 
 
 def test_facts_ride_when_there_is_news(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

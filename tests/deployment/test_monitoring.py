@@ -124,6 +124,15 @@ def test_what_an_operator_asks_for_is_shown() -> None:
     assert {"KVRetrievalOnTriton", "KVPolicyNotEvaluated", "KVStashIsFull"} <= names
 
 
+def test_where_savings_may_be_negative_it_is_said() -> None:
+    board = dashboard.load()
+    showing = [panel for panel in dashboard.panels(board) if "kv_blocks_saved" in str(panel)]
+    assert len(showing) == 2
+    said = [panel["description"] for panel in showing]
+    said += [metrics.GAUGES["blocks_saved"].text]
+    assert all("Negative" in text and "shares in all layers" in text for text in said)
+
+
 def test_panels_have_their_places() -> None:
     """No two overlap, every id is one panel's, and all ask the datasource that is chosen."""
     board = dashboard.load()

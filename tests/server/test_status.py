@@ -264,6 +264,29 @@ def test_a_dead_or_busy_engine_leaves_the_last_values(monkeypatch) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 2)], ids=["the only one", "another"])
+def test_counters_that_nobody_read_before_a_long_step(monkeypatch, rank: int, count: int) -> None:
+    """They are late then, as of the step before, and not zero."""
+    monkeypatch.setattr(stats, "WAIT_S", 0.05)
+    monkeypatch.setattr(route, "POLL_S", 0.01)
+
+    async def main() -> None:
+        engine = Engine("speed-4", rank, count, model=f"long step {rank}")
+        client = await serve(engine)
+        engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": 7}})
+        await asyncio.sleep(0.2)
+        engine.stats = None  # A step began.
+        await asyncio.sleep(0.2)
+        answer = (await client.get("/v1/kv_policy")).json()
+        assert answer["counters"] == {"speed-4": {"prompt_tokens": 7}}
+        assert answer["layout"]["num_blocks"] == 9 and answer["current"] is False
+        await client.get("/metrics/")
+        exported = sample("prompt_tokens_total", f"long step {rank}", "speed-4")
+        assert exported == (7 if rank == 0 else None)
+
+    asyncio.run(main())
+
+
 def test_of_several_api_servers_one_exports() -> None:
     async def main() -> None:
         first, second = (Engine("speed-4", rank, 2, "several") for rank in (0, 1))

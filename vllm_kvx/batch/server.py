@@ -1,5 +1,6 @@
 """A ``vllm serve`` of a batch's own, behind a Unix socket; it ends with this process."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import httpx
 
 from vllm_kvx.batch import guard
 from vllm_kvx.errors import ToolError
+from vllm_kvx.serve import needs_of
 
 _POLL_S, _STOP_S = 0.5, 30.0
 # Flags with which nothing would answer at the socket, or not to this process; and such as would
@@ -30,14 +32,21 @@ def own_server(model: str, flags: Sequence[str]) -> Iterator[Path]:
     for name in (flag.partition("=")[0].replace("_", "-") for flag in flags):
         if name in _NOT_AT_A_SOCKET or name.startswith("--ssl-"):
             raise ToolError(f"a batch's own server is behind a Unix socket: drop {name}")
+    needs = needs_of([model, *flags])
+    if said := needs.says():
+        print(f"vllm-kvx batch: {said}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="kvx-batch-") as folder:
         socket = Path(folder) / "socket"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags]
-        command += ["--uds", str(socket), "--disable-uvicorn-access-log"]
+        command += [*needs.flags, "--uds", str(socket), "--disable-uvicorn-access-log"]
         guarded = [sys.executable, guard.__file__, str(_STOP_S), *command]
         # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
         process = subprocess.Popen(
-            guarded, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True
+            guarded,
+            env={**os.environ, **needs.environment},
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            start_new_session=True,
         )
         try:
             _wait(process, socket)

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvx.doctor.asked import layers_for
 from vllm_kvx.doctor.findings import Context, Finding, Request, note, ok, problem, reason
+from vllm_kvx.doctor.machine import CPU_ADVICE
 from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.settings import POLICY_KEY
 
@@ -38,7 +39,9 @@ def flags(context: Context) -> Iterator[Finding]:
         context.kv_cache_dtype = dtype_of_engine(context.vllm_config)
     except Exception as error:  # vLLM's own checks raise what they like.
         refusals = str(error).strip() or type(error).__name__
-        yield problem(refusals if _is_ours(refusals) else f"vLLM refuses: {refusals}")
+        is_ours = _is_ours(refusals)
+        mend = CPU_ADVICE if is_ours and context.is_cpu else ""
+        yield problem(refusals if is_ours else f"vLLM refuses: {refusals}", mend)
         return
     if config.get(POLICY_KEY) is not None and not plugin.is_loaded():
         yield problem(

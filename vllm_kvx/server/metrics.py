@@ -146,7 +146,8 @@ GAUGES = {
     "blocks_saved": Metric(
         "kv_blocks_saved",
         "KV cache blocks that stock vLLM would hold besides for these requests, with the same "
-        "prefixes shared.",
+        "prefixes shared. Negative: in the step that compacts a prompt; where many share a prefix, "
+        "which stock shares in all layers; where another policy's request brought a prefix in.",
     ),
     "stash_tokens_used": Metric(
         "stash_tokens_used",

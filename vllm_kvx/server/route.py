@@ -98,9 +98,10 @@ class PolicyStatus:
         if self.exports:
             metrics = PolicyMetrics(self.model_name, policy, settings.counted_policies())
         self.reader = StatsReader(engine_client, metrics.update if metrics else lambda stats: None)
-        if self.exports and config.parallel_config._api_process_count > 1:
-            # /metrics may be read from another process, which sees what this one last exported.
-            self._poller = asyncio.create_task(self._poll())
+        # Whoever asks while a step takes longer than a reader waits is given what was read last,
+        # which must not be nothing. And /metrics may be read from another process, which sees what
+        # this one last exported.
+        self._poller = asyncio.create_task(self._poll())
 
     async def refresh_metrics(self) -> None:
         """Brings the Prometheus metrics up to date."""
@@ -110,7 +111,8 @@ class PolicyStatus:
     async def as_json(self) -> dict[str, Any]:
         """The answer of ``GET /v1/kv_policy``.
 
-        ``current`` is false if the engine did not answer in time: the counters are older then.
+        ``current`` is false if the engine did not answer in time: the counters are older then, by
+        one step and `POLL_S` seconds at most.
         """
         stats = await self.reader.read() if self.reader else {}
         settings = self.settings

@@ -23,7 +23,8 @@ class StatsReader:
 
     Readers share one call to the engine, and what it brought is served for `FRESH_S` seconds. A
     busy engine answers between two steps: after `WAIT_S` seconds readers get the values before,
-    and so they do from a dead one. Nothing here raises.
+    and so they do from a dead one. So somebody has to read now and then, or the values before are
+    of long ago, or there are none. Nothing here raises.
     """
 
     def __init__(
