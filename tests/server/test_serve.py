@@ -306,7 +306,7 @@ def test_answers_say_their_policy(server: Server, log: Path, route: str, stream:
         assert reply.headers["x-kv-policy"] == ran
         if route != "/v1/messages":
             assert f'"kv_policy":"{ran}"' in reply.text.replace('": "', '":"')
-        assert re.search(rf'"POST {route} HTTP/1.1" 200 OK {ran}\b', log.read_text())
+        assert re.search(rf'"POST {route} HTTP/1.1" 200 OK kv_policy={ran}\b', log.read_text())
     bad = server.http.post(route, json={**body, "vllm_xargs": {"kv_policy": "speed-5"}})
     assert "x-kv-policy" not in bad.headers and bad.status_code == 400
 

@@ -128,5 +128,5 @@ class PolicyInLog(logging.Filter):
         for handler in logging.getLogger(record.name).handlers:
             style = getattr(handler.formatter, "_style", None)
             if getattr(style, "_fmt", None) == _DEFAULT_FORMAT:
-                style._fmt = f"{_DEFAULT_FORMAT} %(kv_policy)s"  # type: ignore[union-attr]
+                style._fmt = f"{_DEFAULT_FORMAT} kv_policy=%(kv_policy)s"  # type: ignore[union-attr]
         return True
