@@ -92,7 +92,8 @@ RULES = {
         ("cpu_mode", "environment", "errors"), "becomes vLLM's command, and imports nothing of it"
     ),
     "schema": Rule(
-        ("policy", "settings", "batch.lines"), "what users write, as JSON schemas of what reads it"
+        ("policy", "settings", "spelling", "batch.lines"),
+        "what users write, as JSON schemas of what reads it",
     ),
     "policies": Rule(("policy", "schema"), "shows what policies there are"),
     "doctor": Rule(

@@ -5,7 +5,7 @@ would refuse, without one. Draft 7, which Helm takes; patterns are what Python, 
 share. ``policy.schema`` says what of a policy's name a schema leaves to `parse_policy`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm_kvx.batch.lines import POLICY_KEY, URLS, XARGS
@@ -25,6 +25,7 @@ from vllm_kvx.settings import (
     SHARES,
     STASH_KEY,
 )
+from vllm_kvx.spelling import VLLM_KEYS
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 ADDITIONAL_CONFIG, BATCH_LINE = "additionalConfig", "batchLine"
@@ -67,7 +68,7 @@ def _batch_line() -> dict[str, Any]:
     """A line of a batch file, as ``batch.lines`` reads it."""
     xargs = {
         "properties": {POLICY_KEY: _or_null(_POLICY)},
-        "propertyNames": _keys((POLICY_KEY,)),
+        "propertyNames": _keys((POLICY_KEY,), VLLM_KEYS),
     }
     answered_whole = {"enum": [False, None]}
     properties = {"stream": answered_whole, "background": answered_whole, XARGS: xargs}
@@ -84,16 +85,18 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"if": {"not": {"type": "null"}}, "then": schema}
 
 
-def _keys(names: Sequence[str]) -> dict[str, Any]:
+def _keys(names: Sequence[str], others: Collection[str] = ()) -> dict[str, Any]:
     """Keys that are `names`, or do not look like one of ours: begin with ``kv_``, in any case.
 
     Nor are they one of `names` but for case, hyphens and the like. Misspellings that only a
     comparison of letters finds pass here, and are refused by what reads the keys.
+
+    others: keys that begin like ours and are vLLM's.
     """
     gap = r"[\W_]*"
     spelled = (gap.join(_either_case(name.replace("_", ""))) for name in names)
     alike = f"^({_either_case('k')[0]}{_either_case('v')[0]}[_-]|{gap}({'|'.join(spelled)}){gap}$)"
-    return {"anyOf": [{"enum": list(names)}, {"not": {"pattern": alike}}]}
+    return {"anyOf": [{"enum": [*names, *sorted(others)]}, {"not": {"pattern": alike}}]}
 
 
 def _either_case(letters: str) -> list[str]:

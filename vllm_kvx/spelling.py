@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 # The key of a policy, in additional_config and in a request.
 POLICY_KEY = "kv_policy"
+# Keys of ``vllm_xargs`` that begin like ours and are vLLM's.
+VLLM_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 
 # Comparing costs microseconds a key, and clients choose the keys: no more of them are looked at,
 # and none that is longer, which resembles nothing.

@@ -51,7 +51,12 @@ def test_policies_side_by_side(
     monkeypatch.setattr(perplexity, "CONTINUATION_TOKENS", 8)
     output = tmp_path / "out"
     over_fp8 = ("full@fp8",) if HAS_FP8 else ()
-    policies = ("--policies", "snapkv:kv_rate=0.1", "streamingllm:sinks=1,recent=9", *over_fp8)
+    policies = (
+        "--policies",
+        "snapkv:kv_rate=0.1,kv_floor=0",
+        "streamingllm:sinks=1,recent=9",
+        *over_fp8,
+    )
     assert evaluate(output, *policies, "--save") == 0
     cleanup_dist_env_and_memory()
     gc.collect()
@@ -59,7 +64,7 @@ def test_policies_side_by_side(
     written = json.loads((output / "report.json").read_text())
     cells = {(c["policy"], c["task"]): c for c in written["cells"] if c["length"] == 320}
     assert cells["full", "notes_3"]["score"][0] == 1.0 and cells["full", "notes_3"]["n"] == 2
-    assert cells["snapkv:kv_rate=0.1", "notes_3"]["score"][0] == 1.0
+    assert cells["snapkv:kv_rate=0.1,kv_floor=0", "notes_3"]["score"][0] == 1.0
     # The first word comes with the prompt, and the others are gone.
     lost = cells[policies[2], "notes_3"]
     assert lost["score"][0] < 0.5 and lost["kept"] < 0.04 and lost["of_full"][0] < 0.5
@@ -89,11 +94,11 @@ def test_policies_side_by_side(
     config = json.loads((LOOKUP / "config.json").read_text())
     key = written["model_key"]
     assert key != model_key(config, None)
-    found = records.load(key, parse_policy("snapkv:kv_rate=0.1"))
+    found = records.load(key, parse_policy("snapkv:kv_rate=0.1,kv_floor=0"))
     assert found is not None and found["of_full"][0] == 1.0 and found["n"] == 2
     assert records.load(key, parse_policy("snapkv:kv_rate=0.3")) is None
     assert (records.load(key, parse_policy("full"), "fp8") is not None) == HAS_FP8
-    assert records.load(key, parse_policy("snapkv:kv_rate=0.1"), "fp8") is None
+    assert records.load(key, parse_policy("snapkv:kv_rate=0.1,kv_floor=0"), "fp8") is None
 
 
 @contextmanager
@@ -136,7 +141,7 @@ class Wrong:
         return row
 
     def shares(self, row: str, prompt_len: int) -> Shares:
-        return Shares(1.0, 1.0, 1.0)
+        return Shares(0.5, 0.5, 1.0)
 
     def answers(self, row: str, asked: Sequence[Asked], *progress: object) -> list[Answered]:
         self.asked.append(row)
@@ -224,7 +229,7 @@ def test_quick_asks_the_demo_format_of_the_demo_checkpoint_alone(
     assert main(["evaluate", str(model), "--quick", "--no-plot", "--output", str(output)]) == 2
     asked = json.loads((output / "run.json").read_text())
     (task,), (length,) = asked["tasks"], asked["lengths"]
-    assert (task, length) == (("notes_3", 1024) if is_demo else ("one_number", 512))
+    assert (task, length) == (("notes_3", 1024) if is_demo else ("one_number", 1024))
     assert asked["samples"] == 6
 
 

@@ -133,7 +133,7 @@ def test_a_tuned_model_keeps_answers_of_its_original() -> None:
 
 def test_short_questions_have_no_length() -> None:
     summary = Summary(
-        Answer(Question(name, "short_facts", 0, 0), 1.0, 20, 1.0, 1.0, "")
+        Answer(Question(name, "short_facts", 0, 0), 1.0, 20, 0.9, 0.9, "")
         for name in ("full", "snapkv")
     )
     facts: dict[str, Any] = {"date": "2026-01-02", RESOLVED: {"full": "full", "snapkv": "snapkv"}}
@@ -203,3 +203,46 @@ def test_a_record_without_policies_is_begun_anew(cache: Path) -> None:
     path.write_text('{"key": "k"}')
     assert not save("snapkv", "snapkv", 0.25)
     assert trust().as_json(parse_policy("snapkv"))["of_full"][0] == 0.25
+
+
+def test_what_dropped_nothing_is_not_saved(cache: Path) -> None:
+    # Rates keep at least kv_floor entries: under them a shorter prompt is as in full.
+    summary = Summary(
+        Answer(Question(name, "notes", 512, index), 1.0, 500, 1.0, 1.0, "")
+        for name in ("full", "snapkv", "full@fp8")
+        for index in range(6)
+    )
+    names = ("full", "snapkv", "full@fp8")
+    facts: dict[str, Any] = {"date": "2026-01-02", RESOLVED: {name: name for name in names}}
+    saved = records.save(model_key(CONFIG, None), summary, facts)
+    assert list(saved.refused) == ["snapkv"] and "every entry" in saved.refused["snapkv"]
+    # Over another KV cache full keeps every entry, and may lose answers.
+    assert list(saved.names) == ["full@fp8"]
+
+
+def test_quick_prompts_are_longer_than_what_is_always_kept() -> None:
+    from vllm_kvx.evaluation.defaults import quick_defaults
+    from vllm_kvx.evaluation.shares import shares_of
+
+    (length,) = quick_defaults("any chat model")["lengths"]
+    # A prompt is fitted to its length from below.
+    assert shares_of(parse_policy("snapkv:kv_rate=0.2"), length - 24, 32, 30).kept < 1
+
+
+def test_an_entry_of_another_default_floor_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a bare rate kept a tenth of the shortest chat, and its name is the same today."""
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path))
+    path = records.record_path("key", tmp_path)
+    path.parent.mkdir(parents=True)
+    entry = {"of_full": [0.7, 0.6, 0.8], "full": 0.9, "n": 8, "lengths": {}}
+    names = ("snapkv", "snapkv:kv_floor=0", "fier-64", "fastkv:tsp_layer=3,kv_budget=64")
+
+    def found(**more: int) -> list[bool]:
+        policies = {records.canonical(parse_policy(n)): {**entry, **more} for n in names}
+        path.write_text(json.dumps({"key": "key", "policies": policies}))
+        return [records.load("key", parse_policy(name)) is not None for name in names]
+
+    assert found() == [False, True, True, False]
+    assert found(kv_floor=records.DEFAULT_KV_FLOOR) == [True] * 4

@@ -67,14 +67,14 @@ def test_retrieval_is_on_at_every_length() -> None:
     ("name", "kept", "read", "propagated"),
     [
         ("full", 1.0, 1.0, 1.0),
-        ("snapkv:kv_rate=0.2", 0.2, 0.2, 1.0),
+        ("snapkv:kv_rate=0.2,kv_floor=0", 0.2, 0.2, 1.0),
         # Layers 0..3 run and keep all, the others anchor and tail.
         ("speed-4", (4 * 1000 + 4 * 2) / 8000, (4 * 1000 + 4 * 2) / 8000, (4000 + 8) / 8000),
-        ("fastkv:tsp_layer=3,kv_rate=0.1", 0.1, 0.1, (4 * 1000 + 4 * 200) / 8000),
-        ("fastkv:tsp_layer=3,kv_rate=1", 0.6, 0.6, 0.6),
+        ("fastkv:tsp_layer=3,kv_rate=0.1,kv_floor=0", 0.1, 0.1, (4 * 1000 + 4 * 200) / 8000),
+        ("fastkv:tsp_layer=3,kv_rate=1,kv_floor=0", 0.6, 0.6, 0.6),
         # Two dense layers, then the budget.
         ("fier-64:dense_below=0", 1.0, (2 * 1000 + 6 * 64) / 8000, 1.0),
-        ("gemfilter:layer=3,rate=0.1", 0.1, 0.1, (4 * 1000 + 8 * 100) / 8000),
+        ("gemfilter:layer=3,rate=0.1,kv_floor=0", 0.1, 0.1, (4 * 1000 + 8 * 100) / 8000),
         ("selfonly-4:anchors=3", (4 * 1000 + 4 * 4) / 8000, (4 * 1000 + 4 * 4) / 8000, 0.502),
         # All is stored and read, and the upper layers run the last token.
         ("swiftkv-4", 1.0, 1.0, (4 * 1000 + 4) / 8000),

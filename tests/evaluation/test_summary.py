@@ -189,3 +189,15 @@ def test_speeds_are_of_the_same_kv_cache() -> None:
         "fier-64@fp8": 1.3,
     }
     pyplot.close()
+
+
+def test_a_policy_that_dropped_nothing_is_told() -> None:
+    # SwiftKV keeps and reads all, and other entries than full: it may lose answers.
+    kept_by = {"full": 1.0, "snapkv": 1.0, "knorm": 0.9, "full@fp8": 1.0, "swiftkv-4": 1.0}
+    summary = Summary(
+        Answer(Question(row, "notes", 512, index), 1.0, 500, kept, kept, "")
+        for row, kept in kept_by.items()
+        for index in range(4)
+    )
+    (note,) = report.notes(summary)
+    assert note.startswith("snapkv kept and read every entry") and note in report.table(summary)

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_kvx.batch import strict_json
 from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
-from vllm_kvx.spelling import has_prefix, misspelling
+from vllm_kvx.spelling import VLLM_KEYS, has_prefix, misspelling
 
 # Where a body names its policy.
 XARGS, POLICY_KEY = "vllm_xargs", "kv_policy"
@@ -126,7 +126,7 @@ def _check_policy(xargs: Any) -> None:
         return
     found = misspelling(xargs, (POLICY_KEY,))
     for key in [found.key] if found else [key for key in xargs if has_prefix(key)]:
-        if key != POLICY_KEY:
+        if key != POLICY_KEY and key not in VLLM_KEYS:
             message = f"unknown key {short(key)} in {XARGS}; a request's policy is {POLICY_KEY!r}"
             raise _Invalid("invalid_policy", message)
     name = xargs.get(POLICY_KEY)

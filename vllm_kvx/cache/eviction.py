@@ -134,14 +134,17 @@ class Recency:
         lost, now = self._lost, self._now
         for each in hashes:
             key = make_block_hash_with_group_id(each, _GROUP)
-            if key in lost and not self._pool.get_cached_block(each, [_GROUP]):
+            # Those that this step computes have their names already: they are noted again if they
+            # are kept.
+            if key in lost:
                 del lost[key]
                 lost[key] = now
 
     def _note(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Blocks were given back by a request."""
         cached, lost, now = self._cached, self._lost, self._now
-        for block in blocks:
+        # One that two holders give back at once is there twice.
+        for block in {each.block_id: each for each in blocks}.values():
             key = block.block_hash
             if key is None:
                 self._empty += block.ref_cnt == 0 and not block.is_null

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         sparsity_weight=sparsity,
         variance_weight=variance,
     )
-    snapkv = SnapKV(kv_rate=args.kv_rate, window=args.window, kernel=args.kernel)
+    snapkv = SnapKV(kv_rate=args.kv_rate, kv_floor=0, window=args.window, kernel=args.kernel)
     config = load_config(args.model, args.revision)
     policy.check_model(config.num_hidden_layers)
     prompts = load_prompts(

@@ -8,7 +8,8 @@ DEFAULTS = {"tasks": ["generated"], "lengths": [4096, 16384]}
 # By `--quick`: of the demo checkpoint (tests/checkpoints/lookup-8l), which answers one format, and
 # of any other model.
 _QUICK_DEMO = {"tasks": ["notes_3"], "lengths": [1024], "samples": 6}
-_QUICK = {"tasks": ["one_number"], "lengths": [512], "samples": 6}
+# Longer than the least that a policy keeps by default (kv_floor), so that it drops something.
+_QUICK = {"tasks": ["one_number"], "lengths": [1024], "samples": 6}
 # The key of the demo checkpoint's configuration, however its weights were trained.
 _DEMO_KEY = "fe7e900c879b6cd71bf234fd56ce4610"
 

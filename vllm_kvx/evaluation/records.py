@@ -12,8 +12,9 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.evaluation.groups import with_retrieval
 from vllm_kvx.evaluation.rows import FULL, is_of_original
 from vllm_kvx.evaluation.store import RESOLVED
-from vllm_kvx.evaluation.summary import Cell, Summary
+from vllm_kvx.evaluation.summary import KEPT_ALL, Cell, Summary, kept_all
 from vllm_kvx.policy.cache_dtype import at_dtype, split_dtype
+from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 
@@ -85,6 +86,8 @@ def save(
             needless[name] = "which another row is, too"
         elif full is None or cell.of_full is None:
             refused[name] = _without_ratio(full, summary.yardstick)
+        elif kept_all(name, cell):
+            refused[name] = f"which {KEPT_ALL}"
         elif full_dtype and _is_beside_unquantized(record["policies"].get(stored)):
             refused[name] = f"which was compared with full that is not over {full_dtype}"
         if name in needless or name in refused:
@@ -103,6 +106,8 @@ def save(
             "n": cell.count,
             "lengths": lengths,
             "tasks": summary.scored,
+            # What the name means of a policy that leaves its floor to the default.
+            "kv_floor": DEFAULT_KV_FLOOR,
             "date": facts.get("date"),
             "dtype": facts.get("dtype"),
             **({"original": original} if original else {}),
@@ -150,7 +155,21 @@ def load(key: str, policy: KVPolicy, dtype: str | None = None) -> dict[str, Any]
     if found is not None and not _is_whole(found):
         logger.warning("Ignoring %s: its entry of %s is damaged. %s", path, policy, _MEND)
         return None
+    if found is not None and leaves_floor(policy) and found.get("kv_floor") != DEFAULT_KV_FLOOR:
+        why = "its entry of %s is of another default of kv_floor"
+        logger.warning(f"Ignoring %s: {why}. %s", path, policy, _MEND)
+        return None
     return found
+
+
+def leaves_floor(policy: KVPolicy) -> bool:
+    """Whether the name of `policy` stands for what the default of ``kv_floor`` makes of it."""
+    rates = ("kv_rate", "tsp_rate", "struct_rate", "rate")
+    return any(
+        "_floor" not in str(part)
+        and any(getattr(part, rate, None) not in (None, 1) for rate in rates)
+        for part in policy.parts
+    )
 
 
 def canonical(policy: KVPolicy, dtype: str | None = None) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from vllm_kvx.evaluation.intervals import Interval
 from vllm_kvx.evaluation.recovery import Recovery, bucket_name, recoveries
 from vllm_kvx.evaluation.rows import is_of_original
-from vllm_kvx.evaluation.summary import PERPLEXITY, Cell, Summary
+from vllm_kvx.evaluation.summary import KEPT_ALL, PERPLEXITY, Cell, Summary, kept_all
 
 # What a recovery is made of, see ``Recovery``.
 _PARTS = ("lost", "back", "newly_lost")
@@ -44,11 +44,19 @@ def table(summary: Summary) -> str:
             "cache; read: share of them that a decode step reads;\nof full: ratio to "
             f"{summary.yardstick} on the same prompts."
         )
+        if said := notes(summary):
+            parts.append("\n".join(said))
     if PERPLEXITY in summary.tasks:
         parts.append(_perplexity(summary))
     if recovered := recoveries(summary):
         parts.append(_recovery(recovered))
     return "\n\n".join(parts)
+
+
+def notes(summary: Summary) -> list[str]:
+    """The rows whose figures are those of `full`, since nothing of these prompts was dropped."""
+    cells = [(row, summary.cell(row)) for row in summary.policies]
+    return [f"{row} {KEPT_ALL}." for row, cell in cells if cell is not None and kept_all(row, cell)]
 
 
 def task_table(summary: Summary, length: int | None = None) -> str:

@@ -7,12 +7,17 @@ from functools import cached_property
 
 from vllm_kvx.evaluation.intervals import Interval, of_mean, of_ratio, of_values
 from vllm_kvx.evaluation.loops import can_loop, has_loop
-from vllm_kvx.evaluation.rows import FULL, FULL_ORIGINAL
+from vllm_kvx.evaluation.rows import FULL, FULL_ORIGINAL, policy_of
 from vllm_kvx.evaluation.store import Answer, Question
+from vllm_kvx.policy.cache_dtype import split_dtype
+from vllm_kvx.policy.spec import parse_policy
 
 PERPLEXITY = "perplexity"
 # The shortest bucket's prompts have up to so many tokens; each other one's up to twice as many.
 SHORTEST_BUCKET = 512
+
+# What there is to say of a row of which `kept_all` holds.
+KEPT_ALL = "kept and read every entry of these prompts: ask longer ones to see what it loses"
 
 # A question, whoever answers it: task, length and index.
 Asked = tuple[str, int, int]
@@ -40,6 +45,17 @@ class Cell:
     kept: float
     read: float
     tokens: float
+
+
+def kept_all(row: str, cell: Cell) -> bool:
+    """Whether a policy dropped and skipped nothing of a cell's prompts, so that it was `full`.
+
+    `full` itself, which may be over another KV cache, keeps all by its nature. One that propagates
+    may change what it keeps, as SwiftKV does.
+    """
+    policy = parse_policy(split_dtype(policy_of(row))[0])
+    may_be_full = not policy.is_full and policy.propagate is None
+    return may_be_full and cell.kept >= 1 and cell.read >= 1
 
 
 @dataclass(frozen=True)

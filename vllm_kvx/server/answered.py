@@ -94,13 +94,17 @@ class PolicyHeader:
             return
         said: list[str] = []
         scope[_SAID] = said
+        # uvicorn starts a pipelined request in the context of the one before it.
+        _policy.set(None)
 
         async def say(message: Message) -> None:
-            if said and message["type"] == "http.response.start" and message["status"] < 400:
-                header = (HEADER.encode(), said[0].encode())
-                message["headers"] = [*message.get("headers", ()), header]
+            if said and message["type"] == "http.response.start":
+                is_error = message["status"] >= 400
+                if not is_error:
+                    header = (HEADER.encode(), said[0].encode())
+                    message["headers"] = [*message.get("headers", ()), header]
                 # For the access log, which uvicorn writes when it is sent this.
-                _policy.set(said[0])
+                _policy.set(None if is_error else said[0])
             await send(message)
 
         await self._app(scope, receive, say)

@@ -24,7 +24,7 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
         request = original(self, *args, **kwargs)
         params = request.sampling_params
         settings = _settings_of(self)
-        if params is None or settings is None or request.resumable:
+        if params is None or settings is None:
             return request
         extra = params.extra_args or {}
         name = extra.get(POLICY_KEY)

@@ -8,10 +8,8 @@ from vllm_kvx.quoting import quoted
 from vllm_kvx.server.misplaced import XARGS, refusal
 from vllm_kvx.server.refused import Reason, RefusedError
 from vllm_kvx.settings import KEYS
-from vllm_kvx.spelling import POLICY_KEY, has_prefix, misspelling
+from vllm_kvx.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
 
-# What vLLM itself reads of them, or puts there.
-VLLM_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 # What stands in policies' names -> a method that has such a parameter, if it can one that takes
 # nothing else.
 _PARAMETERS = {
