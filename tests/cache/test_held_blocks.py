@@ -128,7 +128,7 @@ def test_who_brought_a_block_in_counts_it(server: Server) -> None:
 
 def test_less_than_nothing_is_saved_while_a_prompt_is_compacted(server: Server) -> None:
     """The step that compacts it holds all of it, as stock does, and what stays of it besides."""
-    policy = "snapkv:kv_rate=0.2"
+    policy = "snapkv:kv_rate=0.2,kv_floor=0"
     server.start("a", policy, moves_out=True)
     kept = 6  # Blocks of 22 entries, in each group.
     name = str(parse_policy(policy))

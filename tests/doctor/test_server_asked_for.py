@@ -213,9 +213,9 @@ def test_rows() -> None:
     assert rows("speed-4", 2) == [2] * 8
     assert rows("snapkv") == [1000] * 8
     assert rows("swiftkv-6") == [1000] * 6 + [1] * 2
-    assert rows("fastkv:tsp_layer=2,tsp_rate=0.3") == [1000] * 3 + [300] * 5
+    assert rows("fastkv:tsp_layer=2,tsp_rate=0.3,kv_floor=0") == [1000] * 3 + [300] * 5
     # Selected tokens run again from the first layer.
-    assert rows("gemfilter:layer=2,rate=0.1") == [1100] * 3 + [100] * 5
+    assert rows("gemfilter:layer=2,rate=0.1,kv_floor=0") == [1100] * 3 + [100] * 5
 
 
 @pytest.mark.parametrize("name", ["speed-3", "fier-64", "speed-5+snapkv:kv_rate=0.5"])

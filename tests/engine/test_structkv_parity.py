@@ -49,7 +49,7 @@ def test_one_pivot_alone(tiny: Callable[..., Path], pivot: int) -> None:
     """A server of one policy has no other segments; the last pivot leaves nothing above."""
     model = tiny()
     prompts = prompts_of((9, 40, 97, 130, 200, 333))
-    with running(model, f"structkv:pivot={pivot}") as engine:
+    with running(model, f"structkv:pivot={pivot},kv_floor=0") as engine:
         answers = engine.generate(prompts)
         segments = {group["segment"] for group in engine.stats()["layout"]["groups"]}
         engine.assert_idle()
