@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator
 
@@ -67,7 +67,7 @@ def parts(draw: st.DrawFn) -> str:
     return f"{text}:{','.join(pairs)}" if pairs else text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.lists(parts(), min_size=1, max_size=3))
 @example(["snapkv:kv_rate=1.0000000000000001"])
 @example(["snapkv:kv_rate=0.10000000000000000001e1"])
