@@ -8,7 +8,7 @@ share. ``policy.schema`` says what of a policy's name a schema leaves to `parse_
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from vllm_kvx.batch.lines import POLICY_KEY, URLS, XARGS
+from vllm_kvx.batch.lines import URLS, XARGS
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
 from vllm_kvx.policy.schema import POLICY, definitions
 from vllm_kvx.settings import (
@@ -25,7 +25,7 @@ from vllm_kvx.settings import (
     SHARES,
     STASH_KEY,
 )
-from vllm_kvx.spelling import VLLM_KEYS
+from vllm_kvx.spelling import POLICY_KEY, VLLM_KEYS
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 ADDITIONAL_CONFIG, BATCH_LINE = "additionalConfig", "batchLine"

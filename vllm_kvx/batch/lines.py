@@ -13,10 +13,10 @@ from typing import Any
 
 from vllm_kvx.batch import strict_json
 from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
-from vllm_kvx.spelling import VLLM_KEYS, has_prefix, misspelling
+from vllm_kvx.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
 
 # Where a body names its policy.
-XARGS, POLICY_KEY = "vllm_xargs", "kv_policy"
+XARGS = "vllm_xargs"
 # The routes of a server that generate, and answer one body with one body.
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # Levels of arrays and objects in a line: fewer than in a reply, which may repeat the request.

@@ -31,10 +31,10 @@ from vllm.v1.core.kv_cache_utils import (
 # that lost a block in one is lost in all.
 _GROUP = 0
 _SUFFIX = make_block_hash_with_group_id(BlockHash(b""), _GROUP)
-# Answers by which the balance leans to a side at most, and from which on the rule is followed.
-_MOST, _ENOUGH = 8, 1
-# Questions that are open at once, and seconds without a prompt after which answers are outdated.
-_OPEN, _IDLE = 256, 600.0
+# Of the last answers that count, by how many the balance may lean to a side; and questions open.
+_MOST, _OPEN = 8, 256
+# Seconds without a prompt after which answers are outdated.
+_IDLE = 600.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Recency:
 
         Who asked before a time without prompts need not be who asks now.
         """
-        return self._balance >= _ENOUGH and not self._is_outdated
+        return self._balance > 0 and not self._is_outdated
 
     @property
     def _is_outdated(self) -> bool:

@@ -229,8 +229,7 @@ class PrefixSharing:
         # What is there, but not of use to this request, is not lost.
         following = [each for each in following if not self._pool.get_cached_block(each, [0])]
         found = list(chain.from_iterable(hits))
-        needed = sum(cdiv(kv.storage.peak_len(request.num_tokens), self._block_size) for kv in kvs)
-        needed -= len(found)
+        needed = self._peak_blocks(request, kvs) - len(found)
         each_rivals = (self.recency.too_late(each, found, needed) for each in following)
         rivals = next((each for each in each_rivals if each is not None), None)
         self._rivals[request.request_id] = rivals
@@ -273,10 +272,14 @@ class PrefixSharing:
         assert self.states is not None
         self.states.let_go(request.request_id)
         blocks = self.states.find(hashes, layer, limit)
-        needed = sum(cdiv(kv.storage.peak_len(request.num_tokens), self._block_size) for kv in kvs)
-        needed += self._kv_cache_manager.watermark_blocks
+        needed = self._peak_blocks(request, kvs) + self._kv_cache_manager.watermark_blocks
         room = self._pool.get_num_free_blocks() - needed
         return blocks[: max(room, 0)]
+
+    def _peak_blocks(self, request: Request, kvs: Sequence[RequestKV]) -> int:
+        """Blocks of all KV groups that the request holds at most until its tokens are computed."""
+        tokens, size = request.num_tokens, self._block_size
+        return sum(cdiv(kv.storage.peak_len(tokens), size) for kv in kvs)
 
     def end_step(
         self, scheduled: dict[str, int], requests: dict[str, Request]

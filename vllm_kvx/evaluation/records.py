@@ -156,8 +156,12 @@ def load(key: str, policy: KVPolicy, dtype: str | None = None) -> dict[str, Any]
         logger.warning("Ignoring %s: its entry of %s is damaged. %s", path, policy, _MEND)
         return None
     if found is not None and leaves_floor(policy) and found.get("kv_floor") != DEFAULT_KV_FLOOR:
-        why = "its entry of %s is of another default of kv_floor"
-        logger.warning(f"Ignoring %s: {why}. %s", path, policy, _MEND)
+        logger.warning(
+            "Ignoring %s: its entry of %s is of another default of kv_floor. %s",
+            path,
+            policy,
+            _MEND,
+        )
         return None
     return found
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvx.settings import POLICY_KEY, KVSettings
+from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
 from vllm_kvx.wrapping import wrap_once
 
 
@@ -27,9 +27,8 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
         if params is None or settings is None:
             return request
         extra = params.extra_args or {}
-        name = extra.get(POLICY_KEY)
-        said = str(settings.policy if name is None else settings.parse(name))
-        if name != said:
+        said = str(request_policy(settings, params))
+        if extra.get(POLICY_KEY) != said:
             # Of vLLM's own copy; the dictionary may be the caller's.
             params.extra_args = {**extra, POLICY_KEY: said}
         return request

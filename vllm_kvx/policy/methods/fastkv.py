@@ -14,7 +14,7 @@ from vllm_kvx.policy.axes import (
     check_layer,
 )
 from vllm_kvx.policy.measurement import Measurement
-from vllm_kvx.policy.methods.snapkv import SnapKV, default_floor
+from vllm_kvx.policy.methods.snapkv import SnapKV, floor_of, set_own_floor
 from vllm_kvx.policy.parameters import (
     PolicyError,
     choice,
@@ -65,8 +65,7 @@ class FastKV(Propagate, SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tsp_floor == default_floor(self.kv_floor):
-            object.__setattr__(self, "tsp_floor", None)  # One policy has one name.
+        set_own_floor(self, "tsp_floor", self.kv_floor)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -91,8 +90,8 @@ class FastKV(Propagate, SnapKV):
 
     def num_propagated(self, prompt_len: int) -> int:
         """Tokens of a prompt that go on, the window included."""
-        floor = default_floor(self.kv_floor) if self.tsp_floor is None else self.tsp_floor
-        return min(max(self.num_by_rate(prompt_len), floor), prompt_len)
+        floor = floor_of(self.tsp_floor, self.kv_floor)
+        return share_of(prompt_len, self.tsp_rate, max(self.window, floor))
 
     @property
     def score(self) -> ScoreSpec:

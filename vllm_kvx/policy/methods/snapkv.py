@@ -89,9 +89,16 @@ def set_share(
         )
 
 
-def default_floor(kv_floor: int | None) -> int:
-    """The least number of tokens that go on, where propagation is given no floor of its own."""
-    return DEFAULT_KV_FLOOR if kv_floor is None else kv_floor
+def floor_of(own: int | None, kv_floor: int | None) -> int:
+    """The least number of tokens that a rate propagates: its own floor, or else retention's."""
+    given = kv_floor if own is None else own
+    return DEFAULT_KV_FLOOR if given is None else given
+
+
+def set_own_floor(method: Retain, key: str, kv_floor: int | None) -> None:
+    """Leaves a `method`'s floor of propagation out where it is retention's: one name a policy."""
+    if getattr(method, key) == floor_of(None, kv_floor):
+        object.__setattr__(method, key, None)
 
 
 def check_budget(method: Retain, kv_budget: int | None, window: int) -> None:

@@ -24,7 +24,8 @@ from vllm_kvx.policy.methods.snapkv import (
     MAX_WINDOW,
     cap_of,
     check_budget,
-    default_floor,
+    floor_of,
+    set_own_floor,
     set_share,
 )
 from vllm_kvx.policy.parameters import (
@@ -116,8 +117,7 @@ class StructKV(Propagate, Retain):
         super().__post_init__()
         set_share(self, self.kv_rate, self.kv_budget, self.kv_floor)
         check_budget(self, self.kv_budget, self.window)
-        if self.struct_floor == default_floor(self.kv_floor):
-            object.__setattr__(self, "struct_floor", None)  # One policy has one name.
+        set_own_floor(self, "struct_floor", self.kv_floor)
         if self.unit == "block" and self.heads == "own":
             raise PolicyError(
                 "structkv: granularity=block keeps whole blocks, which hold the entries of all "
@@ -213,8 +213,8 @@ class StructKV(Propagate, Retain):
 
     def num_propagated(self, prompt_len: int) -> int:
         """Tokens of a prompt that go on, the window included."""
-        floor = default_floor(self.kv_floor) if self.struct_floor is None else self.struct_floor
-        return min(max(self.num_by_rate(prompt_len), floor), prompt_len)
+        floor = floor_of(self.struct_floor, self.kv_floor)
+        return share_of(prompt_len, self.struct_rate, max(self.window, floor))
 
     @property
     def score(self) -> ScoreSpec:
