@@ -3,9 +3,9 @@
     python -m benchmarks.report
     python -m benchmarks.report --check
 
-Writes docs/report.md and its plots in docs/report/. `--check` writes nothing, and fails when they
-are not what the files give. No figure is written by hand: a new file in benchmarks/results and
-this command are all that a new figure takes.
+Writes docs/results/report.md and its plots in docs/results/report/. `--check` writes nothing, and
+fails when they are not what the files give. No figure is written by hand: a new file in
+benchmarks/results and this command are all that a new figure takes.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from benchmarks.report_plots import Plot
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "report.md"
+PAGE = ROOT / "docs" / "results" / "report.md"
 PUBLISHED = Path(__file__).resolve().parent / "published.json"
 
 _ABOUT = """
 # Report
 
 Made by `python -m benchmarks.report` from the files in
-[benchmarks/results](../benchmarks/results); no figure is written by hand. Numbers in brackets are
-the files, [listed below](#files). [How it is measured](../benchmarks/README.md), [with
+[benchmarks/results](../../benchmarks/results); no figure is written by hand. Numbers in brackets
+are the files, [listed below](#files). [How it is measured](../../benchmarks/README.md), [with
 comments](measurements.md).
 
 A gain is over stock vLLM in the same file, on the same machine; larger is better. In parentheses
@@ -40,8 +40,9 @@ TTFT, bytes for decode, KV entries for the pool, and for requests/s at saturatio
 sheet's peaks. Where more than 100% is reached, stock is further from the hardware than the policy.
 
 The ideals of TTFT take it that the last layer which sees the whole prompt is
-[split](architecture.md#a-layer-that-is-split), which was off in all files up to 2026-11-23 and in
-that of turns. Over an fp8 cache attention's products count half, since they are products of fp8.
+[split](../internals/architecture.md#a-layer-that-is-split), which was off in all files up to
+2026-11-23 and in that of turns. Over an fp8 cache attention's products count
+half, since they are products of fp8.
 
 Shapes with random weights have speeds and no answers. Answers were measured on other, small models,
 under the same parameters but for the layer; those of `speed-K` at the cutoff that is nearest in

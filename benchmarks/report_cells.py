@@ -7,7 +7,7 @@ from benchmarks.ideal import Case
 from benchmarks.names import split_name
 from benchmarks.report_files import File
 
-RESULTS = "../benchmarks/results"
+RESULTS = "../../benchmarks/results"
 MISSING = "not measured"
 # Of a pool: what is left is less than a request takes.
 FULL = 0.8

@@ -49,8 +49,8 @@ def write(tmp_path: Path) -> Any:
         results.mkdir(exist_ok=True)
         for name, content in files.items():
             (results / f"{name}.json").write_text(json.dumps(content))
-        page = tmp_path / "docs" / "report.md"
-        page.parent.mkdir(exist_ok=True)
+        page = tmp_path / "docs" / "results" / "report.md"
+        page.parent.mkdir(parents=True, exist_ok=True)
         command = ["--results", str(results), "--page", str(page)]
         assert report.main([*command]) == 0
         assert report.main([*command, "--check"]) == 0
@@ -185,7 +185,7 @@ def test_starts_are_held_against_stock() -> None:
     }
     file = File(3, "starts.json", "compare", {"engines": engines})
     _, _, stock, speed = tables.starts([file])
-    link = "[3](../benchmarks/results/starts.json) |"
+    link = "[3](../../benchmarks/results/starts.json) |"
     assert stock == f"| `stock` | 80 s | 1.00x | 40 s | 1.00x | {link}"
     assert speed == f"| `speed-24` | 100 s | 1.25x | not measured |  | {link}"
 
@@ -200,13 +200,13 @@ def test_nothing_measured_is_said_and_not_drawn(write: Any) -> None:
 
 def test_a_changed_figure_is_noticed(write: Any, tmp_path: Path) -> None:
     write(load=loaded({"stock": 2.0, "speed-16": 3.0}))
-    page, results = tmp_path / "docs" / "report.md", tmp_path / "results"
+    page, results = tmp_path / "docs" / "results" / "report.md", tmp_path / "results"
     check = ["--results", str(results), "--page", str(page), "--check"]
     kept = page.read_text()
     page.write_text(kept.replace("1.50x", "1.60x"))
     assert report.main(check) == 1
     page.write_text(kept)
-    plot = next((tmp_path / "docs" / "report").glob("*.png"))
+    plot = next((tmp_path / "docs" / "results" / "report").glob("*.png"))
     shutil.copy(plot, plot.with_name("old.png"))
     assert report.main(check) == 1
     plot.with_name("old.png").unlink()

@@ -600,6 +600,6 @@ def test_the_schema_knows_every_key() -> None:
     """Of `additional_config`, as its page has them in a table."""
     values = json.loads((CHART / "values.schema.json").read_text())
     known = values["definitions"]["additionalConfig"]["propertyNames"]["anyOf"][0]["enum"]
-    page = (CHART.parents[1] / "docs" / "configuration.md").read_text()
+    page = (CHART.parents[1] / "docs" / "use" / "configuration.md").read_text()
     named = {name for row in re.findall(r"^\| (`kv_.*?) \|", page, re.M) for name in row.split("`")}
     assert {name for name in named if name.startswith("kv_")} == set(known)

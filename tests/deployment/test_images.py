@@ -175,7 +175,7 @@ def test_mounted_files_are_there() -> None:
 
 def test_variables_have_a_default_or_say_what_is_missing() -> None:
     """Else compose puts nothing in their place, with a warning among others."""
-    page = (ROOT / "docs" / "deployment.md").read_text()
+    page = (ROOT / "docs" / "operate" / "deployment.md").read_text()
     for path in COMPOSE.glob("*.yaml"):
         for name, rest in re.findall(r"\$\{?(\w+)([^}]*)", path.read_text()):
             assert rest.startswith((":-", ":?")), f"{path.name}: {name}"

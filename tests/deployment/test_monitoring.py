@@ -163,7 +163,7 @@ def test_alerts_say_what_to_do() -> None:
 
 
 def test_the_page_has_every_alert() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "operate" / "operations.md").read_text()
     assert set(re.findall(r"\| `(KV\w+)` \|", page)) == {rule["alert"] for rule in alerts()}
 
 

@@ -57,7 +57,7 @@ def test_the_routers_metrics_have_a_port_of_their_own(
             own = answer.read().decode()
         with urllib.request.urlopen(f"{url}/metrics") as answer:
             assert "of_a_server" in answer.read().decode()
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    page = (ROOT / "docs" / "operate" / "scaling.md").read_text()
     named = re.findall(r"`(vllm_router_\w+)`", page)
     assert named
     for name in named:
@@ -93,7 +93,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_has_the_files_figures() -> None:
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    page = (ROOT / "docs" / "operate" / "scaling.md").read_text()
     kept = json.loads((ROOT / "benchmarks" / "results" / RESULTS).read_text())
     assert RESULTS in page
     for name, each in kept["routing"].items():

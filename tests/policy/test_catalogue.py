@@ -148,8 +148,8 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
 
 
 def test_the_pages_example_runs() -> None:
-    """The block of docs/quickstart.md that makes policies in Python."""
-    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    """The block of docs/use/quickstart.md that makes policies in Python."""
+    page = (Path(__file__).parents[2] / "docs" / "use" / "quickstart.md").read_text()
     (block,) = [
         text.partition("```")[0]
         for text in page.split("```python\n")[1:]

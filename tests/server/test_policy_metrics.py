@@ -26,7 +26,7 @@ from vllm_kvx.server.request_check import check_request
 from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.stats import PolicyStats
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operate" / "operations.md"
 LAYERS = 8
 # A server's own, and more than it keeps apart besides.
 OWN = ["speed-4", "fier-64", "full"]

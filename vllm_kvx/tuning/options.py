@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 # The paper's are 5e-6 for both. It tunes for hours on labelled data; in the minutes that this takes
-# LoRA has to go faster (docs/tuning-for-speed.md).
+# LoRA has to go faster (docs/use/tuning-for-speed.md).
 LEARNING_RATES = {"lora": 3e-4, "full": 2e-5}
 # Defaults of the options that only LoRA has, and of those of prompts that are made or answered.
 _LORA: dict[str, Any] = {"rank": 32, "alpha": 64, "dropout": 0.0}
