@@ -300,7 +300,7 @@ def test_files_are_small() -> None:
 
 
 def test_tests_reach_inside_through_world_alone() -> None:
-    """What is private to the package, and what an engine is made of, stands in ``world.inside``."""
+    """What is private to the package, and what an engine is made of, stands in `support.inside`."""
     wrong = set()
     tests = Path(__file__).parent
     for path in tests.rglob("*.py"):
@@ -334,4 +334,4 @@ def test_tests_reach_inside_through_world_alone() -> None:
                 ):
                     private.add(f"{target.id}.{name.value}")
         wrong |= {f"{relative}: {name}" for name in private}
-    assert not wrong, "go through tests/world/inside.py"
+    assert not wrong, "go through tests/support/inside.py"

@@ -23,8 +23,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx import __version__
-from vllm_kvx.batch.options import add_batch
-from vllm_kvx.calibration.options import (
+from vllm_kvx.errors import ToolError, vllm_needed
+from vllm_kvx.ops.build import add_build_ops
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.tools.batch.options import add_batch
+from vllm_kvx.tools.calibrate.options import (
     FASTKV,
     STRUCTKV,
     WEIGHTS,
@@ -34,14 +37,11 @@ from vllm_kvx.calibration.options import (
     add_weights,
     add_window,
 )
-from vllm_kvx.doctor.options import add_doctor
-from vllm_kvx.errors import ToolError, vllm_needed
-from vllm_kvx.evaluation.options import add_evaluate, positive
-from vllm_kvx.ops.build import add_build_ops
-from vllm_kvx.policies import add_policies
-from vllm_kvx.policy.parameters import PolicyError
-from vllm_kvx.serve import add_serve
-from vllm_kvx.tuning.options import add_tune_speed
+from vllm_kvx.tools.doctor.options import add_doctor
+from vllm_kvx.tools.evaluate.options import add_evaluate, positive
+from vllm_kvx.tools.policies.command import add_policies
+from vllm_kvx.tools.serve.command import add_serve
+from vllm_kvx.tools.tune_speed.options import add_tune_speed
 
 _METHODS, _CRITERIA = ("fastkv", "structkv"), ("answers", "paper")
 _COUNT, _LENGTH, _TARGET, _LEAST = 16, 2048, 0.98, 0.9
@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _tool(name: str) -> Any:
     """A module of ``calibration/``, imported only now: it imports torch, which takes seconds."""
-    return import_module(f"vllm_kvx.calibration.{name}")
+    return import_module(f"vllm_kvx.tools.calibrate.{name}")
 
 
 def _add_calibrate(commands: "_Commands") -> None:
