@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import write_json
-from vllm_kvx.tools.evaluate.rows import FULL
+from vllm_kvx.policy.cache_dtype import FULL
 from vllm_kvx.tools.evaluate.store import Answer, Question, Store
 
 LONGEST = 512

@@ -30,9 +30,9 @@ from typing import Any
 from benchmarks import processes
 from vllm_kvx.config.arguments import positive
 from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.tools.calibrate.figures import draw
 from vllm_kvx.tools.evaluate.rows import row_of_original
 from vllm_kvx.tools.evaluate.store import ANSWERS_FILE
+from vllm_kvx.tools.plots import draw
 from vllm_kvx.tools.tune_speed.options import add_tune_speed
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import vllm
-from record_seams import recorded
+from record_vllm_signatures import recorded
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_kvx.compat.serve_command import serve_command
 from vllm_kvx.compat.wrapping import MARK, wrap_once
-from vllm_kvx.errors import refusing, serve_command
+from vllm_kvx.errors import refusing
 
 _Function = Callable[..., Any]
 

@@ -15,8 +15,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvx.compat.vllm_signatures import release_line
+from vllm_kvx.config.settings import dtype_of_engine
 from vllm_kvx.ops import library
-from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.refusal import applying, reasons

@@ -2,8 +2,8 @@
 
 vllm-kvx replaces methods of vLLM and calls some that are vLLM's own business. A release may change
 any of them; found at the first request, that is a TypeError amid serving. So the version is
-compared first, and then every such method with ``vllm_signatures.json``: its parameters, by supported
-release. ``tests/record_vllm_signatures.py`` writes that file.
+compared first, and then every such method with ``vllm_signatures.json``: its parameters, by
+supported release. ``tests/record_vllm_signatures.py`` writes that file.
 
 Three kinds of method are compared. An *override* is found by itself: an attribute of a class of
 ours that a base class of vLLM's has, too. Those that are put in the place of vLLM's one by one are

@@ -1,7 +1,9 @@
 """What arguments of several commands may be."""
 
 import argparse
+import json
 import math
+from typing import Any
 
 
 def positive(text: str) -> int:
@@ -17,4 +19,15 @@ def seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text}")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The argparse type of JSON objects."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
     return value

@@ -16,6 +16,9 @@ from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.records.folder import CACHE_VARIABLE, cache_root, root_to_read
 
 # A child of vLLM's logger: within a server it is formatted as the rest of the log.
+# What begins the time left in a line of progress of the tools that write records. A server that
+# waits for one shows such lines without it.
+TIME_LEFT = ", about"
 logger = logging.getLogger("vllm.kvx.calibration")
 
 # In the cache folder.

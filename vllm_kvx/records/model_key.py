@@ -146,3 +146,8 @@ def _tensor_middles(header: bytes) -> list[int]:
         return [8 + len(header) + (begin + end) // 2 for begin, end in sorted(spans)]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
+
+
+def model_name(model: str) -> str:
+    """What a record calls a model: its hub name, or its directory in full."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model

@@ -17,9 +17,8 @@ from threading import Thread
 from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar
 
 from vllm_kvx.records.folder import CACHE_VARIABLE, WAY_OUT, cache_problem, cache_root
-from vllm_kvx.records.layers import FOLDER
+from vllm_kvx.records.layers import FOLDER, TIME_LEFT
 from vllm_kvx.records.lock import Lock
-from vllm_kvx.tools.calibrate.time_left import LEFT
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -248,7 +247,7 @@ class Progress:
         if match is None:
             return
         # The tool's own estimate is of when it wrote the line, and this one goes on.
-        self._line = line.partition(LEFT)[0]
+        self._line = line.partition(TIME_LEFT)[0]
         part, number = match["part"], int(match["number"])
         if part != self._part or number <= self._number:
             self._part, self._first, self._began = part, number, self._clock()

@@ -14,8 +14,7 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvx import __version__
-from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.policy.cache_dtype import dtype_of_engine
+from vllm_kvx.config.settings import KVSettings, dtype_of_engine
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server import request_errors as refused

@@ -4,8 +4,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx import __version__
-from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, policy_is_set
-from vllm_kvx.policy.cache_dtype import dtype_of_engine
+from vllm_kvx.config.settings import (
+    LAYOUT_KEY,
+    POLICY_KEY,
+    KVSettings,
+    dtype_of_engine,
+    policy_is_set,
+)
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.server.evaluation_notice import Trust
 from vllm_kvx.server.measured_layers import find_measured

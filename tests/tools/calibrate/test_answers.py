@@ -22,7 +22,7 @@ from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import by_answers, questions
-from vllm_kvx.tools.calibrate.answers import (
+from vllm_kvx.tools.checkpoint.answers import (
     Candidate,
     Chooser,
     Question,
@@ -274,7 +274,7 @@ def test_too_few_answers_say_nothing(trials: Any) -> None:
 
 
 def test_a_hopeless_trial_ends(decoder: DenseDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_kvx.tools.calibrate import answers
+    from vllm_kvx.tools.checkpoint import answers
 
     monkeypatch.setattr(answers, "answers_kept", lambda *_: (0.0, 1.0))
     seen = [answered(right, [1.0]) for right in (1, 0, 1, 1, 1)]

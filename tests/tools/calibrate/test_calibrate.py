@@ -22,10 +22,10 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import tsp_layer as calibrate
-from vllm_kvx.tools.calibrate.prompts import read_prompts, shorten, tokenize
 from vllm_kvx.tools.calibrate.tsp_layer import choose_max_layer, distances
 from vllm_kvx.tools.checkpoint import dense_decoder as dense
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder
+from vllm_kvx.tools.checkpoint.prompts import read_prompts, shorten, tokenize
 
 LAYERS = 6
 POLICY = FastKV(tsp_rate=0.3, window=4, kernel=5)

@@ -24,7 +24,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.structkv import StructKV, online_limits, paper_limits
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import pivot
-from vllm_kvx.tools.calibrate.prompts import BUILTIN, builtin_prompts
+from vllm_kvx.tools.checkpoint.prompts import BUILTIN, builtin_prompts
 
 WINDOW = 8
 WEIGHTS = (0.2, 0.3, 0.5)

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.tools.calibrate.answers import Chooser
 from vllm_kvx.tools.checkpoint import placement
+from vllm_kvx.tools.checkpoint.answers import Chooser
 from vllm_kvx.tools.checkpoint.dense_decoder import Cache, DenseDecoder
 from vllm_kvx.tools.checkpoint.placement import move, place, shares
 

@@ -3,9 +3,9 @@
 import pytest
 
 from vllm_kvx.server.measure_at_start import Progress
-from vllm_kvx.tools.calibrate import time_left
-from vllm_kvx.tools.calibrate.report import counter_of, progress_of
-from vllm_kvx.tools.calibrate.time_left import Left, duration
+from vllm_kvx.tools import time_left
+from vllm_kvx.tools.checkpoint.report import counter_of, progress_of
+from vllm_kvx.tools.time_left import Left, duration
 
 
 class Clock:

@@ -12,6 +12,7 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import answers as records
 from vllm_kvx.records.model_key import model_key
 from vllm_kvx.server.evaluation_notice import Trust
+from vllm_kvx.tools.evaluate.save import save
 from vllm_kvx.tools.evaluate.store import RESOLVED, Answer, Question
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
 
@@ -32,11 +33,11 @@ def summary_of(policy: str, right: float) -> Summary:
     )
 
 
-def save(policy: str, resolved: str, right: float, full: str = "full") -> Mapping[str, str]:
+def saving(policy: str, resolved: str, right: float, full: str = "full") -> Mapping[str, str]:
     """What could not be saved, and why."""
     facts: dict[str, Any] = {"date": "2026-01-02T03:04:05", "dtype": "auto"}
     facts[RESOLVED] = {"full": full, policy: resolved}
-    return records.save(model_key(CONFIG, None), summary_of(policy, right), facts).refused
+    return save(model_key(CONFIG, None), summary_of(policy, right), facts).refused
 
 
 def trust(kv_cache_dtype: str = "auto") -> Trust:
@@ -54,8 +55,8 @@ def test_what_nobody_measured_is_said() -> None:
 
 
 def test_what_was_measured_is_said() -> None:
-    save("fastkv", "fastkv:tsp_layer=4", 0.5)
-    save("fier-64", "fier-64:dense_below=0", 0.75)
+    saving("fastkv", "fastkv:tsp_layer=4", 0.5)
+    saving("fier-64", "fier-64:dense_below=0", 0.75)
     found = trust().as_json(parse_policy("fastkv:tsp_layer=4"))
     assert found["measured"] and found["of_full"][0] == 0.5 and found["n"] == 10
     assert found["says"].startswith("fastkv:tsp_layer=4: kept 50.0% [")
@@ -67,14 +68,14 @@ def test_what_was_measured_is_said() -> None:
 
 def test_each_kv_cache_has_its_own_record() -> None:
     fier, full = parse_policy("fier-64"), parse_policy("full")
-    save("fier-64", "fier-64:dense_below=0", 0.75)
+    saving("fier-64", "fier-64:dense_below=0", 0.75)
     # A narrow cache loses answers without any policy, so all of its policies may.
     lines = trust("fp8").lines([fier, full])
     assert [is_measured for _, is_measured in lines] == [False, False]
     assert lines[0][0].endswith("`vllm-kvx evaluate org/m --policies fier-64@fp8 --save`")
     assert lines[1][0].endswith("`vllm-kvx evaluate org/m --policies full@fp8 --save`")
-    save("fier-64@fp8", "fier-64:dense_below=0@fp8", 0.25)
-    save("full@fp8", "full@fp8", 0.5)
+    saving("fier-64@fp8", "fier-64:dense_below=0@fp8", 0.25)
+    saving("full@fp8", "full@fp8", 0.5)
     for dtype, kept in (("auto", 0.75), ("bfloat16", 0.75), ("fp8", 0.25), ("fp8_e4m3", 0.25)):
         assert trust(dtype).as_json(fier)["of_full"][0] == kept
     assert trust("fp8").as_json(full)["says"].startswith("full@fp8: kept 50.0% [")
@@ -84,21 +85,21 @@ def test_each_kv_cache_has_its_own_record() -> None:
 
 def test_a_yardstick_over_a_narrow_cache_is_told() -> None:
     # Of an engine whose options, and not the names, say so.
-    save("fier-64", "fier-64:dense_below=0@fp8", 0.75, full="full@fp8")
+    saving("fier-64", "fier-64:dense_below=0@fp8", 0.75, full="full@fp8")
     assert not trust().as_json(parse_policy("fier-64"))["measured"]
     says = trust("fp8").as_json(parse_policy("fier-64"))["says"]
     assert "of this model's right answers over fp8 entries (10 prompts" in says
     # What fp8 loses, too, is more: it stays.
-    assert not save("fier-64@fp8", "fier-64:dense_below=0@fp8", 0.25)
-    left_out = save("fier-64", "fier-64:dense_below=0@fp8", 0.75, full="full@fp8")
+    assert not saving("fier-64@fp8", "fier-64:dense_below=0@fp8", 0.25)
+    left_out = saving("fier-64", "fier-64:dense_below=0@fp8", 0.75, full="full@fp8")
     assert left_out == {"fier-64": "which was compared with full that is not over fp8"}
     assert trust("fp8").as_json(parse_policy("fier-64"))["of_full"][0] == 0.25
 
 
 def test_a_policy_is_measured_anew(cache: Path) -> None:
-    save("snapkv", "snapkv", 0.5)
-    save("quest-64", "quest-64:dense_below=0", 0.5)
-    save("snapkv", "snapkv", 0.25)
+    saving("snapkv", "snapkv", 0.5)
+    saving("quest-64", "quest-64:dense_below=0", 0.5)
+    saving("snapkv", "snapkv", 0.25)
     assert trust().as_json(parse_policy("snapkv"))["of_full"][0] == 0.25
     assert trust().as_json(parse_policy("quest-64"))["measured"]
     (path,) = (cache / "evaluation").iterdir()
@@ -120,7 +121,7 @@ def test_a_tuned_model_keeps_answers_of_its_original() -> None:
     )
     facts: dict[str, Any] = {"date": "2026-01-02", "original": "org/base"}
     facts[RESOLVED] = {name: name.partition(" ")[0] for name in rights}
-    found = records.save(model_key(CONFIG, None), summary, facts)
+    found = save(model_key(CONFIG, None), summary, facts)
     assert found.path is not None and found.names == {"speed-4": "speed-4"}
     assert not found.refused and not found.needless
     saved = json.loads(found.path.read_text())["policies"]
@@ -137,7 +138,7 @@ def test_short_questions_have_no_length() -> None:
         for name in ("full", "snapkv")
     )
     facts: dict[str, Any] = {"date": "2026-01-02", RESOLVED: {"full": "full", "snapkv": "snapkv"}}
-    records.save(model_key(CONFIG, None), summary, facts)
+    save(model_key(CONFIG, None), summary, facts)
     says = trust().as_json(parse_policy("snapkv"))["says"]
     assert "right answers (1 prompts, full 100.0% right" in says
 
@@ -156,16 +157,16 @@ FACTS: dict[str, Any] = {RESOLVED: {name: name for name in ("full", "snapkv", "f
 
 def test_nothing_is_saved_where_full_is_right_nowhere(cache: Path) -> None:
     summary = of_scores({"full": {"notes": 0.0}, "snapkv": {"notes": 0.5}})
-    found = records.save(model_key(CONFIG, None), summary, FACTS)
+    found = save(model_key(CONFIG, None), summary, FACTS)
     assert found.path is None and not found.names and not (cache / "evaluation").exists()
     assert found.refused == {
         "snapkv": "because full has none of 1 answers right: there is none to keep"
     }
     # What was there stays as it was.
-    save("snapkv", "snapkv", 0.5)
+    saving("snapkv", "snapkv", 0.5)
     (path,) = (cache / "evaluation").iterdir()
     before = path.read_bytes(), path.stat().st_mtime_ns
-    assert records.save(model_key(CONFIG, None), summary, FACTS).path is None
+    assert saving(model_key(CONFIG, None), summary, FACTS).path is None
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
 
 
@@ -175,7 +176,7 @@ def test_rows_that_are_not_saved_are_named_beside_those_that_are() -> None:
     resolved = {name: name for name in scores}
     resolved |= {"snapkv:window=8": "snapkv", "full@bfloat16": "full"}
     rows = [*scores, "quest-64"]
-    found = records.save(model_key(CONFIG, None), of_scores(scores), {RESOLVED: resolved}, rows)
+    found = save(model_key(CONFIG, None), of_scores(scores), {RESOLVED: resolved}, rows)
     assert found.path is not None and found.names == {"snapkv": "snapkv"}
     assert list(json.loads(found.path.read_text())["policies"]) == ["snapkv"]
     assert found.needless == {
@@ -190,7 +191,7 @@ def test_rows_that_are_not_saved_are_named_beside_those_that_are() -> None:
 
 def test_perplexity_alone_is_no_share_of_answers() -> None:
     summary = of_scores({"full": {PERPLEXITY: 2.0}, "snapkv": {PERPLEXITY: 2.5}})
-    found = records.save(model_key(CONFIG, None), summary, FACTS)
+    found = save(model_key(CONFIG, None), summary, FACTS)
     assert found.path is None
     assert found.refused == {
         "snapkv": "of which no answer is right or wrong: perplexity alone was asked"
@@ -198,10 +199,10 @@ def test_perplexity_alone_is_no_share_of_answers() -> None:
 
 
 def test_a_record_without_policies_is_begun_anew(cache: Path) -> None:
-    save("snapkv", "snapkv", 0.5)
+    saving("snapkv", "snapkv", 0.5)
     (path,) = (cache / "evaluation").iterdir()
     path.write_text('{"key": "k"}')
-    assert not save("snapkv", "snapkv", 0.25)
+    assert not saving("snapkv", "snapkv", 0.25)
     assert trust().as_json(parse_policy("snapkv"))["of_full"][0] == 0.25
 
 
@@ -214,7 +215,7 @@ def test_what_dropped_nothing_is_not_saved(cache: Path) -> None:
     )
     names = ("full", "snapkv", "full@fp8")
     facts: dict[str, Any] = {"date": "2026-01-02", RESOLVED: {name: name for name in names}}
-    saved = records.save(model_key(CONFIG, None), summary, facts)
+    saved = save(model_key(CONFIG, None), summary, facts)
     assert list(saved.refused) == ["snapkv"] and "every entry" in saved.refused["snapkv"]
     # Over another KV cache full keeps every entry, and may lose answers.
     assert list(saved.names) == ["full@fp8"]

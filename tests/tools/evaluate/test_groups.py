@@ -2,8 +2,9 @@
 
 import pytest
 
+from vllm_kvx.policy.policy import with_retrieval
 from vllm_kvx.policy.spec import PolicyError, parse_policy
-from vllm_kvx.tools.evaluate.groups import grouped, read_policies, with_retrieval
+from vllm_kvx.tools.evaluate.groups import grouped, read_policies
 from vllm_kvx.tools.evaluate.shares import shares_of
 
 

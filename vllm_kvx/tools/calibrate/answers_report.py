@@ -8,7 +8,7 @@ from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.records.layers import RESULTS
 from vllm_kvx.tools.calibrate import pivot, tsp_layer
-from vllm_kvx.tools.calibrate.answers import (
+from vllm_kvx.tools.checkpoint.answers import (
     Outcome,
     Policy,
     Question,
@@ -16,8 +16,8 @@ from vllm_kvx.tools.calibrate.answers import (
     mean_scores,
     prefill_ratio,
 )
-from vllm_kvx.tools.calibrate.report import prompts_line
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder
+from vllm_kvx.tools.checkpoint.report import prompts_line
 
 # What is asked where a user gives prompts.
 OWN = "own"

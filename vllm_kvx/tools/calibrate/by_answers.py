@@ -16,9 +16,19 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.records.model_key import model_dir, model_key
+from vllm_kvx.records.model_key import model_dir, model_key, model_name
 from vllm_kvx.tools.calibrate import figures
-from vllm_kvx.tools.calibrate.answers import (
+from vllm_kvx.tools.calibrate.answers_report import (
+    OWN,
+    least_answers,
+    papers,
+    parameter_of,
+    rate_of,
+    record_of,
+    refusal,
+    table,
+)
+from vllm_kvx.tools.checkpoint.answers import (
     Outcome,
     Policy,
     Question,
@@ -30,29 +40,19 @@ from vllm_kvx.tools.calibrate.answers import (
     tolerated_losses,
     try_out,
 )
-from vllm_kvx.tools.calibrate.answers_report import (
-    OWN,
-    least_answers,
-    papers,
-    parameter_of,
-    rate_of,
-    record_of,
-    refusal,
-    table,
-)
-from vllm_kvx.tools.calibrate.prompts import load_prompts
-from vllm_kvx.tools.calibrate.questions import FAMILIES, load_tokenizer, lookups, own
-from vllm_kvx.tools.calibrate.report import (
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.prompts import load_prompts
+from vllm_kvx.tools.checkpoint.questions import FAMILIES, load_tokenizer, lookups, own
+from vllm_kvx.tools.checkpoint.report import (
     check_cache,
     counter_of,
     facts,
     measuring,
-    model_name,
     progress_of,
     store,
 )
-from vllm_kvx.tools.calibrate.time_left import Left
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.plots import draw
+from vllm_kvx.tools.time_left import Left
 
 CRITERION = "answers"
 # Lookups whose answers decide whether the model is asked this family of tasks.
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if not args.no_plot:
         picture = Path(args.plot) if args.plot else path.with_suffix(".png")
-        print(figures.draw(picture, figures.answer_curves, record))
+        print(draw(picture, figures.answer_curves, record))
 
 
 def policy_of(args: argparse.Namespace) -> Policy:

@@ -1,49 +1,10 @@
-"""The tools' figures; without matplotlib they say how to get one."""
+"""The plots of `vllm-kvx calibrate`."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvx.errors import ToolError
-
-_BLUE, _RED, _GREEN, _ORANGE = "#4878a8", "#b8504c", "#5a9a5a", "#d8923c"
-
-
-def check_matplotlib(flag: str) -> None:
-    """Raise ToolError if the plot that `flag` asks for cannot be drawn; before minutes of work."""
-    if find_spec("matplotlib") is None:
-        raise ToolError(f"{flag}: plots need matplotlib: pip install 'vllm-kvx[tools]'")
-
-
-def draw(path: Path, figure_of: Callable[..., Any], *args: Any) -> str:
-    """Draw `figure_of(pyplot, *args)` to `path`; says where it is, or how to get one.
-
-    Raises:
-        ToolError: `path` cannot be written.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        return "No plot: it needs matplotlib; pip install 'vllm-kvx[tools]'"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure = figure_of(pyplot, *args)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not have
-        raise ToolError(f"the result is stored, but the plot {path} is not: {error}") from error
-    finally:
-        pyplot.close(figure)
-    return f"Plot: {path}"
-
-
-def number_of(record: Mapping[str, Any]) -> str:
-    """`n = 4 prompts`, of a record's facts."""
-    count = record["prompts"]["count"]
-    return f"n = {count} prompt{'s' * (count != 1)}"
+from vllm_kvx.tools.plots import BLUE, GREEN, ORANGE, RED, number_of, numbers, say_if_empty
 
 
 def tsp_curve(pyplot: Any, record: Mapping[str, Any]) -> Any:
@@ -51,7 +12,7 @@ def tsp_curve(pyplot: Any, record: Mapping[str, Any]) -> Any:
     mean, std = record["distances"]["mean"], record["distances"]["std"]
     layers, chosen = list(range(len(mean))), record["tsp_layer"]
     figure, axis = pyplot.subplots(figsize=(6, 3.5))
-    axis.errorbar(layers, mean, yerr=std, color=_BLUE, marker="o", markersize=4, capsize=3)
+    axis.errorbar(layers, mean, yerr=std, color=BLUE, marker="o", markersize=4, capsize=3)
     axis.plot(chosen, mean[chosen], "o", color="black", markersize=8, zorder=3)
     axis.axvline(chosen, color="gray", linewidth=0.8, linestyle=":")
     head = f"{Path(record['model']).name}: TSP layer {chosen}"
@@ -72,17 +33,17 @@ def answer_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
     result = "tsp_layer" if record["method"] == "fastkv" else "pivot"
     chosen, paper = record[result], record["paper"]
     figure, axis = pyplot.subplots(figsize=(6.5, 4))
-    for (name, values), color in zip(record["scores"].items(), (_BLUE, _GREEN), strict=False):
+    for (name, values), color in zip(record["scores"].items(), (BLUE, GREEN), strict=False):
         axis.plot(values, color=color, marker="o", markersize=4, label=name)
     if chosen is not None:
         axis.axvline(chosen, color="black", linewidth=1, label=f"{result} {chosen}")
     if paper:
         axis.axvline(
-            paper["layer"], color=_RED, linestyle=":", label=f"the paper's: {paper['layer']}"
+            paper["layer"], color=RED, linestyle=":", label=f"the paper's: {paper['layer']}"
         )
         other = axis.twinx()
-        other.plot(_numbers(paper["values"]), color=_RED, linewidth=1, alpha=0.6)
-        other.set_ylabel("Eq. 3" if record["method"] == "fastkv" else "Eq. 8", color=_RED)
+        other.plot(numbers(paper["values"]), color=RED, linewidth=1, alpha=0.6)
+        other.set_ylabel("Eq. 3" if record["method"] == "fastkv" else "Eq. 8", color=RED)
     head = f"{Path(record['model']).name}: what a layer propagates"
     axis.set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
     axis.set_xlabel(f"layer, of {record['layers']}")
@@ -102,15 +63,15 @@ def pivot_curves(pyplot: Any, record: Mapping[str, Any], online: int | None = No
     online: the online rule's pivot, dashed.
     """
     curves = (
-        ("entropy (nats)", record["metrics"]["entropy"], _BLUE),
-        ("sparsity", record["metrics"]["sparsity"], _GREEN),
-        ("variance", record["metrics"]["variance"], _ORANGE),
-        ("transition score", record["transition"], _RED),
+        ("entropy (nats)", record["metrics"]["entropy"], BLUE),
+        ("sparsity", record["metrics"]["sparsity"], GREEN),
+        ("variance", record["metrics"]["variance"], ORANGE),
+        ("transition score", record["transition"], RED),
     )
     figure, axes = pyplot.subplots(4, figsize=(6.5, 8), sharex=True)
     pivot = record["pivot"]
     for axis, (label, values, color) in zip(axes, curves, strict=True):
-        axis.plot(_numbers(values), color=color, marker="o", markersize=4)
+        axis.plot(numbers(values), color=color, marker="o", markersize=4)
         say_if_empty(axis, values)
         axis.axvspan(-0.5, pivot, color="gray", alpha=0.12, linewidth=0)
         axis.axvline(pivot, color="black", linewidth=1, label=f"pivot {pivot}")
@@ -131,102 +92,3 @@ def pivot_curves(pyplot: Any, record: Mapping[str, Any], online: int | None = No
     figure.align_ylabels(axes)
     figure.tight_layout()
     return figure
-
-
-def recovery_curves(pyplot: Any, record: Mapping[str, Any], labels: Mapping[str, str]) -> Any:
-    """StructKV's Figure 5: attention mass recovery by layer; a line for each of `labels`."""
-    figure, axis = pyplot.subplots(figsize=(6.5, 4))
-    for (method, label), color in zip(labels.items(), (_RED, _BLUE, _GREEN, _ORANGE), strict=True):
-        means = record["recovery"][method]["mean"]
-        # StructKV's on top: up to the pivot FastKV's is the same.
-        order = 3 if method == "structkv" else 2
-        axis.plot(means, color=color, marker="o", markersize=4, label=label, zorder=order)
-    axis.axvline(record["pivot"], color="gray", linewidth=0.8, linestyle=":")
-    head = f"{Path(record['model']).name}: after layer {record['pivot']}"
-    axis.set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
-    axis.set_xlabel(f"layer, of {record['layers']}")
-    axis.set_ylabel("attention mass recovered")
-    axis.set_ylim(0, 1.03)
-    axis.legend(fontsize=8, loc="lower left")
-    axis.locator_params(axis="x", integer=True)
-    figure.tight_layout()
-    return figure
-
-
-def access_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
-    """SPEED's Figure 3: attention to the prompt, its entropy downwards, and straightening.
-
-    A line for each of the record's groups but `all`; in the first panel dotted and dashed what the
-    first token and earlier generated tokens get, over all prompts.
-    """
-    groups, layers = record["groups"], range(1, record["layers"] + 1)
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6))
-    panels = (
-        ("user", "attention to the user's prompt"),
-        ("normalised", "prompt entropy / log |U|, inverted"),
-        ("straightening", "straightening (degrees)"),
-    )
-    named = [(name, group) for name, group in groups.items() if name != "all"]
-    for axis, (curve, label) in zip(axes, panels, strict=True):
-        for (name, group), color in zip(named, (_BLUE, _GREEN), strict=False):
-            axis.plot(
-                layers,
-                group["curves"][curve],
-                color=color,
-                marker="o",
-                markersize=3,
-                label=f"{name}, n = {group['prompts']}",
-            )
-        say_if_empty(axis, [value for _, group in named for value in group["curves"][curve]])
-        axis.set_ylabel(label)
-        axis.set_xlabel(f"layer from 1, of {record['layers']}")
-        axis.locator_params(axis="x", integer=True)
-    axes[2].legend(fontsize=8)
-    others = []
-    for curve, label, style in (("first", "to the first", ":"), ("earlier", "to generated", "--")):
-        others += axes[0].plot(
-            layers, groups["all"]["curves"][curve], style, color="gray", linewidth=1, label=label
-        )
-    axes[0].legend(handles=others, fontsize=8)
-    axes[1].invert_yaxis()
-    axes[0].set_title(Path(record["model"]).name, loc="left")
-    figure.tight_layout()
-    return figure
-
-
-def cutoff_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
-    """What every speed-K changes of the full-depth answers, and the K of the paper's rule."""
-    cut, cutoffs = record["groups"]["all"]["cut"], record["cutoffs"]
-    figure, axis = pyplot.subplots(figsize=(6.5, 4))
-    axis.plot(cutoffs, cut["same"], color=_BLUE, marker="o", markersize=4)
-    axis.set_ylabel("share of greedy tokens that stay", color=_BLUE)
-    axis.set_ylim(-0.02, 1.03)
-    other = axis.twinx()
-    other.plot(cutoffs, cut["kl"], color=_RED, marker="o", markersize=3, linewidth=1)
-    other.set_ylabel("KL(full || cut), nats per token", color=_RED)
-    other.set_ylim(bottom=0)
-    if limits := record["groups"]["all"]["suggested"]["range"]:
-        axis.axvspan(
-            limits[0] - 0.5, limits[1] + 0.5, color="gray", alpha=0.15, label="the paper's rule"
-        )
-        axis.legend(fontsize=8, loc="center right")
-    answers = record["samples"]
-    tokens = sum(len(sample["answer"]) for sample in answers)
-    head = f"{Path(record['model']).name}: speed-K without tuning"
-    axis.set_title(
-        f"{head}\nn = {len(answers)} answers of {tokens} tokens", loc="left", fontsize=10
-    )
-    axis.set_xlabel(f"K, of {record['layers']} layers")
-    axis.locator_params(axis="x", integer=True)
-    figure.tight_layout()
-    return figure
-
-
-def say_if_empty(axis: Any, values: Sequence[float | None]) -> None:
-    """Writes into a panel that has no value to show that it has none."""
-    if not any(value is not None and math.isfinite(value) for value in values):
-        axis.text(0.5, 0.5, "nothing was measured", transform=axis.transAxes, ha="center")
-
-
-def _numbers(values: Sequence[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]

@@ -1,250 +1,207 @@
-"""Options of `vllm-kvx diagnose`, and those that it shares with `calibrate`.
-
-The work is in ``diagnose`` and ``diagnose_speed``, which are imported only to do it.
-"""
+"""Options of `vllm-kvx calibrate`; the work is in modules that are imported only to do it."""
 
 import argparse
-from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvx.config.arguments import positive
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.methods.fastkv import FastKV
-from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.tools.checkpoint.options import (
+    FASTKV,
+    STRUCTKV,
+    WEIGHTS,
+    add_model,
+    add_prompts,
+    add_weights,
+    add_window,
+)
+from vllm_kvx.tools.plots import check_matplotlib
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-FASTKV, STRUCTKV = FastKV(), StructKV()
-WEIGHTS = (STRUCTKV.entropy_weight, STRUCTKV.sparsity_weight, STRUCTKV.variance_weight)
-_SPEED = Speed(1)
-# By method, the module that does it.
-_DIAGNOSES = {"structkv": "diagnose", "speed": "diagnose_speed"}
+_METHODS, _CRITERIA = ("fastkv", "structkv"), ("answers", "paper")
+
+
+_COUNT, _LENGTH, _TARGET, _LEAST = 16, 2048, 0.98, 0.9
 
 
 class _Option(NamedTuple):
-    """An option of `diagnose` that one method has, and its default there.
+    """An option of `calibrate` that only some methods or criteria have, and its default there."""
 
-    generated: whether it is of the prompts that are generated where none are given.
-    """
-
-    method: str
     default: Any
-    generated: bool = False
+    methods: tuple[str, ...] = _METHODS
+    criteria: tuple[str, ...] = _CRITERIA
 
 
-_DIAGNOSE: Mapping[str, _Option] = {
-    "pivot": _Option("structkv", None),
-    "struct_rate": _Option("structkv", STRUCTKV.struct_rate),
-    "kv_rate": _Option("structkv", STRUCTKV.kv_rate),
-    "decay": _Option("structkv", STRUCTKV.decay),
-    "kernel": _Option("structkv", FASTKV.kernel),
-    "window": _Option("structkv", STRUCTKV.window),
-    "weights": _Option("structkv", WEIGHTS),
-    "answer_tokens": _Option("speed", 32),
-    "anchors": _Option("speed", _SPEED.anchors),
-    "tail": _Option("speed", _SPEED.tail),
-    "every": _Option("speed", 1),
-    "count": _Option("speed", 8, generated=True),
-    "length": _Option("speed", 1024, generated=True),
+_CALIBRATE = {
+    "tsp_rate": _Option(FASTKV.tsp_rate, ("fastkv",)),
+    "kernel": _Option(FASTKV.kernel, ("fastkv",)),
+    "max_layer": _Option(None, criteria=("paper",)),
+    "min_layer": _Option(None, ("structkv",), ("paper",)),
+    "weights": _Option(WEIGHTS, ("structkv",), ("paper",)),
+    "struct_rate": _Option(STRUCTKV.struct_rate, ("structkv",), ("answers",)),
+    "decay": _Option(STRUCTKV.decay, ("structkv",), ("answers",)),
+    "reduction": _Option(None, criteria=("answers",)),
+    "count": _Option(_COUNT, criteria=("answers",)),
+    "length": _Option(_LENGTH, criteria=("answers",)),
+    "target": _Option(_TARGET, criteria=("answers",)),
+    "least": _Option(_LEAST, criteria=("answers",)),
+    "compare": _Option(False, ("fastkv",), ("answers",)),
 }
 
 
-def add_diagnose(commands: "_Commands") -> None:
-    """Adds the command to the parser's."""
+# By method and criterion, the module that does it.
+_CALIBRATORS = {
+    ("fastkv", "paper"): "tsp_layer",
+    ("structkv", "paper"): "pivot",
+    ("fastkv", "answers"): "by_answers",
+    ("structkv", "answers"): "by_answers",
+}
+
+
+def _tool(name: str) -> Any:
+    """A module of this folder, imported only now: it imports torch, which takes seconds."""
+    return import_module(f"vllm_kvx.tools.calibrate.{name}")
+
+
+def add_calibrate(commands: "_Commands") -> None:
     command = commands.add_parser(
-        "diagnose",
-        help="draw where a model's attention settles, and what selecting tokens or cutting the "
-        "prompt there leaves",
-        description="By --method structkv it draws StructKV's Figures 4 and 5 for a model: "
-        "entropy, sparsity, variance and transition score by layer, with the pivot; and the share "
-        "of the attention mass that StructKV, FastKV, SnapKV and a GemFilter-like selection leave "
-        "to each layer. By --method speed it draws SPEED's Figure 3, where generated tokens attend "
-        "to the prompt and where its states become stable, with the cutoffs that follow by the "
-        "paper's rule; and how far the model's answers change under every cutoff. Writes the "
-        "numbers beside the figures.",
+        "calibrate",
+        help="find FastKV's TSP layer or StructKV's pivot for a model",
+        description="Finds the layer after which only selected tokens go on: the earliest one "
+        "under which the model's answers stay, or, by --criterion paper, the one where FastKV "
+        "loses least (Eq. 3 of its paper) or StructKV's pivot (Eq. 4-9 of its paper). It is "
+        "stored for the model's configuration and weights, where a server with that --kv-policy "
+        "looks. If no layer keeps the answers, none is stored.",
     )
-    command.set_defaults(run=_diagnose)
+    command.set_defaults(run=_calibrate)
     command.add_argument("model", metavar="MODEL", help="directory or Hugging Face hub name")
     command.add_argument(
-        "--method",
-        choices=tuple(_DIAGNOSES),
-        default="structkv",
-        help="whose layers (default: %(default)s)",
+        "--method", choices=_METHODS, default="fastkv", help="whose layer (default: %(default)s)"
+    )
+    command.add_argument(
+        "--criterion",
+        choices=_CRITERIA,
+        default="answers",
+        help="answers: what the tokens that answers need say; paper: Eq. 3 or Eq. 4-9 (default: "
+        "%(default)s)",
     )
     add_prompts(
         command,
-        "default: a built-in text; by --method speed generated lookups and built-in questions",
+        "default: generated lookups; by --criterion paper a built-in text for structkv, and fastkv "
+        "has none",
     )
-    _add_structkv(command)
-    _add_speed(command)
+    _add_lookups(command)
+    _add_layers(command)
+    _add_rates(command)
+    add_window(command)
+    add_weights(command, "structkv, paper: ")
     add_model(command)
-    command.add_argument(
-        "--output", metavar="DIR", help="where to write (default: diagnose-<name of the model>)"
+    picture = command.add_mutually_exclusive_group()
+    picture.add_argument(
+        "--plot", metavar="PATH", help="where to draw the curve (default: beside the result, .png)"
     )
+    picture.add_argument("--no-plot", action="store_true", help="draw nothing")
 
 
-def _add_structkv(command: argparse.ArgumentParser) -> None:
+def _add_lookups(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--pivot",
-        type=int,
-        metavar="L",
-        help="structkv: select after this layer, counted from 0 (default: the pivot of these "
-        "prompts)",
-    )
-    command.add_argument(
-        "--struct-rate",
-        type=float,
-        metavar="RATE",
-        help="structkv: share of the tokens that StructKV, FastKV and GemFilter select (default: "
-        f"{STRUCTKV.struct_rate})",
-    )
-    command.add_argument(
-        "--kv-rate",
-        type=float,
-        metavar="RATE",
-        help=f"structkv: share of the entries that SnapKV retains (default: {STRUCTKV.kv_rate})",
-    )
-    command.add_argument(
-        "--decay",
-        type=float,
-        metavar="D",
-        help="structkv: weight of the layers below in StructKV's centrality (default: "
-        f"{STRUCTKV.decay})",
-    )
-    command.add_argument(
-        "--kernel",
-        type=int,
-        metavar="K",
-        help="structkv: width of FastKV's and SnapKV's pooling over scores (default: "
-        f"{FASTKV.kernel})",
-    )
-    add_window(command, None, "structkv: ")
-    add_weights(command, "structkv: ")
-
-
-def _add_speed(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--answer-tokens",
-        type=positive,
-        metavar="N",
-        help=f"speed: tokens of the longest answer (default: {_DIAGNOSE['answer_tokens'].default})",
-    )
-    command.add_argument(
-        "--anchors",
-        type=int,
-        metavar="N",
-        help="speed: first prompt tokens that every layer processes (default: "
-        f"{_DIAGNOSE['anchors'].default})",
-    )
-    command.add_argument(
-        "--tail",
-        type=int,
-        metavar="N",
-        help="speed: last prompt tokens that every layer processes (default: "
-        f"{_DIAGNOSE['tail'].default})",
-    )
-    command.add_argument(
-        "--every",
-        type=positive,
-        metavar="N",
-        help="speed: try only cutoffs that are multiples of N (default: every one)",
-    )
-    command.add_argument(
-        "--count",
-        type=positive,
-        metavar="N",
-        help=f"speed: generated lookups (default: {_DIAGNOSE['count'].default})",
+        "--count", type=positive, metavar="N", help=f"generated lookups (default: {_COUNT})"
     )
     command.add_argument(
         "--length",
         type=positive,
         metavar="N",
-        help="speed: tokens of each lookup; at most what the model takes (default: "
-        f"{_DIAGNOSE['length'].default})",
+        help=f"tokens of each; at most what the model takes (default: {_LENGTH})",
+    )
+    command.add_argument(
+        "--target",
+        type=_share,
+        metavar="SHARE",
+        help="of the best layer's score that a layer must have, and of the full model's answers "
+        f"that must stay under it (default: {_TARGET})",
+    )
+    command.add_argument(
+        "--least",
+        type=_share,
+        metavar="SHARE",
+        help=f"of answers that stay, below which no layer is chosen (default: {_LEAST})",
+    )
+    command.add_argument(
+        "--reduction",
+        choices=("sum", "max"),
+        help="how the heads' scores become one (default: sum, and max where it allows an earlier "
+        "layer)",
+    )
+    command.add_argument(
+        "--compare",
+        action="store_const",
+        const=True,
+        help="fastkv: measure Eq. 3 too, for the table; structkv's Eq. 8 costs nothing",
     )
 
 
-def _diagnose(args: argparse.Namespace) -> None:
-    for name, option in _DIAGNOSE.items():
+def _add_layers(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--min-layer",
+        type=int,
+        metavar="L",
+        help="structkv, paper: first candidate (default: a quarter of the layers)",
+    )
+    command.add_argument(
+        "--max-layer",
+        type=int,
+        metavar="L",
+        help="paper: last candidate, counted from 0 (default: fastkv, half of the layers, minus 1; "
+        "structkv, three quarters of them)",
+    )
+
+
+def _add_rates(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tsp-rate",
+        type=float,
+        metavar="RATE",
+        help=f"fastkv: share of the tokens that is propagated (default: {FASTKV.tsp_rate})",
+    )
+    command.add_argument(
+        "--struct-rate",
+        type=float,
+        metavar="RATE",
+        help=f"structkv: share of the tokens that is propagated (default: {STRUCTKV.struct_rate})",
+    )
+    command.add_argument(
+        "--kernel",
+        type=int,
+        metavar="K",
+        help=f"fastkv: width of the pooling over scores (default: {FASTKV.kernel})",
+    )
+    command.add_argument(
+        "--decay",
+        type=float,
+        metavar="D",
+        help=f"structkv: weight of the layers below in the centrality (default: {STRUCTKV.decay})",
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    for name, option in _CALIBRATE.items():
         if getattr(args, name) is None:
             setattr(args, name, option.default)
             continue
         flag = name.replace("_", "-")
-        if args.method != option.method:
-            raise ToolError(f"--{flag} has no meaning without --method {option.method}")
-        if option.generated and args.prompts is not None:
-            raise ToolError(f"--{flag} is for generated lookups: leave it out, or --prompts")
-    if args.method == "speed" and args.prompts is None and args.max_prompt_tokens is not None:
-        raise ToolError("--max-prompt-tokens is for --prompts: lookups have --length")
-    import_module(f"vllm_kvx.tools.calibrate.{_DIAGNOSES[args.method]}").run(args)
+        if args.method not in option.methods:
+            raise ToolError(f"--{flag} has no meaning without --method {option.methods[0]}")
+        if args.criterion not in option.criteria:
+            raise ToolError(f"--{flag} has no meaning without --criterion {option.criteria[0]}")
+    if args.plot is not None:
+        check_matplotlib("--plot")
+    _tool(_CALIBRATORS[args.method, args.criterion]).run(args)
 
 
-# Options that both commands have.
-
-
-def add_prompts(command: argparse.ArgumentParser, default: str) -> None:
-    """--prompts and --max-prompt-tokens; `default` says what is measured without."""
-    command.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='.jsonl with {"prompt": "..."} or {"prompt_token_ids": [...]} per line, or .txt with '
-        "a line of --- between two prompts. Texts are used as they are: apply a chat template "
-        f"beforehand ({default})",
-    )
-    command.add_argument(
-        "--max-prompt-tokens",
-        type=positive,
-        metavar="N",
-        help="longer prompts lose their middle (default: no limit)",
-    )
-
-
-def add_window(
-    command: argparse.ArgumentParser, default: int | None = STRUCTKV.window, whose: str = ""
-) -> None:
-    """--window; `whose` says which method has it."""
-    command.add_argument(
-        "--window",
-        type=int,
-        default=default,
-        metavar="W",
-        help=f"{whose}last tokens, whose queries score the others (default: {STRUCTKV.window})",
-    )
-
-
-def add_weights(command: argparse.ArgumentParser, whose: str) -> None:
-    """--weights, without a default; `whose` says which method has them."""
-    command.add_argument(
-        "--weights",
-        type=_weights,
-        metavar="W1,W2,W3",
-        help=f"{whose}of entropy, sparsity and variance in the transition score (default: "
-        f"{','.join(map(str, WEIGHTS))})",
-    )
-
-
-def add_model(command: argparse.ArgumentParser) -> None:
-    """--revision, --device and --dtype."""
-    command.add_argument("--revision", help="revision of a hub model (default: main)")
-    command.add_argument(
-        "--device", default="auto", help="auto, cpu, cuda or cuda:<int> (default: %(default)s)"
-    )
-    command.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto is the checkpoint's on a GPU, float32 on CPU (default: %(default)s)",
-    )
-
-
-def _weights(text: str) -> tuple[float, ...]:
-    try:
-        entropy, sparsity, variance = map(float, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be three numbers, for example 0.2,0.3,0.5; got {text!r}"
-        ) from None
-    return entropy, sparsity, variance
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return value

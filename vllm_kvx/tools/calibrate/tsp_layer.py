@@ -24,21 +24,21 @@ from torch import Tensor
 from vllm_kvx.equations.saliency import kept_indices, propagation_scores
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
-from vllm_kvx.records.model_key import model_dir, model_key
+from vllm_kvx.records.model_key import model_dir, model_key, model_name
 from vllm_kvx.tools.calibrate import figures
-from vllm_kvx.tools.calibrate.prompts import load_prompts
-from vllm_kvx.tools.calibrate.report import (
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.prompts import load_prompts
+from vllm_kvx.tools.checkpoint.report import (
     Progress,
     check_cache,
     facts,
     measuring,
-    model_name,
     progress_of,
     prompts_line,
     store,
 )
-from vllm_kvx.tools.calibrate.time_left import Left
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.plots import draw
+from vllm_kvx.tools.time_left import Left
 
 METHOD = "fastkv"
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if not args.no_plot:
         picture = Path(args.plot) if args.plot else path.with_suffix(".png")
-        print(figures.draw(picture, figures.tsp_curve, record))
+        print(draw(picture, figures.tsp_curve, record))
 
 
 # Eq. 3.

@@ -51,8 +51,8 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.snapkv import SnapKV
 from vllm_kvx.policy.methods.structkv import StructKV, online_limits
 from vllm_kvx.records.folder import check_writable
-from vllm_kvx.records.model_key import model_dir, model_key
-from vllm_kvx.tools.calibrate import figures
+from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.tools.calibrate.figures import pivot_curves
 from vllm_kvx.tools.calibrate.pivot import (
     METRICS_HEAD,
     check_finite,
@@ -60,17 +60,12 @@ from vllm_kvx.tools.calibrate.pivot import (
     record_of,
     window_attentions,
 )
-from vllm_kvx.tools.calibrate.prompts import load_prompts
-from vllm_kvx.tools.calibrate.report import (
-    Progress,
-    facts,
-    measuring,
-    model_name,
-    progress_of,
-    prompts_line,
-)
-from vllm_kvx.tools.calibrate.time_left import Left
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.prompts import load_prompts
+from vllm_kvx.tools.checkpoint.report import Progress, facts, measuring, progress_of, prompts_line
+from vllm_kvx.tools.diagnose import figures
+from vllm_kvx.tools.plots import draw
+from vllm_kvx.tools.time_left import Left
 
 METHODS = ("structkv", "fastkv", "gemfilter", "snapkv")
 # GemFilter's mean-pooling over scores.
@@ -131,8 +126,8 @@ def run(args: argparse.Namespace) -> None:
         raise ToolError(f"cannot write {numbers}: {error.strerror}") from error
     print(f"\nNumbers: {numbers}")
     online = record["online"]["pivot"]
-    print(figures.draw(directory / "pivot.png", figures.pivot_curves, record, online))
-    print(figures.draw(directory / "recovery.png", figures.recovery_curves, record, labels(record)))
+    print(draw(directory / "pivot.png", pivot_curves, record, online))
+    print(draw(directory / "recovery.png", figures.recovery_curves, record, labels(record)))
 
 
 @dataclass(frozen=True)

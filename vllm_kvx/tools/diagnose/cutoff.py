@@ -15,9 +15,9 @@ from torch import Tensor
 from vllm_kvx.equations.cutoff import Shares, attention_shares, divergence, turns
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.tools.calibrate.answers import Question, generate
-from vllm_kvx.tools.calibrate.report import Progress
+from vllm_kvx.tools.checkpoint.answers import Question, generate
 from vllm_kvx.tools.checkpoint.dense_decoder import Cache, DenseDecoder, Rows
+from vllm_kvx.tools.checkpoint.report import Progress
 from vllm_kvx.tools.diagnose.probes import Probe
 
 

@@ -8,9 +8,9 @@ from transformers import PretrainedConfig
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.tools.calibrate.prompts import load_prompts
-from vllm_kvx.tools.calibrate.questions import Score, load_tokenizer, scores
 from vllm_kvx.tools.checkpoint.dense_decoder import sliding_window
+from vllm_kvx.tools.checkpoint.prompts import load_prompts
+from vllm_kvx.tools.checkpoint.questions import Score, load_tokenizer, scores
 from vllm_kvx.tools.tasks.base import Sample, Span
 from vllm_kvx.tools.tasks.prompts import encode
 

@@ -14,18 +14,11 @@ from pathlib import Path
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.records.folder import check_writable
-from vllm_kvx.records.model_key import model_dir, model_key
-from vllm_kvx.tools.calibrate import figures
-from vllm_kvx.tools.calibrate.questions import FAMILIES, load_tokenizer
-from vllm_kvx.tools.calibrate.report import (
-    counter_of,
-    facts,
-    measuring,
-    model_name,
-    progress_of,
-)
-from vllm_kvx.tools.calibrate.time_left import Left
+from vllm_kvx.records.model_key import model_dir, model_key, model_name
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.questions import FAMILIES, load_tokenizer
+from vllm_kvx.tools.checkpoint.report import counter_of, facts, measuring, progress_of
+from vllm_kvx.tools.diagnose import figures
 from vllm_kvx.tools.diagnose.cutoff import Seen, check_finite, look
 from vllm_kvx.tools.diagnose.cutoff_report import record_of, table
 from vllm_kvx.tools.diagnose.probes import (
@@ -36,6 +29,8 @@ from vllm_kvx.tools.diagnose.probes import (
     lookup_probes,
     own_probes,
 )
+from vllm_kvx.tools.plots import draw
+from vllm_kvx.tools.time_left import Left
 
 # Lookups whose answers decide whether the model is asked this family of tasks.
 FIRST = 4
@@ -103,8 +98,8 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         raise ToolError(f"cannot write {numbers}: {error.strerror}") from error
     print(f"\nNumbers: {numbers}")
-    print(figures.draw(directory / "speed-layers.png", figures.access_curves, record))
-    print(figures.draw(directory / "speed-cutoffs.png", figures.cutoff_curves, record))
+    print(draw(directory / "speed-layers.png", figures.access_curves, record))
+    print(draw(directory / "speed-cutoffs.png", figures.cutoff_curves, record))
 
 
 def ask(

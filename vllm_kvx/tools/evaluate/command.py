@@ -16,30 +16,24 @@ from tqdm import tqdm
 
 import vllm_kvx
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.cache_dtype import FP8, at_dtype, split_dtype
+from vllm_kvx.policy.cache_dtype import FP8, FULL, at_dtype, split_dtype
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.records import answers as records
 from vllm_kvx.records.folder import check_writable
-from vllm_kvx.records.model_key import model_dir, model_key
-from vllm_kvx.tools.calibrate.figures import check_matplotlib
-from vllm_kvx.tools.calibrate.report import model_name
+from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.tools.engine import on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate import figures, full_answers, report
 from vllm_kvx.tools.evaluate.defaults import DEFAULTS, quick_defaults, set_defaults
-from vllm_kvx.tools.evaluate.engine import (
-    NotStarted,
-    OwnEngine,
-    on_cpu,
-    own_engine,
-    prepare_environment,
-)
+from vllm_kvx.tools.evaluate.engine import NotStarted, OwnEngine, own_engine
 from vllm_kvx.tools.evaluate.groups import grouped
 from vllm_kvx.tools.evaluate.original import Model, check_tokenizers, models_of
 from vllm_kvx.tools.evaluate.progress import AnswersBar
 from vllm_kvx.tools.evaluate.questions import Key, Posed, Suite, load_tokenizer
-from vllm_kvx.tools.evaluate.rows import FULL, dtype_of, policy_of
+from vllm_kvx.tools.evaluate.rows import dtype_of, policy_of
+from vllm_kvx.tools.evaluate.save import save
 from vllm_kvx.tools.evaluate.server import RunningServer, running_server
 from vllm_kvx.tools.evaluate.store import RESOLVED, Answer, Question, Store
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
+from vllm_kvx.tools.plots import check_matplotlib
 from vllm_kvx.tools.tasks.table import FIXED, GROUPS, TASKS
 
 # Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
@@ -204,7 +198,7 @@ def _save(
     """Saves rows and says of each what became of it; returns what could not be saved."""
     # Its weights may have come with this run.
     key = model_key(model.config.to_dict(), model_dir(model.source, model.revision))
-    saved = records.save(key, summary, facts, rows)
+    saved = save(key, summary, facts, rows)
     if saved.path is None:
         print("Nothing was saved for servers of this model.")
     else:

@@ -2,19 +2,17 @@
 
 import gc
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-from vllm_kvx.compat.cpu_mode import CPU_MODE_VARIABLE
-from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings
+from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, dtype_of_engine
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.cache_dtype import at_dtype, dtype_of_engine
-from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.tools.evaluate.groups import with_retrieval
+from vllm_kvx.policy.cache_dtype import at_dtype
+from vllm_kvx.policy.policy import KVPolicy, with_retrieval
+from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate.shares import Shares, shares_of
 
 # The CPU backend's blocks are multiples of this, and retrieval's groups fill whole blocks.
@@ -185,28 +183,3 @@ def own_engine(
         engine.close()
         del engine
         gc.collect()
-
-
-def prepare_environment() -> None:
-    """Sets what vLLM reads before it is imported: on CPU the runner that GPUs use, and less log."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if not on_cpu():
-        # To ask torch for GPUs, as these tools do, spoils CUDA for processes that are forked.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    else:
-        os.environ.setdefault(CPU_MODE_VARIABLE, "1")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-
-
-def on_cpu() -> bool:
-    """Whether this machine has no GPU that torch can use."""
-    import torch
-
-    return not torch.cuda.is_available()
-
-
-def last_line(error: BaseException) -> str:
-    """The last line of an error's message, which names the reason."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.calibrate.figures import draw
-from vllm_kvx.tools.evaluate.rows import FULL, is_of_original, policy_of, row_of_original
+from vllm_kvx.policy.cache_dtype import FULL
+from vllm_kvx.tools.evaluate.rows import is_of_original, policy_of, row_of_original
 from vllm_kvx.tools.evaluate.summary import Summary
+from vllm_kvx.tools.plots import draw
 
 # More than these are told apart by nobody.
 _MOST_CURVES = 12

@@ -15,18 +15,6 @@ from vllm_kvx.tools.evaluate.rows import dtype_of
 MAX_STAGES = 4
 
 
-def with_retrieval(policy: KVPolicy) -> KVPolicy:
-    """`policy` with retrieval on at every length, where it is left to the machine.
-
-    An evaluation asks what retrieval keeps, not from where on it pays.
-    """
-    part = policy.retrieve
-    if part is None or part.dense_below != "auto":
-        return policy
-    always = type(part)(**{**part.parameters(), "dense_below": 0})
-    return KVPolicy.of([always if p is part else p for p in policy.parts])
-
-
 def read_policies(names: Sequence[str], num_layers: int) -> dict[str, KVPolicy]:
     """The policies, by the names that the user gave; `full` first, given or not.
 

@@ -1,11 +1,10 @@
 """Options of `vllm-kvx evaluate`; the work is in ``command``, which is imported only to do it."""
 
 import argparse
-import json
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_kvx.config.arguments import positive
+from vllm_kvx.config.arguments import json_object, positive
 from vllm_kvx.errors import ToolError
 
 if TYPE_CHECKING:
@@ -143,13 +142,3 @@ def _lengths(text: str) -> list[int]:
     if not lengths or lengths[0] < 1:
         raise argparse.ArgumentTypeError(f"must be lengths in tokens such as 4096,16384: {text!r}")
     return lengths
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
-    return value

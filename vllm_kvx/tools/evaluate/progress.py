@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from vllm_kvx.tools.calibrate.time_left import duration
 from vllm_kvx.tools.evaluate.engine import Asked
+from vllm_kvx.tools.time_left import duration
 
 # Seconds between two looks at the bar, on a terminal and in a file.
 _EVERY_S, _EVERY_S_IN_A_FILE = 0.2, 30.0

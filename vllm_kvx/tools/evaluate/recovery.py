@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from vllm_kvx.policy.cache_dtype import FULL
 from vllm_kvx.tools.evaluate.intervals import Interval, of_recovery
-from vllm_kvx.tools.evaluate.rows import FULL, FULL_ORIGINAL, row_of_original
+from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, row_of_original
 from vllm_kvx.tools.evaluate.store import Answer
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Asked, Bucket, Summary
 from vllm_kvx.tools.tasks.table import group_of

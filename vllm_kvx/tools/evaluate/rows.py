@@ -3,9 +3,8 @@
 Either may name the KV cache dtype of its engine: `fier-512@fp8`, `full@fp8 (original)`.
 """
 
-from vllm_kvx.policy.cache_dtype import split_dtype
+from vllm_kvx.policy.cache_dtype import FULL, split_dtype
 
-FULL = "full"
 _ORIGINAL = " (original)"
 
 

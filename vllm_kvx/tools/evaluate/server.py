@@ -8,10 +8,9 @@ from typing import Any
 from vllm_kvx.config.settings import POLICY_KEY, Measured
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.cache_dtype import at_dtype
-from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.policy import KVPolicy, with_retrieval
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.evaluate.engine import Answered, Asked, Progress
-from vllm_kvx.tools.evaluate.groups import with_retrieval
 from vllm_kvx.tools.evaluate.rows import dtype_of
 from vllm_kvx.tools.evaluate.shares import Shares, shares_of
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vllm_kvx.policy.cache_dtype import split_dtype
+from vllm_kvx.policy.cache_dtype import FULL, split_dtype
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.evaluate.intervals import Interval, of_mean, of_ratio, of_values
 from vllm_kvx.tools.evaluate.loops import can_loop, has_loop
-from vllm_kvx.tools.evaluate.rows import FULL, FULL_ORIGINAL, policy_of
+from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, policy_of
 from vllm_kvx.tools.evaluate.store import Answer, Question
 
 PERPLEXITY = "perplexity"

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvx.tools.calibrate import figures
+from vllm_kvx.tools import plots
 
 
 def draw(path: Path, losses: Mapping[str, Any]) -> str:
     """Draws `losses` (train.py's file); says where, or why not."""
-    return figures.draw(path, loss_curves, losses)
+    return plots.draw(path, loss_curves, losses)
 
 
 def loss_curves(pyplot: Any, losses: Mapping[str, Any]) -> Any:
@@ -17,7 +17,7 @@ def loss_curves(pyplot: Any, losses: Mapping[str, Any]) -> Any:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
     logged = [entry for entry in losses["log"] if "loss" in entry]
     left.plot([e["step"] for e in logged], [e["loss"] for e in logged], linewidth=1)
-    figures.say_if_empty(left, [e["loss"] for e in logged])
+    plots.say_if_empty(left, [e["loss"] for e in logged])
     left.set(xlabel="step", ylabel="loss", yscale="log", title=f"training, {len(logged)} values")
     held = [(0, losses["before"]["all"])]
     held += [

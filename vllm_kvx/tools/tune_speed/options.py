@@ -5,9 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvx.config.arguments import positive
+from vllm_kvx.config.arguments import json_object, positive
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.evaluate.options import json_object
 from vllm_kvx.tools.tune_speed.plan import RECITALS, TURNS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.evaluate.engine import last_line, on_cpu, prepare_environment
+from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
 from vllm_kvx.tools.tune_speed import selfwritten
 from vllm_kvx.tools.tune_speed.dialogues import Dialogue, Further, Templated, read, templated
 from vllm_kvx.tools.tune_speed.fitting import Wanted, fitted

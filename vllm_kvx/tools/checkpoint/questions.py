@@ -8,9 +8,9 @@ import transformers
 from transformers import PretrainedConfig
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.calibrate.answers import Question
-from vllm_kvx.tools.calibrate.prompts import check_lengths
+from vllm_kvx.tools.checkpoint.answers import Question
 from vllm_kvx.tools.checkpoint.dense_decoder import sliding_window
+from vllm_kvx.tools.checkpoint.prompts import check_lengths
 from vllm_kvx.tools.tasks.base import Task
 from vllm_kvx.tools.tasks.prompts import Prompt, fitted
 from vllm_kvx.tools.tasks.table import TASKS

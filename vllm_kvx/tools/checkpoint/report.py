@@ -14,7 +14,7 @@ import vllm_kvx
 from vllm_kvx.errors import ToolError
 from vllm_kvx.records.folder import WAY_OUT, check_writable
 from vllm_kvx.records.layers import record_path, save
-from vllm_kvx.tools.calibrate.time_left import Left
+from vllm_kvx.tools.time_left import Left
 
 # Where prompts are from, if from no file.
 BUILTIN = "built-in"
@@ -78,11 +78,6 @@ def measuring(number: int, prompts: Sequence[Sequence[int]]) -> Iterator[str]:
         raise ToolError(
             f"{head}: out of GPU memory: use --max-prompt-tokens, --dtype bfloat16 or --device cpu"
         ) from error
-
-
-def model_name(model: str) -> str:
-    """What a record calls a model: its hub name, or its directory in full."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def facts(prompts: Sequence[Sequence[int]], source: str | None) -> dict[str, Any]:

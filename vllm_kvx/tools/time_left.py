@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
-# What begins the time left in a line.
-LEFT = ", about"
+from vllm_kvx.records.layers import TIME_LEFT
 
 
 def duration(seconds: float) -> str:
@@ -40,4 +39,4 @@ class Left:
         if not 0 < size < sum(self._sizes):
             return ""
         seconds = (self._clock() - self._began) * (sum(self._sizes) / size - 1)
-        return f"{LEFT} {duration(seconds)} left of these"
+        return f"{TIME_LEFT} {duration(seconds)} left of these"

@@ -26,8 +26,8 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.tools.calibrate.report import Progress
 from vllm_kvx.tools.checkpoint.dense_decoder import Cache, DenseDecoder
+from vllm_kvx.tools.checkpoint.report import Progress
 
 Policy = FastKV | StructKV
 
