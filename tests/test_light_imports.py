@@ -39,7 +39,8 @@ from vllm_kvx.policy.storage import storage_of
 
 policy = parse_policy("speed-4+snapkv:kv_rate=0.5,kv_floor=0")
 check_served(policy)
-print(layout_of([policy], 8).splits, storage_of(policy, 100, 0, 16, 8).kept, "snapkv" in METHODS)
+kept = storage_of(policy, 100, 0, 16, 8).kept
+print(layout_of([policy], 8).later_starts, kept, "snapkv" in METHODS)
 """
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "(4,) 50 True\n", "")

@@ -158,7 +158,12 @@ def between(self: Any, more: int = 0, throttle_prefills: bool = False) -> None: 
         (Scheduler, "schedule", between, r"schedule is \(self, more=\.\.\., throttle_prefills"),
         (Scheduler, "_preempt_request", None, "Scheduler._preempt_request is gone, and was"),
         (DefaultModelState, "remove_request", fewer, "DefaultModelState.remove_request is"),
-        (FullAttentionManager, "shrink", nothing, "shrink is new, and .*LowerKVCacheManager would"),
+        (
+            FullAttentionManager,
+            "shrink",
+            nothing,
+            "shrink is new, and .*FirstStageKVCacheManager would",
+        ),
         (Scheduler, "schedule", property(nothing), "schedule is no method, and was"),
         (BlockPool, "_insert_block_hash", None, "_insert_block_hash is gone"),
     ],

@@ -446,7 +446,7 @@ def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> No
     settings = KVSettings.from_vllm_config(config)
     assert settings is not None
     assert str(settings.policy) == "fastkv:tsp_layer=5" == str(settings.parse("fastkv"))
-    assert settings.layout.splits == (6,)
+    assert settings.layout.later_starts == (6,)
 
 
 def test_rows_for_every_policy(stock, monkeypatch) -> None:

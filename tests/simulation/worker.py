@@ -84,7 +84,7 @@ class Worker:
             self.expected,
             by_state,
             self._starts,
-            state.cuts.splits,
+            state.cuts.split_layers,
         )
         pages: Any = state.prefix_states
         pages.copy_in, pages.copy_out = self._states_in, self._states_out

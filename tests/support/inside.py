@@ -39,15 +39,15 @@ def state_tokens(engine: Any) -> int:
 
 def upper_managers(engine: Any) -> list[Any]:
     """The managers of KV groups that hold less than their requests' tokens from the start."""
-    return engine.scheduler.policy_managers
+    return engine.scheduler.later_stage_managers
 
 
 def assert_scheduler_forgot(engine: Any, windows: int) -> None:
     """No request, page or window (of `windows`) is held by the scheduler and its managers."""
     scheduler, admission = engine.scheduler, _admission(engine)
-    for manager in getattr(scheduler, "policy_managers", []):
+    for manager in getattr(scheduler, "later_stage_managers", []):
         assert not manager.requests and not manager._to_copy and not manager.req_to_blocks
-    for manager in getattr(scheduler, "lower_managers", []):
+    for manager in getattr(scheduler, "first_stage_managers", []):
         assert not manager.requests and not manager.req_to_blocks
     if admission is not None:
         assert not admission._prompts and not admission._pages and not admission._split
@@ -58,14 +58,14 @@ def assert_scheduler_forgot(engine: Any, windows: int) -> None:
 
 def owed_blocks(scheduler: Any) -> int:
     """Blocks that the scheduler leaves for copies before any other request begins."""
-    managers = (*scheduler.lower_managers, *scheduler.policy_managers)
+    managers = (*scheduler.first_stage_managers, *scheduler.later_stage_managers)
     return sum(manager.owed() for manager in managers)
 
 
 def left_in_scheduler(scheduler: Any) -> dict[str, Any]:
     """What an idle scheduler of ours still holds, by kind; all empty if it forgot everything."""
     admission = scheduler.admission
-    managers = (*scheduler.lower_managers, *scheduler.policy_managers)
+    managers = (*scheduler.first_stage_managers, *scheduler.later_stage_managers)
     return {
         "prompts": admission._prompts,
         "pages": admission.used_pages or admission._pages,
@@ -129,29 +129,29 @@ def published_blocks(scheduler: Any) -> dict[tuple[int, str], int]:
 
 def let_quiet_steps_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks whether a step that should need nothing does."""
-    from vllm_kvx.cache.decode_fast_path import QuietSteps
+    from vllm_kvx.cache.decode_fast_path import DecodeFastPath
 
-    monkeypatch.setattr(QuietSteps, "_check", lambda *_: None)
+    monkeypatch.setattr(DecodeFastPath, "_check", lambda *_: None)
 
 
 def ask_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is known to need nothing."""
-    from vllm_kvx.cache.decode_fast_path import QuietSteps
+    from vllm_kvx.cache.decode_fast_path import DecodeFastPath
 
-    monkeypatch.setattr(QuietSteps, "_remember", lambda *_: None)
+    monkeypatch.setattr(DecodeFastPath, "_remember", lambda *_: None)
 
 
 def forecast_more_room(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Requests are believed to have room for so many tokens more than they have."""
-    from vllm_kvx.cache.managers import SizedByStorage
+    from vllm_kvx.cache.managers import PolicyKVCacheManager
 
-    stock = SizedByStorage.quiet_until
+    stock = PolicyKVCacheManager.quiet_until
 
     def quiet_until(self: Any, request_id: str, num_tokens: int) -> tuple[int, int]:
         room, full_at = stock(self, request_id, num_tokens)
         return room + tokens, full_at + tokens
 
-    monkeypatch.setattr(SizedByStorage, "quiet_until", quiet_until)
+    monkeypatch.setattr(PolicyKVCacheManager, "quiet_until", quiet_until)
 
 
 def limit_prefix_hits(engine: Any, tokens: int) -> bool:

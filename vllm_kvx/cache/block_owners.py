@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 _NOBODY = -1
 
 
-class BlockLedger:
+class BlockOwners:
     """Blocks held, by policy row and KV group; kept up to date block by block.
 
     Managers say what they take. The pool says what goes back to it, when the last holder is gone.

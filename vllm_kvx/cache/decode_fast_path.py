@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
-from vllm_kvx.cache.managers import SizedByStorage
+from vllm_kvx.cache.managers import PolicyKVCacheManager
 
 # How vLLM asks for the next token of a request that runs: nothing but this is answered here.
 _NOTHING_AHEAD = {"num_lookahead_tokens": 0}
@@ -27,7 +27,7 @@ class NoBlocks(KVCacheBlocks):
         return None if allow_none else super().get_block_ids(**options)
 
 
-class QuietSteps:
+class DecodeFastPath:
     """Stands before ``allocate_slots`` and ``cache_blocks`` of a server's KV cache manager.
 
     A request's ``RequestKV`` of the first group holds what is remembered of it. Where its blocks
@@ -35,7 +35,7 @@ class QuietSteps:
     """
 
     def __init__(
-        self, manager: KVCacheManager, groups: Sequence[SizedByStorage], checks: bool = False
+        self, manager: KVCacheManager, groups: Sequence[PolicyKVCacheManager], checks: bool = False
     ) -> None:
         """groups: the managers of all KV groups. checks: vLLM looks after all, to compare."""
         self._groups, self._requests = groups, groups[0].requests

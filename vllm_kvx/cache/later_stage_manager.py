@@ -6,11 +6,11 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from vllm_kvx.cache.managers import SizedByStorage
+from vllm_kvx.cache.managers import PolicyKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
 
 
-class PolicyKVCacheManager(SizedByStorage):
+class LaterStageKVCacheManager(PolicyKVCacheManager):
     """Blocks of one KV group above the first stage, sized by stored entries.
 
     On a prefix hit in the lower layers the anchors are not computed, but their entries up here

@@ -13,10 +13,10 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
-from vllm_kvx.cache.block_owners import BlockLedger
+from vllm_kvx.cache.block_owners import BlockOwners
 from vllm_kvx.cache.latency import Latencies
-from vllm_kvx.cache.later_stage_manager import PolicyKVCacheManager
-from vllm_kvx.cache.managers import LowerKVCacheManager
+from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
+from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
 from vllm_kvx.config.settings import KVSettings
 
@@ -25,7 +25,7 @@ FACTS = "kv_policy_facts"
 # Blocks are counted no more often: it takes a look at every running request.
 EVERY_S = 0.25
 
-Manager = LowerKVCacheManager | PolicyKVCacheManager
+Manager = FirstStageKVCacheManager | LaterStageKVCacheManager
 
 
 class RunInFull(StrEnum):
@@ -35,7 +35,7 @@ class RunInFull(StrEnum):
     MISFIT = "misfit"  # The server cannot run its policy, and it came past the API's check.
 
 
-class SchedulerFacts:
+class PolicySchedulerStats:
     """Totals since the scheduler was made, and the blocks that requests hold.
 
     Workers keep what they were told last; a step's output carries it when a total changed, every
@@ -46,15 +46,15 @@ class SchedulerFacts:
         self,
         settings: KVSettings,
         pool: BlockPool,
-        lower: Sequence[LowerKVCacheManager],
-        upper: Sequence[PolicyKVCacheManager],
+        lower: Sequence[FirstStageKVCacheManager],
+        upper: Sequence[LaterStageKVCacheManager],
         admission: PromptAdmission,
     ) -> None:
         """lower, upper: the managers of all KV groups."""
         self._policies, self._debug = settings.counted_policies(), settings.debug
         self._lower, self._managers = lower, [*lower, *upper]
         self._admission = admission
-        self.ledger = BlockLedger(pool, len(self._managers), self._policies.size)
+        self.ledger = BlockOwners(pool, len(self._managers), self._policies.size)
         for group, manager in enumerate(self._managers):
             manager.watch(self.ledger, group)
         self._unshared: dict[int, int] = {}
@@ -168,7 +168,7 @@ class SchedulerFacts:
 
 
 def _holders(
-    manager: LowerKVCacheManager, requests: Mapping[str, Request]
+    manager: FirstStageKVCacheManager, requests: Mapping[str, Request]
 ) -> Iterator[tuple[RequestKV, Request, Sequence[KVCacheBlock]]]:
     """The requests that hold blocks of a KV group, and these."""
     for request_id, blocks in manager.req_to_blocks.items():

@@ -2,7 +2,7 @@
 
 import os
 
-# Whether the last layer that sees a whole prompt is split: see ``worker/splits``.
+# Whether the last layer that sees a whole prompt is split: see ``worker/split_layers``.
 INNER_CUTS = "KVX_INNER_CUTS"
 # Whether prompts run the stock decoder's own compiled pieces: see ``models/pieces``.
 STOCK_PIECES = "KVX_STOCK_PIECES"

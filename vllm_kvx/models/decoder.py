@@ -116,13 +116,13 @@ class SegmentedModel(nn.Module):
         # Consumed once: a dummy run that prepares no attention must not see an old plan.
         plan, self._plan = self._plan, StepPlan()
         if plan.passes is None:
-            with plan.beside:
+            with plan.hooks:
                 return self._run_stock(input_ids, positions, intermediate_tensors, inputs_embeds)
         assert input_ids is not None
         output: Tensor | None = None
         out: Out | None = None
         for now in plan.passes:
-            with now.beside:
+            with now.hooks:
                 out = self._run_pass(now, out, input_ids, positions)
             output = self._write(now, out, output, positions.shape[0])
         return self._zeros(positions) if output is None else output
@@ -180,7 +180,7 @@ class SegmentedModel(nn.Module):
         """layer: the one above the pass, which may have its entries and queries made already."""
         wanted = sink.queries
         states = asked = None
-        with nullcontext() if wanted is None else wanted.beside:
+        with nullcontext() if wanted is None else wanted.hooks:
             for number in range(sink.first, sink.last):
                 above = self.model.layers[number]
                 slots = sink.slot_mapping[attention_of(above).layer_name]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 
-class Trust:
+class EvaluationNotice:
     """What evaluations found of policies on one model, whose key is `model_key`."""
 
     def __init__(self, model_config: "ModelConfig", kv_cache_dtype: str | None = None) -> None:

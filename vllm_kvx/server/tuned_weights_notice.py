@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 
-class Tuning:
+class TunedWeightsNotice:
     """The record of a model's weights, as far as it lies beside them; nothing is downloaded."""
 
     def __init__(self, model_config: "ModelConfig") -> None:

@@ -12,7 +12,7 @@ from vllm_kvx.config.settings import (
     policy_is_set,
 )
 from vllm_kvx.policy.spec import PolicyError, parse_policy
-from vllm_kvx.server.evaluation_notice import Trust
+from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import find_measured
 from vllm_kvx.server.refusal import ARCHITECTURE, Refusal, applying, told
 from vllm_kvx.server.start_checks import (
@@ -22,7 +22,7 @@ from vllm_kvx.server.start_checks import (
     WITH_RETRIEVAL,
     WITH_SELECTION,
 )
-from vllm_kvx.server.tuned_weights_notice import Tuning
+from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -221,8 +221,8 @@ def _log_answers(vllm_config: "VllmConfig", settings: KVSettings) -> None:
 
     logger = init_logger("vllm.kvx")
     model = vllm_config.model_config
-    trust = Trust(model, dtype_of_engine(vllm_config))
-    lines = Tuning(model).lines(settings.policies) + trust.lines(settings.policies)
+    trust = EvaluationNotice(model, dtype_of_engine(vllm_config))
+    lines = TunedWeightsNotice(model).lines(settings.policies) + trust.lines(settings.policies)
     for line, is_well in lines:
         (logger.info if is_well else logger.warning)("KV policy %s", line)
     for policy in settings.policies:

@@ -117,7 +117,7 @@ class PromptKernels:
                 hook.scale,
                 key_scale=key_scale,
             )
-        return SCORES[spec.family].rate(prompts, view)
+        return SCORES[spec.family].score(prompts, view)
 
     def _select(self, rated: KeyScores, rows: int, moves: bool) -> None:
         """By the one program of a row, and by many, which long prompts take."""
@@ -177,7 +177,7 @@ class CompilesAhead:
         if device.type != "cuda" or not (scores or state.retrieval is not None):
             return None
         policies = [policy for policy in settings.policies if not policy.is_full]
-        attends = settings.layout.selects and bool(state.cuts.splits)
+        attends = settings.layout.selects and bool(state.cuts.split_layers)
         tables = state.block_tables
         # Nothing may be allocated or copied while graphs are captured: the writer's tensors are
         # made here, and so is the one that torch allocates with a device's first fake tensor.

@@ -27,7 +27,7 @@ def only(attn_groups: AttentionGroups, wanted: Collection[int]) -> AttentionGrou
     return [group if g in wanted else [] for g, group in enumerate(attn_groups)]
 
 
-class AlikeGroups:
+class SharedAttnMetadata:
     """The KV groups of an engine, told apart by their specs.
 
     All layers of the models that run under a policy have as many query heads.

@@ -26,7 +26,8 @@ class PolicyStats:
             entries that prompts kept and had.
         entries_spared: entries that layers above a pivot found online did not compute.
         pivots: by row, how many prompts found which pivot online.
-        scheduler: what the scheduler last told, see ``SchedulerFacts``; {} before the first time.
+        scheduler: what the scheduler last told, see ``PolicySchedulerStats``; {} before the
+            first time.
     """
 
     def __init__(self, stage_sizes: Sequence[int], policies: CountedPolicies | None = None) -> None:

@@ -18,7 +18,7 @@ from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
 from vllm_kvx.worker.precompile import CompilesAhead
 from vllm_kvx.worker.sleep import SleepingBuffers
-from vllm_kvx.worker.splits import cuts_of
+from vllm_kvx.worker.split_layers import cuts_of
 from vllm_kvx.worker.status import stats_of
 from vllm_kvx.worker.warm_up import warm_up
 

@@ -21,7 +21,8 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.server.measured_layers import layer_of
-from vllm_kvx.tools.calibrate import by_answers, questions
+from vllm_kvx.tools.calibrate import by_answers
+from vllm_kvx.tools.checkpoint import questions
 from vllm_kvx.tools.checkpoint.answers import (
     Candidate,
     Chooser,

@@ -20,7 +20,8 @@ from vllm_kvx.records.layers import record_path
 from vllm_kvx.records.model_key import model_key
 from vllm_kvx.server import measured_layers as resolve
 from vllm_kvx.server.measured_layers import find_measured
-from vllm_kvx.tools.calibrate import by_answers, questions
+from vllm_kvx.tools.calibrate import by_answers
+from vllm_kvx.tools.checkpoint import questions
 
 TOOL = [sys.executable, "-m", "vllm_kvx.cli"]
 # As the tests have time for.

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.calibrate import figures as drawing
+from vllm_kvx.tools import plots as drawing
 from vllm_kvx.tools.evaluate import figures
 from vllm_kvx.tools.evaluate.store import Answer, Question
 from vllm_kvx.tools.evaluate.summary import Summary

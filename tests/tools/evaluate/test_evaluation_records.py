@@ -11,7 +11,7 @@ import pytest
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import answers as records
 from vllm_kvx.records.model_key import model_key
-from vllm_kvx.server.evaluation_notice import Trust
+from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.tools.evaluate.save import save
 from vllm_kvx.tools.evaluate.store import RESOLVED, Answer, Question
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
@@ -40,11 +40,11 @@ def saving(policy: str, resolved: str, right: float, full: str = "full") -> Mapp
     return save(model_key(CONFIG, None), summary_of(policy, right), facts).refused
 
 
-def trust(kv_cache_dtype: str = "auto") -> Trust:
+def trust(kv_cache_dtype: str = "auto") -> EvaluationNotice:
     config: Any = SimpleNamespace(
         model="org/m", revision=None, hf_text_config=SimpleNamespace(to_dict=lambda: CONFIG)
     )
-    return Trust(config, kv_cache_dtype)
+    return EvaluationNotice(config, kv_cache_dtype)
 
 
 def test_what_nobody_measured_is_said() -> None:
@@ -166,7 +166,7 @@ def test_nothing_is_saved_where_full_is_right_nowhere(cache: Path) -> None:
     saving("snapkv", "snapkv", 0.5)
     (path,) = (cache / "evaluation").iterdir()
     before = path.read_bytes(), path.stat().st_mtime_ns
-    assert saving(model_key(CONFIG, None), summary, FACTS).path is None
+    assert save(model_key(CONFIG, None), summary, FACTS).path is None
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
 
 

@@ -34,7 +34,7 @@ class _Option(NamedTuple):
     criteria: tuple[str, ...] = _CRITERIA
 
 
-_CALIBRATE = {
+CALIBRATE = {
     "tsp_rate": _Option(FASTKV.tsp_rate, ("fastkv",)),
     "kernel": _Option(FASTKV.kernel, ("fastkv",)),
     "max_layer": _Option(None, criteria=("paper",)),
@@ -186,7 +186,7 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    for name, option in _CALIBRATE.items():
+    for name, option in CALIBRATE.items():
         if getattr(args, name) is None:
             setattr(args, name, option.default)
             continue

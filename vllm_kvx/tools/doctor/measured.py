@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.server import measure_at_start as at_start
-from vllm_kvx.server.evaluation_notice import Trust
+from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import PAPER, calibrate_arguments
-from vllm_kvx.server.tuned_weights_notice import Tuning
+from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 from vllm_kvx.tools.doctor.asked import (
     additional_config,
     known_layer,
@@ -43,8 +43,8 @@ def measured(context: Context) -> Iterator[Finding]:
     # Where a layer stands in, the policy's own name says what to evaluate.
     waits = any(known_layer(context, part) is None for part in left)
     policies = policies_of(config) if waits else settings.policies
-    trust = Trust(model, context.kv_cache_dtype)
-    lines = Tuning(model).lines(settings.policies) + trust.lines(policies)
+    trust = EvaluationNotice(model, context.kv_cache_dtype)
+    lines = TunedWeightsNotice(model).lines(settings.policies) + trust.lines(policies)
     for line, is_well in lines:
         yield ok(line) if is_well else note(line, _command(line))
     for served in settings.policies:

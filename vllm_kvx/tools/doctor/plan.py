@@ -123,7 +123,7 @@ def rows_of(served: KVPolicy, prompt_len: int, layer: int, num_layers: int) -> i
     """Rows of a prompt that `layer` runs under a policy.
 
     Where the selecting layer is found while the prompt runs, the highest that may be is taken. A
-    layer counts whole that the server may split, as ``worker/splits`` has it.
+    layer counts whole that the server may split, as ``worker/split_layers`` has it.
     """
     rows = prompt_len - skipped_of(served, prompt_len, layer).size
     selection = served.selection(prompt_len, num_layers)

@@ -136,7 +136,7 @@ class Pool:
         choice = group_layers(stages)
         groups = [
             (start, sizes.block_size)
-            for start, count in zip(layout.starts, choice.groups_per_stage, strict=True)
+            for start, count in zip(layout.stage_starts, choice.groups_per_stage, strict=True)
             for _ in range(count)
         ]
         block = choice.size * (sizes.page_bytes() + sizes.sidecar_bytes(layout))

@@ -89,10 +89,12 @@ def _fit_together(policies: Sequence[KVPolicy], num_layers: int) -> bool:
         layout = layout_of(policies, num_layers)
     except PolicyError:
         return False
-    if len(layout.starts) <= MAX_STAGES:
+    if len(layout.stage_starts) <= MAX_STAGES:
         return True
     # Those that need more share an engine with their like.
-    return all(layout_of([policy], num_layers).starts == layout.starts for policy in policies)
+    return all(
+        layout_of([policy], num_layers).stage_starts == layout.stage_starts for policy in policies
+    )
 
 
 def _with_layers(policy: KVPolicy, num_layers: int) -> KVPolicy:

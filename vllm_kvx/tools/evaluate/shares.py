@@ -22,7 +22,7 @@ def shares_of(policy: KVPolicy, prompt_len: int, block_size: int, num_layers: in
     """The shares of `policy` for such a prompt.
 
     Layers that are found while the prompt runs count as the highest that may be, and those that a
-    server may split (``worker/splits``) as whole.
+    server may split (``worker/split_layers``) as whole.
     """
     selection = policy.selection(prompt_len, num_layers)
     kept = read = rows = 0

@@ -254,14 +254,14 @@ class Retrieval:
         prompt_lens: IntArray,
         gaps: tuple[IntArray, IntArray],
         block_tables: Sequence[Tensor],
-        splits: Mapping[int, SegmentRows | None],
+        split_layers: Mapping[int, SegmentRows | None],
     ) -> RetrievalPass | None:
         """The pass of a step that runs in Python.
 
         Args:
             counts: (R,) scheduled tokens; plan: by stage, the rows that it runs, if not all.
             ends, prompt_lens: (R,) logical lengths. gaps: (S, R) starts and sizes.
-            splits: by layer that is split, the rows that it runs, if not all.
+            split_layers: by layer that is split, the rows that it runs, if not all.
         """
         modes = step.modes
         if all(mode is Mode.DENSE for mode in modes):
@@ -278,7 +278,7 @@ class Retrieval:
             block_tables,
             bool(step.chunks),
             step.sampled,
-            {layer: batches_of(self._stages[layer], rows) for layer, rows in splits.items()},
+            {layer: batches_of(self._stages[layer], rows) for layer, rows in split_layers.items()},
         )
 
     def _on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:

@@ -124,7 +124,7 @@ class OnlinePasses:
         at = step.positions.index_select(0, rows)
         work = plan.work(step.block_tables, maker.memory)
         now = self._pass(0, lowest + 1, BatchRows(rows), places, counts, ends, at)
-        now.beside = maker.hooks.beside(work)
+        now.hooks = maker.hooks.during(work)
         targets = maker.stash_rows([pages for _, pages in members], counts, at)
         now.sinks = [ToStash(self.stash.states, targets)]
         return now
@@ -178,7 +178,7 @@ class OnlinePasses:
             ]
             source = Stashed(self.stash.states, rows)
             now = self._pass(first, last, source, places, counts, ends, at)
-            now.beside = maker.beside(prompts, step.block_tables)
+            now.hooks = maker.hooks_for(prompts, step.block_tables)
             done = np.flatnonzero(ends == [each.num_rows for each in members])
             if last < self.num_layers:
                 now.sinks = [ToStash(self.stash.states, rows)]

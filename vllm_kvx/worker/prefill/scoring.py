@@ -18,7 +18,7 @@ from vllm_kvx.scores.base import ScoredPrompts
 
 
 @dataclass(frozen=True)
-class Job:
+class KeyScoring:
     """One scoring of a prompt's keys in a layer.
 
     Attributes:
@@ -45,7 +45,7 @@ class Job:
     def window(self) -> int:
         return min(self.spec.window, self.prompt.num_keys)
 
-    def merged(self, other: "Job") -> "Job | None":
+    def merged(self, other: "KeyScoring") -> "KeyScoring | None":
         """Both in one scoring; None if they score differently."""
         mine, theirs = self.spec, other.spec
         if (mine.family, mine.window, mine.kernel) != (theirs.family, theirs.window, theirs.kernel):
@@ -79,7 +79,7 @@ class PassPrompt:
         kept: by stage, the entries that stay; `num_keys` where all do.
         ranked_after: the layer after which whole blocks are ranked; None where entries stay.
         blocks: by stage, as ``Centrality.rank_blocks`` takes it.
-        measures: see ``Job``.
+        measures: see ``KeyScoring``.
         stats_row: its policy's row in the counters.
     """
 
@@ -99,7 +99,7 @@ class PassPrompt:
     measures: bool = False
     stats_row: int = 0
 
-    def jobs(self, layer: int, stage: int) -> list[Job]:
+    def jobs(self, layer: int, stage: int) -> list[KeyScoring]:
         """What a layer scores of this prompt."""
         wanted = []
         by = self.select_by
@@ -109,7 +109,7 @@ class PassPrompt:
                 carried = None if by.decay is None else by
                 selects = self.selected if here else 0
                 wanted.append(
-                    Job(
+                    KeyScoring(
                         self,
                         by,
                         self.num_keys,
@@ -122,9 +122,13 @@ class PassPrompt:
             if self.ranked_after is not None:
                 if layer <= self.ranked_after:
                     ranks = layer == self.ranked_after
-                    wanted.append(Job(self, self.by, self.num_keys, carried=self.by, ranks=ranks))
+                    wanted.append(
+                        KeyScoring(self, self.by, self.num_keys, carried=self.by, ranks=ranks)
+                    )
             elif self.kept[stage] < self.num_keys:
-                wanted.append(Job(self, self.by, self.kept[stage], over_heads=self.by.over_heads))
+                wanted.append(
+                    KeyScoring(self, self.by, self.kept[stage], over_heads=self.by.over_heads)
+                )
         if len(wanted) == 2 and (both := wanted[0].merged(wanted[1])) is not None:
             return [both]
         return wanted
@@ -150,7 +154,7 @@ class JobBatch:
     columns: of each job in the scores. policy_rows: (F,) int64, in the counters.
     """
 
-    def __init__(self, jobs: Sequence[Job], max_window: int, device: torch.device) -> None:
+    def __init__(self, jobs: Sequence[KeyScoring], max_window: int, device: torch.device) -> None:
         self.jobs = jobs
         self._device = device
         counts = [job.prompt.num_keys for job in jobs]

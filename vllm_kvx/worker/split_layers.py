@@ -17,23 +17,23 @@ from vllm_kvx.ops.paged import ATTENTION_BACKENDS, ONE_PLAN
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.rows import SegmentRows
 
-logger = init_logger("vllm.kvx.splits")
+logger = init_logger("vllm.kvx.split_layers")
 
 
 class Cuts(NamedTuple):
     """Where the decoder's segments begin, layer 0 included, and which of these layers are split."""
 
     firsts: tuple[int, ...]
-    splits: frozenset[int]
+    split_layers: frozenset[int]
 
     def segment_of(self, layer: int) -> int:
         """The segment that a layer is in."""
         return sum(first <= layer for first in self.firsts) - 1
 
-    def at_splits(self, rows: Sequence[SegmentRows | None]) -> dict[int, SegmentRows | None]:
+    def at_split_layers(self, rows: Sequence[SegmentRows | None]) -> dict[int, SegmentRows | None]:
         """Of what each segment runs, what those do that begin with a layer that is split."""
         by_first = zip(self.firsts, rows, strict=True)
-        return {first: ran for first, ran in by_first if first in self.splits}
+        return {first: ran for first, ran in by_first if first in self.split_layers}
 
 
 def cuts_of(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> Cuts:
@@ -47,9 +47,9 @@ def cuts_of(layout: Layout, attention: Sequence[Attention], config: VllmConfig) 
         logger.warning_once("%s has no effect: %s.", INNER_CUTS, obstacle)
     if obstacle is not None or is_off(INNER_CUTS):
         return Cuts((0, *layout.row_cuts), frozenset())
-    splits = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
+    split_layers = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
     whole = {cut for cut in layout.row_cuts if cut == 1}
-    return Cuts((0, *sorted(splits | whole)), splits)
+    return Cuts((0, *sorted(split_layers | whole)), split_layers)
 
 
 def _obstacle(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> str | None:

@@ -9,8 +9,8 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
-from vllm_kvx.worker.shared_attn_metadata import AlikeGroups, only
+from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
+from vllm_kvx.worker.shared_attn_metadata import SharedAttnMetadata, only
 
 TABLES = tuple(torch.full((2, 3), group) for group in range(4))
 SLOTS = torch.arange(8).view(4, 2)
@@ -76,8 +76,8 @@ class Built:
         return found
 
 
-def alike(*specs: Any) -> AlikeGroups:
-    return AlikeGroups([SimpleNamespace(kv_cache_spec=spec) for spec in specs])  # type: ignore[misc]
+def alike(*specs: Any) -> SharedAttnMetadata:
+    return SharedAttnMetadata([SimpleNamespace(kv_cache_spec=spec) for spec in specs])  # type: ignore[misc]
 
 
 def test_one_for_each_spec() -> None:
@@ -95,8 +95,8 @@ def test_one_for_each_spec() -> None:
 def test_buckets_of_a_stage_are_alike() -> None:
     """They only split its layers into groups of one size."""
     same = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    lower = [LowerAttentionSpec(**same, bucket=bucket) for bucket in (0, 1)]
-    upper = [PolicyAttentionSpec(**same, stage=1, start_layer=5, bucket=b) for b in (0, 1)]
+    lower = [FirstStageAttentionSpec(**same, bucket=bucket) for bucket in (0, 1)]
+    upper = [LaterStageAttentionSpec(**same, stage=1, start_layer=5, bucket=b) for b in (0, 1)]
     groups, build = [[group(name)] for name in "abcd"], Built()
     found = alike(*lower, *upper).build(build, *BATCH, groups)
     assert build.asked == ["a", "c"] and sorted(found) == ["a", "b", "c", "d"]

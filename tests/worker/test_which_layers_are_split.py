@@ -9,11 +9,11 @@ import torch
 
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.worker import splits
+from vllm_kvx.worker import split_layers
 from vllm_kvx.worker.batch import PassBatch, unplanned
 from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.rows import DeviceRows, plan_rows
-from vllm_kvx.worker.splits import Cuts, cuts_of
+from vllm_kvx.worker.split_layers import Cuts, cuts_of
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def test_attention_that_cannot(
 ) -> None:
     """Only who asks for it by name is warned."""
     warned: list[str] = []
-    monkeypatch.setattr(splits.logger, "warning_once", lambda text, *_: warned.append(text))
+    monkeypatch.setattr(split_layers.logger, "warning_once", lambda text, *_: warned.append(text))
     if switch is not None:
         monkeypatch.setenv("KVX_INNER_CUTS", switch)
     assert cuts("speed-5", **options) == Cuts((0, 5), frozenset())
