@@ -158,7 +158,9 @@ def _default(parameter: Parameter) -> str:
         return "required"
     if default is not None:
         return f"default {write_value(default)}"
-    return f"default: {parameter.default_rule}" if parameter.default_rule else "not given by default"
+    return (
+        f"default: {parameter.default_rule}" if parameter.default_rule else "not given by default"
+    )
 
 
 def _wrap(text: str, width: int, first: str = "") -> list[str]:
