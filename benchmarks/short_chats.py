@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import write_json
-from vllm_kvx.evaluation.rows import FULL
-from vllm_kvx.evaluation.store import Answer, Question, Store
+from vllm_kvx.policy.cache_dtype import FULL
+from vllm_kvx.tools.evaluate.store import Answer, Question, Store
 
 LONGEST = 512
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -28,12 +28,12 @@ from threading import Event, Lock
 from typing import Any
 
 from benchmarks import processes
-from vllm_kvx.arguments import positive
-from vllm_kvx.calibration.figures import draw
-from vllm_kvx.evaluation.rows import row_of_original
-from vllm_kvx.evaluation.store import ANSWERS_FILE
+from vllm_kvx.config.arguments import positive
 from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.tuning.options import add_tune_speed
+from vllm_kvx.tools.evaluate.rows import row_of_original
+from vllm_kvx.tools.evaluate.store import ANSWERS_FILE
+from vllm_kvx.tools.plots import draw
+from vllm_kvx.tools.tune_speed.options import add_tune_speed
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = [sys.executable, "-m", "vllm_kvx.cli"]

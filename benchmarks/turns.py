@@ -36,7 +36,7 @@ from benchmarks.compare import STOCK, git_commit, gpu, prepare_model
 from benchmarks.engine import check_plugin, write_json
 from benchmarks.ideal import SHAPES
 from benchmarks.turns_figures import Load, Turn, curves, summarise
-from vllm_kvx.calibration.figures import draw
+from vllm_kvx.tools.plots import draw
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

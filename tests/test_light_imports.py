@@ -31,7 +31,8 @@ def test_they_are_gone() -> None:
 def test_policies_are_read_and_counted() -> None:
     done = run(
         """
-import vllm_kvx.calibration.records, vllm_kvx.cli, vllm_kvx.settings, vllm_kvx.tuning.record
+import vllm_kvx.cli, vllm_kvx.config.settings
+import vllm_kvx.records.layers, vllm_kvx.records.tuned_weights
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import METHODS, check_served, parse_policy
 from vllm_kvx.policy.storage import storage_of
@@ -48,7 +49,7 @@ def test_tasks_are_made_and_scored() -> None:
     done = run(
         """
 import random
-from vllm_kvx.evaluation.tasks.table import tasks_named
+from vllm_kvx.tools.tasks.table import tasks_named
 
 (task,) = tasks_named(["niah_single_1"])
 sample = task.make(random.Random(0), 3)

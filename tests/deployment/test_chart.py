@@ -15,10 +15,10 @@ from helm_python.errors import HelmError
 
 from deploy import schema
 from vllm_kvx import cli
-from vllm_kvx.calibration.resolve import calibrate_arguments
 from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.measured_layers import calibrate_arguments
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm"
 # The oldest release that Chart.yaml allows and whose schema is at hand, and a new one.

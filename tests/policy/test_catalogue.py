@@ -11,7 +11,6 @@ import pytest
 
 import vllm_kvx
 from vllm_kvx import cli
-from vllm_kvx.policies import table
 from vllm_kvx.policy import catalogue
 from vllm_kvx.policy.axes import DECODE_READS, KV_MEMORY, PREFILL, Method
 from vllm_kvx.policy.methods.snapkv import SnapKV
@@ -19,6 +18,7 @@ from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
+from vllm_kvx.tools.policies.command import table
 
 LENGTH, LAYERS, BLOCK = 32768, 32, 16
 

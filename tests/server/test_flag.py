@@ -9,10 +9,10 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_kvx.calibration import resolve
+from vllm_kvx.config.settings import KVSettings, policy_is_set, request_policy
 from vllm_kvx.policy.layout import Layout, RetrievalLayout
 from vllm_kvx.policy.spec import PolicyError, parse_policy
-from vllm_kvx.settings import KVSettings, policy_is_set, request_policy
+from vllm_kvx.server import measured_layers as resolve
 
 
 @pytest.fixture(scope="module")

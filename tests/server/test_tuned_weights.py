@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.tuning import Tuning
-from vllm_kvx.tuning.record import FILE, TunedRecord
+from vllm_kvx.records.tuned_weights import FILE, TunedRecord
+from vllm_kvx.server.tuned_weights_notice import Tuning
 
 AGREEMENT: Any = {
     "before": {"kl": 1.5, "greedy": 0.4, "tokens": 900},
@@ -179,7 +179,7 @@ HUB = """
 import json, sys
 from types import SimpleNamespace
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.tuning import Tuning
+from vllm_kvx.server.tuned_weights_notice import Tuning
 
 model = SimpleNamespace(
     model="org/hub", revision=json.loads(sys.argv[1]), get_total_num_hidden_layers=lambda: 8

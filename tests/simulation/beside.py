@@ -15,8 +15,8 @@ from vllm_kvx.policy.axes import Positions
 from vllm_kvx.worker.decode.sidecars import Sidecars
 from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHook
-from vllm_kvx.worker.prefill.jobs import Job, PassPrompt
 from vllm_kvx.worker.prefill.score_and_move import PassWork
+from vllm_kvx.worker.prefill.scoring import Job, PassPrompt
 
 if TYPE_CHECKING:
     from simulation.model import Rows

@@ -10,7 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
-from vllm_kvx.worker.alike import AlikeGroups, only
+from vllm_kvx.worker.shared_attn_metadata import AlikeGroups, only
 
 TABLES = tuple(torch.full((2, 3), group) for group in range(4))
 SLOTS = torch.arange(8).view(4, 2)

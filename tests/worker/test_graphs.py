@@ -6,7 +6,7 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_kvx.settings import KVSettings
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.decode.step import graph_modes
 

@@ -17,12 +17,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvx.cache.group_size import buckets_of, group_layers
+from vllm_kvx.cache.later_stage_manager import PolicyKVCacheManager
 from vllm_kvx.cache.managers import LowerKVCacheManager
-from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.indexes.base import PageShape
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.policy.layout import RetrievalLayout
-from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.cache")
 

@@ -6,7 +6,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 from vllm_kvx.cache.group_size import blocks_per_token
 from vllm_kvx.cache.kv_cache_specs import PolicyAttentionSpec
-from vllm_kvx.settings import KVSettings
+from vllm_kvx.config.settings import KVSettings
 
 
 def stage_of(spec: object) -> tuple[int, int]:

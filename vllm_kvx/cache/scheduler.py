@@ -13,20 +13,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
+from vllm_kvx.cache.decode_fast_path import QuietSteps
 from vllm_kvx.cache.eviction import forget
-from vllm_kvx.cache.facts import RunInFull, SchedulerFacts
+from vllm_kvx.cache.later_stage_manager import PolicyKVCacheManager
 from vllm_kvx.cache.managers import LowerKVCacheManager, SizedByStorage
 from vllm_kvx.cache.pool import pool_tokens
-from vllm_kvx.cache.quiet import QuietSteps
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
+from vllm_kvx.cache.scheduler_stats import RunInFull, SchedulerFacts
 from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.cache.states import STATE_BLOCKS, StateBlocks
-from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
+from vllm_kvx.config.quoting import one_line, quoted
+from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
-from vllm_kvx.quoting import one_line, quoted
-from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
 
 logger = init_logger("vllm.kvx.scheduler")
 

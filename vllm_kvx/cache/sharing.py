@@ -20,14 +20,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvx.cache.admission import in_both
 from vllm_kvx.cache.eviction import Recency, Rivals
+from vllm_kvx.cache.later_stage_manager import PolicyKVCacheManager
 from vllm_kvx.cache.managers import SizedByStorage
 from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV, anchor_hash
 from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows, overlays
-from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
-from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.cache")
 

@@ -28,7 +28,8 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
-from vllm_kvx.environment import STOCK_PIECES, is_off
+from vllm_kvx.config.environment import STOCK_PIECES, is_off
+from vllm_kvx.models.compiled_ranges import StockPieces
 from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
@@ -39,7 +40,6 @@ from vllm_kvx.models.passes import (
     TokenIds,
     ToStash,
 )
-from vllm_kvx.models.pieces import StockPieces
 from vllm_kvx.models.projection import attention_of, queries_of, store_entries, write_entries
 from vllm_kvx.models.segment import Segments
 from vllm_kvx.models.stitching import UnknownForm

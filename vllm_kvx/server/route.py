@@ -14,19 +14,18 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvx import __version__
-from vllm_kvx.policy.cache_dtype import dtype_of_engine
+from vllm_kvx.config.settings import KVSettings, dtype_of_engine
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.server import refused
+from vllm_kvx.server import request_errors as refused
 from vllm_kvx.server.answered import note_policy, say_policies
 from vllm_kvx.server.bodies import check_bodies
 from vllm_kvx.server.body_check import STATUS, check_request_body
 from vllm_kvx.server.engines import ENGINES
+from vllm_kvx.server.evaluation_notice import Trust
 from vllm_kvx.server.metrics import PolicyMetrics, export_build_info, export_evaluated
 from vllm_kvx.server.stats import StatsReader
-from vllm_kvx.server.trust import Trust
-from vllm_kvx.server.tuning import Tuning
-from vllm_kvx.settings import KVSettings
+from vllm_kvx.server.tuned_weights_notice import Tuning
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

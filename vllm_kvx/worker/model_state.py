@@ -25,11 +25,10 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
 from vllm_kvx.cache.pool import stage_of
+from vllm_kvx.config.settings import KVSettings, request_policy
 from vllm_kvx.models.decoder import SegmentedModel
 from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
-from vllm_kvx.settings import KVSettings, request_policy
-from vllm_kvx.worker.alike import AlikeGroups, AttentionGroups, only
 from vllm_kvx.worker.batch import PassBatch, unplanned
 from vllm_kvx.worker.blocks import cut_tables, relink, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
@@ -43,6 +42,7 @@ from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows
+from vllm_kvx.worker.shared_attn_metadata import AlikeGroups, AttentionGroups, only
 from vllm_kvx.worker.splits import cuts_of
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step

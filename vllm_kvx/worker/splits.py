@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_kvx.environment import INNER_CUTS, is_off, is_on
+from vllm_kvx.config.environment import INNER_CUTS, is_off, is_on
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, ONE_PLAN
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.rows import SegmentRows

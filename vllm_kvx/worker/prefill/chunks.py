@@ -13,8 +13,8 @@ from vllm_kvx.policy.axes import Positions, Retain, ScoreSpec, Selection
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
 from vllm_kvx.worker.batch import to_device
-from vllm_kvx.worker.prefill.jobs import PassPrompt, WindowRows
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
+from vllm_kvx.worker.prefill.scoring import PassPrompt, WindowRows
 
 
 @dataclass

@@ -29,8 +29,8 @@ from vllm_kvx.worker.batch import PassBatch, to_device
 from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, Piece, PromptChunk, pack_selected
-from vllm_kvx.worker.prefill.jobs import PassPrompt
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
+from vllm_kvx.worker.prefill.scoring import PassPrompt
 from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.prefill.step_batch import StepBatch

@@ -26,7 +26,7 @@ from vllm_kvx.policy.axes import Positions
 from vllm_kvx.scores.base import KeyScores, LayerView, Score, ScoredPrompts
 from vllm_kvx.scores.table import SCORES
 from vllm_kvx.worker.prefill.centrality import Centrality
-from vllm_kvx.worker.prefill.jobs import Job, JobBatch, PassPrompt, PositionMoves, WindowRows
+from vllm_kvx.worker.prefill.scoring import Job, JobBatch, PassPrompt, PositionMoves, WindowRows
 from vllm_kvx.worker.timing import PhaseTimer, Shares, shares_of
 
 
