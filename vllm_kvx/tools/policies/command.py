@@ -95,9 +95,10 @@ def table(chosen: Sequence[Entry], width: int) -> Iterator[str]:
             yield _GAP.join(padded).rstrip()
     yield ""
     yield from _wrap(
-        "Parameters, here with their defaults, follow a colon: snapkv:kv_rate=0.2,window=16. Those "
-        "without a value have no default; `...` has to be given. Policies compose with '+': "
-        "speed-24+fier-2048. Limits and meanings: vllm-kvx policies NAME.",
+        "Parameters, here with their defaults, follow a colon: snapkv:kv_rate=0.2,window=16. `...` "
+        "has to be given. Those without a value are off or follow another parameter, as vllm-kvx "
+        "policies NAME says, with limits and meanings. Policies compose with '+': "
+        "speed-24+fier-2048.",
         width,
     )
 
@@ -155,7 +156,11 @@ def _default(parameter: Parameter) -> str:
     default = parameter.default
     if parameter.required:
         return "required"
-    return "not given by default" if default is None else f"default {write_value(default)}"
+    if default is not None:
+        return f"default {write_value(default)}"
+    return (
+        f"default: {parameter.default_rule}" if parameter.default_rule else "not given by default"
+    )
 
 
 def _wrap(text: str, width: int, first: str = "") -> list[str]:
