@@ -9,6 +9,7 @@ import pytest
 from reference.fier import Retrieve
 from support.engine import running
 from support.expected import Read, Speed, named
+from support.nightly import by_day
 from support.parity import assert_identical, assert_parity
 from support.prompts import prompts_of
 
@@ -23,16 +24,19 @@ LENGTHS = (2, 33, 62, 63, 64, 65, 66, 95, 97, 98, 99, 101, 126, 127, 128, 129, 1
 
 @pytest.mark.parametrize(
     ("arch", "options", "retrieve"),
-    [
-        ("llama", {}, Retrieve(64)),
-        ("mistral", {"kv_heads": 4}, Retrieve(64, reduction="sum")),
-        ("qwen2", {"kv_heads": 1}, Retrieve(64, reduction="softmax")),
-        ("qwen3", {"head_dim": 64}, Retrieve(64, group=64)),
-        ("llama", {}, Retrieve(32)),
-        ("llama", {}, Retrieve(256, group=256)),
-        ("qwen2", {}, Retrieve(32, group=32, pages=True)),
-        ("llama", {"kv_heads": 1, "heads": 8}, Retrieve(64, group=16, pages=True)),
-    ],
+    by_day(
+        [
+            ("llama", {}, Retrieve(64)),
+            ("mistral", {"kv_heads": 4}, Retrieve(64, reduction="sum")),
+            ("qwen2", {"kv_heads": 1}, Retrieve(64, reduction="softmax")),
+            ("qwen3", {"head_dim": 64}, Retrieve(64, group=64)),
+            ("llama", {}, Retrieve(32)),
+            ("llama", {}, Retrieve(256, group=256)),
+            ("qwen2", {}, Retrieve(32, group=32, pages=True)),
+            ("llama", {"kv_heads": 1, "heads": 8}, Retrieve(64, group=16, pages=True)),
+        ],
+        {1, 2, 3, 5, 7},
+    ),
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_budgets_in_one_batch(

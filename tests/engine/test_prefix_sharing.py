@@ -3,7 +3,7 @@
 Requests with a cache salt of their own run cold on the same server.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from reference.structsnap import StructSnap
 from support import inside
 from support.engine import BLOCK, Answer, Engine, keep_in_process, running
 from support.expected import FULL, Policy, named
+from support.nightly import by_day
 from support.parity import assert_close, assert_parity, room_for
 from support.prompts import prompt_of, prompts_of
 
@@ -39,17 +40,26 @@ SERVERS = {"retain": RETAIN, "select": SELECT, "blocks": BLOCKS}
 NAMES = [named(policy) for policy in RETAIN]
 
 
-def cases(chosen: Sequence[tuple[str, Policy]]) -> Any:
-    """These policies of these servers; tests of one server share its engine."""
+def cases(chosen: Sequence[tuple[str, Policy]], days: Container[Policy] | None = None) -> Any:
+    """These policies of these servers; tests of one server share its engine.
+
+    days: those that do not wait for the night, if some do.
+    """
+    by = {i for i, (_, policy) in enumerate(chosen) if days is None or policy in days}
     return pytest.mark.parametrize(
         ("engine", "policy"),
-        chosen,
+        by_day(chosen, by),
         indirect=["engine"],
         ids=[f"{server}-{named(policy)}" for server, policy in chosen],
     )
 
 
-each = cases([(server, policy) for server, policies in SERVERS.items() for policy in policies])
+# By day one of each kind of score and of what is kept: by attention, by norms, by groups of layers,
+# with hidden states, in whole blocks, and all.
+each = cases(
+    [(server, policy) for server, policies in SERVERS.items() for policy in policies],
+    [RETAIN[0], RETAIN[1], RETAIN[4], FULL, SELECT[0], SELECT[2], BLOCKS[0]],
+)
 some = cases(
     [("retain", RETAIN[2]), ("retain", RETAIN[4]), ("select", SELECT[0]), ("blocks", BLOCKS[0])]
 )

@@ -9,7 +9,7 @@ from reference.swiftkv import Swift
 from support import inside
 from support.engine import BLOCK, running
 from support.expected import FULL, Policy, Speed, named
-from support.nightly import nightly
+from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, assert_greedy, assert_parity, room_for
 from support.prompts import EDGES, prompts_of
 
@@ -18,7 +18,7 @@ ALONE = Alone(4)
 
 @pytest.mark.parametrize(
     ("arch", "options", "cutoff"),
-    [("llama", {}, 4), ("qwen2", {"kv_heads": 4}, 6), ("qwen3", {"layers": 7}, 3)],
+    by_day([("llama", {}, 4), ("qwen2", {"kv_heads": 4}, 6), ("qwen3", {"layers": 7}, 3)], {2}),
 )
 def test_chunked_and_mixed_with_full(
     tiny: Callable[..., Path], arch: str, options: dict[str, int], cutoff: int
@@ -97,7 +97,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     assert_parity(model, answers, policies, most=1)
 
 
-@pytest.mark.parametrize("anchors", [0, 1, 5, 32])
+@pytest.mark.parametrize("anchors", by_day([0, 1, 5, 32], {0, 2}))
 def test_prefix_hit_equals_cold(tiny: Callable[..., Path], anchors: int) -> None:
     """Anchors come from a block whose other entry changes with every token; SPEED's serve too."""
     model, policy = tiny(), Alone(4, anchors)

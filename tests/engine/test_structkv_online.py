@@ -11,6 +11,7 @@ from reference.structkv import Struct
 from support import inside
 from support.engine import running
 from support.expected import FULL, Online, Policy, load, named
+from support.nightly import by_day
 from support.parity import ask, assert_parity, room_for
 from support.prompts import EDGES, prompts_of
 from transformers import AutoConfig
@@ -38,7 +39,8 @@ def counted(stats: dict[str, Any], policy: Online) -> dict[int, int]:
 
 @pytest.mark.usefixtures("dense_ops")
 @pytest.mark.parametrize(
-    ("online", "budget"), [(ONLINE, 64), (ONLINE, 4096), (OWN, 64), (PAPER, 96)]
+    ("online", "budget"),
+    by_day([(ONLINE, 64), (ONLINE, 4096), (OWN, 64), (PAPER, 96)], {1, 2}),
 )
 def test_parity(tiny: Callable[..., Path], online: Online, budget: int) -> None:
     """Each prompt with its own pivot, in chunks and in one, mixed with other policies."""
@@ -68,7 +70,7 @@ def test_parity(tiny: Callable[..., Path], online: Online, budget: int) -> None:
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize("layers", [28, 48, 64])
+@pytest.mark.parametrize("layers", by_day([28, 48, 64], {1}))
 def test_depths_of_qwen(tiny: Callable[..., Path], layers: int) -> None:
     """The default limits go with the depth, and so does the pivot."""
     model = tiny("qwen2", layers=layers)

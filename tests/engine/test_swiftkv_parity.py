@@ -10,7 +10,7 @@ from reference.swiftkv import Swift
 from support import inside
 from support.engine import running
 from support.expected import FULL, Policy, Read, Speed, named
-from support.nightly import nightly
+from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import EDGES, distinct_prompts, prompts_of
 
@@ -22,13 +22,16 @@ MIXED.append(FULL)
 
 @pytest.mark.parametrize(
     ("arch", "options", "cutoff"),
-    [
-        ("llama", {}, 4),
-        ("llama", {"kv_heads": 4}, 1),
-        ("mistral", {}, 7),
-        ("qwen2", {}, 4),
-        ("qwen3", {"layers": 7}, 3),
-    ],
+    by_day(
+        [
+            ("llama", {}, 4),
+            ("llama", {"kv_heads": 4}, 1),
+            ("mistral", {}, 7),
+            ("qwen2", {}, 4),
+            ("qwen3", {"layers": 7}, 3),
+        ],
+        {1, 3, 4},
+    ),
 )
 def test_chunked_and_mixed_with_full(
     tiny: Callable[..., Path], arch: str, options: dict[str, int], cutoff: int

@@ -34,6 +34,7 @@ def counters_by_rank(engine: Any) -> list[dict[str, dict[str, Any]]]:
     ]
 
 
+@nightly
 def test_tp2_equals_reference(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM binds one rank to a NUMA node unless told which cores to take.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
@@ -59,7 +60,8 @@ def test_tp2_selects_retains_and_reads_what_one_rank_does(
     fast = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)
     keeps = [fast, Keep(), fast, fast, Keep(kv_rate=0.3), fast]
     reads = ["fier-64:reduction=sum", "snapkv:kv_rate=0.4,kv_floor=0+fier-64:reduction=sum"]
-    config = {"kv_layout": reads, "kv_debug": True}
+    cut, beyond = "speed-4", prompts_of((97, 200), seed=1)
+    config = {"kv_layout": [*reads, cut], "kv_debug": True}
     with running(
         model,
         "fastkv:kv_floor=0,tsp_layer=3",
@@ -67,7 +69,8 @@ def test_tp2_selects_retains_and_reads_what_one_rank_does(
         tensor_parallel_size=2,
         enable_prefix_caching=True,
     ) as engine:
-        answers = engine.generate(prompts, policies=names + reads)
+        answers = engine.generate([*prompts, *beyond], policies=names + reads + [cut] * 2)
+        again = engine.generate([[*beyond[1], 5, 6, 7]], policies=[cut])
         # Each rank keeps all hidden states, in its smaller pages.
         nexts = [[*prompts[5], 5, 6, 7], [*prompts[4], 5, 6, 7]]
         hits = engine.generate(nexts, policies=[None, names[4]])
@@ -78,7 +81,10 @@ def test_tp2_selects_retains_and_reads_what_one_rank_does(
     assert [answer.cached for answer in hits] == [301 // grain * grain, 128]
     assert_close(hits, cold)
     assert_parity(model, hits, [fast, keeps[4]], most=0)
-    answers, read, kept = answers[:6], answers[6:7], answers[7:]
+    # SPEED's prompts need no states of theirs.
+    assert again[0].cached == 192
+    assert_parity(model, [*answers[8:], *again], Speed(4))
+    answers, read, kept = answers[:6], answers[6:7], answers[7:8]
     retrieve = Retrieve(64, reduction="sum")
     assert_parity(model, read, Read(retrieve))
     assert_parity(model, kept, Read(retrieve, Keep(kv_rate=0.4)))

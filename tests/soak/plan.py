@@ -36,8 +36,8 @@ SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
 
 
 def requests_wanted() -> int:
-    """KVX_SOAK_REQUESTS: how many requests, 300 unless told: six minutes of one core."""
-    return int(os.environ.get("KVX_SOAK_REQUESTS", "300"))
+    """KVX_SOAK_REQUESTS: how many requests, 120 unless told: two minutes of one core."""
+    return int(os.environ.get("KVX_SOAK_REQUESTS", "120"))
 
 
 @dataclass
