@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from world.nightly import nightly
 
 from benchmarks.checkpoint.prompts import make_prompt
-from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
 from vllm_kvx.batch import guard
 from vllm_kvx.batch import run as asking
 from vllm_kvx.batch.server import own_server

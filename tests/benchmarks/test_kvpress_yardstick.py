@@ -1,4 +1,4 @@
-"""benchmarks.kvpress_yardstick: sharing a prefill and a batch must not change what a press does."""
+"""kvpress_yardstick: sharing a prefill and a batch must not change what a press does."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kvpress_presses, kvpress_yardstick
+from benchmarks.answers import kvpress_presses, kvpress_yardstick
 
 LENGTH, MAX_TOKENS = 150, 8
 

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import merge
-from benchmarks.ideal import SHAPES
+from benchmarks.engine import merge
+from benchmarks.engine.ideal import SHAPES
 
-RUN = {"command": "python -m benchmarks.compare", "date": "2026-11-24", "gpu": "NVIDIA H200, 580"}
+RUN = {
+    "command": "python -m benchmarks.engine.compare",
+    "date": "2026-11-24",
+    "gpu": "NVIDIA H200, 580",
+}
 
 
 def result(**engines: Any) -> dict[str, Any]:

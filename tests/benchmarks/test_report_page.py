@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
-from benchmarks import report_tables as tables
-from benchmarks.compare import derive
-from benchmarks.ideal import SHAPES
-from benchmarks.report_files import File, kind_of, same_method
+from benchmarks.common.files import kind_of
+from benchmarks.engine.compare import derive
+from benchmarks.engine.ideal import SHAPES
+from benchmarks.report import page as report
+from benchmarks.report import tables
+from benchmarks.report.files import File, same_method
 
 SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1", "4x8192/1024@2"]
 
@@ -98,7 +99,7 @@ def evaluated(kept: dict[str, float], **about: Any) -> dict[str, Any]:
 
 
 def tuned(cutoff: int, share: float, yardstick: str = "full (original)") -> dict[str, Any]:
-    """A file of `benchmarks.speed_sweep` with one cutoff of a model of 20 layers."""
+    """A file of `benchmarks.tuning.sweep` with one cutoff of a model of 20 layers."""
     report = evaluated({f"speed-{cutoff}": share}, original="small", yardstick=yardstick)
     report["cells"][0]["policy"] = yardstick
     data = {"data": {"tokens": 2_000_000}, "training": {"epochs": 1.5}, "layers": 20}
@@ -138,7 +139,7 @@ def test_answers_over_another_cache_are_others(write: Any) -> None:
 
 
 def compared(engines: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """A file of `benchmarks.compare`: medians by engine and case."""
+    """A file of `benchmarks.engine.compare`: medians by engine and case."""
     cases = {
         name: {
             "cases": {case: {"median": median} for case, median in medians.items()},

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import turns
-from benchmarks.turns_figures import Load, Turn, summarise
+from benchmarks.serving import turns
+from benchmarks.serving.turns_figures import Load, Turn, summarise
 
 LOAD = Load(sessions=2, turns=3, first=1000, last=3000, answer=10, think=0.0, repeats=2, seed=0)
 
 
 def engine(policy: str, cached: list[list[int]], ttft: float, share: str = "on") -> dict[str, Any]:
-    """A file of `benchmarks.turns`. cached: by session and turn."""
+    """A file of `benchmarks.serving.turns`. cached: by session and turn."""
     asked = [
         Turn(i, n, LOAD.prompt_len(n), tokens, ttft * (n + 1), 5.0, 0, ttft * (n + 1))
         for i, session in enumerate(cached)

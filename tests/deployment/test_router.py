@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.serving.replicas import POLICIES, ROUTING, SESSIONS, Counted, Outcome
 from deploy import replicas
-from deploy.replicas import POLICIES, ROUTING, SESSIONS, Counted, Outcome
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "cpu-replicas.json"
@@ -85,7 +85,7 @@ def test_outcomes() -> None:
 
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = dict.fromkeys(ROUTING, outcome([100, 200]))
-    found = replicas.figures(outcomes, "python -m deploy.replicas", "0.1.17")
+    found = replicas.figures(outcomes, "python -m benchmarks.serving.replicas", "0.1.17")
     assert {"command", "date", "commit", "machine"} <= set(found)
     assert found["versions"]["vllm-router"] == "0.1.17" and "vllm" in found["versions"]
     kept = json.loads((ROOT / "benchmarks" / "results" / RESULTS).read_text())

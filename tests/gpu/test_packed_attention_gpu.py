@@ -4,7 +4,7 @@ import pytest
 import torch
 from world.models import LOOKUP
 
-from benchmarks.tuning_speed import job
+from benchmarks.tuning.step_times import job
 from vllm_kvx.tuning.packed_attention import Segments, attend, attend_reference
 from vllm_kvx.tuning.student import Student
 from vllm_kvx.tuning.visibility import Batch

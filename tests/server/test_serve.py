@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
-from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
+from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
 from vllm_kvx.policy.counted import FIRST_TOKEN_BOUNDS, MAX_POLICIES, PER_TOKEN_BOUNDS
 from vllm_kvx.server.refused import Reason
 from vllm_kvx.tuning.record import Agreement, TunedRecord

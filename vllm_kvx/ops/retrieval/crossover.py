@@ -11,7 +11,7 @@ NEVER = 1 << 30
 # it that shape gains from 16,384 on, where the layer alone gains from 12,288 (h200-fier.json). The
 # Triton ops' lengths are those from which on a layer gains more than `costs.IN_ENGINE_US`
 # (h200-retrieval-crossover-triton.json); no engine has measured them for one request.
-# `python -m benchmarks.retrieval --crossover` measures again. On a CPU retrieval gains nothing,
+# `python -m benchmarks.ops.retrieval --crossover` measures again. On a CPU retrieval gains nothing,
 # and every length may try it.
 CROSSOVERS: dict[str, dict[tuple[int, int], int]] = {
     "cuda": {
