@@ -15,6 +15,8 @@ from benchmarks.engine.ideal import shape_of
 from benchmarks.serving.figures import Setting, is_whole
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 
+# Superseded results.
+OLD = "old/"
 # Parameters that name a layer of one model; another model's is another. `online` is no layer.
 _LAYER = re.compile(r"(tsp_layer|pivot|min_layer|max_layer|layer)=\d+")
 # How long a prompt has to be before retrieval pays says nothing about answers.
@@ -23,7 +25,11 @@ _CROSSOVER = re.compile(r"dense_below=\w+")
 
 @dataclass(frozen=True)
 class File:
-    """A result file. number: its place in the report's list; kind: what wrote it."""
+    """A result file.
+
+    number: its place in the report's list. name: its path in the results' folder. kind: what
+    wrote it.
+    """
 
     number: int
     name: str
@@ -31,10 +37,20 @@ class File:
     content: dict[str, Any]
 
     @property
+    def title(self) -> str:
+        """The name without its folder."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """The head: see `benchmarks.common.about`."""
+        head: Mapping[str, Any] = self.content["about"]
+        return head
+
+    @property
     def gpu(self) -> str | None:
         """The GPU of all its runs; with how many, where several are ranks of one engine."""
-        runs = self.content.get("runs") or [{}]
-        name = runs[-1].get("gpu") or self._of_reports("device")
+        name = self.about["device"]
         settings = self.content.get("settings")
         engine = settings.get("engine", {}) if isinstance(settings, dict) else {}
         ranks = engine.get("tensor_parallel_size", 1)
@@ -49,37 +65,38 @@ class File:
     @property
     def written(self) -> str:
         """The date, with the time of day where the file has one."""
-        dates = [run.get("date", "") for run in self.content.get("runs") or []]
-        return str(max(dates, default="") or self._of_reports("date") or "")
+        return str(self.about["date"] or "")
 
     @property
     def model(self) -> str:
-        model = self.content.get("model") or self._of_reports("original")
+        model = self.content.get("model")
         if model is None:
-            return ", ".join(name for name in self.content if name not in ("what", "commit"))
+            models = dict.fromkeys(report.model for report in reports_of(self))
+            return ", ".join(models)
         return str(model["name"] if isinstance(model, dict) else model)
-
-    def _of_reports(self, key: str) -> Any:
-        """A fact of an evaluation, or of the last one of several."""
-        found = [each.content[key] for each in reports_of(self) if each.content.get(key)]
-        return max(map(str, found), default=None)
 
 
 def read(folder: Path) -> tuple[list[File], dict[str, str]]:
-    """The files that the report is made of, and why each other JSON file is left out."""
+    """The files that the report is made of, and why each other JSON file is left out.
+
+    What newer runs have superseded, in the folder `old`, is not looked at.
+    """
     files: list[File] = []
     others: dict[str, str] = {}
-    for path in sorted(folder.glob("*.json")):
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.json")}
+    for name, path in sorted(paths.items()):
+        if name.startswith(OLD):
+            continue
         content = json.loads(path.read_text(encoding="utf-8"))
         kind = kind_of(content)
         if kind is None:
-            others[path.name] = "no figures of a policy that this page has a table for"
+            others[name] = "no figures of a policy that this page has a table for"
         elif kind in ("compare", "serving", "turns") and not _has_gpu(content):
-            others[path.name] = "measured without a GPU"
+            others[name] = "measured without a GPU"
         else:
             if kind == "compare":
                 derive(content, shape_of(content["model"]))
-            files.append(File(len(files) + 1, path.name, kind, content))
+            files.append(File(len(files) + 1, name, kind, content))
     return files, others
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.report
     python -m benchmarks.report --check
 
-Writes docs/results/report.md and its plots in docs/results/report/. `--check` writes nothing, and
-fails when they are not what the files give. No figure is written by hand: a new file in
-benchmarks/results and this command are all that a new figure takes.
+Writes docs/results/report.md, its plots in docs/results/report/ and the table of policies in
+README.md. `--check` writes nothing, and fails when they are not what the files give. No figure is
+written by hand: a new file in benchmarks/results and this command are all that a new figure takes.
 """
 
 import argparse
@@ -14,15 +14,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common.files import RESULTS, ROOT
 from benchmarks.common.names import STOCK
 from benchmarks.report import loads as under
 from benchmarks.report import plots as pictures
-from benchmarks.report import tables
+from benchmarks.report import readme, tables
 from benchmarks.report.files import File, Kept, Load, figures_of, kept_of, loads_of, read
 from benchmarks.report.plots import Plot
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results" / "report.md"
 PUBLISHED = Path(__file__).resolve().parent / "published.json"
 
@@ -51,8 +51,9 @@ share of the layers, with weights that were tuned for it and with weights that w
 """
 _ANSWERS = """
 "Not tuned" and "tuned" are about `speed-K`; all other policies take the weights as they are.
-Retrieval was on at every length (`dense_below=0`). All policies and tasks:
-[quality.md](quality.md).
+Retrieval was on at every length (`dense_below=0`). In files dated before 2026-11-26, a
+name without `kv_floor` means `kv_floor=0`; from that day on a row named `snapkv:kv_floor=512` is
+today's `snapkv`. All policies and tasks: [quality.md](quality.md).
 """
 _LOAD = """
 `vllm bench serve` against `vllm serve`, random prompts, no prefix cache. "At once" is the most
@@ -116,7 +117,7 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
     lines += ["Decode in parentheses: requests at once. Spread is (largest - smallest) / median."]
     for file in files:
         if file.kind == "compare":
-            lines += ["", f"### {file.name}: {file.model}, {file.gpu}, {file.date}", ""]
+            lines += ["", f"### {file.title}: {file.model}, {file.gpu}, {file.date}", ""]
             lines += tables.alone(file, every)
     lines += ["", "## Files", "", *tables.sources(files)]
     for why in dict.fromkeys(others.values()):
@@ -154,15 +155,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="fail if page or plots are not so")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE, help="its plots lie in a folder beside")
+    parser.add_argument("--readme", type=Path, default=README, help="where the table stands")
     args = parser.parse_args(argv)
     folder = args.page.with_suffix("")
-    text, plots = page(*read(args.results), folder.name)
+    files, others = read(args.results)
+    text, plots = page(files, others, folder.name)
+    plots += readme.plots(files)
+    old = args.readme.read_text(encoding="utf-8")
+    try:
+        new = readme.with_table(old, readme.table(files))
+    except ValueError as error:
+        print(f"{args.readme.name}: {error}", file=sys.stderr)
+        return 1
     stale = {path.name for path in folder.glob("*.png")} - {f"{each.name}.png" for each in plots}
     if args.check:
         wrong = [plot.name for plot in plots if not pictures.is_drawn(plot, folder)]
         wrong += sorted(stale)
         if not args.page.exists() or args.page.read_text(encoding="utf-8") != text:
             wrong.append(args.page.name)
+        if old != new:
+            wrong.append(args.readme.name)
         if wrong:
             print(f"not what the files give: {', '.join(wrong)}; run python -m benchmarks.report")
         return 1 if wrong else 0
@@ -173,6 +185,7 @@ def main(argv: list[str]) -> int:
         if not pictures.is_drawn(plot, folder):
             pictures.draw(plot, folder)
     args.page.write_text(text, encoding="utf-8")
+    args.readme.write_text(new, encoding="utf-8")
     print(f"{args.page}: {len(plots)} plots")
     return 0
 

@@ -24,7 +24,10 @@ _STYLE = 2
 
 @dataclass(frozen=True)
 class Plot:
-    """What one plot shows. kind: bars or curves; rows: name, value and what else its kind needs."""
+    """What one plot shows.
+
+    kind: bars, curves, intervals or dots. rows: name, value and what else the kind needs.
+    """
 
     name: str
     title: str
@@ -150,9 +153,9 @@ def draw(plot: Plot, folder: Path) -> None:
     from matplotlib import pyplot
 
     with pyplot.rc_context({"font.size": 12}):
-        height = 1.8 + 0.6 * len(plot.rows) if plot.kind != "curves" else 5
+        height = 1.8 + 0.6 * len(plot.rows) if plot.kind not in ("curves", "dots") else 5
         figure, axis = pyplot.subplots(figsize=(7, max(3.0, height)), layout="constrained")
-        {"bars": _bars, "curves": _curves, "intervals": _intervals}[plot.kind](axis, plot.rows)
+        _KINDS[plot.kind](axis, plot.rows)
         axis.set_title(plot.title, loc="left", fontsize=13)
         axis.set_xlabel(plot.axis)
         if plot.other_axis:
@@ -202,6 +205,22 @@ def _intervals(axis: Any, rows: Sequence[tuple[Any, ...]]) -> None:
     axis.axvline(100, color="black", linewidth=0.8, linestyle=":")
     axis.set_xlim(left=0)
     axis.set_ylim(len(rows) - 0.5, -0.5)
+
+
+def _dots(axis: Any, rows: Sequence[tuple[Any, ...]]) -> None:
+    """A dot for each row of name, x, y and the interval of y; stock is at 1 and 100."""
+    axis.plot(1, 100, "o", color="black", markersize=8)
+    axis.annotate("stock", (1, 100), (-10, -18), textcoords="offset points", fontsize=11)
+    for place, (name, x, middle, low, high) in enumerate(rows):
+        ends = [[middle - low], [high - middle]]
+        axis.errorbar(x, middle, yerr=ends, fmt="o", color=f"C{place}", capsize=4, markersize=9)
+        axis.annotate(name, (x, middle), (10, -4), textcoords="offset points", fontsize=11)
+    axis.axhline(100, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlim(0.8, 1.3 * max(row[1] for row in rows))
+    axis.set_ylim(0, 1.08 * max(100, *(row[4] for row in rows)))
+
+
+_KINDS = {"bars": _bars, "curves": _curves, "intervals": _intervals, "dots": _dots}
 
 
 def is_drawn(plot: Plot, folder: Path) -> bool:

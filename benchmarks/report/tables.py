@@ -343,9 +343,9 @@ def sources(files: Sequence[File]) -> list[str]:
     for file in files:
         runs = file.content.get("runs") or []
         commits = dict.fromkeys(str(run.get("commit"))[:7] for run in runs) or {
-            str(file.content.get("commit") or "")[:7]: None
+            str(file.about["commit"] or "")[:7]: None
         }
-        link = f"[{file.name}]({RESULTS}/{file.name})"
+        link = f"[{file.title}]({RESULTS}/{file.name})"
         machine = file.gpu or ""
         rows.append(
             [

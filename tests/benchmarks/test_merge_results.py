@@ -16,11 +16,15 @@ RUN = {
 }
 
 
+HEAD = {"what": "w", "command": RUN["command"], "date": RUN["date"], "commit": None}
+
+
 def result(**engines: Any) -> dict[str, Any]:
     shape = SHAPES["llama-3.1-8b"].as_dict()
     settings = {"engine": {"dtype": "bfloat16"}, "tokens": 129, "steps": 64}
     of_model = {"name": "llama-3.1-8b", **shape}
-    return {"model": of_model, "settings": settings, "runs": [RUN], "engines": engines}
+    content = {"about": HEAD, "model": of_model, "settings": settings}
+    return {**content, "runs": [RUN], "engines": engines}
 
 
 def engine(run: int = 0, **cases: Any) -> dict[str, Any]:

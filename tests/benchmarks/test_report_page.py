@@ -11,15 +11,22 @@ from benchmarks.common.files import kind_of
 from benchmarks.engine.compare import derive
 from benchmarks.engine.ideal import SHAPES
 from benchmarks.report import page as report
-from benchmarks.report import tables
+from benchmarks.report import readme, tables
 from benchmarks.report.files import File, same_method
 
+NO_TABLE = f"# A project\n\n{readme.BEGIN}\n{readme.END}\n\nMore.\n"
 SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1", "4x8192/1024@2"]
 
 
 def test_the_page_is_what_the_files_give() -> None:
     """If this fails, run python -m benchmarks.report."""
     assert report.main(["--check"]) == 0
+
+
+def about(device: str | None = None, date: str = "2026-01-01") -> dict[str, Any]:
+    """The head of a result file."""
+    head = {"what": "w", "command": "c", "date": date, "commit": "abc", "device": device}
+    return {**head, "versions": None}
 
 
 def loaded(speeds: dict[str, float], gpu: str | None = "NVIDIA H200, 1") -> dict[str, Any]:
@@ -38,7 +45,8 @@ def loaded(speeds: dict[str, float], gpu: str | None = "NVIDIA H200, 1") -> dict
     model = {"name": "llama-3.1-8b", **SHAPES["llama-3.1-8b"].as_dict()}
     run = {"gpu": gpu, "date": "2026-01-01", "commit": "abc", "command": "c"}
     settings = {"flags": ["--max-num-seqs", "256"], "seed": 0}
-    return {"model": model, "settings": settings, "runs": [run], "servers": servers}
+    head = {"about": about(gpu), "model": model, "settings": settings}
+    return {**head, "runs": [run], "servers": servers}
 
 
 @pytest.fixture
@@ -52,7 +60,9 @@ def write(tmp_path: Path) -> Any:
             (results / f"{name}.json").write_text(json.dumps(content))
         page = tmp_path / "docs" / "results" / "report.md"
         page.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "README.md").write_text(NO_TABLE)
         command = ["--results", str(results), "--page", str(page)]
+        command += ["--readme", str(tmp_path / "README.md")]
         assert report.main([*command]) == 0
         assert report.main([*command, "--check"]) == 0
         return page.read_text()
@@ -85,7 +95,7 @@ def test_servers_under_load_are_held_against_stock(write: Any) -> None:
     assert "ttft-nvidia" not in page
 
 
-def evaluated(kept: dict[str, float], **about: Any) -> dict[str, Any]:
+def evaluated(kept: dict[str, float], **facts: Any) -> dict[str, Any]:
     """A file of `vllm-kvx evaluate`: the share that each policy kept."""
 
     def cell(policy: str, share: float) -> dict[str, Any]:
@@ -95,7 +105,7 @@ def evaluated(kept: dict[str, float], **about: Any) -> dict[str, Any]:
         return both | {"score": score, "of_full": of_full}
 
     cells = [cell("full", 1.0), *(cell(policy, share) for policy, share in kept.items())]
-    return {"model": "small", "tasks": [], "cells": cells, **about}
+    return {"about": about(), "model": "small", "tasks": [], "cells": cells, **facts}
 
 
 def tuned(cutoff: int, share: float, yardstick: str = "full (original)") -> dict[str, Any]:
@@ -103,14 +113,19 @@ def tuned(cutoff: int, share: float, yardstick: str = "full (original)") -> dict
     report = evaluated({f"speed-{cutoff}": share}, original="small", yardstick=yardstick)
     report["cells"][0]["policy"] = yardstick
     data = {"data": {"tokens": 2_000_000}, "training": {"epochs": 1.5}, "layers": 20}
-    return {"cutoffs": {str(cutoff): {"record": data, "report": report}}}
+    return {"about": about(), "cutoffs": {str(cutoff): {"record": data, "report": report}}}
 
 
 def test_answers_name_weights_cutoff_and_model(write: Any) -> None:
     load = loaded({"stock": 2.0, "speed-24": 3.0, "fier-2048": 2.5, "fastkv:tsp_layer=15": 3.0})
     asked = {"fier-512": 0.9, "fier-64": 0.5, "fastkv:tsp_layer=9": 0.6, "fastkv:tsp_layer=11": 0.8}
     untuned = {"by_cutoff": evaluated({"speed-15": 0.4}), "diagnosis": {"layers": 20}}
-    page = write(load=load, asked=evaluated(asked), tuned=tuned(15, 0.7), a={"small": untuned})
+    page = write(
+        load=load,
+        asked=evaluated(asked),
+        tuned=tuned(15, 0.7),
+        a={"about": about(), "small": untuned},
+    )
     # On the shape that has speeds: what was asked that is nearest, and that it was another.
     line = row(page, "| `speed-24` |", "n 40")
     assert "70.0 [60-80], n 40: `speed-15` of 20 layers, small, tuned on 3.0M tokens" in line
@@ -150,7 +165,8 @@ def compared(engines: dict[str, dict[str, float]]) -> dict[str, Any]:
     settings = {"engine": {"dtype": "bfloat16"}, "tokens": 129, "steps": 64}
     model = {"name": "llama-3.1-8b", **SHAPES["llama-3.1-8b"].as_dict()}
     run = {"gpu": "NVIDIA H200, 1", "date": "2026-01-01", "commit": "abc", "command": "c"}
-    content = {"model": model, "settings": settings, "runs": [run], "engines": cases}
+    content = {"about": about("NVIDIA H200, 1"), "model": model, "settings": settings}
+    content |= {"runs": [run], "engines": cases}
     derive(content, SHAPES["llama-3.1-8b"])
     return content
 
@@ -167,7 +183,7 @@ def test_gains_over_stock_with_another_cache_stand_in_their_own_table(write: Any
 def test_of_equal_cutoffs_the_youngest_file_and_its_first_stand(write: Any) -> None:
     def at(hour: int, share: float) -> dict[str, Any]:
         made = tuned(15, share)
-        made["cutoffs"]["15"]["report"]["date"] = f"2026-11-23T{hour:02}:00:00+00:00"
+        made["about"]["date"] = f"2026-11-23T{hour:02}:00:00+00:00"
         return made
 
     young = at(15, 0.7)
@@ -203,6 +219,7 @@ def test_a_changed_figure_is_noticed(write: Any, tmp_path: Path) -> None:
     write(load=loaded({"stock": 2.0, "speed-16": 3.0}))
     page, results = tmp_path / "docs" / "results" / "report.md", tmp_path / "results"
     check = ["--results", str(results), "--page", str(page), "--check"]
+    check += ["--readme", str(tmp_path / "README.md")]
     kept = page.read_text()
     page.write_text(kept.replace("1.50x", "1.60x"))
     assert report.main(check) == 1
