@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.samples import percentile
+from benchmarks.engine.measure import percentile
 
 from benchmarks.engine import compare
 from benchmarks.engine.composed import PRESETS, composed, table
