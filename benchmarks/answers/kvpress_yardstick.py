@@ -216,7 +216,7 @@ def merge(args: argparse.Namespace) -> None:
         ]
         # What ran where and when is in the shards' settings.
         last = next(reversed(models.values()))["settings"]
-        known = {"device": last["device"], "versions": {key: last[key] for key in PACKAGES}}
+        known = {"device": last.get("device"), "versions": {key: last.get(key) for key in PACKAGES}}
         what = "kvpress's methods on the prompts of `vllm-kvx evaluate`."
         head = about(what, commands, **known)
         write_json(args.output, {"about": head, "models": models})

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.about import KEYS
 from benchmarks.serving import turns
 from benchmarks.serving.turns_figures import Load, Turn, summarise
 
@@ -24,7 +25,7 @@ def engine(policy: str, cached: list[list[int]], ttft: float, share: str = "on")
         report |= {"counters": {"preemptions": 0}, "turns": [asdict(turn) for turn in asked]}
     facts = {"config": {}, "start_s": 1.0, "num_blocks": 9, "block_size": 16, "engine": {}}
     return facts | {
-        "run": {},
+        "about": {**dict.fromkeys(KEYS), "date": "2026-01-01"},
         "model": {},
         "load": asdict(LOAD),
         "policy": policy,
