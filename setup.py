@@ -21,7 +21,7 @@ VARIABLE = "KVX_BUILD_OPS"
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from vllm_kvx.environment import is_on  # noqa: E402
+from vllm_kvx.config.environment import is_on  # noqa: E402
 from vllm_kvx.errors import ToolError  # noqa: E402
 from vllm_kvx.ops import LIBRARY  # noqa: E402
 from vllm_kvx.ops.build import ARCHITECTURES, architecture, build  # noqa: E402
@@ -54,6 +54,7 @@ class BuildPy(build_py):
         if not self.editable_mode:
             package = Path(self.build_lib) / "vllm_kvx"
             shutil.rmtree(package, ignore_errors=True)
+            shutil.copytree(ROOT / "csrc", package / "csrc")
             library = package / LIBRARY.relative_to(ROOT / "vllm_kvx")
         super().run()
         if wanted := architectures():

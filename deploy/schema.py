@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common.server import ROOT
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.schema import POLICY, POLICY_AT_DTYPE, definitions
-from vllm_kvx.schema import ADDITIONAL_CONFIG, additional_config
+from vllm_kvx.tools.policies.schema import ADDITIONAL_CONFIG, additional_config
 
 PATH = ROOT / "deploy" / "helm" / "values.schema.json"
 

@@ -31,6 +31,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Builds tiny models, each once per session."""
-    from world.models import TinyModels
+    from support.models import TinyModels
 
     return TinyModels(tmp_path_factory.mktemp)

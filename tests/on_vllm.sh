@@ -16,7 +16,7 @@ cd "$KVX_ROOT"
 # alone.
 ENGINES=tests/engine
 SMOKE=(
-    tests/test_seams.py
+    tests/test_vllm_signatures.py
     tests/cache
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[fastkv]"
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[speed]"

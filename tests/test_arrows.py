@@ -23,108 +23,115 @@ class Rule(NamedTuple):
     why: str
 
 
-# By part: a folder of the package, or a module at its top. An entry of `may` is a part, or a
-# module of one with all below it.
+# By part: a folder of the package, a folder or module of `tools`, or a module at the package's top.
+# An entry of `may` is a part, or a module of one with all below it.
 RULES = {
     "errors": Rule((), "the ground floor: an exception"),
-    "arguments": Rule((), "types of arguments that several commands have"),
-    "cache_folder": Rule(("errors",), "where measurements are kept, for tools and servers alike"),
     "policy": Rule((), "the ground floor: counts and names, which both sides of the engine ask"),
-    "settings": Rule(("policy", "spelling"), "what additional_config means, read in every process"),
+    "config": Rule(("policy",), "what users write: keys, variables, arguments; read everywhere"),
+    "compat": Rule(
+        ("config", "errors"), "what every part needs of vLLM; finds its classes by name"
+    ),
     "equations": Rule(("policy",), "the papers' math in plain torch, for tools and operators"),
+    "records": Rule(
+        ("policy", "errors"), "what tools write and servers read: it knows neither of them"
+    ),
     "ops": Rule(
-        ("equations", "errors", "cache_folder", "arguments"),
+        ("equations", "errors", "records.folder", "config.arguments"),
         "kernels take tensors and numbers, not requests",
     ),
     "scores": Rule(("ops", "equations", "policy"), "the device half of propagate and retain"),
     "indexes": Rule(("ops", "equations", "policy"), "the device half of retrieve"),
     "models": Rule(
-        ("environment",), "a model runs passes and knows no policy; the worker tells it what to run"
+        ("config.environment",),
+        "a model runs passes and knows no policy; the worker tells it what to run",
     ),
     "cache": Rule(
-        ("policy", "indexes", "ops.paged", "settings", "quoting"),
+        ("policy", "indexes", "ops.paged", "config"),
         "the scheduler counts blocks; an index says how many bytes of a page are its own",
     ),
     "worker": Rule(
-        (
-            *("models", "cache", "policy", "scores", "indexes", "ops", "equations", "settings"),
-            *("seams", "environment"),
-        ),
+        ("models", "cache", "policy", "scores", "indexes", "ops", "equations", "config", "compat"),
         "the device's side of a step, above all that it drives",
-    ),
-    "calibration": Rule(
-        (
-            *("policy", "equations", "settings", "errors", "cache_folder"),
-            *("evaluation.tasks", "evaluation.prompts", "arguments"),
-        ),
-        "tools measure models without an engine, by lookups whose answers are known",
-    ),
-    "evaluation": Rule(
-        ("policy", "calibration", "settings", "errors", "cache_folder", "cpu_mode", "arguments"),
-        "asks engines from outside, as a user does; the rest is counting",
-    ),
-    "tuning": Rule(
-        (
-            *("policy", "settings", "equations", "calibration", "errors", "cache_folder"),
-            "arguments",
-            *("evaluation.engine", "evaluation.options"),
-        ),
-        "makes weights for a policy, with transformers; a record beside them says which",
     ),
     "server": Rule(
         (
-            *("policy", "calibration", "cache", "settings", "errors", "models.registry"),
-            *("spelling", "evaluation.records", "tuning.record", "environment"),
-            *("quoting", "wording", "wrapping"),
+            *("policy", "records", "cache", "config", "errors", "models.registry"),
+            *("compat.wrapping", "compat.cpu_mode"),
             *("ops.retrieval.backends", "ops.retrieval.cuda", "ops.paged"),
         ),
         "says at start what runs: architectures by name, and which operators there are",
     ),
     "plugin": Rule(
-        ("policy", "settings", "server", "seams", "errors", "cpu_mode", "wording", "wrapping"),
-        "what vLLM loads: it only wires",
-    ),
-    "batch": Rule(
-        ("errors", "arguments", "serve", "policy", "spelling"),
-        "asks a server over HTTP; of a policy it reads the name alone",
-    ),
-    "serve": Rule(
-        ("cpu_mode", "environment", "errors"), "becomes vLLM's command, and imports nothing of it"
-    ),
-    "schema": Rule(
-        ("policy", "settings", "spelling", "batch.lines"),
-        "what users write, as JSON schemas of what reads it",
-    ),
-    "policies": Rule(("policy", "schema"), "shows what policies there are"),
-    "doctor": Rule(
-        (
-            *("policy", "settings", "spelling", "cpu_mode", "plugin", "seams", "cache_folder"),
-            *("calibration", "server", "cache.group_size", "indexes", "models.registry"),
-            *(
-                "ops.retrieval.backends",
-                "ops.retrieval.costs",
-                "ops.retrieval.crossover",
-                "arguments",
-                "environment",
-            ),
-        ),
-        "asks what servers and tools ask, before either runs; nothing asks it",
+        ("policy", "config", "server", "compat", "errors"), "what vLLM loads: it only wires"
     ),
     "cli": Rule(
         (
-            *("policy", "errors", "calibration"),
-            *("evaluation.options", "tuning.options", "doctor.options", "batch.options"),
-            *("ops.build", "policies", "serve"),
+            *("policy", "errors", "ops.build", "tools.policies", "tools.serve"),
+            *(f"tools.{name}.options" for name in ("batch", "calibrate", "diagnose", "doctor")),
+            *(f"tools.{name}.options" for name in ("evaluate", "tune_speed")),
         ),
         "reads arguments before it imports a tool",
     ),
-    "cpu_mode": Rule(("environment",), "a platform plugin, loaded before all else"),
-    "seams": Rule(("environment",), "what every part needs of vLLM; finds its classes by name"),
-    "environment": Rule((), "what a variable means; read in every process"),
-    "quoting": Rule((), "how a client's text stands in a log and in messages"),
-    "wrapping": Rule((), "how something of ours takes the place of a function of vLLM's"),
-    "wording": Rule((), "messages in the words of flags, or of Python"),
-    "spelling": Rule((), "which keys resemble ours, at start and in a request"),
+    # No part above but `cli` imports these.
+    "tools.batch": Rule(
+        ("errors", "config", "policy", "tools.serve"),
+        "asks a server over HTTP; of a policy it reads the name alone",
+    ),
+    "tools.calibrate": Rule(
+        (
+            *("policy", "equations", "config", "errors", "records"),
+            *("tools.checkpoint", "tools.plots", "tools.time_left"),
+        ),
+        "finds layers for FastKV and StructKV, without an engine",
+    ),
+    "tools.checkpoint": Rule(
+        ("policy", "equations", "config", "errors", "records", "tools.tasks", "tools.time_left"),
+        "runs a checkpoint without an engine, on lookups whose answers are known",
+    ),
+    "tools.diagnose": Rule(
+        (
+            *("policy", "equations", "config", "errors", "records", "tools.calibrate.pivot"),
+            *("tools.calibrate.figures", "tools.checkpoint", "tools.tasks", "tools.plots"),
+            "tools.time_left",
+        ),
+        "draws where attention settles; StructKV's pivot as calibrate finds it",
+    ),
+    "tools.doctor": Rule(
+        (
+            *("policy", "config", "compat", "plugin", "records", "server", "cache.group_size"),
+            *("indexes", "models.registry", "ops.retrieval.backends", "ops.retrieval.costs"),
+            "ops.retrieval.crossover",
+        ),
+        "asks what servers and tools ask, before either runs",
+    ),
+    "tools.engine": Rule(("compat.cpu_mode",), "what tools that start an engine share"),
+    "tools.evaluate": Rule(
+        (
+            *("policy", "records", "config", "errors", "server.measured_layers"),
+            *("tools.checkpoint.dense_decoder", "tools.engine", "tools.plots", "tools.tasks"),
+            "tools.time_left",
+        ),
+        "asks engines from outside, as a user does; the rest is counting",
+    ),
+    "tools.plots": Rule(("errors",), "what the plots of several tools share"),
+    "tools.policies": Rule(
+        ("policy", "config", "tools.batch.lines"),
+        "shows what policies there are, and what users write as JSON schemas of what reads it",
+    ),
+    "tools.serve": Rule(
+        ("compat.cpu_mode", "config.environment", "errors"),
+        "becomes vLLM's command, and imports nothing of it",
+    ),
+    "tools.tasks": Rule(("errors",), "questions whose answers are known"),
+    "tools.time_left": Rule(("records.layers",), "how long the rest of some work takes"),
+    "tools.tune_speed": Rule(
+        (
+            *("policy", "config", "errors", "records"),
+            *("tools.checkpoint.dense_decoder", "tools.engine", "tools.plots"),
+        ),
+        "makes weights for a policy, with transformers; a record beside them says which",
+    ),
 }
 # Importing these is for the modules named alone: (part, package) -> modules, or None for none.
 OUTSIDE = {
@@ -133,11 +140,17 @@ OUTSIDE = {
     ("policy", "numpy"): ("policy.storage",),
     ("errors", "vllm"): (),
     ("equations", "vllm"): (),
+    ("records", "vllm"): (),
 }
 # Parts that import these in functions alone: at import time they cost seconds, or a circle.
-LATE = {"plugin": ("policy", "settings", "server", "seams"), "cli": ("calibration",)}
-# Modules of these that cost nothing: they read options.
-LIGHT = ("calibration.options",)
+LATE = {"plugin": ("policy", "config", "server", "compat.vllm_signatures")}
+# Modules of these that cost nothing.
+LIGHT = ("config.wording",)
+# The top level of the checkout, which is fixed.
+TOP = (
+    *("benchmarks", "csrc", "deploy", "docker", "tests", "vllm_kvx"),
+    *("README.md", "pyproject.toml"),
+)
 
 # What is not yet so: an entry goes when its cause does, and none comes.
 KNOWN: dict[str, dict[str, str]] = {"arrows": {}, "cycles": {}, "methods": {}, "lines": {}}
@@ -199,7 +212,9 @@ def own_imports() -> list[Import]:
 
 
 def part_of(module: str) -> str:
-    return module.partition(".")[0]
+    """A folder or module of the package, or of its `tools`."""
+    head, *rest = module.split(".")
+    return f"tools.{rest[0]}" if head == "tools" and rest else head
 
 
 def is_within(module: str, allowed: str) -> bool:
@@ -214,10 +229,32 @@ def assert_known(kind: str, found: set[str], what: str) -> None:
 
 
 def test_every_part_has_a_rule() -> None:
-    parts = {part_of(module) for module in MODULES if module}
+    parts = {part_of(module) for module in MODULES if module and module != "tools"}
     assert parts - set(RULES) == set(), "give it a row in RULES"
     assert set(RULES) - parts == set(), "a rule of what there is not"
     assert all(rule.why for rule in RULES.values())
+
+
+def test_the_top_level_is_whole() -> None:
+    assert [name for name in TOP if not (ROOT / name).exists()] == []
+    assert not (ROOT / PACKAGE / "csrc").exists(), "sources of CUDA ops lie beside the package"
+
+
+def test_no_part_but_the_command_line_imports_tools() -> None:
+    """Tools write records and servers read them: what serves does not hang on what measures."""
+    wrong = {
+        f"{module} -> {target}"
+        for module, target, _ in own_imports()
+        if is_within(target, "tools") and not is_within(module, "tools") and module != "cli"
+    }
+    assert not wrong
+    assert not [
+        part
+        for part, rule in RULES.items()
+        if not is_within(part, "tools")
+        and part != "cli"
+        and any(is_within(each, "tools") for each in rule.may)
+    ], "a rule that allows it"
 
 
 def test_imports_follow_the_arrows() -> None:
@@ -227,7 +264,8 @@ def test_imports_follow_the_arrows() -> None:
         if not module or not target or aim == part:
             continue  # The package's own docstring and version; a part's own modules.
         allowed = any(is_within(target, each) for each in RULES[part].may)
-        early = not late and aim in LATE.get(part, ()) and target not in LIGHT
+        named = any(is_within(target, each) for each in LATE.get(part, ()))
+        early = not late and named and target not in LIGHT
         if not allowed or early:
             wrong.add(f"{module} -> {target}")
     assert_known("arrows", wrong, "imports that no arrow allows")
@@ -299,13 +337,13 @@ def test_files_are_small() -> None:
     assert_known("lines", large, f"more than {MAX_LINES} lines")
 
 
-def test_tests_reach_inside_through_world_alone() -> None:
-    """What is private to the package, and what an engine is made of, stands in ``world.inside``."""
+def test_tests_reach_inside_through_support_alone() -> None:
+    """What is private to the package, and what an engine is made of, stands in `support.inside`."""
     wrong = set()
     tests = Path(__file__).parent
     for path in tests.rglob("*.py"):
         relative = path.relative_to(tests)
-        if relative.parts[0] == "world":
+        if relative.parts[0] == "support":
             continue
         tree = ast.parse(path.read_text())
         ours = {
@@ -334,4 +372,4 @@ def test_tests_reach_inside_through_world_alone() -> None:
                 ):
                     private.add(f"{target.id}.{name.value}")
         wrong |= {f"{relative}: {name}" for name in private}
-    assert not wrong, "go through tests/world/inside.py"
+    assert not wrong, "go through tests/support/inside.py"

@@ -31,14 +31,16 @@ def test_they_are_gone() -> None:
 def test_policies_are_read_and_counted() -> None:
     done = run(
         """
-import vllm_kvx.calibration.records, vllm_kvx.cli, vllm_kvx.settings, vllm_kvx.tuning.record
+import vllm_kvx.cli, vllm_kvx.config.settings
+import vllm_kvx.records.layers, vllm_kvx.records.tuned_weights
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import METHODS, check_served, parse_policy
 from vllm_kvx.policy.storage import storage_of
 
 policy = parse_policy("speed-4+snapkv:kv_rate=0.5,kv_floor=0")
 check_served(policy)
-print(layout_of([policy], 8).splits, storage_of(policy, 100, 0, 16, 8).kept, "snapkv" in METHODS)
+kept = storage_of(policy, 100, 0, 16, 8).kept
+print(layout_of([policy], 8).later_starts, kept, "snapkv" in METHODS)
 """
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "(4,) 50 True\n", "")
@@ -48,7 +50,7 @@ def test_tasks_are_made_and_scored() -> None:
     done = run(
         """
 import random
-from vllm_kvx.evaluation.tasks.table import tasks_named
+from vllm_kvx.tools.tasks.table import tasks_named
 
 (task,) = tasks_named(["niah_single_1"])
 sample = task.make(random.Random(0), 3)

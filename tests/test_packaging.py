@@ -15,7 +15,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
-from world.nvcc import make_nvcc
+from support.nvcc import make_nvcc
 
 import vllm_kvx
 from vllm_kvx.ops import library
@@ -53,7 +53,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in NEEDED:
         shutil.copy(ROOT / name, tree)
     no_more = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(ROOT / "vllm_kvx", tree / "vllm_kvx", ignore=no_more)
+    for name in ("csrc", "vllm_kvx"):
+        shutil.copytree(ROOT / name, tree / name, ignore=no_more)
     (tree / "tests").mkdir()
     (tree / "tests" / "test_none.py").touch()
     for left in (tree / OPS, tree / "build/lib" / OPS, tree / "build/lib/vllm_kvx/gone.py"):
@@ -99,6 +100,11 @@ def tracked() -> set[str]:
     return {str(path.relative_to(ROOT)) for path in kept}
 
 
+def sources() -> set[str]:
+    """Where a checkout and an sdist have the CUDA ops' sources; a wheel has them in the package."""
+    return {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}
+
+
 def header(wheel: Path, name: str) -> "dict[str, list[str]]":
     (file,) = (each for each in names_in(wheel) if each.endswith(f".dist-info/{name}"))
     parsed = HeaderParser().parsestr(zipfile.ZipFile(wheel).read(file).decode())
@@ -107,7 +113,7 @@ def header(wheel: Path, name: str) -> "dict[str, list[str]]":
 
 def test_the_sdist_has_all_that_a_build_needs(sdist: Path) -> None:
     names = names_in(sdist)
-    assert names >= tracked() | set(NEEDED)
+    assert names >= tracked() | sources() | set(NEEDED)
     assert not {name for name in names if name.endswith(".so") or name.startswith("tests")}
     assert {Path(name).suffix for name in names if "csrc/" in name} == {".cu", ".cuh", ".cpp", ".h"}
 
@@ -115,8 +121,10 @@ def test_the_sdist_has_all_that_a_build_needs(sdist: Path) -> None:
 def test_the_wheel_is_pure(wheel: Path) -> None:
     assert wheel.name == f"vllm_kvx-{vllm_kvx.__version__}-py3-none-any.whl"
     names = names_in(wheel)
-    assert {name for name in names if ".dist-info/" not in name} == tracked()
-    assert {"vllm_kvx/py.typed", "vllm_kvx/seams.json", "vllm_kvx/csrc/binding.cpp"} < names
+    shipped = tracked() | {f"vllm_kvx/{name}" for name in sources()}
+    assert {name for name in names if ".dist-info/" not in name} == shipped
+    data = {"vllm_kvx/py.typed", "vllm_kvx/compat/vllm_signatures.json"}
+    assert data | {"csrc/binding.cpp"} < names
     assert header(wheel, "WHEEL")["Root-Is-Purelib"] == ["true"]
 
 
@@ -209,7 +217,7 @@ def test_ops_that_are_built_in_a_checkout_beside(
     assert environment.found() == [built] and built.is_relative_to(environment.cache)
     changed = tmp_path / "changed"
     shutil.copytree(checkout, changed)
-    (changed / "vllm_kvx/csrc/score.cu").write_text("// Another.\n")
+    (changed / "csrc/score.cu").write_text("// Another.\n")
     other = Path(environment.run(*command, cwd=changed, CUDA_HOME=str(cuda_home)))
     assert environment.found() == [built] != [other]
 

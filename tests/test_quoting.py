@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvx.quoting import one_line, quoted
+from vllm_kvx.config.quoting import one_line, quoted
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from vllm_kvx.server.refusals import (
+from vllm_kvx.config.wording import in_python, worded
+from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
 )
-from vllm_kvx.wording import in_python, worded
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_kvx.policy.methods.baselines.gemfilter import GemFilter
+    from vllm_kvx.policy.methods.baselines.knorm import Knorm
+    from vllm_kvx.policy.methods.baselines.pyramidkv import PyramidKV
+    from vllm_kvx.policy.methods.baselines.quest import Quest
+    from vllm_kvx.policy.methods.baselines.selfonly import SelfOnly
+    from vllm_kvx.policy.methods.baselines.streamingllm import StreamingLLM
+    from vllm_kvx.policy.methods.baselines.swiftkv import SwiftKV
     from vllm_kvx.policy.methods.criticalkv import CriticalKV
     from vllm_kvx.policy.methods.fastkv import FastKV
     from vllm_kvx.policy.methods.fier import FIER
-    from vllm_kvx.policy.methods.gemfilter import GemFilter
-    from vllm_kvx.policy.methods.knorm import Knorm
-    from vllm_kvx.policy.methods.pyramidkv import PyramidKV
-    from vllm_kvx.policy.methods.quest import Quest
-    from vllm_kvx.policy.methods.selfonly import SelfOnly
     from vllm_kvx.policy.methods.snapkv import SnapKV
     from vllm_kvx.policy.methods.speed import Speed
-    from vllm_kvx.policy.methods.streamingllm import StreamingLLM
     from vllm_kvx.policy.methods.structkv import StructKV
-    from vllm_kvx.policy.methods.swiftkv import SwiftKV
     from vllm_kvx.policy.parameters import PolicyError
     from vllm_kvx.policy.policy import KVPolicy
     from vllm_kvx.policy.spec import parse_policy

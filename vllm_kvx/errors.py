@@ -1,10 +1,7 @@
 """What users are told where something cannot be done: by tools, and by a server at start."""
 
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 # vLLM is an extra of this package, and the others come with it.
 _COME_WITH_VLLM = ("httpx", "torch", "transformers", "vllm")
@@ -30,7 +27,7 @@ def vllm_needed() -> Iterator[None]:
         ) from error
 
 
-_REFUSAL = "_vllm_kvx_refusal"
+REFUSAL = "_vllm_kvx_refusal"
 
 
 @contextmanager
@@ -42,26 +39,5 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        setattr(error, _REFUSAL, True)
+        setattr(error, REFUSAL, True)
         raise
-
-
-def serve_command(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`vllm serve` that ends with a refusal's message and code 2, as it does for a bad flag.
-
-    Other errors are vLLM's to show. With VLLM_LOGGING_LEVEL=DEBUG the traceback comes too.
-    """
-
-    def cmd(args: Any) -> None:
-        try:
-            original(args)
-        except (ValueError, RuntimeError) as error:
-            if not getattr(error, _REFUSAL, False):
-                raise
-            if os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":
-                raise
-            # Not into the log, whose level may hide it.
-            print(f"vllm serve: error: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(2) from None
-
-    return cmd

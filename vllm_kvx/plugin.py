@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_kvx.errors import refusing, serve_command
-from vllm_kvx.wrapping import MARK, wrap_once
+from vllm_kvx.compat.serve_command import serve_command
+from vllm_kvx.compat.wrapping import MARK, wrap_once
+from vllm_kvx.errors import refusing
 
 _Function = Callable[..., Any]
 
@@ -52,7 +53,7 @@ def _idle_on_untested() -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError):
-        from vllm_kvx.seams import vllm_is_supported, vllm_version
+        from vllm_kvx.compat.vllm_signatures import vllm_is_supported, vllm_version
 
         if vllm_is_supported(vllm_version()):
             raise
@@ -69,7 +70,7 @@ def is_loaded() -> bool:
 def _check_cpu_mode() -> None:
     from vllm.platforms import current_platform
 
-    from vllm_kvx.cpu_mode import check_platform
+    from vllm_kvx.compat.cpu_mode import check_platform
 
     # vLLM keeps to itself what the platform plugin itself raises.
     check_platform(current_platform.device_type)
@@ -106,7 +107,7 @@ def _layout_name(text: str) -> str:
 
 
 def _request_policies() -> tuple[str, ...]:
-    from vllm_kvx.settings import REQUEST_POLICIES
+    from vllm_kvx.config.settings import REQUEST_POLICIES
 
     return REQUEST_POLICIES
 
@@ -173,7 +174,7 @@ def _merge_flags_into(args: Namespace) -> None:
     requests = getattr(args, "kv_request_policies", None)
     layout = getattr(args, "kv_layout", None)
     if any(given is not None for given in (flag, requests, layout)):
-        from vllm_kvx.settings import merge_flags
+        from vllm_kvx.config.settings import merge_flags
 
         with refusing():
             config = getattr(args, "additional_config", None)
@@ -198,9 +199,9 @@ def _with_policy(original: _Function) -> _Function:
             with _idle_on_untested():
                 _look_at_requests()
             return vllm_config
-        from vllm_kvx.seams import check_server, check_version
-        from vllm_kvx.settings import policy_is_set
-        from vllm_kvx.wording import worded
+        from vllm_kvx.compat.vllm_signatures import check_server, check_version
+        from vllm_kvx.config.settings import policy_is_set
+        from vllm_kvx.config.wording import worded
 
         in_python = _is_of_python(*args, **kwargs)
         with refusing(), worded(in_python):

@@ -117,8 +117,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def run(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_kvx.evaluation.prompts import fitted
-    from vllm_kvx.evaluation.tasks.table import TASKS as BY_NAME
+    from vllm_kvx.tools.tasks.prompts import fitted
+    from vllm_kvx.tools.tasks.table import TASKS as BY_NAME
 
     names = [cell_name(press, budget) for budget in args.budgets for press in args.presses]
     tokenizer: Any = AutoTokenizer.from_pretrained(args.model)

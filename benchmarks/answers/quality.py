@@ -17,12 +17,12 @@ from typing import Any
 
 from benchmarks.common.about import about
 from benchmarks.common.files import RESULTS, write_json
-from vllm_kvx.calibration.figures import draw
-from vllm_kvx.evaluation import figures, report
-from vllm_kvx.evaluation.rows import FULL, FULL_ORIGINAL, with_dtype
-from vllm_kvx.evaluation.store import IF_GIVEN, RESOLVED, SAME, Answer, Store
-from vllm_kvx.evaluation.summary import Cell, Summary
-from vllm_kvx.policy.cache_dtype import at_dtype, split_dtype
+from vllm_kvx.policy.cache_dtype import FULL, at_dtype, split_dtype
+from vllm_kvx.tools.evaluate import figures, report
+from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, with_dtype
+from vllm_kvx.tools.evaluate.store import IF_GIVEN, RESOLVED, SAME, Answer, Store
+from vllm_kvx.tools.evaluate.summary import Cell, Summary
+from vllm_kvx.tools.plots import draw
 
 DTYPE = "kv_cache_dtype"
 

@@ -1,7 +1,7 @@
 """The recall table of a real checkpoint: which reduction finds what its decode steps attend to.
 
 `python -m benchmarks.answers.recall --model DIR`, on a GPU in about a minute, else on a CPU in
-float32. Prompts are lookups of ``vllm_kvx.evaluation`` under the checkpoint's chat template, at
+float32. Prompts are lookups of ``vllm_kvx.tools.evaluate`` under the checkpoint's chat template, at
 several lengths. The checkpoint answers them greedily with full attention; then
 
 - the queries of its first decode steps give `mass`, `sharp` and `overlap`, as in ``recall``, in
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from benchmarks.answers.recall_attention import Model, unit_scores
 from benchmarks.answers.recall_data import REDUCTIONS, Key, score
-from vllm_kvx.evaluation.prompts import Prompt, fitted
-from vllm_kvx.evaluation.tasks.table import TASKS
+from vllm_kvx.tools.tasks.prompts import Prompt, fitted
+from vllm_kvx.tools.tasks.table import TASKS
 
 BUDGETS = (32, 64, 128, 256, 512, 1024)
 # Method and its group or page.

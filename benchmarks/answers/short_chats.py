@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.common.about import about
 from benchmarks.common.files import RESULTS, write_json
-from vllm_kvx.evaluation.rows import FULL
-from vllm_kvx.evaluation.store import Answer, Question, Store
+from vllm_kvx.policy.cache_dtype import FULL
+from vllm_kvx.tools.evaluate.store import Answer, Question, Store
 
 LONGEST = 512
 _FACTS = ("model", "model_key", "seed", "dtype", "tasks", "lengths", "samples", "engine_args")

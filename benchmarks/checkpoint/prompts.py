@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvx.evaluation.tasks import filler
+from vllm_kvx.tools.tasks import filler
 
 QUESTION = "Question:"
 MAX_NOTES = 128

@@ -211,7 +211,7 @@ def _scheduler(policy: str, eviction: str | None, load: Load, model: str, shape:
 
     from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
     from vllm_kvx.cache.scheduler import PolicyScheduler
-    from vllm_kvx.settings import KVSettings
+    from vllm_kvx.config.settings import KVSettings
 
     is_stock = policy == STOCK
     settings = {} if is_stock else {"kv_policy": policy, "kv_eviction": eviction}

@@ -36,7 +36,7 @@ from benchmarks.common.names import STOCK
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.ideal import SHAPES
 from benchmarks.serving.turns_figures import Load, Turn, curves, summarise
-from vllm_kvx.calibration.figures import draw
+from vllm_kvx.tools.plots import draw
 
 
 @dataclass

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks.common.about import about, command_line
-from vllm_kvx.tuning.job import Job
-from vllm_kvx.tuning.plan import SHORTEST, length_between
-from vllm_kvx.tuning.student import Student
-from vllm_kvx.tuning.visibility import Batch
+from vllm_kvx.tools.tune_speed.job import Job
+from vllm_kvx.tools.tune_speed.plan import SHORTEST, length_between
+from vllm_kvx.tools.tune_speed.student import Student
+from vllm_kvx.tools.tune_speed.visibility import Batch
 
 REPEATS = 3
 

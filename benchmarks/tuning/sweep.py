@@ -30,12 +30,12 @@ from typing import Any
 from benchmarks.common import processes
 from benchmarks.common.about import about
 from benchmarks.common.files import RESULTS
-from vllm_kvx.arguments import positive
-from vllm_kvx.calibration.figures import draw
-from vllm_kvx.evaluation.rows import row_of_original
-from vllm_kvx.evaluation.store import ANSWERS_FILE
+from vllm_kvx.config.arguments import positive
 from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.tuning.options import add_tune_speed
+from vllm_kvx.tools.evaluate.rows import row_of_original
+from vllm_kvx.tools.evaluate.store import ANSWERS_FILE
+from vllm_kvx.tools.plots import draw
+from vllm_kvx.tools.tune_speed.options import add_tune_speed
 
 COMMAND = [sys.executable, "-m", "vllm_kvx.cli"]
 

@@ -27,11 +27,11 @@ from typing import Any
 
 from benchmarks.common.processes import stop
 from benchmarks.tuning.sweep import options_of, policies_of, run, start, sweep
-from vllm_kvx.tuning import packs
-from vllm_kvx.tuning.lookups import KINDS
-from vllm_kvx.tuning.packs import Example
-from vllm_kvx.tuning.sources import FOLDER
-from vllm_kvx.tuning.train import EXAMPLES, LOSSES
+from vllm_kvx.tools.tune_speed import packs
+from vllm_kvx.tools.tune_speed.lookups import KINDS
+from vllm_kvx.tools.tune_speed.packs import Example
+from vllm_kvx.tools.tune_speed.sources import FOLDER
+from vllm_kvx.tools.tune_speed.train import EXAMPLES, LOSSES
 
 # Of the time that is left when a run's tokens are counted out: the rest is for its start, and for
 # merging and measuring.

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from world.models import LOOKUP
+from support.models import LOOKUP
 
 from benchmarks.answers.lm_eval import score, write
 from vllm_kvx.errors import ToolError

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.answers.quality import read
-from vllm_kvx.evaluation.store import SAME, Answer, Question, Store
-from vllm_kvx.evaluation.summary import Summary
 from vllm_kvx.policy.cache_dtype import at_dtype
+from vllm_kvx.tools.evaluate.store import SAME, Answer, Question, Store
+from vllm_kvx.tools.evaluate.summary import Summary
 
 
 def run(directory: Path, dtype: str | None, *rows: str, right: float = 1.0) -> Path:

@@ -12,8 +12,8 @@ from reference import fastkv, fier
 
 from benchmarks.answers import recall, recall_attention, recall_data, recall_model
 from benchmarks.checkpoint.prompts import make_prompt
-from vllm_kvx.evaluation.prompts import Prompt
-from vllm_kvx.evaluation.tasks.base import Sample
+from vllm_kvx.tools.tasks.base import Sample
+from vllm_kvx.tools.tasks.prompts import Prompt
 
 CHECKPOINT = recall.ROOT / "tests/checkpoints/lookup-8l"
 LENGTH, ROWS = 200, 40

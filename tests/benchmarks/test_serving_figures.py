@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.nightly import nightly
 from tokenizers import Tokenizer
-from world.nightly import nightly
 
 from benchmarks.common import names
 from benchmarks.common.word_tokenizer import write_tokenizer

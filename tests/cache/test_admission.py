@@ -5,12 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import inside
 from vllm import SamplingParams
-from world import inside
 
 from vllm_kvx.cache.admission import SPLIT_WINDOWS, PromptAdmission
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.storage import STASH_PAGE, storage_of
-from vllm_kvx.settings import KVSettings
 
 FASTKV = "fastkv:kv_floor=0,tsp_layer=3"
 

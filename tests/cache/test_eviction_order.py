@@ -6,8 +6,8 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec
-from vllm_kvx.cache.managers import LowerKVCacheManager
+from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec
+from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
 from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.policy.spec import parse_policy
@@ -16,12 +16,14 @@ from vllm_kvx.policy.storage import storage_of
 BLOCK = 4
 
 
-def managers(count: int, pool: BlockPool) -> list[LowerKVCacheManager]:
+def managers(count: int, pool: BlockPool) -> list[FirstStageKVCacheManager]:
     """Groups of one server."""
     sizes: Any = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     common: Any = dict(block_pool=pool, enable_caching=True, scheduler_block_size=BLOCK)
     found = [
-        LowerKVCacheManager(LowerAttentionSpec(**sizes), kv_cache_group_id=group, **common)
+        FirstStageKVCacheManager(
+            FirstStageAttentionSpec(**sizes), kv_cache_group_id=group, **common
+        )
         for group in range(count)
     ]
     for manager in found:
@@ -29,12 +31,12 @@ def managers(count: int, pool: BlockPool) -> list[LowerKVCacheManager]:
     return found
 
 
-def grow(manager: LowerKVCacheManager, num_tokens: int) -> None:
+def grow(manager: FirstStageKVCacheManager, num_tokens: int) -> None:
     manager.get_num_blocks_to_allocate("a", num_tokens, [], 0, 0, num_tokens)
     manager.allocate_new_blocks("a", num_tokens, num_tokens)
 
 
-def publish(manager: LowerKVCacheManager, pool: BlockPool) -> list[BlockHash]:
+def publish(manager: FirstStageKVCacheManager, pool: BlockPool) -> list[BlockHash]:
     """The request's blocks so far are in the cache, under these names."""
     names = []
     for place, block in enumerate(manager.req_to_blocks["a"]):

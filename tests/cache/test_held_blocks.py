@@ -8,15 +8,15 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_kvx.cache import facts as facts_module
-from vllm_kvx.cache.facts import FACTS, RunInFull, SchedulerFacts
-from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
-from vllm_kvx.cache.managers import LowerKVCacheManager
+from vllm_kvx.cache import scheduler_stats as facts_module
+from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
+from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
+from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
-from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
+from vllm_kvx.cache.scheduler_stats import FACTS, PolicySchedulerStats, RunInFull
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
-from vllm_kvx.settings import KVSettings
 
 BLOCK, POOL, LAYERS = 4, 140, 8
 PREFIX, PROMPT = 100, 110  # 25 blocks are shared; three are a request's own.
@@ -35,12 +35,12 @@ class Server:
             kv_cache_group_id=0,
             scheduler_block_size=BLOCK,
         )
-        self.lower = LowerKVCacheManager(LowerAttentionSpec(**sizes), **common)
-        upper = PolicyAttentionSpec(**sizes, stage=1, start_layer=4)
-        self.upper = PolicyKVCacheManager(upper, **common)
+        self.lower = FirstStageKVCacheManager(FirstStageAttentionSpec(**sizes), **common)
+        upper = LaterStageAttentionSpec(**sizes, stage=1, start_layer=4)
+        self.upper = LaterStageKVCacheManager(upper, **common)
         waits: Any = SimpleNamespace(stash_waits=2, stash_wait_seconds=0.5)
         settings = KVSettings.of({"kv_policy": SPEED, "kv_debug": True}, num_layers=LAYERS)
-        self.facts = SchedulerFacts(
+        self.facts = PolicySchedulerStats(
             settings,
             self.pool,
             [self.lower],

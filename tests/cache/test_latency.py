@@ -6,8 +6,8 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.v1.request import RequestStatus
 
-from vllm_kvx.cache.latency import Histogram, Latencies
-from vllm_kvx.policy.counted import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS, CountedPolicies
+from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS, Histogram, Latencies
+from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.server.metrics import PolicyMetrics
 from vllm_kvx.worker.stats import PolicyStats
 

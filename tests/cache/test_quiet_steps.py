@@ -9,7 +9,7 @@ import pytest
 from simulation.client import AMPLE, Client
 from simulation.servers import SERVERS, Server
 from simulation.traffic import VOCAB
-from world import inside
+from support import inside
 
 ANSWER = 25
 SPEED = "speed-2:anchors=2,tail=2"

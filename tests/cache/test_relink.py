@@ -7,11 +7,11 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_kvx.cache.kv_cache_specs import LowerAttentionSpec, PolicyAttentionSpec
-from vllm_kvx.cache.managers import LowerKVCacheManager
+from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
+from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
+from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
 from vllm_kvx.cache.shared_blocks import free_end_first
-from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 
@@ -36,12 +36,12 @@ class Blocks:
             kv_cache_group_id=0,
             scheduler_block_size=BLOCK,
         )
-        self.manager: LowerKVCacheManager | PolicyKVCacheManager
+        self.manager: FirstStageKVCacheManager | LaterStageKVCacheManager
         if is_lower:
-            self.manager = LowerKVCacheManager(LowerAttentionSpec(**sizes), **common)
+            self.manager = FirstStageKVCacheManager(FirstStageAttentionSpec(**sizes), **common)
         else:
-            spec = PolicyAttentionSpec(**sizes, stage=1, start_layer=4)
-            self.manager = PolicyKVCacheManager(spec, **common)
+            spec = LaterStageAttentionSpec(**sizes, stage=1, start_layer=4)
+            self.manager = LaterStageKVCacheManager(spec, **common)
         self.add("a")
 
     def add(self, name: str) -> None:

@@ -15,10 +15,11 @@ from helm_python.errors import HelmError
 
 from deploy import schema
 from vllm_kvx import cli
-from vllm_kvx.calibration.resolve import calibrate_arguments
 from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.measured_layers import calibrate_arguments
+from vllm_kvx.tools.calibrate.options import CALIBRATE
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm"
 # The oldest release that Chart.yaml allows and whose schema is at hand, and a new one.
@@ -307,7 +308,7 @@ def test_the_job_measures_what_is_left_to_it(
         (part,) = parse_policy(name).parts
         wanted = cli.parser().parse_args(calibrate_arguments(part, "org/model", None))
         settings = {**vars(wanted), "no_plot": True}
-        for parameter, option in cli._CALIBRATE.items():
+        for parameter, option in CALIBRATE.items():
             if vars(asked)[parameter] is None:
                 setattr(asked, parameter, option.default)
             if settings[parameter] is None:

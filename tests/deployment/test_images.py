@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+from vllm_kvx.compat.vllm_signatures import SUPPORTED_VLLM
 from vllm_kvx.ops import library
-from vllm_kvx.seams import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docker").glob("Dockerfile*"))

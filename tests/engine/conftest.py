@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from world import inside, interpreter
-from world.engine import keep_in_process
+from support import inside, interpreter
+from support.engine import keep_in_process
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,14 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from world import inside
-from world.engine import Engine, keep_in_process, running
-from world.models import LOOKUP
+from support import inside
+from support.engine import Engine, keep_in_process, running
+from support.models import LOOKUP
 
-from vllm_kvx.evaluation.prompts import Prompt, fitted
-from vllm_kvx.evaluation.tasks.table import TASKS
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.tools.tasks.prompts import Prompt, fitted
+from vllm_kvx.tools.tasks.table import TASKS
 
 TASK = TASKS["notes_3"]
 WORDS = 3

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from world.engine import running
-from world.inside import Decoders
+from support.engine import running
+from support.inside import Decoders
 
 
 def test_first_segment_is_captured_beside_the_stock_decoder(

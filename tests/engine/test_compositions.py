@@ -12,12 +12,12 @@ from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.structsnap import StructSnap
+from support import inside
+from support.engine import running
+from support.nightly import nightly
+from support.parity import ATOL
+from support.prompts import distinct_prompts
 from torch import Tensor
-from world import inside
-from world.engine import running
-from world.nightly import nightly
-from world.parity import ATOL
-from world.prompts import distinct_prompts
 
 Retain = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, float]]
 LAYERS = 8

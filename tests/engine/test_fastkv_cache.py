@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 from reference.fastkv import Keep
-from world import inside
-from world.engine import BLOCK, Engine, running, schedule_ahead
-from world.expected import FULL, named
-from world.nightly import nightly
-from world.parity import (
+from support import inside
+from support.engine import BLOCK, Engine, running, schedule_ahead
+from support.expected import FULL, named
+from support.nightly import nightly
+from support.parity import (
     assert_close,
     assert_greedy,
     assert_logprobs,
     assert_parity,
 )
-from world.prompts import prompts_of
+from support.prompts import prompts_of
 
 pytestmark = pytest.mark.usefixtures("dense_ops")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from reference.fastkv import Keep
-from world import inside
-from world.engine import running
-from world.expected import FULL, named
-from world.nightly import nightly
-from world.parity import ask, assert_close, assert_parity, room_for
-from world.prompts import EDGES, prompts_of
+from support import inside
+from support.engine import running
+from support.expected import FULL, named
+from support.nightly import nightly
+from support.parity import ask, assert_close, assert_parity, room_for
+from support.prompts import EDGES, prompts_of
 
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)  # The defaults of `fastkv:tsp_layer=3`.
 SNAP = Keep(kv_rate=0.1)

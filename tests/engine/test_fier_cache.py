@@ -11,11 +11,11 @@ from reference import fier
 from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.structkv import Struct
-from world import inside
-from world.engine import BLOCK, Answer, Engine, running
-from world.expected import Online, Read, Speed
-from world.parity import assert_parity
-from world.prompts import prompts_of
+from support import inside
+from support.engine import BLOCK, Answer, Engine, running
+from support.expected import Online, Read, Speed
+from support.parity import assert_parity
+from support.prompts import prompts_of
 
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.worker.decode.recall import RecallSampler

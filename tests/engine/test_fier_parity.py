@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from reference.fier import Retrieve
-from world.engine import running
-from world.expected import Read, Speed, named
-from world.parity import assert_identical, assert_parity
-from world.prompts import prompts_of
+from support.engine import running
+from support.expected import Read, Speed, named
+from support.parity import assert_identical, assert_parity
+from support.prompts import prompts_of
 
 from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, Costs
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import inside
+from support.engine import HAS_FP8, running
+from support.expected import Speed
+from support.parity import assert_identical, assert_logprobs, assert_parity
+from support.prompts import prompts_of
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
-from world import inside
-from world.engine import HAS_FP8, running
-from world.expected import Speed
-from world.parity import assert_identical, assert_logprobs, assert_parity
-from world.prompts import prompts_of
 
 LENGTHS = (2, 33, 97, 200, 64)
 

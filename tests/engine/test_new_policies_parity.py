@@ -15,12 +15,12 @@ from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.structkv import Struct
 from reference.structsnap import StructSnap
-from world import inside
-from world.engine import Engine, keep_in_process, running
-from world.expected import FULL, Policy, is_served, named
-from world.nightly import nightly
-from world.parity import ask, assert_close, assert_parity, room_for
-from world.prompts import EDGES, distinct_prompts
+from support import inside
+from support.engine import Engine, keep_in_process, running
+from support.expected import FULL, Policy, is_served, named
+from support.nightly import nightly
+from support.parity import ask, assert_close, assert_parity, room_for
+from support.prompts import EDGES, distinct_prompts
 
 METHODS: dict[str, list[Policy]] = {
     "pyramidkv": [

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import vllm
 from reference.fastkv import Keep
-from world import inside
-from world.engine import running
-from world.expected import FULL
-from world.parity import ask, assert_parity
-from world.prompts import prompts_of
+from support import inside
+from support.engine import running
+from support.expected import FULL
+from support.parity import ask, assert_parity
+from support.prompts import prompts_of
 
-from vllm_kvx.seams import release_line
+from vllm_kvx.compat.vllm_signatures import release_line
 
 INTERVAL = 4
 

@@ -15,11 +15,11 @@ from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.structkv import Struct
 from reference.structsnap import StructSnap
-from world import inside
-from world.engine import BLOCK, Answer, Engine, keep_in_process, running
-from world.expected import FULL, Policy, named
-from world.parity import assert_close, assert_parity, room_for
-from world.prompts import prompt_of, prompts_of
+from support import inside
+from support.engine import BLOCK, Answer, Engine, keep_in_process, running
+from support.expected import FULL, Policy, named
+from support.parity import assert_close, assert_parity, room_for
+from support.prompts import prompt_of, prompts_of
 
 RETAIN: list[Policy] = [
     Keep(kv_rate=0.3),

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from reference import fastkv
 from reference.fastkv import Keep
+from support.engine import running
+from support.expected import SALIENCY_TIE, named
+from support.inside import entries_of
+from support.prompts import prompts_of
 from torch import Tensor
-from world.engine import running
-from world.expected import SALIENCY_TIE, named
-from world.inside import entries_of
-from world.prompts import prompts_of
 
 # Float32 rounding of two implementations; far below the distance of two keys.
 CLOSE = 5e-5

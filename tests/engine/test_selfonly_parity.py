@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from reference.selfonly import Alone
 from reference.swiftkv import Swift
-from world import inside
-from world.engine import BLOCK, running
-from world.expected import FULL, Policy, Speed, named
-from world.nightly import nightly
-from world.parity import ask, assert_close, assert_greedy, assert_parity, room_for
-from world.prompts import EDGES, prompts_of
+from support import inside
+from support.engine import BLOCK, running
+from support.expected import FULL, Policy, Speed, named
+from support.nightly import nightly
+from support.parity import ask, assert_close, assert_greedy, assert_parity, room_for
+from support.prompts import EDGES, prompts_of
 
 ALONE = Alone(4)
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from world.engine import running
-from world.parity import assert_close
-from world.prompts import prompts_of
+from support.engine import running
+from support.parity import assert_close
+from support.prompts import prompts_of
 
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
 

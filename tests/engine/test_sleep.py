@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from world import inside
-from world.engine import running
-from world.prompts import prompt_of
+from support import inside
+from support.engine import running
+from support.prompts import prompt_of
 
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import parse_policy

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from world.engine import BLOCK, running
-from world.expected import Speed
-from world.inside import limit_prefix_hits, watch_rows
-from world.nightly import nightly
-from world.parity import assert_parity
-from world.prompts import prompts_of
+from support.engine import BLOCK, running
+from support.expected import Speed
+from support.inside import limit_prefix_hits, watch_rows
+from support.nightly import nightly
+from support.parity import assert_parity
+from support.prompts import prompts_of
 
 
 def block_bytes(engine_layers: int, kv_heads: int = 2, head_dim: int = 32) -> int:

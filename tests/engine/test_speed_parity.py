@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from world.engine import running
-from world.expected import Speed
-from world.nightly import nightly
-from world.parity import assert_parity
-from world.prompts import EDGES, prompts_of
+from support.engine import running
+from support.expected import Speed
+from support.nightly import nightly
+from support.parity import assert_parity
+from support.prompts import EDGES, prompts_of
 
 LONG = (500, 1999, 2000)
 

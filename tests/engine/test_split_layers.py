@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from world import inside
-from world.engine import running
-from world.nightly import nightly
-from world.parity import assert_close
-from world.prompts import prompts_of
+from support import inside
+from support.engine import running
+from support.nightly import nightly
+from support.parity import assert_close
+from support.prompts import prompts_of
 
 LENGTHS = (200, 33, 97, 150)
 TOTAL = sum(LENGTHS)

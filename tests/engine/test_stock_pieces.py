@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import fastkv
+from support.engine import Engine, running
+from support.expected import FULL, Policy, Speed
+from support.parity import ask, assert_close, assert_parity, room_for
+from support.prompts import prompts_of
 from torch import Tensor
 from vllm.forward_context import set_forward_context
-from world.engine import Engine, running
-from world.expected import FULL, Policy, Speed
-from world.parity import ask, assert_close, assert_parity, room_for
-from world.prompts import prompts_of
 
-from vllm_kvx.models.pieces import StockPieces
+from vllm_kvx.models.compiled_ranges import StockPieces
 from vllm_kvx.models.segment import DecoderSegment
 from vllm_kvx.models.stream import Stream
 

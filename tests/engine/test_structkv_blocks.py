@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from reference.fastkv import Keep
 from reference.structkv import Struct
-from world import inside
-from world.engine import BLOCK, Engine, running, schedule_ahead
-from world.expected import FULL, Below, Policy, named
-from world.nightly import nightly
-from world.parity import ask, assert_close, assert_parity, room_for
-from world.prompts import EDGES, prompts_of
+from support import inside
+from support.engine import BLOCK, Engine, running, schedule_ahead
+from support.expected import FULL, Below, Policy, named
+from support.nightly import nightly
+from support.parity import ask, assert_close, assert_parity, room_for
+from support.prompts import EDGES, prompts_of
 
 STRUCT = Struct(pivot=3)  # The defaults of `structkv:pivot=3`.
 FAST = Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from reference.fastkv import Keep
 from reference.structkv import Struct
+from support import inside
+from support.engine import running
+from support.expected import FULL, Online, Policy, load, named
+from support.parity import ask, assert_parity, room_for
+from support.prompts import EDGES, prompts_of
 from transformers import AutoConfig
-from world import inside
-from world.engine import running
-from world.expected import FULL, Online, Policy, load, named
-from world.parity import ask, assert_parity, room_for
-from world.prompts import EDGES, prompts_of
 
 from vllm_kvx.policy.spec import parse_policy
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from reference.fastkv import Keep
 from reference.structkv import Struct
-from world import inside
-from world.engine import running
-from world.expected import FULL, Policy, named
-from world.nightly import nightly
-from world.parity import ask, assert_close, assert_parity, room_for
-from world.prompts import EDGES, prompts_of
+from support import inside
+from support.engine import running
+from support.expected import FULL, Policy, named
+from support.nightly import nightly
+from support.parity import ask, assert_close, assert_parity, room_for
+from support.prompts import EDGES, prompts_of
 
 STRUCT = Struct(pivot=3)  # The defaults of `structkv:pivot=3`.
 PAPER = replace(STRUCT, kernel=1)  # The paper's form of retention (Eq. 13).

@@ -7,12 +7,12 @@ import pytest
 from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.swiftkv import Swift
-from world import inside
-from world.engine import running
-from world.expected import FULL, Policy, Read, Speed, named
-from world.nightly import nightly
-from world.parity import ask, assert_close, assert_parity, room_for
-from world.prompts import EDGES, distinct_prompts, prompts_of
+from support import inside
+from support.engine import running
+from support.expected import FULL, Policy, Read, Speed, named
+from support.nightly import nightly
+from support.parity import ask, assert_close, assert_parity, room_for
+from support.prompts import EDGES, distinct_prompts, prompts_of
 
 SWIFT = Swift(4)
 # On one server: two cutoffs, SPEED at each of them and elsewhere, retention, and stock.

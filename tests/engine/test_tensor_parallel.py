@@ -14,12 +14,12 @@ from reference.pyramidkv import Pyramid
 from reference.selfonly import Alone
 from reference.structsnap import StructSnap
 from reference.swiftkv import Swift
-from world import inside
-from world.engine import running
-from world.expected import FULL, Policy, Read, Speed, is_served, named
-from world.nightly import nightly
-from world.parity import ask, assert_close, assert_parity, room_for
-from world.prompts import distinct_prompts, prompts_of
+from support import inside
+from support.engine import running
+from support.expected import FULL, Policy, Read, Speed, is_served, named
+from support.nightly import nightly
+from support.parity import ask, assert_close, assert_parity, room_for
+from support.prompts import distinct_prompts, prompts_of
 
 
 def counters_by_rank(engine: Any) -> list[dict[str, dict[str, Any]]]:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from reference.fastkv import Keep
 from reference.structkv import Struct
-from world import inside
-from world.engine import BLOCK, Answer, running
-from world.expected import FULL, Policy, named
-from world.parity import ATOL, ask, assert_parity, room_for
-from world.prompts import prompt_of
+from support import inside
+from support.engine import BLOCK, Answer, running
+from support.expected import FULL, Policy, named
+from support.parity import ATOL, ask, assert_parity, room_for
+from support.prompts import prompt_of
 
 TURNS = int(os.environ.get("KVX_TURNS", 30))
 SESSIONS, LONGEST = 20, 480

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import inside
-from world.engine import running
-from world.prompts import prompt_of
+from support import inside
+from support.engine import running
+from support.prompts import prompt_of
 
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.worker.warm_up import warm_up

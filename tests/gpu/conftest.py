@@ -4,7 +4,7 @@ import os
 from importlib.metadata import entry_points
 
 import pytest
-from world.engine import keep_in_process
+from support.engine import keep_in_process
 
 # Triton multiplies float32 in TF32 unless told otherwise, three digits short of exact.
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")

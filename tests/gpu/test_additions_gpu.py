@@ -11,12 +11,12 @@ from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.structsnap import StructSnap
-from world import inside
-from world.engine import running
-from world.expected import FULL, Policy, named
-from world.gpu import EXACT, NEAR_TIE
-from world.parity import assert_parity
-from world.prompts import VOCAB, prompts_of
+from support import inside
+from support.engine import running
+from support.expected import FULL, Policy, named
+from support.gpu import EXACT, NEAR_TIE
+from support.parity import assert_parity
+from support.prompts import VOCAB, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

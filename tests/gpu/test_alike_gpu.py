@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from support.engine import Answer, running
+from support.gpu import COMPILED
+from support.inside import count_graph_replays, plan_for_every_group
+from support.models import LOOKUP
+from support.prompts import prompts_of
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-from world.engine import Answer, running
-from world.gpu import COMPILED
-from world.inside import count_graph_replays, plan_for_every_group
-from world.models import LOOKUP
-from world.prompts import prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

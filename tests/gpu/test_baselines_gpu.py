@@ -7,13 +7,13 @@ import pytest
 import torch
 from reference.selfonly import Alone
 from reference.swiftkv import Swift
-from world.engine import running
-from world.expected import FULL, Policy, Speed, named
-from world.gpu import COMPILED, EXACT
-from world.inside import count_graph_replays
-from world.models import LOOKUP
-from world.parity import ask, assert_parity, room_for
-from world.prompts import EDGES, lookups, prompts_of
+from support.engine import running
+from support.expected import FULL, Policy, Speed, named
+from support.gpu import COMPILED, EXACT
+from support.inside import count_graph_replays
+from support.models import LOOKUP
+from support.parity import ask, assert_parity, room_for
+from support.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

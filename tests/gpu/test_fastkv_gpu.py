@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from reference import fastkv
-from world import inside
-from world.engine import Answer, running
-from world.gpu import COMPILED, EXACT, NEAR_TIE
-from world.models import LOOKUP
-from world.parity import assert_parity
-from world.prompts import EDGES, lookups, prompts_of
+from support import inside
+from support.engine import Answer, running
+from support.gpu import COMPILED, EXACT, NEAR_TIE
+from support.models import LOOKUP
+from support.parity import assert_parity
+from support.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from reference import fastkv, fier
-from world.engine import Answer, running
-from world.expected import Read, Speed
-from world.gpu import COMPILED, EXACT
-from world.inside import count_retrieval_graphs
-from world.models import LOOKUP
-from world.parity import assert_parity
-from world.prompts import EDGES, lookups, prompts_of
+from support.engine import Answer, running
+from support.expected import Read, Speed
+from support.gpu import COMPILED, EXACT
+from support.inside import count_retrieval_graphs
+from support.models import LOOKUP
+from support.parity import assert_parity
+from support.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

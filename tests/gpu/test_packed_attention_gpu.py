@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from world.models import LOOKUP
+from support.models import LOOKUP
 
 from benchmarks.tuning.step_times import job
-from vllm_kvx.tuning.packed_attention import Segments, attend, attend_reference
-from vllm_kvx.tuning.student import Student
-from vllm_kvx.tuning.visibility import Batch
+from vllm_kvx.tools.tune_speed.packed_attention import Segments, attend, attend_reference
+from vllm_kvx.tools.tune_speed.student import Student
+from vllm_kvx.tools.tune_speed.visibility import Batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from reference.fastkv import Keep
 from reference.structkv import Struct
-from world import inside
-from world.engine import Answer, Engine, running
-from world.expected import FULL, Policy, Speed, named
-from world.gpu import COMPILED, EXACT, NEAR_TIE
-from world.models import LOOKUP
-from world.parity import ATOL, ask, assert_parity, largest_difference, room_for
-from world.prompts import lookups, prompt_of
+from support import inside
+from support.engine import Answer, Engine, running
+from support.expected import FULL, Policy, Speed, named
+from support.gpu import COMPILED, EXACT, NEAR_TIE
+from support.models import LOOKUP
+from support.parity import ATOL, ask, assert_parity, largest_difference, room_for
+from support.prompts import lookups, prompt_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.ragged import NO_BLOCK
 from torch import Tensor
-from world.ragged import NO_BLOCK
 
 from vllm_kvx.equations.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
 from vllm_kvx.indexes.table import INDEXES

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from world.engine import Answer, running
-from world.expected import Speed
-from world.gpu import COMPILED, EXACT
-from world.inside import count_graph_replays
-from world.models import LOOKUP
-from world.parity import assert_identical, assert_parity, largest_difference
-from world.prompts import EDGES, lookups, prompts_of
+from support.engine import Answer, running
+from support.expected import Speed
+from support.gpu import COMPILED, EXACT
+from support.inside import count_graph_replays
+from support.models import LOOKUP
+from support.parity import assert_identical, assert_parity, largest_difference
+from support.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from reference import fastkv
-from world import inside
-from world.engine import running
-from world.expected import FULL, Policy, Speed
-from world.gpu import COMPILED, EXACT, NEAR_TIE
-from world.models import LOOKUP
-from world.parity import ask, assert_parity, room_for
-from world.prompts import EDGES, lookups, prompts_of
+from support import inside
+from support.engine import running
+from support.expected import FULL, Policy, Speed
+from support.gpu import COMPILED, EXACT, NEAR_TIE
+from support.models import LOOKUP
+from support.parity import ask, assert_parity, room_for
+from support.prompts import EDGES, lookups, prompts_of
 
-from vllm_kvx.environment import STOCK_PIECES, is_off
+from vllm_kvx.config.environment import STOCK_PIECES, is_off
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from reference.structkv import Struct
-from world import inside
-from world.engine import Answer, running
-from world.expected import FULL, Online, Policy
-from world.gpu import COMPILED, EXACT, NEAR_TIE
-from world.models import LOOKUP
-from world.parity import assert_parity
-from world.prompts import EDGES, lookups, prompts_of
+from support import inside
+from support.engine import Answer, running
+from support.expected import FULL, Online, Policy
+from support.gpu import COMPILED, EXACT, NEAR_TIE
+from support.models import LOOKUP
+from support.parity import assert_parity
+from support.prompts import EDGES, lookups, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

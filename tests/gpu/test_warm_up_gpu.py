@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import triton
-from world.engine import running
-from world.gpu import COMPILED
-from world.prompts import prompts_of
+from support.engine import running
+from support.gpu import COMPILED
+from support.prompts import prompts_of
 
 from vllm_kvx.worker import worker
 

@@ -6,8 +6,8 @@ from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.retrieval import cuda
 from vllm_kvx.ops.retrieval.sidecar import PageShape
 from vllm_kvx.policy.axes import Retrieve
+from vllm_kvx.policy.methods.baselines.quest import PAGES
 from vllm_kvx.policy.methods.fier import GROUPS
-from vllm_kvx.policy.methods.quest import PAGES
 from vllm_kvx.policy.methods.table import METHODS
 
 RETRIEVE = [method for method in METHODS.values() if issubclass(method, Retrieve)]

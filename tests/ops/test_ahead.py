@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 # In a process of its own: the tests' Triton interprets kernels.
-RUN = [sys.executable, "-m", "world.compiles_ahead"]
+RUN = [sys.executable, "-m", "support.compiles_ahead"]
 TESTS = Path(__file__).resolve().parent.parent
 SELECTS = {"_select_kernel", "_count_kernel", "_find_kernel"}
 SCORES = {"row_sums_kernel", "_window_sums_kernel", "_pool_kernel"}

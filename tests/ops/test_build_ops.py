@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from world import inside
-from world.nvcc import make_nvcc
+from support import inside
+from support.nvcc import make_nvcc
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.ops import build as build_ops

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import inside
+from support.ragged import LAYOUTS, make_batch
 from torch import Tensor
-from world import inside
-from world.ragged import LAYOUTS, make_batch
 
 from vllm_kvx.ops.prompt.chosen_rows import (
     ChosenRows,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import inside
+from support.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 from torch import Tensor
-from world import inside
-from world.ragged import Batch, make_batch, offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.prompt.key_norms import key_scores, key_scores_reference
 from vllm_kvx.ops.prompt.select import select_kept

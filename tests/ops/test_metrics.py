@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import inside
+from support.ragged import Batch, make_batch, poisoned_outputs
 from torch import Tensor
-from world import inside
-from world.ragged import Batch, make_batch, poisoned_outputs
 
 from vllm_kvx.equations.pivot import TOP_SHARE, attention_metrics
 from vllm_kvx.equations.saliency import window_attention

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from world.nvcc import make_nvcc
+from support.nvcc import make_nvcc
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.ops import build as build_ops

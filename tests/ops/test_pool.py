@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support import inside
+from support.ragged import offsets_of, poisoned_outputs
 from torch import Tensor
-from world import inside
-from world.ragged import offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.prompt.pool import pool_per_kv_head, pool_per_kv_head_reference
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import inside
+from support.ragged import LAYOUTS, make_batch, same_bits
 from torch import Tensor
-from world import inside
-from world.ragged import LAYOUTS, make_batch, same_bits
 
 from vllm_kvx.ops.prompt.move import copy_blocks, move_entries, move_entries_reference
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.ragged import NO_BLOCK
 from torch import Tensor
-from world.ragged import NO_BLOCK
 
 from vllm_kvx.equations.retrieval import (
     num_full_groups,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs, same_bits
 from torch import Tensor
-from world.ragged import LAYOUTS, Batch, make_batch, offsets_of, poisoned_outputs, same_bits
 
 from vllm_kvx.equations import saliency as dense
 from vllm_kvx.ops.paged import PagedKV

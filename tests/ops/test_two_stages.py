@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.ragged import offsets_of, poisoned_outputs
 from torch import Tensor
-from world.ragged import offsets_of, poisoned_outputs
 
 from vllm_kvx.ops.prompt.select import select_kept
 from vllm_kvx.ops.prompt.two_stages import (

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import inside
+from support.ragged import Batch, make_batch, poisoned_outputs
 from torch import Tensor
-from world import inside
-from world.ragged import Batch, make_batch, poisoned_outputs
 
 from vllm_kvx.ops.prompt.value_norms import factors_of, value_norms, value_norms_reference
 

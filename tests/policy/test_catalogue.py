@@ -11,7 +11,6 @@ import pytest
 
 import vllm_kvx
 from vllm_kvx import cli
-from vllm_kvx.policies import table
 from vllm_kvx.policy import catalogue
 from vllm_kvx.policy.axes import DECODE_READS, KV_MEMORY, PREFILL, Method
 from vllm_kvx.policy.methods.snapkv import SnapKV
@@ -19,6 +18,7 @@ from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
+from vllm_kvx.tools.policies.command import table
 
 LENGTH, LAYERS, BLOCK = 32768, 32, 16
 
@@ -66,6 +66,29 @@ def test_defaults_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("vllm_kvx.policy.methods.snapkv.set_share", set_share)
     defaults = {p.name: p.default for p in catalogue.entry(SnapKV).parameters}
     assert (defaults["kv_rate"], defaults["kv_floor"]) == (0.5, 4711)
+
+
+def test_a_default_that_is_no_value_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A floor that follows another parameter is not one that has no default."""
+    rules = {
+        (name, parameter.name): parameter.default_rule
+        for name, method in METHODS.items()
+        for parameter in catalogue.entry(method).parameters
+        if parameter.default_rule
+    }
+    follows = "kv_floor's value, and 512 with a budget"
+    assert rules == {
+        ("fastkv", "tsp_floor"): follows,
+        ("structkv", "struct_floor"): follows,
+        ("streamingllm", "kv_floor"): "512",
+    }
+    assert SnapKV().kept(4096, 4096, 0, BLOCK, LAYERS) == 512
+    for (name, key), rule in rules.items():
+        assert f"{key}: an integer of at least 0; default: {rule}" in " ".join(
+            run(capsys, name).split()
+        )
+    assert "kv_budget: an integer of at least 1; not given by default" in run(capsys, "snapkv")
+    assert "have no default" not in " ".join(run(capsys).split())
 
 
 @pytest.mark.parametrize("width", [72, 80, 100, 200])

@@ -57,7 +57,7 @@ def test_layout_of(names: list[str], layout: Layout) -> None:
 
 def cut(layout: Layout) -> Layout:
     """`layout`, whose rows may leave the batch wherever a KV group begins."""
-    return replace(layout, row_cuts=layout.splits)
+    return replace(layout, row_cuts=layout.later_starts)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_kv_groups_and_compiled_segments_are_two_things(
     name: str, splits: tuple[int, ...], row_cuts: tuple[int, ...]
 ) -> None:
     layout = layout_of([parse_policy(name)], 32)
-    assert (layout.splits, layout.row_cuts) == (splits, row_cuts)
+    assert (layout.later_starts, layout.row_cuts) == (splits, row_cuts)
     assert not layout.stash
 
 

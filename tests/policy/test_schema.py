@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator
 
-from vllm_kvx.batch.lines import parse
+from vllm_kvx.config.settings import KEYS, KVSettings, policy_is_set
 from vllm_kvx.policy import patterns
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError, read_value
 from vllm_kvx.policy.schema import limits_of, part_pattern
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.schema import document
-from vllm_kvx.settings import KEYS, KVSettings, policy_is_set
+from vllm_kvx.tools.batch.lines import parse
+from vllm_kvx.tools.policies.schema import document
 
 DOCUMENT = document()
 POLICIES = Draft7Validator(DOCUMENT)

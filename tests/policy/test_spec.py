@@ -11,16 +11,16 @@ import pytest
 
 from vllm_kvx.policy import spec
 from vllm_kvx.policy.axes import Method, ScoreSpec
+from vllm_kvx.policy.methods.baselines.gemfilter import GemFilter
+from vllm_kvx.policy.methods.baselines.quest import Quest
+from vllm_kvx.policy.methods.baselines.selfonly import SelfOnly
+from vllm_kvx.policy.methods.baselines.streamingllm import StreamingLLM
+from vllm_kvx.policy.methods.baselines.swiftkv import SwiftKV
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.fier import FIER
-from vllm_kvx.policy.methods.gemfilter import GemFilter
-from vllm_kvx.policy.methods.quest import Quest
-from vllm_kvx.policy.methods.selfonly import SelfOnly
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR, SnapKV
 from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.policy.methods.streamingllm import StreamingLLM
 from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.policy.methods.swiftkv import SwiftKV
 from vllm_kvx.policy.spec import (
     AVAILABLE,
     METHODS,

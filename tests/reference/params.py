@@ -1,7 +1,7 @@
 """The models that references are tested on."""
 
 import pytest
-from world.nightly import nightly
+from support.nightly import nightly
 
 from .models import ARCHS
 

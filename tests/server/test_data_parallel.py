@@ -11,8 +11,8 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from support.nightly import nightly
 from transformers import AutoTokenizer
-from world.nightly import nightly
 
 from benchmarks.checkpoint.prompts import make_prompt
 from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving

@@ -9,10 +9,10 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_kvx.calibration import resolve
+from vllm_kvx.config.settings import KVSettings, policy_is_set, request_policy
 from vllm_kvx.policy.layout import Layout, RetrievalLayout
 from vllm_kvx.policy.spec import PolicyError, parse_policy
-from vllm_kvx.settings import KVSettings, policy_is_set, request_policy
+from vllm_kvx.server import measured_layers as resolve
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +334,7 @@ def test_settings_of_a_config() -> None:
         {"kv_policy": "speed-4", "kv_layout": ["speed-2", "full"], "kv_debug": True, "x": 1}, 8
     )
     assert settings.policy == parse_policy("speed-4")
-    assert settings.layout.splits == (2, 4)
+    assert settings.layout.later_starts == (2, 4)
     assert (settings.num_layers, settings.debug, settings.stock) == (8, True, False)
     assert KVSettings.of({"kv_policy": "full"}, 8).stock
     assert KVSettings.of({"kv_policy": "full", "kv_layout": ["full"]}, 8).stock

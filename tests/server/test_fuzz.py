@@ -15,15 +15,15 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     build_custom_logits_processors_params_validator,
 )
 
+from vllm_kvx.config.settings import KEYS, KVSettings, request_policy
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import METHODS, PolicyError, check_served, parse_policy
 from vllm_kvx.server import request_check
 from vllm_kvx.server.body_check import check_body
 from vllm_kvx.server.misplaced import beside_body
-from vllm_kvx.server.refused import RefusedError
 from vllm_kvx.server.request_check import class_path
-from vllm_kvx.settings import KEYS, KVSettings, request_policy
+from vllm_kvx.server.request_errors import RefusedError
 
 LAYERS = 8
 fuzz = settings(

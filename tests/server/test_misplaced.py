@@ -306,8 +306,8 @@ def test_other_routes_take_the_body_of_those_that_generate(post: Any) -> None:
 
 
 def test_vllms_own_keys_resemble_none_of_ours(app: FastAPI) -> None:
-    from vllm_kvx.settings import KEYS
-    from vllm_kvx.spelling import misspelling
+    from vllm_kvx.config.settings import KEYS
+    from vllm_kvx.config.spelling import misspelling
 
     for route in app.routes:
         model = getattr(getattr(route, "body_field", None), "field_info", None)

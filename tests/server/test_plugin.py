@@ -16,9 +16,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvx import plugin, seams
-from vllm_kvx.cpu_mode import check_platform, cpu_mode_requested
-from vllm_kvx.errors import serve_command
+from vllm_kvx import plugin
+from vllm_kvx.compat import vllm_signatures as seams
+from vllm_kvx.compat.cpu_mode import check_platform, cpu_mode_requested
+from vllm_kvx.compat.serve_command import serve_command
 
 
 @pytest.mark.parametrize(

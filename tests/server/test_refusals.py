@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from support import inside
+from support.configs import engine_args
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from world import inside
-from world.configs import engine_args
 
+from vllm_kvx.compat.vllm_signatures import release_line
+from vllm_kvx.config.settings import dtype_of_engine
 from vllm_kvx.ops import library
-from vllm_kvx.policy.cache_dtype import dtype_of_engine
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.seams import release_line
 from vllm_kvx.server.refusal import applying, reasons
-from vllm_kvx.server.refusals import (
+from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
     WITH_RETENTION,
@@ -437,8 +437,8 @@ def test_the_stash_must_hold_the_longest_prompt(make_config) -> None:
 
 
 def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> None:
-    from vllm_kvx.calibration import resolve
-    from vllm_kvx.settings import KVSettings
+    from vllm_kvx.config.settings import KVSettings
+    from vllm_kvx.server import measured_layers as resolve
 
     monkeypatch.setattr(resolve, "layer_of", lambda *_: resolve.Found(5, "measured"))
     config = make_config("fastkv", dtype="float32")
@@ -446,7 +446,7 @@ def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> No
     settings = KVSettings.from_vllm_config(config)
     assert settings is not None
     assert str(settings.policy) == "fastkv:tsp_layer=5" == str(settings.parse("fastkv"))
-    assert settings.layout.splits == (6,)
+    assert settings.layout.later_starts == (6,)
 
 
 def test_rows_for_every_policy(stock, monkeypatch) -> None:
@@ -620,7 +620,7 @@ def test_other_workers(stock, worker: str, says: str) -> None:
 
 
 def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypatch) -> None:
-    from vllm_kvx.calibration import at_start
+    from vllm_kvx.server import measure_at_start as at_start
 
     monkeypatch.setattr(at_start, "measured", lambda *_: pytest.fail("it measures"))
     with pytest.raises(ValueError, match="\n  - LoRA is not supported yet"):

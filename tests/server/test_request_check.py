@@ -16,11 +16,11 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     build_custom_logits_processors_params_validator,
 )
 
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy import spec
 from vllm_kvx.policy.spec import AVAILABLE
 from vllm_kvx.server import request_check
 from vllm_kvx.server.request_check import class_path
-from vllm_kvx.settings import KVSettings
 
 MODEL = "checked"
 

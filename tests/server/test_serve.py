@@ -25,9 +25,10 @@ from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
 from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
-from vllm_kvx.policy.counted import FIRST_TOKEN_BOUNDS, MAX_POLICIES, PER_TOKEN_BOUNDS
-from vllm_kvx.server.refused import Reason
-from vllm_kvx.tuning.record import Agreement, TunedRecord
+from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
+from vllm_kvx.policy.counted import MAX_POLICIES
+from vllm_kvx.records.tuned_weights import Agreement, TunedRecord
+from vllm_kvx.server.request_errors import Reason
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="serves with vLLM's CPU build")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.tuning import Tuning
-from vllm_kvx.tuning.record import FILE, TunedRecord
+from vllm_kvx.records.tuned_weights import FILE, TunedRecord
+from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 AGREEMENT: Any = {
     "before": {"kl": 1.5, "greedy": 0.4, "tokens": 900},
@@ -179,12 +179,12 @@ HUB = """
 import json, sys
 from types import SimpleNamespace
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.tuning import Tuning
+from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 model = SimpleNamespace(
     model="org/hub", revision=json.loads(sys.argv[1]), get_total_num_hidden_layers=lambda: 8
 )
-tuning = Tuning(model)
+tuning = TunedWeightsNotice(model)
 print(json.dumps([tuning.as_json(), tuning.lines([parse_policy("speed-4")])]))
 """
 
@@ -218,7 +218,7 @@ def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_the_route_tells(make_config, model_dir) -> None:
     model = model_dir()
     tuned("speed-4:tail=2").write(model)
-    tuning = Tuning(make_config("full", model=model).model_config)
+    tuning = TunedWeightsNotice(make_config("full", model=model).model_config)
     found = tuning.as_json()
     assert found is not None
     assert json.loads(json.dumps(found)) == {

@@ -15,8 +15,8 @@ from vllm_kvx.policy.axes import Positions
 from vllm_kvx.worker.decode.sidecars import Sidecars
 from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHook
-from vllm_kvx.worker.prefill.jobs import Job, PassPrompt
 from vllm_kvx.worker.prefill.score_and_move import PassWork
+from vllm_kvx.worker.prefill.scoring import KeyScoring, PassPrompt
 
 if TYPE_CHECKING:
     from simulation.model import Rows
@@ -146,7 +146,7 @@ class Beside:
             else:
                 self._retain(here, layer, table, kept)
 
-    def _kept(self, prompt: PassPrompt, stage: int, jobs: list[Job]) -> Ints | None:
+    def _kept(self, prompt: PassPrompt, stage: int, jobs: list[KeyScoring]) -> Ints | None:
         """Which entries stay; None if all do."""
         num_keys, by, count = prompt.num_keys, prompt.by, prompt.kept[stage]
         for job in jobs:
@@ -157,7 +157,7 @@ class Beside:
         recent = np.arange(num_keys - (count - by.sinks), num_keys)
         return np.concatenate([np.arange(by.sinks), recent])
 
-    def _score(self, work: PassWork, job: Job, layer: int, rows: "Rows", live: Live) -> None:
+    def _score(self, work: PassWork, job: KeyScoring, layer: int, rows: "Rows", live: Live) -> None:
         prompt = job.prompt
         if job.window:
             self._check_window(job, layer, rows, live)
@@ -169,7 +169,7 @@ class Beside:
         if job.ranks:
             self.centrality.rank(prompt)
 
-    def _check_window(self, job: Job, layer: int, rows: "Rows", live: Live) -> None:
+    def _check_window(self, job: KeyScoring, layer: int, rows: "Rows", live: Live) -> None:
         """The queries that score are those of the last tokens that the layer runs."""
         prompt = job.prompt
         if prompt.slot is None:

@@ -17,7 +17,7 @@ def check_blocks(scheduler: Any) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     facts = scheduler.facts.as_dict(scheduler.requests)
     held, saved = (sum(facts[key].values()) for key in ("held", "saved"))
-    managers, stock = scheduler.lower_managers, 0
+    managers, stock = scheduler.first_stage_managers, 0
     for manager in managers:
         held_ids: list[int] = []
         for request_id, blocks in manager.req_to_blocks.items():
@@ -28,7 +28,7 @@ def check_blocks(scheduler: Any) -> None:
             held_ids += [b.block_id for b in (*blocks, *kv.undecided, *kv.private.values())]
         stock -= len(held_ids) - len(set(held_ids))
     # The first stage's groups may have come by different blocks of one prefix.
-    stock *= (len(managers) + len(scheduler.policy_managers)) / len(managers)
+    stock *= (len(managers) + len(scheduler.later_stage_managers)) / len(managers)
     given_out = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     rounding = len(facts["held"]) if len(managers) > 1 else 0
     if (

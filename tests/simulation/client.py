@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from simulation.engine import Engine
 from simulation.servers import Case, Server
-from vllm_kvx.settings import POLICY_KEY
+from vllm_kvx.config.settings import POLICY_KEY
 
 # Of a server in which nothing is short.
 AMPLE = Case(

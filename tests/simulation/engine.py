@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import MagicMock
 
+from support import inside
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from world import inside
 
 from simulation.blocks import check_blocks
 from simulation.cache import Mismatch

@@ -82,7 +82,7 @@ class Model:
     ) -> None:
         """live: by request state. starts: by layer, the first one of its KV stage.
 
-        splits: the layers that are split: see ``worker/splits``.
+        splits: the layers that are split: see ``worker/split_layers``.
         """
         self.splits = splits
         # By layer that is split: the request states whose entries this step projects in it.
@@ -103,11 +103,11 @@ class Model:
         passes: Iterable[Pass] | None = plan.passes
         if passes is None:
             last_layer = len(self.hooks.layers)
-            passes = [Pass(0, last_layer, BatchRows(), [ToOutput()], beside=plan.beside)]
+            passes = [Pass(0, last_layer, BatchRows(), [ToOutput()], hooks=plan.hooks)]
         rows: Rows | None = None
         final = Rows(np.full(len(batch.ids), -1), np.full(len(batch.ids), -1))
         for now in passes:
-            with now.beside:
+            with now.hooks:
                 rows = self._run_pass(batch, now, rows)
             self._write(batch, now, rows, final)
         self.beside.check_done()

@@ -7,14 +7,14 @@ prompt holds back none but those that need pages too, and none of those overtake
 from collections import Counter
 from typing import Any
 
+from support import inside
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
-from world import inside
 
 from simulation.cache import Mismatch
 from simulation.servers import NUM_LAYERS, Case, Server
+from vllm_kvx.config.settings import request_policy
 from vllm_kvx.policy.storage import stash_pages
-from vllm_kvx.settings import request_policy
 
 
 class Queue:

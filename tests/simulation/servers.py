@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.configs import vllm_config, write_config
 from vllm.config import VllmConfig
-from world.configs import vllm_config, write_config
 
 from vllm_kvx.cache.group_size import group_layers
 from vllm_kvx.policy.layout import layout_of

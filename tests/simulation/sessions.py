@@ -13,7 +13,7 @@ from simulation.cache import Mismatch
 from simulation.engine import Engine
 from simulation.servers import Case, Server
 from simulation.traffic import SALTS, VOCAB
-from vllm_kvx.settings import POLICY_KEY
+from vllm_kvx.config.settings import POLICY_KEY
 
 # The chance of each: a running turn is aborted, the prefix cache is reset, a step is reported
 # early, a session asks under another policy from now on.

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from world import inside
+from support import inside
 
 from simulation.client import AMPLE, Client
 from simulation.servers import SERVERS

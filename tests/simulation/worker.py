@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from support.configs import kv_cache_groups
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from world.configs import kv_cache_groups
 
 from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
@@ -32,8 +32,8 @@ from simulation.state import (
 from simulation.traffic import VOCAB, Text
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
 from vllm_kvx.cache.states import STATE_BLOCKS
+from vllm_kvx.config.settings import request_policy
 from vllm_kvx.models.passes import StepPlan
-from vllm_kvx.settings import request_policy
 
 
 class Worker:
@@ -84,7 +84,7 @@ class Worker:
             self.expected,
             by_state,
             self._starts,
-            state.cuts.splits,
+            state.cuts.split_layers,
         )
         pages: Any = state.prefix_states
         pages.copy_in, pages.copy_out = self._states_in, self._states_out

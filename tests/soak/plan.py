@@ -8,8 +8,8 @@ import os
 import random
 from dataclasses import dataclass, field
 
+from support.models import LOOKUP
 from transformers import AutoTokenizer
-from world.models import LOOKUP
 
 from benchmarks.checkpoint.prompts import make_prompt
 

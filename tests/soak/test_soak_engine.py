@@ -12,9 +12,9 @@ import time
 
 import pytest
 import torch
-from world import inside, interpreter
-from world.engine import Engine, greedy, keep_in_process, running
-from world.models import LOOKUP
+from support import inside, interpreter
+from support.engine import Engine, greedy, keep_in_process, running
+from support.models import LOOKUP
 
 from soak import report
 from soak.memory import Series

@@ -9,8 +9,8 @@ from vllm_kvx.ops.retrieval.backends import Backends
 from vllm_kvx.ops.retrieval.costs import Begins, costs
 from vllm_kvx.ops.retrieval.crossover import NEVER
 from vllm_kvx.policy.layout import RetrievalLayout
+from vllm_kvx.policy.methods.baselines.quest import Quest
 from vllm_kvx.policy.methods.fier import FIER
-from vllm_kvx.policy.methods.quest import Quest
 from vllm_kvx.worker.decode.announce import announce, known, logger
 
 

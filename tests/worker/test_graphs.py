@@ -6,7 +6,7 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_kvx.settings import KVSettings
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.decode.step import graph_modes
 
@@ -88,7 +88,7 @@ def modes_of(*names: str, requests: str = "layout", starts: tuple[int, ...]) -> 
     """The sets of a server started for `names`, a letter a stage."""
     config = {"kv_policy": names[0], "kv_layout": list(names[1:]), "kv_request_policies": requests}
     settings = KVSettings.of(config, num_layers=32)
-    assert settings is not None and settings.layout.starts == starts
+    assert settings is not None and settings.layout.stage_starts == starts
     return [
         "".join(m.name[0] for m in modes) for modes in graph_modes(settings.may_retrieve(), starts)
     ]

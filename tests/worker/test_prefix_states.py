@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from world import inside
+from support import inside
 
 from vllm_kvx.cache.states import StateBlocks, StateRows
 from vllm_kvx.worker.prefill.prefix_states import PrefixStates

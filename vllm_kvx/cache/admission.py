@@ -8,11 +8,11 @@ from vllm.config import SchedulerConfig
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
+from vllm_kvx.config.quoting import quoted
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import stash_pages
-from vllm_kvx.quoting import quoted
-from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.scheduler")
 

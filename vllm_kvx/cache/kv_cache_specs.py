@@ -17,18 +17,18 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvx.cache.group_size import buckets_of, group_layers
-from vllm_kvx.cache.managers import LowerKVCacheManager
-from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
+from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
+from vllm_kvx.cache.managers import FirstStageKVCacheManager
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.indexes.base import PageShape
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.policy.layout import RetrievalLayout
-from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.cache")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowerAttentionSpec(FullAttentionSpec):
+class FirstStageAttentionSpec(FullAttentionSpec):
     """Full attention in the first stage, whose entries may go when a prompt is in.
 
     bucket: splits the layers so that groups come out in the chosen size, where vLLM's own choice
@@ -38,19 +38,19 @@ class LowerAttentionSpec(FullAttentionSpec):
     bucket: int = 0
 
     @classmethod
-    def merge(cls, specs: list["LowerAttentionSpec"]) -> "LowerAttentionSpec":
+    def merge(cls, specs: list["FirstStageAttentionSpec"]) -> "FirstStageAttentionSpec":
         return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined]
 
 
 def without_bucket(spec: KVCacheSpec) -> KVCacheSpec:
     """What layers of a stage have in common, in whichever KV group they are."""
-    if isinstance(spec, LowerAttentionSpec | PolicyAttentionSpec):
+    if isinstance(spec, FirstStageAttentionSpec | LaterStageAttentionSpec):
         return replace(spec, bucket=0)
     return spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyAttentionSpec(AttentionSpec):
+class LaterStageAttentionSpec(AttentionSpec):
     """KV of one layer of a stage whose entries follow the request's policy.
 
     Not a ``FullAttentionSpec``: vLLM would merge such layers with the lower stage's.
@@ -58,7 +58,7 @@ class PolicyAttentionSpec(AttentionSpec):
     Attributes:
         stage: index of the KV stage, 1 or higher.
         start_layer: the stage's first layer.
-        bucket: as in ``LowerAttentionSpec``.
+        bucket: as in ``FirstStageAttentionSpec``.
     """
 
     dcp_sharded: bool = False
@@ -83,7 +83,7 @@ def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) 
         attention: the model's attention layers, in order.
     """
     sizes = settings.layout.stage_sizes(len(attention))
-    starts = settings.layout.starts
+    starts = settings.layout.stage_starts
     buckets = buckets_of(sizes)
     logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
     for stage, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -111,15 +111,17 @@ def _override_spec(
             spec = replace(spec, page_size_padded=spec.page_size_bytes + room)
         if stage == 0:
             values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
-            return LowerAttentionSpec(**values, bucket=bucket)
+            return FirstStageAttentionSpec(**values, bucket=bucket)
         values = {f.name: getattr(spec, f.name) for f in fields(AttentionSpec)}
         values["dcp_sharded"] = False
-        return PolicyAttentionSpec(**values, stage=stage, start_layer=start, bucket=bucket)
+        return LaterStageAttentionSpec(**values, stage=stage, start_layer=start, bucket=bucket)
 
     layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
 
 
 # The registry fills itself only while it is empty, so vLLM's own specs have to go in first.
 register_all_kvcache_specs(None)
-KVCacheSpecRegistry.register(LowerAttentionSpec, LowerKVCacheManager, FullAttentionSpec)
-KVCacheSpecRegistry.register(PolicyAttentionSpec, PolicyKVCacheManager, PolicyAttentionSpec)
+KVCacheSpecRegistry.register(FirstStageAttentionSpec, FirstStageKVCacheManager, FullAttentionSpec)
+KVCacheSpecRegistry.register(
+    LaterStageAttentionSpec, LaterStageKVCacheManager, LaterStageAttentionSpec
+)

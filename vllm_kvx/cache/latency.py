@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvx.policy.counted import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
+# Upper bounds in seconds of the histograms by policy: of the first token, and of each later one.
+FIRST_TOKEN_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+
+
+PER_TOKEN_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 
 
 class Histogram:

@@ -13,13 +13,13 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.request import Request
 
+from vllm_kvx.cache.block_owners import BlockOwners
 from vllm_kvx.cache.eviction import forget
-from vllm_kvx.cache.ledger import BlockLedger
 from vllm_kvx.cache.request_kv import NEVER, PrivateBlocks, RequestKV
 from vllm_kvx.cache.shared_blocks import copies_to_come
 
 
-class SizedByStorage(SingleTypeKVCacheManager):
+class PolicyKVCacheManager(SingleTypeKVCacheManager):
     """Allocates by stored entries instead of token positions, where the two differ.
 
     A prompt that retention compacts is published like any other. In the step that compacts it
@@ -33,13 +33,13 @@ class SizedByStorage(SingleTypeKVCacheManager):
         self.stage: int = getattr(kv_cache_spec, "stage", 0)
         self.start_layer: int = getattr(kv_cache_spec, "start_layer", 0)
         # All groups of the server.
-        self.siblings: Sequence[SizedByStorage] = (self,)
+        self.siblings: Sequence[PolicyKVCacheManager] = (self,)
         # Requests with blocks here, whose prompt is to be compacted in them or out of them.
         self._compacting: dict[str, RequestKV] = {}
-        self._ledger: BlockLedger | None = None
+        self._ledger: BlockOwners | None = None
         self._group = 0
 
-    def watch(self, ledger: BlockLedger, group: int) -> None:
+    def watch(self, ledger: BlockOwners, group: int) -> None:
         """From now on tells the ledger what it takes, as KV group `group`."""
         self._ledger, self._group = ledger, group
 
@@ -333,5 +333,5 @@ class SizedByStorage(SingleTypeKVCacheManager):
             self.num_cached_block[request.request_id] = full
 
 
-class LowerKVCacheManager(SizedByStorage, FullAttentionManager):
+class FirstStageKVCacheManager(PolicyKVCacheManager, FullAttentionManager):
     """Blocks of one KV group of the first stage, which every prompt token runs."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 from vllm_kvx.cache.group_size import blocks_per_token
-from vllm_kvx.cache.kv_cache_specs import PolicyAttentionSpec
-from vllm_kvx.settings import KVSettings
+from vllm_kvx.cache.kv_cache_specs import LaterStageAttentionSpec
+from vllm_kvx.config.settings import KVSettings
 
 
 def stage_of(spec: object) -> tuple[int, int]:
     """Index and first layer of the KV stage that a KV group's spec belongs to."""
-    if isinstance(spec, PolicyAttentionSpec):
+    if isinstance(spec, LaterStageAttentionSpec):
         return spec.stage, spec.start_layer
     return 0, 0
 

@@ -53,7 +53,7 @@ class RequestKV:
             all. See ``Recency``.
         row: its policy's, by which blocks are counted.
         room: up to how many computed tokens it needs no block. full_at: at how many it may have a
-            block to publish. Of all KV groups, kept by the first one's. See ``QuietSteps``.
+            block to publish. Of all KV groups, kept by the first one's. See ``DecodeFastPath``.
         is_stock: whether it stores every token here, as stock vLLM does.
     """
 

@@ -13,20 +13,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
+from vllm_kvx.cache.decode_fast_path import DecodeFastPath
 from vllm_kvx.cache.eviction import forget
-from vllm_kvx.cache.facts import RunInFull, SchedulerFacts
-from vllm_kvx.cache.managers import LowerKVCacheManager, SizedByStorage
+from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
+from vllm_kvx.cache.managers import FirstStageKVCacheManager, PolicyKVCacheManager
 from vllm_kvx.cache.pool import pool_tokens
-from vllm_kvx.cache.quiet import QuietSteps
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
+from vllm_kvx.cache.scheduler_stats import PolicySchedulerStats, RunInFull
 from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.cache.states import STATE_BLOCKS, StateBlocks
-from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
+from vllm_kvx.config.quoting import one_line, quoted
+from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
-from vllm_kvx.quoting import one_line, quoted
-from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
 
 logger = init_logger("vllm.kvx.scheduler")
 
@@ -39,28 +39,31 @@ class _PolicyScheduling:
         settings = KVSettings.from_vllm_config(self.vllm_config)  # type: ignore[attr-defined]
         assert settings is not None
         self.kv_settings = settings
-        self.policy_managers: list[PolicyKVCacheManager] = [
+        self.later_stage_managers: list[LaterStageKVCacheManager] = [
             manager
             for manager in self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
-            if isinstance(manager, PolicyKVCacheManager)
+            if isinstance(manager, LaterStageKVCacheManager)
         ]
-        self.lower_managers: list[LowerKVCacheManager] = [
+        self.first_stage_managers: list[FirstStageKVCacheManager] = [
             manager
             for manager in self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
-            if isinstance(manager, LowerKVCacheManager)
+            if isinstance(manager, FirstStageKVCacheManager)
         ]
-        managers: list[SizedByStorage] = [*self.lower_managers, *self.policy_managers]
+        managers: list[PolicyKVCacheManager] = [
+            *self.first_stage_managers,
+            *self.later_stage_managers,
+        ]
         for manager in managers:
             manager.siblings = managers
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, managers, self.vllm_config)  # type: ignore[attr-defined]
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)  # type: ignore[attr-defined]
         self._to_shrink: list[Request] = []
-        QuietSteps(self.kv_cache_manager, managers, settings.debug)  # type: ignore[attr-defined]
-        self.facts = SchedulerFacts(
+        DecodeFastPath(self.kv_cache_manager, managers, settings.debug)  # type: ignore[attr-defined]
+        self.facts = PolicySchedulerStats(
             settings,
             self.kv_cache_manager.block_pool,  # type: ignore[attr-defined]
-            self.lower_managers,
-            self.policy_managers,
+            self.first_stage_managers,
+            self.later_stage_managers,
             self.admission,
         )
         self._counted_unshared: set[str] = set()
@@ -198,7 +201,7 @@ class _PolicyScheduling:
     def _shrink(self, request: Request) -> None:
         """Frees what a request's last prompt chunk, scheduled in the step before, leaves behind."""
         self.admission.release(request.request_id)
-        managers = (*self.lower_managers, *self.policy_managers)
+        managers = (*self.first_stage_managers, *self.later_stage_managers)
         dropped = [
             manager.shrink(request.request_id, request.num_computed_tokens)
             for manager in managers
@@ -209,7 +212,7 @@ class _PolicyScheduling:
     def _give_back(self, request_id: str, dropped: list[Mapping[int, KVCacheBlock]]) -> None:
         """Frees blocks that a request no longer needs: by KV group and place."""
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
-        kv = self.lower_managers[0].requests.get(request_id)
+        kv = self.first_stage_managers[0].requests.get(request_id)
         if kv is not None and (stays := kv.stays) is not None:
             forget(pool, (b for group in dropped for place, b in group.items() if place >= stays))
         free_end_first(pool, dropped)
@@ -223,7 +226,7 @@ class _PolicyScheduling:
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 dropped = [
                     manager.relink(request_id, request.num_computed_tokens, kept[manager.stage])
-                    for manager in (*self.lower_managers, *self.policy_managers)
+                    for manager in (*self.first_stage_managers, *self.later_stage_managers)
                     if manager.stage in kept
                 ]
                 self._give_back(request_id, dropped)
@@ -245,7 +248,7 @@ class _PolicyScheduling:
         self.admission.remove_request(request.request_id)
         self.sharing.remove_request(request.request_id)
         self._to_shrink = [r for r in self._to_shrink if r is not request]
-        for manager in (*self.lower_managers, *self.policy_managers):
+        for manager in (*self.first_stage_managers, *self.later_stage_managers):
             manager.remove_request(request.request_id)
 
 

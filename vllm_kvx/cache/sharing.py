@@ -20,14 +20,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvx.cache.admission import in_both
 from vllm_kvx.cache.eviction import Recency, Rivals
-from vllm_kvx.cache.managers import SizedByStorage
+from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
+from vllm_kvx.cache.managers import PolicyKVCacheManager
 from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV, anchor_hash
 from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows, overlays
-from vllm_kvx.cache.upper_manager import PolicyKVCacheManager
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
-from vllm_kvx.settings import KVSettings
 
 logger = init_logger("vllm.kvx.cache")
 
@@ -39,7 +39,7 @@ class PrefixSharing:
         self,
         settings: KVSettings,
         kv_cache_manager: KVCacheManager,
-        managers: Sequence[SizedByStorage],
+        managers: Sequence[PolicyKVCacheManager],
         config: VllmConfig,
     ) -> None:
         self._settings, self._kv_cache_manager = settings, kv_cache_manager
@@ -47,7 +47,7 @@ class PrefixSharing:
         self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
         self._max_tokens = config.scheduler_config.max_num_batched_tokens
         self._is_on = kv_cache_manager.enable_caching
-        starts = (*settings.layout.starts, settings.num_layers)
+        starts = (*settings.layout.stage_starts, settings.num_layers)
         self._ends = dict(pairwise(starts))
         # The first layer above the one that selects, of each running request that does.
         self._resumes: dict[str, int] = {}
@@ -174,7 +174,7 @@ class PrefixSharing:
             if kv.reads:
                 needed.append(each.kv_cache_group_id)
             elif kv.anchor_hash is not None:
-                assert isinstance(each, PolicyKVCacheManager)
+                assert isinstance(each, LaterStageKVCacheManager)
                 if each.find_anchors(kv) is None:
                     self.pass_up(request)
                     return manager.empty_kv_cache_blocks, 0

@@ -28,7 +28,8 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
-from vllm_kvx.environment import STOCK_PIECES, is_off
+from vllm_kvx.config.environment import STOCK_PIECES, is_off
+from vllm_kvx.models.compiled_ranges import StockPieces
 from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
@@ -39,7 +40,6 @@ from vllm_kvx.models.passes import (
     TokenIds,
     ToStash,
 )
-from vllm_kvx.models.pieces import StockPieces
 from vllm_kvx.models.projection import attention_of, queries_of, store_entries, write_entries
 from vllm_kvx.models.segment import Segments
 from vllm_kvx.models.stitching import UnknownForm
@@ -116,13 +116,13 @@ class SegmentedModel(nn.Module):
         # Consumed once: a dummy run that prepares no attention must not see an old plan.
         plan, self._plan = self._plan, StepPlan()
         if plan.passes is None:
-            with plan.beside:
+            with plan.hooks:
                 return self._run_stock(input_ids, positions, intermediate_tensors, inputs_embeds)
         assert input_ids is not None
         output: Tensor | None = None
         out: Out | None = None
         for now in plan.passes:
-            with now.beside:
+            with now.hooks:
                 out = self._run_pass(now, out, input_ids, positions)
             output = self._write(now, out, output, positions.shape[0])
         return self._zeros(positions) if output is None else output
@@ -180,7 +180,7 @@ class SegmentedModel(nn.Module):
         """layer: the one above the pass, which may have its entries and queries made already."""
         wanted = sink.queries
         states = asked = None
-        with nullcontext() if wanted is None else wanted.beside:
+        with nullcontext() if wanted is None else wanted.hooks:
             for number in range(sink.first, sink.last):
                 above = self.model.layers[number]
                 slots = sink.slot_mapping[attention_of(above).layer_name]

@@ -64,13 +64,13 @@ class Queries:
 
     rows: (n,) int64, of the pass's output. positions: (n,) int64 of these tokens.
     run: takes the layer's number and its queries, (n, H, D), once its entries are stored.
-    beside: entered around it.
+    hooks: entered around it.
     """
 
     rows: Tensor
     positions: Tensor
     run: Callable[[int, Tensor], None]
-    beside: AbstractContextManager[None]
+    hooks: AbstractContextManager[None]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Pass:
         positions: (N,) int64 token positions; None: those of the batch.
         attn_metadata: by layer name; None: the step's own.
         slot_mapping: (N,) int64 slots by layer name, where they differ from the step's.
-        beside: entered around the pass; the worker's hooks beside each layer's attention.
+        hooks: entered around the pass; the worker's hooks beside each layer's attention.
     """
 
     first: int
@@ -124,7 +124,7 @@ class Pass:
     positions: Tensor | None = None
     attn_metadata: AttnMetadata | None = None
     slot_mapping: dict[str, Tensor] = field(default_factory=dict)
-    beside: AbstractContextManager[None] = field(default_factory=nullcontext)
+    hooks: AbstractContextManager[None] = field(default_factory=nullcontext)
 
 
 @dataclass
@@ -134,10 +134,10 @@ class StepPlan:
     Attributes:
         passes: one after the other; None: the stock decoder over the whole batch, with its own
             compiled graph and CUDA graphs.
-        beside: entered around the stock decoder.
+        hooks: entered around the stock decoder.
         is_dummy: the step captures graphs or warms up.
     """
 
     passes: Iterator[Pass] | None = None
-    beside: AbstractContextManager[None] = field(default_factory=nullcontext)
+    hooks: AbstractContextManager[None] = field(default_factory=nullcontext)
     is_dummy: bool = False

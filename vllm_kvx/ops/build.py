@@ -21,11 +21,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_kvx.arguments import positive
-from vllm_kvx.cache_folder import CACHE_VARIABLE
+from vllm_kvx.config.arguments import positive
 from vllm_kvx.errors import ToolError, vllm_needed
 from vllm_kvx.ops import LIBRARY
 from vllm_kvx.ops.library import COMMAND, FLAGS, SOURCES, cache_folder, key_of, record
+from vllm_kvx.records.folder import CACHE_VARIABLE
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]

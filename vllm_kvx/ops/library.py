@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from vllm_kvx.cache_folder import CacheFolderError, cache_root
 from vllm_kvx.ops import LIBRARY
+from vllm_kvx.records.folder import CacheFolderError, cache_root
 
 COMMAND = "vllm-kvx build-ops"
-SOURCES = Path(__file__).parents[1] / "csrc"
+_PACKAGE = Path(__file__).parents[1]
+# At the root of a checkout; setup.py puts a copy into the package that is installed.
+SOURCES = _PACKAGE / "csrc"
+if not SOURCES.is_dir():
+    SOURCES = _PACKAGE.parent / "csrc"
 # torch 2.10, whose stable ABI is the oldest that has all that the operators use.
 _TORCH_TARGET = "0x020a000000000000"
 FLAGS = (

@@ -1,7 +1,7 @@
 """KV cache dtypes that policies run over, and how a name says that one changes answers."""
 
-from typing import Any
-
+# The policy without a part: stock attention over all entries.
+FULL = "full"
 # Whose entries are stored as they are, whatever scales a checkpoint has.
 UNSCALED = ("bfloat16", "float16")
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -24,13 +24,3 @@ def split_dtype(name: str) -> tuple[str, str | None]:
     """Policy and KV cache dtype of a name; None where it leaves that to the engine."""
     policy, _, dtype = name.partition("@")
     return policy, dtype or None
-
-
-def dtype_of_engine(vllm_config: Any) -> str:
-    """The dtype of an engine's KV cache, from vLLM's configuration.
-
-    vLLM resolves `auto` there, but for checkpoints of llm-compressor only in each attention layer.
-    """
-    dtype = str(vllm_config.cache_config.cache_dtype)
-    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
-    return "fp8" if dtype == "auto" and scheme is not None else dtype

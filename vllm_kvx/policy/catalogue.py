@@ -17,6 +17,8 @@ from vllm_kvx.policy.schema import limits_of, part_pattern
 from vllm_kvx.policy.spec import parse_policy
 
 _LINE = re.compile(r"([a-z_]+(?:, [a-z_]+)*): (.+)")
+_DEFAULT = re.compile(r"\(default:? ([^;)]+)")
+_NOT_GIVEN = "not given"
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,15 @@ class Parameter:
     """A parameter of a method.
 
     required: whether it has no default. default: the value where it is not given; None if it then
-    has none. limits: in words. schema: of the value, as a JSON schema. pattern: of its text in a
-    name. meaning: the docstring's sentence.
+    has none. default_rule: in words, what holds then in the place of a value, such as another
+    parameter's; empty if nothing does. limits: in words. schema: of the value, as a JSON schema.
+    pattern: of its text in a name. meaning: the docstring's sentence.
     """
 
     name: str
     required: bool
     default: Value | None
+    default_rule: str
     limits: str
     schema: dict[str, Any]
     pattern: str
@@ -103,14 +107,18 @@ def _parameter(method: type[Method], key: str, defaults: Method) -> Parameter:
     """The parameter `key`; `defaults` has nothing given but what is required."""
     limits = limits_of(method, key)
     required = key in method.mandatory()
+    default = None if required else getattr(defaults, key)
+    meaning = _meanings(method).get(key, "")
+    told = _DEFAULT.search(meaning) if default is None and not required else None
     return Parameter(
         name=key,
         required=required,
-        default=None if required else getattr(defaults, key),
+        default=default,
+        default_rule=told[1] if told and told[1] != _NOT_GIVEN else "",
         limits=limits.wanted,
         schema=limits.schema,
         pattern=limits.pattern,
-        meaning=_meanings(method).get(key, ""),
+        meaning=meaning,
     )
 
 

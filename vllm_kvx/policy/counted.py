@@ -11,9 +11,6 @@ from collections.abc import Iterable
 MAX_POLICIES = 64
 # The name of the one row for all others.
 OTHER = "other"
-# Upper bounds in seconds of the histograms by policy: of the first token, and of each later one.
-FIRST_TOKEN_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
-PER_TOKEN_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 
 
 class CountedPolicies:

@@ -76,14 +76,14 @@ class RetrievalLayout:
 class Layout:
     """Three kinds of boundary in the decoder, and what else the server has room for.
 
-    splits: sorted layers, above 0 and below the number of layers, where a KV stage begins: its
-        layers store alike, in KV groups of their own.
+    later_starts: sorted layers, above 0 and below the number of layers, where a KV stage begins:
+        its layers store alike, in KV groups of their own.
     sidecar: what KV pages hold beside their entries for retrieval; None without.
     retain: True if entries can be dropped once a prompt is in.
     window: the longest window whose queries may score keys; 0 if no policy scores any by queries.
     stash: True if hidden states of prompts can be kept until their last chunk selects some.
     row_cuts: sorted first layers that some rows do not run: the decoder is compiled in segments,
-        which begin there or a layer below. Each is one of `splits`.
+        which begin there or a layer below. Each is one of `later_starts`.
     online_cuts: sorted layers where a pass may begin or end that finds its pivot online; these cut
         no KV group.
     value_norms: True if keys can be scored by the norms of their projected values: the worker holds
@@ -92,7 +92,7 @@ class Layout:
         the states below.
     """
 
-    splits: tuple[int, ...]
+    later_starts: tuple[int, ...]
     sidecar: RetrievalLayout | None = None
     retain: bool = False
     window: int = 0
@@ -103,9 +103,9 @@ class Layout:
     projects: bool = False
 
     @property
-    def starts(self) -> tuple[int, ...]:
+    def stage_starts(self) -> tuple[int, ...]:
         """The first layer of every KV stage."""
-        return (0, *self.splits)
+        return (0, *self.later_starts)
 
     @property
     def selects(self) -> bool:
@@ -117,16 +117,18 @@ class Layout:
         return self.stash or bool(self.window and self.row_cuts)
 
     def stage_sizes(self, num_layers: int) -> tuple[int, ...]:
-        """Layers in each KV stage, lowest first: splits (24,) of 32 layers are (24, 8)."""
-        edges = (*self.starts, num_layers)
+        """Layers in each KV stage, lowest first: of 32 layers, starts (24,) give (24, 8)."""
+        edges = (*self.stage_starts, num_layers)
         return tuple(end - begin for begin, end in itertools.pairwise(edges))
 
     def stage_of(self, layer: int) -> int:
         """The KV stage that `layer` is in."""
-        return sum(split <= layer for split in self.splits)
+        return sum(start <= layer for start in self.later_starts)
 
     def __str__(self) -> str:
-        groups = f"KV groups split at {_layers(self.splits)}" if self.splits else "no split"
+        groups = (
+            f"KV groups split at {_layers(self.later_starts)}" if self.later_starts else "no split"
+        )
         retain = ", retention" if self.retain else ""
         window = f", windows of up to {self.window} tokens" if self.window else ""
         stash = ", a stash" if self.stash else ""
@@ -145,7 +147,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     depends on a layer still to be calibrated (put the layer's number into the policy first), and
     for policies that need different sidecars.
     """
-    splits: set[int] = set()
+    later_starts: set[int] = set()
     row_cuts: set[int] = set()
     online_cuts: set[int] = set()
     sidecar: RetrievalLayout | None = None
@@ -166,7 +168,9 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             projects |= policy.projects_from is not None
         if policy.retain is not None:
             retain = True
-            splits |= {layer for layer in policy.retain.stages(num_layers) if layer < num_layers}
+            later_starts |= {
+                layer for layer in policy.retain.stages(num_layers) if layer < num_layers
+            }
             by = policy.retain.keeps_by
             window = max(window, _window(by))
             value_norms |= isinstance(by, ScoreSpec) and by.needs_value_norms
@@ -181,7 +185,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             if not needed.fits(sidecar):
                 sidecar, owner = needed, policy
     return Layout(
-        tuple(sorted(splits | row_cuts)),
+        tuple(sorted(later_starts | row_cuts)),
         sidecar,
         retain,
         window,
@@ -200,9 +204,9 @@ def _window(score: ScoreSpec | Positions | None) -> int:
 def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     """Raise PolicyError, saying what to change, unless a server with `layout` can run `policy`."""
     needed = layout_of([policy], num_layers)
-    missing = [layer for layer in needed.splits if layer not in layout.splits]
+    missing = [layer for layer in needed.later_starts if layer not in layout.later_starts]
     needs = [f"a split at {_layers(missing)}"] if missing else []
-    only_groups = set(layout.splits) - set(layout.row_cuts)
+    only_groups = set(layout.later_starts) - set(layout.row_cuts)
     if missing := [layer for layer in needed.row_cuts if layer in only_groups]:
         needs.append(
             f"rows to leave at {_layers(missing)}, where this server splits KV groups only"

@@ -119,3 +119,15 @@ def _check_once(parts: Sequence[Method]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise PolicyError(f"{name} is given twice: put all its parameters in one place")
+
+
+def with_retrieval(policy: KVPolicy) -> KVPolicy:
+    """`policy` with retrieval on at every length, where it is left to the machine.
+
+    An evaluation asks what retrieval keeps, not from where on it pays.
+    """
+    part = policy.retrieve
+    if part is None or part.dense_below != "auto":
+        return policy
+    always = type(part)(**{**part.parameters(), "dense_below": 0})
+    return KVPolicy.of([always if p is part else p for p in policy.parts])

@@ -89,7 +89,7 @@ class Score(ABC):
     """A family of scores; ``ScoreSpec.family`` names it. It has no state."""
 
     @abstractmethod
-    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
+    def score(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
         """Scores of every key by each KV head.
 
         What a prompt gets does not depend on the others. Columns of window keys are not read.

@@ -10,7 +10,7 @@ class KeyNorm(Score):
     No query is asked. Rotary embedding leaves a key's norm as it is.
     """
 
-    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
+    def score(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
         return KeyScores(
             key_scores(
                 layer.paged,

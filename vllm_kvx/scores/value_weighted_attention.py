@@ -13,9 +13,9 @@ class ValueWeightedAttention(WindowAttention):
     others have their attention times the norm of their projected value.
     """
 
-    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
+    def score(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
         assert layer.value_factors is not None, "the layout has room for value norms"
-        attention, unpooled = super().rate(prompts, layer)
+        attention, unpooled = super().score(prompts, layer)
         norms = value_norms(
             layer.paged,
             layer.value_factors,

@@ -24,7 +24,7 @@ class WindowAttention(Score):
 
     reduction: Literal["sum", "max"] = "sum"
 
-    def rate(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
+    def score(self, prompts: ScoredPrompts, layer: LayerView) -> KeyScores:
         sizes = (prompts.num_keys, prompts.windows, prompts.offsets)
         scores = window_saliency(
             prompts.window_queries(layer),

@@ -16,13 +16,13 @@ from vllm.entrypoints.openai.responses.protocol import ResponseUsage
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
 
+from vllm_kvx.compat.wrapping import wrap_once
+from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.server.body_check import STATUS
 from vllm_kvx.server.misplaced import WITH_SAMPLING_PARAMS, WITHOUT_POLICY, XARGS
-from vllm_kvx.server.refused import count_for
 from vllm_kvx.server.request_check import check_policy
-from vllm_kvx.spelling import POLICY_KEY
-from vllm_kvx.wrapping import wrap_once
+from vllm_kvx.server.request_errors import count_for
 
 HEADER = "x-kv-policy"
 # Routes with a JSON body that have the model answer, and those that do not. A test knows all.

@@ -19,8 +19,8 @@ def refuse_beam_search(vllm_config: "VllmConfig", params: Any) -> None:
     """
     from vllm.sampling_params import BeamSearchParams
 
-    from vllm_kvx.server.refused import Reason, count_for
-    from vllm_kvx.settings import KVSettings
+    from vllm_kvx.config.settings import KVSettings
+    from vllm_kvx.server.request_errors import Reason, count_for
 
     if not isinstance(params, BeamSearchParams):
         return

@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import Request
 from vllm.exceptions import VLLMValidationError
 
+from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.server import misplaced
 from vllm_kvx.server.misplaced import WITH_SAMPLING_PARAMS, WITHOUT_POLICY, XARGS
-from vllm_kvx.server.refused import RefusedError, count_for
+from vllm_kvx.server.request_errors import RefusedError, count_for
 from vllm_kvx.server.request_keys import check_keys, check_policy_type, server_key
-from vllm_kvx.spelling import POLICY_KEY
 
 # Where the app's state has what the server says of its policy; see ``route``.
 STATUS = "kv_policy"

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from vllm_kvx.quoting import quoted
-from vllm_kvx.server.refused import Reason, RefusedError
-from vllm_kvx.spelling import POLICY_KEY, misspelling
+from vllm_kvx.config.quoting import quoted
+from vllm_kvx.config.spelling import POLICY_KEY, misspelling
+from vllm_kvx.server.request_errors import Reason, RefusedError
 
 XARGS = "vllm_xargs"
 # Routes that take the engine's own parameters, and that take no keys for the engine at all.

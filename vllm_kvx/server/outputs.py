@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvx.settings import POLICY_KEY, KVSettings, request_policy
-from vllm_kvx.wrapping import wrap_once
+from vllm_kvx.compat.wrapping import wrap_once
+from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
 
 
 def name_policies() -> None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
+from vllm_kvx.config.settings import NO_POLICY, POLICY_KEY, REQUESTS_KEY, KVSettings, Measured
+from vllm_kvx.config.wording import worded
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
-from vllm_kvx.server.refused import OnRefusal, Reason, RefusedError, count_for, refusing
+from vllm_kvx.server.request_errors import OnRefusal, Reason, RefusedError, count_for, refusing
 from vllm_kvx.server.request_keys import check_keys, check_policy_type
-from vllm_kvx.settings import NO_POLICY, POLICY_KEY, REQUESTS_KEY, KVSettings, Measured
-from vllm_kvx.wording import worded
 
 if TYPE_CHECKING:
     import torch

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from vllm_kvx.config.quoting import quoted
+from vllm_kvx.config.settings import KEYS
+from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
 from vllm_kvx.policy.methods.table import METHODS
-from vllm_kvx.quoting import quoted
 from vllm_kvx.server.misplaced import XARGS, refusal
-from vllm_kvx.server.refused import Reason, RefusedError
-from vllm_kvx.settings import KEYS
-from vllm_kvx.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
+from vllm_kvx.server.request_errors import Reason, RefusedError
 
 # What stands in policies' names -> a method that has such a parameter, if it can one that takes
 # nothing else.

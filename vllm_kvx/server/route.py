@@ -14,19 +14,18 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvx import __version__
-from vllm_kvx.policy.cache_dtype import dtype_of_engine
+from vllm_kvx.config.settings import KVSettings, dtype_of_engine
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.server import refused
+from vllm_kvx.server import request_errors as refused
 from vllm_kvx.server.answered import note_policy, say_policies
 from vllm_kvx.server.bodies import check_bodies
 from vllm_kvx.server.body_check import STATUS, check_request_body
 from vllm_kvx.server.engines import ENGINES
+from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.metrics import PolicyMetrics, export_build_info, export_evaluated
 from vllm_kvx.server.stats import StatsReader
-from vllm_kvx.server.trust import Trust
-from vllm_kvx.server.tuning import Tuning
-from vllm_kvx.settings import KVSettings
+from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -78,8 +77,8 @@ class PolicyStatus:
         self.settings = settings
         self.model_name = str(config.model_config.served_model_name)
         self.kv_cache_dtype = dtype_of_engine(config)
-        self.trust = Trust(config.model_config, self.kv_cache_dtype)
-        self.tuning = Tuning(config.model_config)
+        self.trust = EvaluationNotice(config.model_config, self.kv_cache_dtype)
+        self.tuning = TunedWeightsNotice(config.model_config)
         self.reader: StatsReader | None = None
         self.exports = config.parallel_config._api_process_rank == 0
         self._poller: asyncio.Task[None] | None = None
@@ -132,7 +131,7 @@ class PolicyStatus:
             ),
             "num_layers": settings.num_layers,
             "layout": {
-                "splits": list(settings.layout.splits),
+                "splits": list(settings.layout.later_starts),
                 "sidecar": settings.layout.sidecar and settings.layout.sidecar.as_json(),
                 "window": settings.layout.window,
                 **stats.get("layout", {}),

@@ -4,20 +4,25 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx import __version__
-from vllm_kvx.calibration.resolve import find_measured
-from vllm_kvx.policy.cache_dtype import dtype_of_engine
+from vllm_kvx.config.settings import (
+    LAYOUT_KEY,
+    POLICY_KEY,
+    KVSettings,
+    dtype_of_engine,
+    policy_is_set,
+)
 from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.server.evaluation_notice import EvaluationNotice
+from vllm_kvx.server.measured_layers import find_measured
 from vllm_kvx.server.refusal import ARCHITECTURE, Refusal, applying, told
-from vllm_kvx.server.refusals import (
+from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
 )
-from vllm_kvx.server.trust import Trust
-from vllm_kvx.server.tuning import Tuning
-from vllm_kvx.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, policy_is_set
+from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -216,8 +221,8 @@ def _log_answers(vllm_config: "VllmConfig", settings: KVSettings) -> None:
 
     logger = init_logger("vllm.kvx")
     model = vllm_config.model_config
-    trust = Trust(model, dtype_of_engine(vllm_config))
-    lines = Tuning(model).lines(settings.policies) + trust.lines(settings.policies)
+    trust = EvaluationNotice(model, dtype_of_engine(vllm_config))
+    lines = TunedWeightsNotice(model).lines(settings.policies) + trust.lines(settings.policies)
     for line, is_well in lines:
         (logger.info if is_well else logger.warning)("KV policy %s", line)
     for policy in settings.policies:

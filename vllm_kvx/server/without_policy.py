@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from vllm.exceptions import VLLMValidationError
 
+from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.server import misplaced
 from vllm_kvx.server.bodies import check_bodies
-from vllm_kvx.spelling import POLICY_KEY
 
 _ADVICE = (
     "this server was started without --kv-policy, and answers every request in full. Leave it out, "

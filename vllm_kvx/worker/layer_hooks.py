@@ -206,7 +206,7 @@ class LayerHooks:
         if self.work is not None:
             self.work.run(hook, query, hook.paged())
 
-    def beside(
+    def during(
         self, work: PassWork | None, retrieval_pass: RetrievalPass | None = None
     ) -> AbstractContextManager[None]:
         """A context in which the layers do this besides; to be entered once."""

@@ -25,11 +25,10 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
 from vllm_kvx.cache.pool import stage_of
+from vllm_kvx.config.settings import KVSettings, request_policy
 from vllm_kvx.models.decoder import SegmentedModel
 from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
-from vllm_kvx.settings import KVSettings, request_policy
-from vllm_kvx.worker.alike import AlikeGroups, AttentionGroups, only
 from vllm_kvx.worker.batch import PassBatch, unplanned
 from vllm_kvx.worker.blocks import cut_tables, relink, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
@@ -38,12 +37,13 @@ from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
 from vllm_kvx.worker.prefill.passes import PassMaker, lens_to_device, run_in_turn
 from vllm_kvx.worker.prefill.prefix_states import PrefixStates
-from vllm_kvx.worker.prefill.score_and_move import PromptMemory
+from vllm_kvx.worker.prefill.score_and_move import PrefillBuffers
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows
-from vllm_kvx.worker.splits import cuts_of
+from vllm_kvx.worker.shared_attn_metadata import AttentionGroups, SharedAttnMetadata, only
+from vllm_kvx.worker.split_layers import cuts_of
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step
 
@@ -63,19 +63,19 @@ class PolicyModelState(DefaultModelState):
         assert settings is not None
         self.settings, layout = settings, settings.layout
         self.checks_blocks = settings.debug
-        self.segmented, self.starts = cast(SegmentedModel, model), layout.starts
+        self.segmented, self.starts = cast(SegmentedModel, model), layout.stage_starts
         dtype = cast(torch.dtype, self.dtype)
         attention = self.segmented.attention_layers()
         self.cuts = cuts_of(layout, attention, vllm_config)
         # The segment of the decoder that each KV stage begins in.
-        self.stage_segments = [self.cuts.segment_of(start) for start in layout.starts]
+        self.stage_segments = [self.cuts.segment_of(start) for start in layout.stage_starts]
         policy_kv_cache_specs(attention, settings)
         stages = [layout.stage_of(layer) for layer in range(len(attention))]
         self.hooks = LayerHooks(self.segmented, stages, dtype, layout)
         num_windows = num_split_windows(vllm_config.scheduler_config)
         policies = settings.counted_policies()
         self.stats = PolicyStats(layout.stage_sizes(settings.num_layers), policies)
-        self.memory = PromptMemory(
+        self.memory = PrefillBuffers(
             attention, num_windows, layout.window, dtype, device, policies.size
         )
         self.stash: Stash | None = None
@@ -110,7 +110,7 @@ class PolicyModelState(DefaultModelState):
         self.block_tables = block_tables
         self.kv_cache_config = kv_cache_config
         groups = kv_cache_config.kv_cache_groups
-        self.alike = AlikeGroups(groups)
+        self.alike = SharedAttnMetadata(groups)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
         self._groups = torch.arange(len(groups), dtype=torch.int32, device=self.device)
         self._stages = torch.tensor(self.group_stages, dtype=torch.int32, device=self.device)
@@ -274,9 +274,9 @@ class PolicyModelState(DefaultModelState):
                 )
                 metadata.update(build(batch, groups, cut))
         if step is None:
-            plan = StepPlan(beside=self.hooks.beside(None, retrieves), is_dummy=True)
+            plan = StepPlan(hooks=self.hooks.during(None, retrieves), is_dummy=True)
         elif step.is_decode:
-            plan = StepPlan(beside=self.hooks.beside(None, retrieves))
+            plan = StepPlan(hooks=self.hooks.during(None, retrieves))
             self.stats.add_decodes(step, self.requests)
         else:
 
@@ -356,7 +356,7 @@ class PolicyModelState(DefaultModelState):
             self.memory.detector_timer.collect()
         if all(cut is None for cut in rows) and step.projected is None:
             work = self.passes.work(step.chunks, here, step.counts) if step.chunks else None
-            return StepPlan(beside=self.hooks.beside(work, retrieves))
+            return StepPlan(hooks=self.hooks.during(work, retrieves))
         direct = self.passes.direct(here, step.chunks, rows, counts, retrieves)
         resumed = self.passes.resumed(here, step.chunks, direct)
         online = OnlinePasses(self.passes, step.online, here, self.stats.add_pivot)
@@ -387,7 +387,7 @@ class PolicyModelState(DefaultModelState):
             self.requests.prompt_lens[step.requests],
             step.gaps,
             block_tables,
-            self.cuts.at_splits(step.rows),
+            self.cuts.at_split_layers(step.rows),
         )
 
     def reset_counters(self) -> None:

@@ -10,7 +10,7 @@ from vllm_kvx.policy.storage import NO_GAP, IntArray, Storage, skipped_of, stora
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.rows import ProjectedRows
-from vllm_kvx.worker.splits import Cuts
+from vllm_kvx.worker.split_layers import Cuts
 
 
 class Requests:
@@ -37,11 +37,11 @@ class Requests:
         stash: Stash | None,
     ) -> None:
         """cuts: of the decoder. num_windows: room for windows that are split."""
-        self.starts, self.num_layers, self.stash = layout.starts, num_layers, stash
-        self._splits = cuts.splits
+        self.starts, self.num_layers, self.stash = layout.stage_starts, num_layers, stash
+        self._split_layers = cuts.split_layers
         # By segment: the layer whose rows it runs, its KV stage, and that of its first layer, if
         # this one is split.
-        rows_of = [(first + (first in cuts.splits), first) for first in cuts.firsts]
+        rows_of = [(first + (first in cuts.split_layers), first) for first in cuts.firsts]
         self._segments = [
             (cut, layout.stage_of(cut), None if cut == first else layout.stage_of(first))
             for cut, first in rows_of
@@ -96,7 +96,7 @@ class Requests:
         if projects_from is not None:
             self._projecting.add(index)
         prompt = PromptState.of(
-            req_id, policy, prompt_len, self.starts, block_size, self.num_layers, self._splits
+            req_id, policy, prompt_len, self.starts, block_size, self.num_layers, self._split_layers
         )
         if prompt is not None:
             prompt.stats_row = row

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
 from vllm_kvx.policy.axes import DENSE_LAYERS
-from vllm_kvx.policy.counted import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS, CountedPolicies
+from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
@@ -25,7 +26,8 @@ class PolicyStats:
             entries that prompts kept and had.
         entries_spared: entries that layers above a pivot found online did not compute.
         pivots: by row, how many prompts found which pivot online.
-        scheduler: what the scheduler last told, see ``SchedulerFacts``; {} before the first time.
+        scheduler: what the scheduler last told, see ``PolicySchedulerStats``; {} before the
+            first time.
     """
 
     def __init__(self, stage_sizes: Sequence[int], policies: CountedPolicies | None = None) -> None:

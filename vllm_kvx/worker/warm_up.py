@@ -7,9 +7,9 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
+from vllm_kvx.config.settings import POLICY_KEY, KVSettings
 from vllm_kvx.ops.radix import always_shared
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.settings import POLICY_KEY, KVSettings
 
 logger = init_logger("vllm.kvx.worker")
 

@@ -6,19 +6,19 @@ import numpy as np
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvx.cache.facts import FACTS
 from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
+from vllm_kvx.cache.scheduler_stats import FACTS
 from vllm_kvx.cache.states import STATE_BLOCKS
+from vllm_kvx.compat.vllm_signatures import check_engine
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.models.decoder import Build
 from vllm_kvx.models.registry import use_segmented_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
-from vllm_kvx.seams import check_engine
-from vllm_kvx.settings import KVSettings
-from vllm_kvx.worker.compile_ahead import CompilesAhead
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
+from vllm_kvx.worker.precompile import CompilesAhead
 from vllm_kvx.worker.sleep import SleepingBuffers
-from vllm_kvx.worker.splits import cuts_of
+from vllm_kvx.worker.split_layers import cuts_of
 from vllm_kvx.worker.status import stats_of
 from vllm_kvx.worker.warm_up import warm_up
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_kvx.evaluation.tasks.base import Sample
-from vllm_kvx.evaluation.tasks.table import TASKS
+from vllm_kvx.tools.tasks.base import Sample
+from vllm_kvx.tools.tasks.table import TASKS
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:

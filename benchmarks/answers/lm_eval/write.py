@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.evaluation.questions import Key, Posed, Suite, load_tokenizer
+from vllm_kvx.tools.evaluate.questions import Key, Posed, Suite, load_tokenizer
 
 # lm-eval finds the `!function` where it runs in the checkout's folder.
 TASK_FILE = """\

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_kvx.cache.kv_cache_specs import page_shape
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.retrieval.costs import Begins, costs
 from vllm_kvx.ops.retrieval.crossover import crossover
@@ -22,9 +23,8 @@ from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
 from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.storage import IntArray
-from vllm_kvx.settings import KVSettings
 from vllm_kvx.worker.decode.announce import announce, known
-from vllm_kvx.worker.decode.beside_stock import AttentionGroups, BesideStock
+from vllm_kvx.worker.decode.mixed_step import AttentionGroups, BesideStock
 from vllm_kvx.worker.decode.recall import RecallSampler
 from vllm_kvx.worker.decode.room import capacity_of, fits, score_bytes
 from vllm_kvx.worker.decode.sidecars import Sidecars
@@ -254,14 +254,14 @@ class Retrieval:
         prompt_lens: IntArray,
         gaps: tuple[IntArray, IntArray],
         block_tables: Sequence[Tensor],
-        splits: Mapping[int, SegmentRows | None],
+        split_layers: Mapping[int, SegmentRows | None],
     ) -> RetrievalPass | None:
         """The pass of a step that runs in Python.
 
         Args:
             counts: (R,) scheduled tokens; plan: by stage, the rows that it runs, if not all.
             ends, prompt_lens: (R,) logical lengths. gaps: (S, R) starts and sizes.
-            splits: by layer that is split, the rows that it runs, if not all.
+            split_layers: by layer that is split, the rows that it runs, if not all.
         """
         modes = step.modes
         if all(mode is Mode.DENSE for mode in modes):
@@ -278,7 +278,7 @@ class Retrieval:
             block_tables,
             bool(step.chunks),
             step.sampled,
-            {layer: batches_of(self._stages[layer], rows) for layer, rows in splits.items()},
+            {layer: batches_of(self._stages[layer], rows) for layer, rows in split_layers.items()},
         )
 
     def _on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:

@@ -13,8 +13,8 @@ from vllm_kvx.policy.axes import Positions, Retain, ScoreSpec, Selection
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
 from vllm_kvx.worker.batch import to_device
-from vllm_kvx.worker.prefill.jobs import PassPrompt, WindowRows
-from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
+from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
+from vllm_kvx.worker.prefill.scoring import PassPrompt, WindowRows
 
 
 @dataclass
@@ -27,7 +27,7 @@ class PromptState:
         retain: drops entries of at least one stage; None if none does.
         slot: where its window's queries are kept while it is spread over chunks.
         stats_row: its policy's row in the counters. skipped: layer-tokens that its chunks left out.
-        splits: the layers that are split on this server.
+        split_layers: the layers that are split on this server.
     """
 
     req_id: str
@@ -39,7 +39,7 @@ class PromptState:
     slot: int | None = None
     stats_row: int = 0
     skipped: int = 0
-    splits: frozenset[int] = frozenset()
+    split_layers: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -50,11 +50,11 @@ class PromptState:
         starts: Sequence[int],
         block_size: int,
         num_layers: int,
-        splits: frozenset[int] = frozenset(),
+        split_layers: frozenset[int] = frozenset(),
     ) -> "PromptState | None":
         """The state of a request; None if its policy changes nothing once the prompt is in.
 
-        block_size: entries of a KV cache block. splits: layers.
+        block_size: entries of a KV cache block. split_layers: layers.
         """
         storages = [
             storage_of(policy, prompt_len, start, block_size, num_layers) for start in starts
@@ -65,7 +65,7 @@ class PromptState:
         state = cls(req_id, prompt_len, starts, storages, selection, policy.retain)
         if not any(map(state.drops, range(len(starts)))):
             state.retain = None
-        state.splits = splits
+        state.split_layers = split_layers
         return state
 
     @property
@@ -99,7 +99,7 @@ class PromptState:
     def is_split(self) -> bool:
         """Whether the layer that selects is split."""
         selection = self.selection
-        return selection is not None and not self.is_online and selection.after in self.splits
+        return selection is not None and not self.is_online and selection.after in self.split_layers
 
     @property
     def resumes_at(self) -> int:
@@ -279,7 +279,7 @@ class ChunkPlan:
     def work(
         self,
         block_tables: Sequence[Tensor],
-        memory: PromptMemory,
+        memory: PrefillBuffers,
         earlier: PassWork | None = None,
         waits: bool = False,
     ) -> PassWork | None:

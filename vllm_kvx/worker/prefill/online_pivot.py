@@ -22,8 +22,8 @@ from vllm_kvx.models.passes import BatchRows, Pass, Source, Stashed, ToOutput, T
 from vllm_kvx.policy.axes import OnlineRule
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk, PromptState, pack
-from vllm_kvx.worker.prefill.jobs import PassPrompt
 from vllm_kvx.worker.prefill.passes import PassMaker
+from vllm_kvx.worker.prefill.scoring import PassPrompt
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.prefill.step_batch import StepBatch
 
@@ -124,7 +124,7 @@ class OnlinePasses:
         at = step.positions.index_select(0, rows)
         work = plan.work(step.block_tables, maker.memory)
         now = self._pass(0, lowest + 1, BatchRows(rows), places, counts, ends, at)
-        now.beside = maker.hooks.beside(work)
+        now.hooks = maker.hooks.during(work)
         targets = maker.stash_rows([pages for _, pages in members], counts, at)
         now.sinks = [ToStash(self.stash.states, targets)]
         return now
@@ -178,7 +178,7 @@ class OnlinePasses:
             ]
             source = Stashed(self.stash.states, rows)
             now = self._pass(first, last, source, places, counts, ends, at)
-            now.beside = maker.beside(prompts, step.block_tables)
+            now.hooks = maker.hooks_for(prompts, step.block_tables)
             done = np.flatnonzero(ends == [each.num_rows for each in members])
             if last < self.num_layers:
                 now.sinks = [ToStash(self.stash.states, rows)]

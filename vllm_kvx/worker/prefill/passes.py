@@ -29,13 +29,13 @@ from vllm_kvx.worker.batch import PassBatch, to_device
 from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, Piece, PromptChunk, pack_selected
-from vllm_kvx.worker.prefill.jobs import PassPrompt
-from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
+from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
+from vllm_kvx.worker.prefill.scoring import PassPrompt
 from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.rows import DeviceRows, ProjectedRows, ranges
-from vllm_kvx.worker.splits import Cuts
+from vllm_kvx.worker.split_layers import Cuts
 
 _Beside = AbstractContextManager[None]
 
@@ -65,7 +65,7 @@ class PassMaker:
     def __init__(
         self,
         hooks: LayerHooks,
-        memory: PromptMemory,
+        memory: PrefillBuffers,
         stash: Stash | None,
         cuts: Cuts,
         stages: Sequence[int],
@@ -76,7 +76,7 @@ class PassMaker:
         self.hooks, self.memory, self.stash = hooks, memory, stash
         self.num_layers = len(hooks.layers)
         self.segments = tuple(pairwise((*cuts.firsts, self.num_layers)))
-        self.splits = cuts.splits
+        self.split_layers = cuts.split_layers
         self.stages, self.group_stages, self.block_sizes = stages, group_stages, block_sizes
         self.max_tokens, self.device = max_tokens, memory.device
 
@@ -143,14 +143,14 @@ class PassMaker:
                     slots = slots.index_fill(1, to_device(unwritten, self.device), PAD_SLOT_ID)
             if last == self.num_layers:
                 sinks.append(ToOutput(None if here is None else here.in_batch))
-            now = Pass(first, last, source, sinks, beside=self.hooks.beside(work, retrieval))
+            now = Pass(first, last, source, sinks, hooks=self.hooks.during(work, retrieval))
             if here is not None:
                 now.positions = here.batch.positions
                 slots = here.batch.slot_mappings if slots is None else slots
             if slots is not None:
                 now.slot_mapping = self.slots(slots, first, last)
             metadata = None
-            if here is not None and first in self.splits:
+            if here is not None and first in self.split_layers:
                 layer = SplitLayer(self.hooks, self.memory, step, first)
                 now.slot_mapping[layer.name] = layer.slots(here)
                 metadata = layer.metadata_later(here)
@@ -212,14 +212,14 @@ class PassMaker:
                 by_choice.setdefault(where, []).append(chunk)
         passes = []
         for (after, resumes_at), done in sorted(by_choice.items(), key=lambda item: item[0]):
-            if after in self.splits:
+            if after in self.split_layers:
                 work = next(each.chosen for each in direct if each.now.last == after)
             else:
                 work = next(x.work for x in direct if x.now.first <= after < x.now.last)
             assert work is not None
             packed = pack_selected(done, self.max_tokens)
             # Where that layer is split: its entries move once all chosen rows have seen them.
-            is_split = resumes_at == after and after in self.splits
+            is_split = resumes_at == after and after in self.split_layers
             for number, pieces in enumerate(packed):
                 earlier = work if is_split and number == len(packed) - 1 else None
                 passes.append(self._resumed(pieces, resumes_at, is_split, work, earlier, step))
@@ -285,12 +285,12 @@ class PassMaker:
                 positions,
                 metadata,
                 slots,
-                self.beside(prompts, step.block_tables, earlier, first + is_split),
+                self.hooks_for(prompts, step.block_tables, earlier, first + is_split),
             )
 
         return make
 
-    def beside(
+    def hooks_for(
         self,
         prompts: Sequence[PassPrompt],
         block_tables: Sequence[Tensor],
@@ -299,7 +299,7 @@ class PassMaker:
     ) -> _Beside:
         """The hooks' context for these prompts; see ``PassWork``."""
         work = PassWork.of(prompts, None, block_tables, self.memory, earlier, first=first)
-        return self.hooks.beside(work)
+        return self.hooks.during(work)
 
     def _ids(self, requests: np.ndarray, counts: np.ndarray, positions: Tensor) -> Tensor:
         """(N,) int32 token ids at `positions` of requests, `counts` of each."""

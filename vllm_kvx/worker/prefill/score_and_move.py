@@ -26,11 +26,17 @@ from vllm_kvx.policy.axes import Positions
 from vllm_kvx.scores.base import KeyScores, LayerView, Score, ScoredPrompts
 from vllm_kvx.scores.table import SCORES
 from vllm_kvx.worker.prefill.centrality import Centrality
-from vllm_kvx.worker.prefill.jobs import Job, JobBatch, PassPrompt, PositionMoves, WindowRows
+from vllm_kvx.worker.prefill.scoring import (
+    JobBatch,
+    KeyScoring,
+    PassPrompt,
+    PositionMoves,
+    WindowRows,
+)
 from vllm_kvx.worker.timing import PhaseTimer, Shares, shares_of
 
 
-class PromptMemory:
+class PrefillBuffers:
     """What prompts that are coming in keep on the device from layer to layer and chunk to chunk.
 
     Attributes:
@@ -126,7 +132,7 @@ class PassWork:
         prompts: Sequence[PassPrompt],
         windows: WindowRows | None,
         block_tables: Sequence[Tensor],
-        memory: PromptMemory,
+        memory: PrefillBuffers,
         earlier: "PassWork | None" = None,
         waits: bool = False,
         first: int = 0,
@@ -140,7 +146,7 @@ class PassWork:
         self.prompts, self.windows = prompts, windows
         self.block_tables, self.memory = block_tables, memory
         self.chosen: dict[str, Tensor] = {}
-        self._batches: dict[tuple[Job, ...], list[JobBatch]] = {}
+        self._batches: dict[tuple[KeyScoring, ...], list[JobBatch]] = {}
         self._moves: dict[int, PositionMoves | None] = {}
         self._targets: dict[int, _Targets] = {}
         waiting = windows.by_policy.items() if windows is not None else ()
@@ -152,7 +158,7 @@ class PassWork:
         prompts: Sequence[PassPrompt],
         windows: WindowRows | None,
         block_tables: Sequence[Tensor],
-        memory: PromptMemory,
+        memory: PrefillBuffers,
         earlier: "PassWork | None" = None,
         waits: bool = False,
         first: int = 0,
@@ -274,7 +280,7 @@ class PassWork:
         """Scores a layer's keys and does all that is decided by them but the moves."""
         memory, jobs = self.memory, batch.jobs
         family = SCORES[jobs[0].spec.family]
-        rated = total = family.rate(prompts, view)
+        rated = total = family.score(prompts, view)
         if any(job.measures for job in jobs):
             self._measure(batch, prompts, view)
         if batch.needs_total:
@@ -378,7 +384,7 @@ class PassWork:
             self.memory.centrality.metrics.setdefault(req_id, []).append(values)
 
 
-def _shares(jobs: Iterable[Job]) -> Shares:
+def _shares(jobs: Iterable[KeyScoring]) -> Shares:
     """Of work on the keys of these jobs, by policy."""
     return shares_of((job.prompt.stats_row, job.prompt.num_keys) for job in jobs)
 

@@ -1,4 +1,4 @@
-"""A layer that is split, in one step: see ``worker/splits``.
+"""A layer that is split, in one step: see ``worker/split_layers``.
 
 Rows that do not go on leave before it, and their entries in it are projected. Its keys are scored
 there, too, by the queries of the prompts' windows; what the scores drop goes once the rows that
@@ -20,7 +20,7 @@ from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.worker.batch import PassBatch, to_device
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk
-from vllm_kvx.worker.prefill.score_and_move import PassWork, PromptMemory
+from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
 from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.rows import DeviceRows, ranges
 
@@ -29,7 +29,7 @@ class SplitLayer:
     """One layer in one step. name: of vLLM's attention layer."""
 
     def __init__(
-        self, hooks: LayerHooks, memory: PromptMemory, step: StepBatch, layer: int
+        self, hooks: LayerHooks, memory: PrefillBuffers, step: StepBatch, layer: int
     ) -> None:
         hook = hooks.layers[layer]
         self._hooks, self._memory, self._step, self._index = hooks, memory, step, layer
@@ -102,7 +102,7 @@ class SplitLayer:
         rows_at, at_positions = (
             to_device(np.concatenate(parts), device) for parts in (rows, positions)
         )
-        return Queries(rows_at, at_positions, hooks.run_work, hooks.beside(work)), work
+        return Queries(rows_at, at_positions, hooks.run_work, hooks.during(work)), work
 
     # In the pass that begins with it, over rows of the batch.
 

@@ -9,7 +9,7 @@ from vllm_kvx.policy.storage import STASH_PAGE, stash_pages
 class Stash:
     """States of every prompt token before the layers that selected tokens run, until they do.
 
-    They begin above the layer that selects, or with it where it is split (``worker/splits``).
+    They begin above the layer that selects, or with it where it is split (``worker/split_layers``).
 
     The window's queries, which select, exist only in a prompt's last chunk, so earlier chunks'
     states wait here. Allocated once, before vLLM measures memory; the scheduler admits only what

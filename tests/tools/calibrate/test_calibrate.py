@@ -1,0 +1,470 @@
+"""`vllm-kvx calibrate --criterion paper`: Eq. 3 against brute force, and the command."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference.models import ARCHS, add_tokenizer, build_model
+from support import inside
+from support.models import LOOKUP
+from support.prompts import VOCAB, prompt_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.checkpoint.prompts import make_prompt
+from vllm_kvx.cli import main
+from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.server.measured_layers import layer_of
+from vllm_kvx.tools.calibrate import tsp_layer as calibrate
+from vllm_kvx.tools.calibrate.tsp_layer import choose_max_layer, distances
+from vllm_kvx.tools.checkpoint import dense_decoder as dense
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder
+from vllm_kvx.tools.checkpoint.prompts import read_prompts, shorten, tokenize
+
+LAYERS = 6
+POLICY = FastKV(tsp_rate=0.3, window=4, kernel=5)
+
+
+@pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    arch, kv_heads = request.param
+    return build_model(tmp_path_factory.mktemp(arch), arch=arch, kv_heads=kv_heads, layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer: the text `w5 w6` is the tokens 5 and 6."""
+    path = build_model(tmp_path_factory.mktemp("tiny"), arch="llama", layers=LAYERS)
+    add_tokenizer(path, VOCAB)
+    return path
+
+
+def write_prompts(path: Path, *prompts: list[int] | str) -> Path:
+    keys = {list: "prompt_token_ids", str: "prompt"}
+    path.write_text("".join(json.dumps({keys[type(p)]: p}) + "\n" for p in prompts))
+    return path
+
+
+@torch.no_grad()
+def brute_force(path: Path, prompt: list[int], policy: FastKV, max_layer: int) -> list[float]:
+    """Eq. 3 with transformers' own layers over every row, and masks that hide what was dropped."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    total, window = len(prompt), policy.window
+    ids = torch.tensor([prompt])
+    full = model.model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
+    wanted = full.last_hidden_state[0, -1].double()
+    rotary = model.model.rotary_emb(full.hidden_states[0], torch.arange(total)[None])
+    count = max(int(total * policy.tsp_rate), window)
+    result = []
+    for candidate in range(max_layer + 1):
+        scores, unpooled = np.zeros(total - window), np.zeros(total - window)
+        for head in full.attentions[candidate][0].double().numpy():
+            mass = head[-window:].sum(axis=0)[: total - window]
+            unpooled += mass
+            for key in range(total - window):
+                half = policy.kernel // 2
+                scores[key] += mass[max(key - half, 0) : key + half + 1].max()
+        best = sorted(range(total - window), key=lambda key: (-scores[key], -unpooled[key], key))
+        seen = torch.zeros(total, dtype=torch.bool)
+        seen[best[: count - window]] = True
+        seen[total - window :] = True
+        mask = torch.full((total, total), float("-inf")).triu(1)
+        mask[:, ~seen] = float("-inf")
+        # A hidden row may see itself, so that it is finite; nobody reads it.
+        mask.fill_diagonal_(0)
+        hidden = full.hidden_states[candidate + 1]
+        for layer in model.model.layers[candidate + 1 :]:
+            out = layer(hidden, attention_mask=mask[None, None], position_embeddings=rotary)
+            hidden = out[0] if isinstance(out, tuple) else out
+        state = model.model.norm(hidden)[0, -1].double()
+        result.append(float(((wanted - state) ** 2).sum() / (wanted**2).sum()))
+    return result
+
+
+@pytest.mark.parametrize("length", [8, 37, 120])
+def test_distances_are_brute_force(
+    path: Path, length: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Slices, and a shorter last one.
+    inside.slice_rows(monkeypatch, 32)
+    decoder = DenseDecoder.load(str(path), device, dtype="float32")
+    prompt = prompt_of(length, seed=length)
+    for policy in (POLICY, FastKV(window=2, kernel=1)):
+        actual = distances(decoder, prompt, policy, LAYERS - 2)
+        expected = brute_force(path, prompt, policy, LAYERS - 2)
+        assert actual == pytest.approx(expected, rel=1e-3, abs=1e-8)
+        assert all(distance > 1e-4 for distance in actual)
+
+
+def test_layers_are_the_models(tiny: Path) -> None:
+    """Every layer's output, and the window's attention, as transformers computes them."""
+    decoder = DenseDecoder.load(str(tiny), device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny, dtype=torch.float32, attn_implementation="eager"
+    )
+    prompt = prompt_of(50)
+    with torch.no_grad():
+        out = model.model(torch.tensor([prompt]), output_attentions=True, output_hidden_states=True)
+    rows = decoder.embed(prompt)
+    # transformers' last hidden state is the one after the final norm.
+    for index, (rows, attention) in enumerate(decoder.layers(rows, window=3)):  # noqa: B020
+        assert attention is not None and attention.dtype == torch.float32
+        torch.testing.assert_close(attention, out.attentions[index][0, :, -3:], atol=1e-5, rtol=0)
+        if index + 1 < LAYERS:
+            expected = out.hidden_states[index + 1][0]
+            torch.testing.assert_close(rows.hidden, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        decoder.last_state(rows), out.last_hidden_state[0, -1], atol=1e-4, rtol=0
+    )
+    assert all(attention is None for _, attention in decoder.layers(decoder.embed(prompt)))
+
+
+def test_the_lowest_of_the_best_layers_is_chosen() -> None:
+    measured = calibrate.Distances([[4.0, 1.0, 3.0, 1.0], [2.0, 3.0, 0.0, 3.0]])
+    assert measured.mean == [3.0, 2.0, 1.5, 2.0] and measured.tsp_layer == 2
+    assert measured.std == [1.0, 1.0, 1.5, 1.0]
+    assert calibrate.Distances([[4.0, 1.0, 1.0]]).tsp_layer == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted", "expected"),
+    [
+        (32, None, 15),
+        (36, None, 17),
+        (40, None, 19),
+        (8, None, 3),
+        (3, None, 0),
+        (2, None, 0),
+        (8, 6, 6),
+        (8, 0, 0),
+        (8, 7, "0 .. 6"),
+        (8, -1, "0 .. 6"),
+        (1, None, "1 layer"),
+    ],
+)
+def test_max_layer(layers: int, wanted: int | None, expected: int | str) -> None:
+    if isinstance(expected, int):
+        assert choose_max_layer(layers, wanted) == expected
+    else:
+        with pytest.raises(ToolError, match=expected):
+            choose_max_layer(layers, wanted)
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    text = tmp_path / "p.txt"
+    text.write_bytes("\ufeffone\n\ntwo --- \n---\r\nthree\n--- \n\n---\n ---\nfour\n".encode())
+    assert read_prompts(text) == ["one\n\ntwo --- ", "three", " ---\nfour"]
+    lines = tmp_path / "p.jsonl"
+    lines.write_text('{"prompt": "a\\u2028b"}\n\n{"prompt_token_ids": [1, 2], "id": 7}')
+    assert read_prompts(lines) == ["a\u2028b", [1, 2]]
+
+
+def test_long_prompts_lose_their_middle() -> None:
+    assert shorten([1, 2, 3, 4, 5, 6], 3) == [1, 5, 6]
+    assert shorten([1, 2, 3, 4, 5, 6], 4) == [1, 2, 5, 6]
+    assert shorten([1, 2, 3], 1) == [3]
+    assert shorten([1, 2, 3], 3) == shorten([1, 2, 3], None) == [1, 2, 3]
+
+
+def test_texts_and_tokens(tiny: Path) -> None:
+    assert tokenize(["w5 w6", [7, 8]], str(tiny)) == [[5, 6], [7, 8]]
+    # Token ids need no tokenizer.
+    assert tokenize([[7, 8]], "/no/such/model") == [[7, 8]]
+
+
+@pytest.fixture
+def command(tiny: Path, tmp_path: Path) -> Callable[..., int]:
+    """Runs calibrate on the tiny model; options as keywords, None leaves one out."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", prompt_of(40), prompt_of(50, seed=1))
+
+    def run(model: Path | str = tiny, *flags: str, **options: Any) -> int:
+        given = {"criterion": "paper", "prompts": prompts, "device": "cpu", **options}
+        argv = ["calibrate", str(model), *flags]
+        for name, value in given.items():
+            if value is not None:
+                argv += [f"--{name.replace('_', '-')}", str(value)]
+        return main(argv)
+
+    return run
+
+
+def test_the_command_stores_what_a_server_finds(
+    tiny: Path,
+    command: Callable[..., int],
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(tiny, "--no-plot", tsp_rate=0.3, window=4, kernel=5, max_layer=3) == 0
+    out = capsys.readouterr()
+    [path] = (cache / "calibration").iterdir()
+    record = json.loads(path.read_text())
+    rows = [brute_force(tiny, prompt_of(40 + 10 * i, seed=i), POLICY, 3) for i in range(2)]
+    assert record["distances"]["mean"] == pytest.approx(np.mean(rows, axis=0), rel=1e-3)
+    assert record["distances"]["std"] == pytest.approx(np.std(rows, axis=0), rel=1e-2)
+    assert record["tsp_layer"] == np.mean(rows, axis=0).argmin()
+    expected = {"method": "fastkv", "layers": LAYERS, "max_layer": 3, "tsp_rate": 0.3, "window": 4}
+    assert record["criterion"] == "paper"
+    assert expected.items() <= record.items() and record["kernel"] == 5
+    source = str(tmp_path / "prompts.jsonl")
+    assert record["prompts"] == {"source": source, "count": 2, "tokens": [40, 50]}
+    assert record["model"] == str(tiny) and path.name == f"fastkv-{record['key']}.json"
+    assert {"date", "versions"} <= record.keys()
+    [marked] = [line for line in out.out.splitlines() if line.endswith("<- tsp_layer")]
+    assert marked.split()[0] == str(record["tsp_layer"])
+    assert "prompt 2/2, 50 tokens" in out.err
+    config = AutoConfig.from_pretrained(tiny).to_dict()
+    found = layer_of(POLICY, config, str(tiny), LAYERS)
+    assert found is not None and found[:2] == (
+        record["tsp_layer"],
+        f"calibrated by the paper's criterion: {path}",
+    )
+
+
+def test_the_curve_is_drawn_where_it_is_wanted(
+    command: Callable[..., int],
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert command() == 0
+    [picture] = cache.glob("calibration/*.png")
+    assert picture.with_suffix(".json").exists() and str(picture) in capsys.readouterr().out
+    assert command(plot=tmp_path / "here.png") == 0
+    assert (tmp_path / "here.png").read_bytes()[:4] == b"\x89PNG"
+    assert command(plot=tmp_path / "no" / "where.png") == 2
+    assert "the result is stored, but the plot" in capsys.readouterr().err
+
+
+def test_without_matplotlib(
+    command: Callable[..., int],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command() == 0
+    assert "pip install 'vllm-kvx[tools]'" in capsys.readouterr().out
+    assert [path.suffix for path in cache.glob("calibration/*")] == [".json"]
+
+
+def test_prompts_are_cut(command: Callable[..., int], cache: Path) -> None:
+    assert command(max_prompt_tokens=45) == 0
+    [path] = cache.glob("calibration/*.json")
+    assert json.loads(path.read_text())["prompts"]["tokens"] == [40, 45]
+
+
+BAD_FILES = {
+    "missing.jsonl": (None, "No such file"),
+    "folder.jsonl": ("directory", "cannot read prompts"),
+    "empty.jsonl": ("\n \n", "holds no prompts"),
+    "empty.txt": ("---\n\n---\n", "holds no prompts"),
+    "binary.txt": (b"\xff\xfe\x00", "not UTF-8"),
+    "prompts.csv": ("a", "*.jsonl or *.txt"),
+    "broken.jsonl": ('{"prompt": "a"}\n{"prompt"', "broken.jsonl:2: not JSON"),
+    "list.jsonl": ("[1, 2]", 'either "prompt" or'),
+    "number.jsonl": ("5", 'either "prompt" or'),
+    "both.jsonl": ('{"prompt": "a", "prompt_token_ids": [1]}', 'either "prompt" or'),
+    "kind.jsonl": ('{"prompt": 5}', "prompt must be a string"),
+    "ids.jsonl": ('{"prompt_token_ids": [1, "2"]}', "must be a list of integers"),
+    "bool.jsonl": ('{"prompt_token_ids": [true]}', "must be a list of integers"),
+    "short.jsonl": (json.dumps({"prompt_token_ids": [5] * 15}), "has 15 tokens; twice the window"),
+    "none.jsonl": ('{"prompt_token_ids": []}', "prompt 1 has 0 tokens"),
+    "vocab.jsonl": (json.dumps({"prompt_token_ids": [VOCAB] * 20}), f"token {VOCAB} is not one of"),
+}
+
+
+def failure(code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a failed command leaves."""
+    out = capsys.readouterr()
+    assert code == 2 and not out.out
+    [line] = [line for line in out.err.splitlines() if "error:" in line]
+    assert line.startswith("vllm-kvx calibrate: error: ") and "Traceback" not in out.err
+    return line
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_prompt_files(
+    name: str,
+    tmp_path: Path,
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    content, message = BAD_FILES[name]
+    path = tmp_path / name
+    if content == "directory":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert message in failure(command(prompts=path), capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_layer": LAYERS - 1}, f"use --max-layer 0 .. {LAYERS - 2}"),
+        ({"max_layer": -1}, f"use --max-layer 0 .. {LAYERS - 2}"),
+        ({"tsp_rate": 1}, "less than 1"),
+        ({"tsp_rate": 0}, "tsp_rate must be a number in (0, 1]"),
+        ({"tsp_rate": "nan"}, "tsp_rate must be a number in (0, 1]"),
+        ({"window": 0}, "window must be an integer"),
+        ({"kernel": 4}, "kernel must be an odd integer"),
+        ({"window": 21}, "prompt 1 has 40 tokens; twice the window, 42"),
+        ({"max_prompt_tokens": 15}, "prompt 1 has 15 tokens"),
+        ({"device": "tpu9"}, "device must be auto, cpu, cuda"),
+        ({"device": "cuda:99"}, "use --device cpu"),
+        ({"prompts": None}, "give them with --prompts FILE"),
+        ({"weights": "0.2,0.3,0.5"}, "--weights has no meaning without --method structkv"),
+    ],
+)
+def test_bad_options(
+    options: dict[str, Any],
+    message: str,
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert message in failure(command(**options), capsys)
+
+
+def edit_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def without_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def cut_weights(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def more_layers_than_weights(model: Path) -> None:
+    edit_config(model, num_hidden_layers=LAYERS + 2)
+
+
+BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda m: (m / "config.json").unlink(), "cannot read the configuration"),
+    "broken config": (lambda m: (m / "config.json").write_text("{"), "cannot read the config"),
+    "unsupported": (
+        lambda m: edit_config(m, architectures=["GPT2LMHeadModel"], model_type="gpt2"),
+        "GPT2LMHeadModel; supported: LlamaForCausalLM, MistralForCausalLM",
+    ),
+    "no architecture": (lambda m: edit_config(m, architectures=None), "has no architecture"),
+    "no weights": (without_weights, "cannot load the weights"),
+    "cut weights": (cut_weights, "cannot load the weights"),
+    "missing layers": (more_layers_than_weights, "of its weights: model.layers.6."),
+    "sliding": (
+        lambda m: edit_config(
+            m, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=45
+        ),
+        "prompt 2 has 50 tokens, more than the model's sliding window: set --max-prompt-tokens 45",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models(
+    name: str,
+    tiny: Path,
+    tmp_path: Path,
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    break_it, message = BAD_MODELS[name]
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    break_it(model)
+    assert message in failure(command(model), capsys)
+
+
+def test_models_that_are_nowhere(
+    tiny: Path,
+    tmp_path: Path,
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for model in ("/no/such/model", "./nothing", str(tiny / "config.json")):
+        assert f"no model at {model}" in failure(command(model), capsys)
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise OSError("no-such is not a model.\nLong advice\nfollows.")
+
+    monkeypatch.setattr(dense.AutoConfig, "from_pretrained", offline)
+    line = failure(command("nobody/no-such"), capsys)
+    assert line.endswith("cannot read the configuration of nobody/no-such: no-such is not a model.")
+
+
+def test_texts_need_a_tokenizer(
+    tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = build_model(tmp_path / "bare", arch="llama", layers=2)
+    prompts = write_prompts(tmp_path / "text.jsonl", "w5 " * 40)
+    assert "give prompt_token_ids" in failure(command(bare, prompts=prompts), capsys)
+
+
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path,
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "file"))
+    assert "set KVX_CACHE_ROOT to a directory" in failure(command(), capsys)
+
+
+def test_states_out_of_range(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "distances", lambda *_: [0.1, float("nan")])
+    decoder: Any = SimpleNamespace(num_layers=LAYERS)
+    with pytest.raises(ToolError, match="not finite"):
+        calibrate.measure(decoder, [[5] * 20], POLICY, 1)
+
+
+def test_without_vllm(
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("tsp_layer", "prompts", "dense_decoder"):
+        monkeypatch.delitem(sys.modules, f"vllm_kvx.tools.calibrate.{module}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers is missing: pip install" in failure(command(), capsys)
+
+
+def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["calibrate"], ["calibrate", "m", "--prompts", "p", "--max-prompt-tokens=0"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(argv)
+        assert stopped.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+def test_the_demo_checkpoint_from_end_to_end(cache: Path, tmp_path: Path) -> None:
+    """Its layers 0 to 3 find the answer, so selection hurts up to layer 2 and not after layer 3."""
+    tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
+    prompts = [make_prompt(seed, 512, tokenizer)[0] for seed in range(4)]
+    (tmp_path / "prompts.txt").write_text("\n---\n".join(prompts))
+    argv = ["calibrate", str(LOOKUP), "--prompts", str(tmp_path / "prompts.txt")]
+    assert main([*argv, "--criterion", "paper", "--device", "cpu", "--no-plot"]) == 0
+    [path] = cache.glob("calibration/*.json")
+    record = json.loads(path.read_text())
+    assert record["prompts"]["tokens"] == [512] * 4 and record["max_layer"] == 3
+    assert record["tsp_layer"] == 3
+    means = record["distances"]["mean"]
+    assert means[3] < 0.05 < 0.2 < min(means[:3])
+    config = AutoConfig.from_pretrained(LOOKUP).to_dict()
+    found = layer_of(FastKV(), config, str(LOOKUP), 8)
+    assert found is not None and found[:2] == (3, f"calibrated by the paper's criterion: {path}")

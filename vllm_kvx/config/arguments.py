@@ -1,0 +1,33 @@
+"""What arguments of several commands may be."""
+
+import argparse
+import json
+import math
+from typing import Any
+
+
+def positive(text: str) -> int:
+    """The argparse type of counts."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """The argparse type of waits, in seconds."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text}")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The argparse type of JSON objects."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value

@@ -1,0 +1,396 @@
+"""What a server's policy is: read from vLLM's configuration, in any of its processes.
+
+``additional_config`` carries these keys of ours, all plain JSON:
+
+kv_policy: the policy of every request that does not name one. The others need it.
+kv_layout: a list of further policies that the server makes room for.
+kv_request_policies: what requests may name: "off", nothing but the server's policy; "layout" (the
+    default), any policy that fits; "list", those in kv_policy and kv_layout.
+kv_stash_tokens: how many prompt tokens the stash holds, which wait there until the last chunk of
+    their prompt selects some (default: --max-model-len plus --max-num-batched-tokens).
+kv_tsp_layer: the layer that FastKV's ``tsp_layer=auto`` stands for with this model.
+kv_pivot: the layer that StructKV's ``pivot=calibrated`` stands for. The server sets both itself
+    where it knows them (``calibration/resolve.py``).
+kv_tsp_reduction, kv_struct_reduction: the reduction that goes with such a layer, if not ``sum``.
+kv_share: "on" (the default) or "off": whether prompts whose entries go once they are in read
+    prefixes from vLLM's prefix cache and stay in it.
+kv_eviction: which cached blocks go where the cache cannot hold all that come back: "adaptive" (the
+    default; see ``cache/eviction.py``) or "lru", as vLLM does.
+kv_recall_every: of the steps that retrieve, every n-th measures recall (default 0, none).
+kv_debug: whether scheduler and worker compare their block counts in every step (default false).
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
+from vllm_kvx.config.spelling import has_prefix, misspelling
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
+from vllm_kvx.policy.counted import CountedPolicies
+from vllm_kvx.policy.layout import Layout, layout_of
+from vllm_kvx.policy.measurement import Measurement
+from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+LAYOUT_KEY = "kv_layout"
+REQUESTS_KEY = "kv_request_policies"
+STASH_KEY = "kv_stash_tokens"
+DEBUG_KEY = "kv_debug"
+RECALL_KEY = "kv_recall_every"
+SHARE_KEY = "kv_share"
+EVICTION_KEY = "kv_eviction"
+# The layers that methods leave to measurement; each has a key.
+MEASUREMENTS: tuple[Measurement, ...] = tuple(
+    method.to_measure for method in METHODS.values() if method.to_measure is not None
+)
+_MEASURED_KEYS = tuple(m.key for m in MEASUREMENTS) + tuple(
+    m.reduction_key for m in MEASUREMENTS if m.reduction
+)
+KEYS = (
+    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS),
+    *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY),
+)
+# What REQUESTS_KEY may be.
+NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
+REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
+# What SHARE_KEY and EVICTION_KEY may be.
+SHARES = ("on", "off")
+EVICTIONS = ("adaptive", "lru")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Layers that stand for words in a policy's name, as far as they are known for this model.
+
+    layers: by key in ``additional_config``.
+    reductions: by key, what was measured to be better there than the method's default.
+    """
+
+    layers: tuple[tuple[str, int], ...] = ()
+    reductions: tuple[tuple[str, str], ...] = ()
+
+    def put_into(self, part: Method) -> Method:
+        """`part` with the layer in the place of the word, if it is known.
+
+        With it comes the reduction that it was measured with, in the place of the default.
+        """
+        wanted = part.to_measure
+        if wanted is None or getattr(part, wanted.parameter) != wanted.word:
+            return part
+        layer = dict(self.layers).get(wanted.key)
+        if layer is None:
+            return part
+        found: dict[str, Any] = {wanted.parameter: layer}
+        reduction = dict(self.reductions).get(wanted.reduction_key)
+        if reduction is not None and wanted.chooses_reduction(part):
+            found[wanted.reduction] = reduction
+        return replace(part, **found)
+
+    def as_dict(self) -> dict[str, int | None]:
+        """By parameter, None where not known."""
+        return {m.parameter: dict(self.layers).get(m.key) for m in MEASUREMENTS}
+
+    def as_config(self) -> dict[str, int | str]:
+        """The keys of ``additional_config`` that `of` makes this from."""
+        return {**dict(self.layers), **dict(self.reductions)}
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "Measured":
+        """The layers in ``additional_config``.
+
+        Raises:
+            ValueError: one that is no layer's number.
+        """
+        found = [(m.key, config[m.key]) for m in MEASUREMENTS if config.get(m.key) is not None]
+        for key, value in found:
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{key} must be a layer's number, got {value!r}")
+        keys = [m.reduction_key for m in MEASUREMENTS if m.reduction]
+        reductions = [(key, config[key]) for key in keys if config.get(key) is not None]
+        for key, value in reductions:
+            if value not in WINDOW_REDUCTIONS:
+                raise ValueError(
+                    f"{key} must be one of {', '.join(WINDOW_REDUCTIONS)}, got {value!r}"
+                )
+        return cls(tuple(found), tuple(reductions))
+
+
+@lru_cache(maxsize=1024)
+def _parse(name: str, measured: Measured) -> KVPolicy:
+    return KVPolicy.of(map(measured.put_into, parse_policy(name).parts))
+
+
+@dataclass(frozen=True)
+class KVSettings:
+    """A server's policy and what its KV groups have room for.
+
+    stock: True if every policy the server was started for is ``full``; then scheduler, worker and
+        model are vLLM's own.
+    measured: what words in policies' names mean for this model.
+    stash_tokens: prompt tokens whose hidden states the stash holds; 0 without one.
+    recall_every: of the steps that retrieve every n-th measures recall; 0 for none.
+    policies: those that the server was started for, `policy` first.
+    shares: whether prompts that retention compacts share prefixes.
+    keeps_by_reuse: whether the prefix cache keeps by reuse distance; else what was used last.
+    request_policies: which policies requests may name, one of `REQUEST_POLICIES`.
+    """
+
+    policy: KVPolicy
+    layout: Layout
+    num_layers: int
+    debug: bool
+    stock: bool = False
+    measured: Measured = Measured()
+    stash_tokens: int = 0
+    recall_every: int = 0
+    policies: tuple[KVPolicy, ...] = ()
+    shares: bool = True
+    keeps_by_reuse: bool = True
+    request_policies: str = ANY_THAT_FITS
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
+        """The settings in ``additional_config``; None if no policy is set.
+
+        Raises:
+            PolicyError: a policy that does not parse, is not served or does not suit the model.
+            ValueError: a key of ours with a value of the wrong type, or a key that looks like one.
+        """
+        config = vllm_config.additional_config
+        if not policy_is_set(config):
+            return None
+        assert isinstance(config, dict)
+        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        settings = cls.of(config, num_layers)
+        if not settings.layout.stash:
+            if STASH_KEY in config:
+                raise ValueError(
+                    f"{STASH_KEY} has no effect: no policy of this server selects tokens to go on; "
+                    "remove it"
+                )
+            return settings
+        longest = vllm_config.model_config.max_model_len
+        # One prompt of the greatest length, and beside it those that are done in one step.
+        default = longest + vllm_config.scheduler_config.max_num_batched_tokens
+        tokens = config.get(STASH_KEY, default)
+        if type(tokens) is not int or tokens < longest:
+            raise ValueError(
+                f"{STASH_KEY} must be an integer of at least --max-model-len, {longest}: a longer "
+                f"prompt would wait for ever; got {tokens!r}"
+            )
+        return replace(settings, stash_tokens=tokens)
+
+    @classmethod
+    def of(cls, config: dict[str, Any], num_layers: int) -> "KVSettings":
+        """The settings in `config`, which has a ``kv_policy``, for a model of `num_layers`.
+
+        Raises:
+            PolicyError, ValueError: as ``from_vllm_config``.
+        """
+        debug = config.get(DEBUG_KEY, False)
+        if not isinstance(debug, bool):
+            raise ValueError(f"{DEBUG_KEY} must be true or false, got {debug!r}")
+        recall_every = config.get(RECALL_KEY, 0)
+        if type(recall_every) is not int or recall_every < 0:
+            raise ValueError(
+                f"{RECALL_KEY} must be a number of decode steps, 0 for never, got {recall_every!r}"
+            )
+        share = config.get(SHARE_KEY, "on")
+        if share not in SHARES:
+            raise ValueError(f'{SHARE_KEY} must be "on" or "off", got {share!r}')
+        eviction = config.get(EVICTION_KEY, "adaptive")
+        if eviction not in EVICTIONS:
+            raise ValueError(f'{EVICTION_KEY} must be "adaptive" or "lru", got {eviction!r}')
+        requests = config.get(REQUESTS_KEY, ANY_THAT_FITS)
+        if requests not in REQUEST_POLICIES:
+            raise ValueError(
+                f"{REQUESTS_KEY} must be one of {', '.join(REQUEST_POLICIES)}, got {requests!r}; "
+                f"{THOSE_NAMED} lets requests name the policies in {POLICY_KEY} and {LAYOUT_KEY}"
+            )
+        names = config.get(LAYOUT_KEY, [])
+        if not isinstance(names, (list, tuple)):
+            raise ValueError(
+                f'{LAYOUT_KEY} must be a list of policies, for example ["speed-24"], got {names!r}'
+            )
+        measured = Measured.of(config)
+        policy = _policy(POLICY_KEY, config[POLICY_KEY], num_layers, measured)
+        room = [
+            _policy(f"{LAYOUT_KEY}[{i}]", name, num_layers, measured)
+            for i, name in enumerate(names)
+        ]
+        policies = [policy, *room]
+        layout = layout_of(policies, num_layers)
+        if recall_every and layout.sidecar is None:
+            raise ValueError(
+                f"{RECALL_KEY} has no effect: no policy of this server retrieves; remove it"
+            )
+        return cls(
+            policy=policy,
+            policies=tuple(policies),
+            layout=layout,
+            num_layers=num_layers,
+            debug=debug,
+            stock=all(p.is_full for p in policies),
+            measured=measured,
+            recall_every=recall_every,
+            shares=share == "on",
+            keeps_by_reuse=eviction == "adaptive",
+            request_policies=requests,
+        )
+
+    def allows(self, policy: KVPolicy) -> bool:
+        """Whether the operator lets requests name `policy`, if it fits."""
+        if self.request_policies == ANY_THAT_FITS:
+            return True
+        named = self.policies if self.request_policies == THOSE_NAMED else ()
+        return policy == self.policy or policy in named
+
+    def may_retrieve(self) -> list[KVPolicy]:
+        """What retrieves of the policies that the server was started for, and of those that
+        requests may compose with its retrieval, where they may name any that fits."""
+        found = [policy for policy in self.policies if policy.retrieve is not None]
+        if self.layout.sidecar is None or self.request_policies != ANY_THAT_FITS:
+            return found
+        for policy in self.policies:
+            if policy.retrieve is None:
+                composed = replace(policy, retrieve=self.layout.sidecar.largest)
+                with suppress(PolicyError):
+                    composed.check_composition()
+                    found.append(composed)
+        return found
+
+    def names_allowed(self) -> str:
+        """What requests may name, in words."""
+        if self.stock or self.request_policies == NO_POLICY:
+            return "no other policy"
+        if self.request_policies == ANY_THAT_FITS:
+            return "any policy that fits"
+        return f"these policies alone: {', '.join(dict.fromkeys(map(str, self.policies)))}"
+
+    def counted_policies(self) -> CountedPolicies:
+        """Rows for counters by policy; those of the server, and `full`, have theirs for good."""
+        return CountedPolicies([*map(str, self.policies or (self.policy,)), str(KVPolicy())])
+
+    def parse(self, name: str) -> KVPolicy:
+        """The policy `name` on this server, where words are layers if they are known.
+
+        Raises:
+            PolicyError: it does not parse, or is no string.
+        """
+        # Through the cache only what can be a key of it.
+        return _parse(name, self.measured) if isinstance(name, str) else parse_policy(name)
+
+
+def policy_is_set(config: Any) -> bool:
+    """Whether ``additional_config`` sets a policy.
+
+    Keys of others are theirs, unless they look like ours: a typo must not start a stock server.
+
+    Raises:
+        ValueError: a key that is or resembles one of ours, yet sets no policy; with a policy set,
+            any other key that begins with ``kv_`` or ``kv-``.
+    """
+    if not isinstance(config, dict):
+        return False
+    is_set = config.get(POLICY_KEY) is not None
+    known = f"vllm-kvx knows {', '.join(KEYS)}"
+    if found := misspelling(config, KEYS):
+        raise ValueError(
+            f"unknown key {found.key!r} in additional_config; did you mean {found.name!r}? {known}"
+        )
+    for key in config if is_set else ():
+        if isinstance(key, str) and key not in KEYS and has_prefix(key):
+            raise ValueError(f"unknown key {key!r} in additional_config; {known}")
+    without = [key for key in KEYS[1:] if key in config]
+    if without and not is_set:
+        raise ValueError(
+            f"{' and '.join(without)} without {POLICY_KEY}, by flag or in additional_config: "
+            f"set {POLICY_KEY} too ('full' runs every request in full by default)"
+        )
+    return is_set
+
+
+def merge_flags(
+    flag: str | None, requests: str | None, config: Any, layout: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """`config`, the user's ``--additional-config``, with what the flags say in it.
+
+    flag: of ``--kv-policy``; requests: of ``--kv-request-policies``; layout: of ``--kv-layout``;
+    None where not given.
+
+    Raises:
+        ValueError: a flag and `config` differ, or `config` is not a JSON object.
+    """
+    config = {} if config is None else config
+    if not isinstance(config, dict):
+        raise ValueError(f"--additional-config must be a JSON object, got {config!r}")
+    if requests is not None:
+        if config.get(REQUESTS_KEY, requests) != requests:
+            raise ValueError(
+                f"--kv-request-policies {requests} and --additional-config with {REQUESTS_KEY} "
+                f"{config[REQUESTS_KEY]!r} differ; drop one of them"
+            )
+        config = {**config, REQUESTS_KEY: requests}
+    if layout is not None:
+        other = config.get(LAYOUT_KEY)
+        if other is not None and not _same_policies(other, layout):
+            raise ValueError(
+                f"--kv-layout {' '.join(layout)} and --additional-config with {LAYOUT_KEY} "
+                f"{other!r} name different policies; drop one of them"
+            )
+        config = {**config, LAYOUT_KEY: list(layout)}
+    if flag is None:
+        return config
+    other = config.get(POLICY_KEY)
+    if other is not None and other != flag and parse_policy(other) != parse_policy(flag):
+        raise ValueError(
+            f"--kv-policy {flag} and --additional-config with {POLICY_KEY} {other!r} name "
+            "different policies; drop one of them"
+        )
+    return {**config, POLICY_KEY: flag}
+
+
+def _same_policies(names: Any, others: Sequence[str]) -> bool:
+    """Whether `names`, of a configuration, are the policies of `others`, in whatever order."""
+    if not isinstance(names, (list, tuple)):
+        return False
+    with suppress(PolicyError):
+        return set(map(parse_policy, names)) == set(map(parse_policy, others))
+    return False
+
+
+def request_policy(settings: KVSettings, sampling_params: "SamplingParams | None") -> KVPolicy:
+    """The policy of a request that the API process has validated: its own or the server's."""
+    extra = sampling_params.extra_args if sampling_params is not None else None
+    name = extra.get(POLICY_KEY) if extra else None
+    return settings.policy if name is None else settings.parse(name)
+
+
+def _policy(where: str, name: Any, num_layers: int, measured: Measured) -> KVPolicy:
+    """The policy `name`, found at `where`; its errors say where."""
+    try:
+        # Through the cache only what can be a key of it.
+        policy = _parse(name, measured) if isinstance(name, str) else parse_policy(name)
+        policy.check_model(num_layers)
+        check_served(policy)
+        layout_of([policy], num_layers)  # Is every layer known that it splits at?
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from None
+    return policy
+
+
+def dtype_of_engine(vllm_config: Any) -> str:
+    """The dtype of an engine's KV cache, from vLLM's configuration.
+
+    vLLM resolves `auto` there, but for checkpoints of llm-compressor only in each attention layer.
+    """
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    return "fp8" if dtype == "auto" and scheme is not None else dtype

@@ -1,0 +1,59 @@
+"""What a server says of its policies' answers: what an evaluation found, or that there was none."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvx.policy.cache_dtype import at_dtype
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.records import answers as records
+from vllm_kvx.records.model_key import model_dir, model_key
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+class EvaluationNotice:
+    """What evaluations found of policies on one model, whose key is `model_key`."""
+
+    def __init__(self, model_config: "ModelConfig", kv_cache_dtype: str | None = None) -> None:
+        """kv_cache_dtype: of the server, as `dtype_of_engine` says."""
+        self._dtype = kv_cache_dtype
+        self._model = model_config.model
+        config = model_config.hf_text_config.to_dict()
+        try:
+            self.model_key = model_key(config, model_dir(self._model, model_config.revision))
+        except OSError:
+            # vLLM says later, and better, that weights cannot be read.
+            self.model_key = model_key(config, None)
+
+    def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
+        """A line for the log on each policy that may lose answers, and whether it was measured.
+
+        `full` is among them only over a quantized KV cache.
+        """
+        lossy = [policy for policy in dict.fromkeys(policies) if self.is_lossy(policy)]
+        found = [(policy, self._load(policy)) for policy in lossy]
+        return [(self._line(policy, record), record is not None) for policy, record in found]
+
+    def is_lossy(self, policy: KVPolicy) -> bool:
+        """Whether answers under the policy may differ from the model's own."""
+        return not policy.is_full or bool(at_dtype(self._dtype))
+
+    def name(self, policy: KVPolicy) -> str:
+        """What `vllm-kvx evaluate --policies` calls it: with the KV cache dtype."""
+        return f"{policy}{at_dtype(self._dtype)}"
+
+    def as_json(self, policy: KVPolicy) -> dict[str, Any]:
+        """For ``GET /v1/kv_policy``: the record, and the sentence that the log has."""
+        found = self._load(policy)
+        return {
+            "measured": found is not None,
+            "says": self._line(policy, found),
+            **(found or {}),
+        }
+
+    def _load(self, policy: KVPolicy) -> dict[str, Any] | None:
+        return records.load(self.model_key, policy, self._dtype)
+
+    def _line(self, policy: KVPolicy, found: dict[str, Any] | None) -> str:
+        return records.line(policy, self._model, found, self._dtype)

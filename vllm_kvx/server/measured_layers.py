@@ -1,0 +1,259 @@
+"""Layers that a policy leaves to measurement, as a server finds them before its engine starts.
+
+A layer is found in a record; for FastKV's models also in its paper's table. Otherwise it is
+measured now, by the answers to generated lookups, which is done once for a model.
+"""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, policy_is_set
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
+from vllm_kvx.policy.measurement import Measurement
+from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.records.layers import SETTINGS, load, record_path
+from vllm_kvx.records.model_key import architecture_of, model_dir, model_key
+from vllm_kvx.server import measure_at_start as at_start
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+
+class Found(NamedTuple):
+    """A layer, counted from 0, where it came from, as the log says it, and the reduction there."""
+
+    layer: int
+    source: str
+    reduction: str = WINDOW_REDUCTIONS[0]
+
+
+class PaperModel(NamedTuple):
+    """A model of the paper, told by the shape of its configuration: its names are many."""
+
+    name: str
+    shape: Mapping[str, Any]
+    tsp_layer: int
+
+
+PAPER = "the paper's"
+# Section 5.1 and Appendix C.1 of FastKV. Its third model, Ministral-8B, slides its attention's
+# window, which no policy serves.
+PAPER_TSP_LAYERS: tuple[PaperModel, ...] = (
+    PaperModel(
+        "Llama-3.1-8B",
+        {
+            "architecture": "LlamaForCausalLM",
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 128256,
+            "rope_theta": 500000,
+            "rope_type": "llama3",  # Llama 3's is the default, with a context of 8K.
+        },
+        15,
+    ),
+    PaperModel(
+        "Mistral-Nemo-12B",
+        {
+            "architecture": "MistralForCausalLM",
+            "num_hidden_layers": 40,
+            "hidden_size": 5120,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 131072,
+            "rope_theta": 1000000,
+            "rope_type": "default",
+        },
+        19,
+    ),
+)
+
+
+def find_measured(vllm_config: "VllmConfig", may_measure: bool = True) -> list[str]:
+    """Puts the layers that the server's policies leave to measurement into ``additional_config``.
+
+    Only here: the engine's processes read what this one found. Returns a line for the log on each.
+    may_measure: whether a layer that is not known is measured; else it is an error.
+
+    Raises:
+        PolicyError: a layer is not known and could not be measured.
+    """
+    config = vllm_config.additional_config
+    if not policy_is_set(config):
+        return []
+    assert isinstance(config, dict)
+    lines = []
+    # By key, the policy that the layer there was found for.
+    found_for: dict[str, Method] = {}
+    for part in parts_of(config):
+        wanted = part.unmeasured
+        if wanted is None:
+            continue
+        if wanted.key in config:
+            if wanted.key in found_for:
+                check_alike(part, found_for[wanted.key], wanted)
+            continue
+        found = _layer(vllm_config, part, wanted, may_measure)
+        layer = config[wanted.key] = found.layer
+        found_for[wanted.key] = part
+        by = ""
+        if found.reduction != WINDOW_REDUCTIONS[0]:
+            config[wanted.reduction_key] = found.reduction
+            by = f" with {wanted.reduction}={found.reduction}"
+        name, word = type(part).__name__, f"{wanted.parameter}={wanted.word}"
+        lines.append(f"{name}: {word} is layer {layer}{by} ({found.source}).")
+        if found.source == PAPER:
+            lines.append(
+                f"{name}: this layer was not measured by answers on these weights; "
+                f"`vllm-kvx calibrate MODEL --method {part.name}` does."
+            )
+        if layer == vllm_config.model_config.get_total_num_hidden_layers() - 1:
+            lines.append(
+                f"{name}: that is the last layer, so every token runs at full depth; another "
+                f"{wanted.parameter} can be measured on your own prompts (`vllm-kvx calibrate`) or "
+                "given."
+            )
+    return lines
+
+
+def layer_of(
+    policy: Method,
+    config: Mapping[str, Any],
+    model: str,
+    num_layers: int,
+    revision: str | None = None,
+    root: Path | None = None,
+) -> Found | None:
+    """The layer that `policy` leaves to measurement, for a model; None if it is not known.
+
+    A stored calibration wins over the paper's table. One that was measured for other parameters
+    than the policy's is ignored with a warning.
+
+    config: config.json as transformers reads it (`PretrainedConfig.to_dict()`).
+    model: a directory, or a name on the Hugging Face hub; `revision` is the hub's.
+    num_layers: the model's decoder layers, counted from 0 in the answer.
+    root: the cache folder that records are looked for in, if not the usual one.
+
+    Raises:
+        OSError: the model's weights are there and cannot be read.
+    """
+    assert policy.to_measure is not None
+    key = model_key(config, model_dir(model, revision))
+    record = load(policy, key, num_layers, root)
+    if record is not None:
+        measured = "by answers" if record["criterion"] == "answers" else "by the paper's criterion"
+        where = f": {record_path(policy.name, key)}" if root is None else " for this start alone"
+        return Found(
+            record[policy.to_measure.parameter],
+            f"calibrated {measured}{where}",
+            record.get("reduction", WINDOW_REDUCTIONS[0]),
+        )
+    if policy.name == "fastkv" and config.get("num_hidden_layers") == num_layers:
+        layer = paper_tsp_layer(config)
+        return None if layer is None else Found(layer, PAPER)
+    return None
+
+
+def paper_tsp_layer(config: Mapping[str, Any]) -> int | None:
+    """The TSP layer that the paper gives for this model, told by its shape; None if none."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    # transformers 5 has one field for what were two.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fields = {
+        **config,
+        "architecture": architecture_of(config),
+        # Old configurations leave out what follows from the rest.
+        "head_dim": config.get("head_dim") or (hidden // heads if hidden and heads else None),
+        "rope_theta": rope.get("rope_theta") or config.get("rope_theta"),
+        "rope_type": rope.get("rope_type") or rope.get("type") or "default",
+    }
+    for paper in PAPER_TSP_LAYERS:
+        if all(fields.get(name) == value for name, value in paper.shape.items()):
+            return paper.tsp_layer
+    return None
+
+
+def parts_of(config: dict[str, Any]) -> list[Method]:
+    """The methods that the server was started for; names that do not parse fail elsewhere."""
+    names = config.get(LAYOUT_KEY)
+    parts: list[Method] = []
+    for name in [config[POLICY_KEY], *(names if isinstance(names, (list, tuple)) else ())]:
+        try:
+            parts += parse_policy(name).parts
+        except PolicyError:
+            continue
+    return parts
+
+
+def check_alike(part: Method, other: Method, wanted: Measurement) -> None:
+    """Raise PolicyError if a layer that was found for `other` does not hold for `part`."""
+    reduction = (wanted.reduction,) if wanted.reduction else ()
+    for name in SETTINGS[part.name]["answers"] + reduction:
+        if getattr(part, name) != getattr(other, name):
+            raise PolicyError(
+                f"{part} and {other} leave {wanted.parameter} to measurement with another {name}, "
+                f"and a server measures it once: write {wanted.parameter}=<int> in one of them"
+            )
+
+
+def _layer(
+    vllm_config: "VllmConfig", part: Method, wanted: Measurement, may_measure: bool
+) -> Found:
+    """The layer for `part`: known, or measured now."""
+    model_config: ModelConfig = vllm_config.model_config
+    config, model = model_config.hf_text_config.to_dict(), model_config.model
+    revision = model_config.revision
+
+    def known(root: Path | None = None) -> Found | None:
+        num_layers = model_config.get_total_num_hidden_layers()
+        return layer_of(part, config, model, num_layers, revision, root)
+
+    found = known()
+    if found is not None:
+        return found
+    arguments = calibrate_arguments(part, model, revision)
+    if vllm_config.load_config.load_format == "dummy":
+        why = "its weights are dummies"
+    elif not may_measure:
+        why = "the configuration is refused"
+    else:
+        from vllm.logger import init_logger
+
+        name = hashlib.sha256(json.dumps([model, revision]).encode()).hexdigest()[:32]
+        measurement = at_start.Measurement(
+            f"{type(part).__name__}'s layer for {model}",
+            # Not the record's name: a hub's weights, which it is made of, may come meanwhile.
+            f"{part.name}-{name}.lock",
+            at_start.command_of(*arguments, "--no-plot"),
+        )
+        try:
+            return at_start.measured(measurement, known, init_logger("vllm.kvx"))
+        except at_start.NotMeasuredError as error:
+            why = str(error)
+    raise PolicyError(
+        f"{part}: {wanted.parameter} of this model is not known, and was not measured ({why}): "
+        f"write {wanted.parameter}=<int>, or measure it beforehand with `vllm-kvx "
+        f"{shlex.join(arguments)}`, which takes your own prompts, too (--prompts FILE)"
+    )
+
+
+def calibrate_arguments(part: Method, model: str, revision: str | None) -> list[str]:
+    """Those of the `vllm-kvx` that measures for `part`, by answers to generated lookups."""
+    arguments = ["calibrate", model, "--method", part.name]
+    for parameter in SETTINGS[part.name]["answers"]:
+        arguments += [f"--{parameter.replace('_', '-')}", str(getattr(part, parameter))]
+    wanted = part.to_measure
+    if wanted is not None and wanted.reduction and not wanted.chooses_reduction(part):
+        arguments += ["--reduction", getattr(part, wanted.reduction)]
+    if revision is not None:
+        arguments += ["--revision", revision]
+    return arguments

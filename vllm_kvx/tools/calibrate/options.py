@@ -1,0 +1,207 @@
+"""Options of `vllm-kvx calibrate`; the work is in modules that are imported only to do it."""
+
+import argparse
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_kvx.config.arguments import positive
+from vllm_kvx.errors import ToolError
+from vllm_kvx.tools.checkpoint.options import (
+    FASTKV,
+    STRUCTKV,
+    WEIGHTS,
+    add_model,
+    add_prompts,
+    add_weights,
+    add_window,
+)
+from vllm_kvx.tools.plots import check_matplotlib
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_METHODS, _CRITERIA = ("fastkv", "structkv"), ("answers", "paper")
+
+
+_COUNT, _LENGTH, _TARGET, _LEAST = 16, 2048, 0.98, 0.9
+
+
+class _Option(NamedTuple):
+    """An option of `calibrate` that only some methods or criteria have, and its default there."""
+
+    default: Any
+    methods: tuple[str, ...] = _METHODS
+    criteria: tuple[str, ...] = _CRITERIA
+
+
+CALIBRATE = {
+    "tsp_rate": _Option(FASTKV.tsp_rate, ("fastkv",)),
+    "kernel": _Option(FASTKV.kernel, ("fastkv",)),
+    "max_layer": _Option(None, criteria=("paper",)),
+    "min_layer": _Option(None, ("structkv",), ("paper",)),
+    "weights": _Option(WEIGHTS, ("structkv",), ("paper",)),
+    "struct_rate": _Option(STRUCTKV.struct_rate, ("structkv",), ("answers",)),
+    "decay": _Option(STRUCTKV.decay, ("structkv",), ("answers",)),
+    "reduction": _Option(None, criteria=("answers",)),
+    "count": _Option(_COUNT, criteria=("answers",)),
+    "length": _Option(_LENGTH, criteria=("answers",)),
+    "target": _Option(_TARGET, criteria=("answers",)),
+    "least": _Option(_LEAST, criteria=("answers",)),
+    "compare": _Option(False, ("fastkv",), ("answers",)),
+}
+
+
+# By method and criterion, the module that does it.
+_CALIBRATORS = {
+    ("fastkv", "paper"): "tsp_layer",
+    ("structkv", "paper"): "pivot",
+    ("fastkv", "answers"): "by_answers",
+    ("structkv", "answers"): "by_answers",
+}
+
+
+def _tool(name: str) -> Any:
+    """A module of this folder, imported only now: it imports torch, which takes seconds."""
+    return import_module(f"vllm_kvx.tools.calibrate.{name}")
+
+
+def add_calibrate(commands: "_Commands") -> None:
+    command = commands.add_parser(
+        "calibrate",
+        help="find FastKV's TSP layer or StructKV's pivot for a model",
+        description="Finds the layer after which only selected tokens go on: the earliest one "
+        "under which the model's answers stay, or, by --criterion paper, the one where FastKV "
+        "loses least (Eq. 3 of its paper) or StructKV's pivot (Eq. 4-9 of its paper). It is "
+        "stored for the model's configuration and weights, where a server with that --kv-policy "
+        "looks. If no layer keeps the answers, none is stored.",
+    )
+    command.set_defaults(run=_calibrate)
+    command.add_argument("model", metavar="MODEL", help="directory or Hugging Face hub name")
+    command.add_argument(
+        "--method", choices=_METHODS, default="fastkv", help="whose layer (default: %(default)s)"
+    )
+    command.add_argument(
+        "--criterion",
+        choices=_CRITERIA,
+        default="answers",
+        help="answers: what the tokens that answers need say; paper: Eq. 3 or Eq. 4-9 (default: "
+        "%(default)s)",
+    )
+    add_prompts(
+        command,
+        "default: generated lookups; by --criterion paper a built-in text for structkv, and fastkv "
+        "has none",
+    )
+    _add_lookups(command)
+    _add_layers(command)
+    _add_rates(command)
+    add_window(command)
+    add_weights(command, "structkv, paper: ")
+    add_model(command)
+    picture = command.add_mutually_exclusive_group()
+    picture.add_argument(
+        "--plot", metavar="PATH", help="where to draw the curve (default: beside the result, .png)"
+    )
+    picture.add_argument("--no-plot", action="store_true", help="draw nothing")
+
+
+def _add_lookups(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--count", type=positive, metavar="N", help=f"generated lookups (default: {_COUNT})"
+    )
+    command.add_argument(
+        "--length",
+        type=positive,
+        metavar="N",
+        help=f"tokens of each; at most what the model takes (default: {_LENGTH})",
+    )
+    command.add_argument(
+        "--target",
+        type=_share,
+        metavar="SHARE",
+        help="of the best layer's score that a layer must have, and of the full model's answers "
+        f"that must stay under it (default: {_TARGET})",
+    )
+    command.add_argument(
+        "--least",
+        type=_share,
+        metavar="SHARE",
+        help=f"of answers that stay, below which no layer is chosen (default: {_LEAST})",
+    )
+    command.add_argument(
+        "--reduction",
+        choices=("sum", "max"),
+        help="how the heads' scores become one (default: sum, and max where it allows an earlier "
+        "layer)",
+    )
+    command.add_argument(
+        "--compare",
+        action="store_const",
+        const=True,
+        help="fastkv: measure Eq. 3 too, for the table; structkv's Eq. 8 costs nothing",
+    )
+
+
+def _add_layers(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--min-layer",
+        type=int,
+        metavar="L",
+        help="structkv, paper: first candidate (default: a quarter of the layers)",
+    )
+    command.add_argument(
+        "--max-layer",
+        type=int,
+        metavar="L",
+        help="paper: last candidate, counted from 0 (default: fastkv, half of the layers, minus 1; "
+        "structkv, three quarters of them)",
+    )
+
+
+def _add_rates(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tsp-rate",
+        type=float,
+        metavar="RATE",
+        help=f"fastkv: share of the tokens that is propagated (default: {FASTKV.tsp_rate})",
+    )
+    command.add_argument(
+        "--struct-rate",
+        type=float,
+        metavar="RATE",
+        help=f"structkv: share of the tokens that is propagated (default: {STRUCTKV.struct_rate})",
+    )
+    command.add_argument(
+        "--kernel",
+        type=int,
+        metavar="K",
+        help=f"fastkv: width of the pooling over scores (default: {FASTKV.kernel})",
+    )
+    command.add_argument(
+        "--decay",
+        type=float,
+        metavar="D",
+        help=f"structkv: weight of the layers below in the centrality (default: {STRUCTKV.decay})",
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    for name, option in CALIBRATE.items():
+        if getattr(args, name) is None:
+            setattr(args, name, option.default)
+            continue
+        flag = name.replace("_", "-")
+        if args.method not in option.methods:
+            raise ToolError(f"--{flag} has no meaning without --method {option.methods[0]}")
+        if args.criterion not in option.criteria:
+            raise ToolError(f"--{flag} has no meaning without --criterion {option.criteria[0]}")
+    if args.plot is not None:
+        check_matplotlib("--plot")
+    _tool(_CALIBRATORS[args.method, args.criterion]).run(args)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return value

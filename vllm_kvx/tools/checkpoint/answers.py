@@ -1,0 +1,330 @@
+"""Which layer may propagate so that answers stay: the criterion `answers` of `vllm-kvx calibrate`.
+
+One dense pass per prompt shows, for every layer at once, which tokens it would propagate. Its
+score is how much of what the answer needs is among them:
+
+- where the prompt's evidence is known, the tokens of the asked values: the share of them;
+- otherwise by the attention of the full model's own answer: its greedy tokens' attention to the
+  prompt in the layers above, summed over layers and heads, without the first token and the window.
+  The share of it that falls on the propagated tokens, over what the best choice of as many gets.
+
+Then answers are decoded under the policy, with the full model's as the measure: rows are gathered
+after the layer, the layers above run on these alone and store keys and values of these alone.
+Retention has no part in it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvx.equations.pivot import Metrics, attention_metrics, by_layer
+from vllm_kvx.equations.saliency import kept_indices, propagation_scores
+from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
+from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.tools.checkpoint.dense_decoder import Cache, DenseDecoder
+from vllm_kvx.tools.checkpoint.report import Progress
+
+Policy = FastKV | StructKV
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and what is known of its answer.
+
+    evidence: indices of the tokens that hold it; None if nobody knows.
+    score: how right an answer's tokens are, 0 to 1; None if only the full model's answer says.
+    limit: tokens of the longest answer.
+    """
+
+    token_ids: tuple[int, ...]
+    evidence: tuple[int, ...] | None = None
+    score: Callable[[Sequence[int]], float] | None = None
+    limit: int = 16
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one dense pass showed.
+
+    chosen: by reduction, the rows that each layer 0..L-2 would propagate, int64 on the CPU.
+    scores: by reduction, the score of each of these layers.
+    answer: the full model's.
+    right: how right it is; 1 where only the full model's answer says.
+    metrics: StructKV's, (L,) each, if they were wanted.
+    """
+
+    chosen: dict[str, list[Tensor]]
+    scores: dict[str, list[float]]
+    answer: tuple[int, ...]
+    right: float
+    metrics: Metrics | None = None
+
+
+class Chooser:
+    """The rows that a policy would propagate after each layer of one pass, by reduction."""
+
+    def __init__(self, policy: Policy, prompt_len: int, reductions: Sequence[str]) -> None:
+        self.spec = policy.score
+        self.count = policy.num_by_rate(prompt_len)
+        self.totals: dict[str, Tensor | None] = dict.fromkeys(reductions)
+
+    def __call__(self, attention: Tensor) -> dict[str, Tensor]:
+        """After the next layer, from its window attention (H, w, n): (count,) int64 each."""
+        chosen = {}
+        for reduction, total in self.totals.items():
+            scores = propagation_scores(attention, self.spec.kernel, reduction)
+            if self.spec.decay is not None and total is not None:
+                scores = self.spec.decay * total + scores
+            self.totals[reduction] = scores
+            unpooled = None
+            if self.spec.kernel > 1:
+                unpooled = propagation_scores(attention, 1, reduction)
+            kept = kept_indices(scores, self.count, self.spec.window, unpooled)
+            chosen[reduction] = kept.cpu()
+        return chosen
+
+
+def look(
+    decoder: DenseDecoder,
+    question: Question,
+    policy: Policy,
+    progress: Progress,
+    metrics: bool = False,
+) -> Seen:
+    """One dense pass over the prompt, and the full model's answer after it.
+
+    metrics: whether StructKV's are wanted too.
+    """
+    prompt = question.token_ids
+    cache, chooser = Cache(), Chooser(policy, len(prompt), WINDOW_REDUCTIONS)
+    chosen: dict[str, list[Tensor]] = {reduction: [] for reduction in WINDOW_REDUCTIONS}
+    measured = []
+    rows = decoder.embed(prompt)
+    steps = decoder.layers(rows, window=policy.window, cache=cache)
+    for index in range(decoder.num_layers):
+        progress(index)
+        rows, attention = next(steps)
+        assert attention is not None
+        if metrics:
+            measured.append(attention_metrics(attention))
+        for reduction, indices in chooser(attention).items():
+            chosen[reduction].append(indices)
+    answer, masses = generate(decoder, rows.hidden[-1:], question, cache)
+    # Nothing lies above the last layer.
+    chosen = {reduction: layers[:-1] for reduction, layers in chosen.items()}
+    if question.evidence is not None:
+        evidence = torch.tensor(question.evidence)
+        scores = {
+            reduction: [share_of_evidence(rows, evidence) for rows in layers]
+            for reduction, layers in chosen.items()
+        }
+    else:
+        above = mass_above(masses)
+        scores = {
+            reduction: [
+                share_of_mass(mass, rows, policy.window)
+                for mass, rows in zip(above, layers, strict=True)
+            ]
+            for reduction, layers in chosen.items()
+        }
+    right = 1.0 if question.score is None else question.score(answer)
+    return Seen(chosen, scores, tuple(answer), right, by_layer(measured) if metrics else None)
+
+
+def share_of_evidence(chosen: Tensor, evidence: Tensor) -> float:
+    """Share of the tokens `evidence` that is among `chosen`."""
+    return torch.isin(evidence, chosen).double().mean().item()
+
+
+def mass_above(masses: Tensor) -> Tensor:
+    """(L, N), attention of the answer at each layer -> (L - 1, N): summed over those above it."""
+    return masses.double().flip(0).cumsum(dim=0).flip(0)[1:]
+
+
+def share_of_mass(mass: Tensor, chosen: Tensor, window: int) -> float:
+    """What of the attention (N,) falls on `chosen`, over the most that as many tokens get.
+
+    Neither the first token, which is attended to for itself, nor the window, which always stays,
+    counts.
+    """
+    counted = mass[1 : len(mass) - window]
+    inner = chosen[(chosen > 0) & (chosen < len(mass) - window)]
+    most = counted.topk(min(len(chosen) - window, len(counted))).values.sum().item()
+    return mass[inner].sum().item() / most if most else 1.0
+
+
+def generate(
+    decoder: DenseDecoder, last: Tensor, question: Question, cache: Cache
+) -> tuple[list[int], Tensor]:
+    """The greedy answer after a prompt, whose last row's output is `last` (1, hidden).
+
+    It ends at a stop token, which is part of it, at the limit, or once it is right.
+
+    Returns its tokens, and their attention to the prompt, (L, N) float32 on the CPU, if every layer
+    of `cache` holds the whole prompt.
+    """
+    position = len(question.token_ids)
+    masses: Tensor | None = None
+    answer = [int(decoder.logits(last)[-1].argmax())]
+    while True:
+        done = answer[-1] in decoder.stop_tokens or len(answer) >= question.limit
+        done = done or (question.score is not None and question.score(answer) == 1)
+        if done and question.score is not None:
+            break
+        logits, mass = decoder.extend(answer[-1:], position + len(answer) - 1, cache)
+        if question.score is None:
+            now = torch.stack([layer[:position] for layer in mass])
+            masses = now if masses is None else masses + now
+        if done:
+            break
+        answer.append(int(logits[-1].argmax()))
+    return answer, torch.empty(0) if masses is None else masses.cpu()
+
+
+def answers_kept(
+    decoder: DenseDecoder, question: Question, seen: Seen, layer: int, reduction: str
+) -> tuple[float, float]:
+    """How much of the full model's answer stays where `layer` propagates, and out of how much.
+
+    A generated lookup is decoded anew and is right or not. Of an answer that only the full model
+    gives, each token is predicted after the full model's tokens before it, and is the same or not.
+    """
+    cache, rows = Cache(), decoder.embed(question.token_ids)
+    steps = decoder.layers(rows, cache=cache)
+    for _ in range(layer + 1):
+        rows, _ = next(steps)
+    rows = rows.select(seen.chosen[reduction][layer])
+    for output, _ in decoder.layers(rows, layer + 1, cache=cache):
+        rows = output
+    if question.score is not None:
+        answer, _ = generate(decoder, rows.hidden[-1:], question, cache)
+        return min(question.score(answer), seen.right), seen.right
+    predicted = decoder.logits(rows.hidden[-1:]).argmax(dim=-1).tolist()
+    if len(seen.answer) > 1:
+        logits, _ = decoder.extend(seen.answer[:-1], len(question.token_ids), cache)
+        predicted += logits.argmax(dim=-1).tolist()
+    same = sum(mine == full for mine, full in zip(predicted, seen.answer, strict=True))
+    return float(same), float(len(seen.answer))
+
+
+# The choice.
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layer and a reduction, with the mean score over the prompts."""
+
+    layer: int
+    reduction: str
+    score: float
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} by {self.reduction}"
+
+
+def candidates(
+    scores: dict[str, list[float]], reductions: Sequence[str], target: float, later: bool = False
+) -> list[Candidate]:
+    """Those within `target` of the best score, the earliest layer first, there `sum` first.
+
+    later: whether the others above the earliest of these come after them.
+    """
+    each = [
+        Candidate(layer, reduction, scores[reduction][layer])
+        for layer in range(len(next(iter(scores.values()))))
+        for reduction in reductions
+    ]
+    best = max(candidate.score for candidate in each)
+    found = [candidate for candidate in each if candidate.score >= target * best]
+    if later:
+        found += [c for c in each if c.score < target * best and c.layer > found[0].layer]
+    return found
+
+
+def tolerated_losses(count: int, target: float) -> int:
+    """The most answers of `count` that a layer may lose and still count as keeping `target`.
+
+    More would be lost with a chance below 5% by a layer that does keep this share.
+    """
+    at_least, losses = 1.0, 0
+    while True:
+        # P(X > losses) of a binomial.
+        at_least -= math.comb(count, losses) * (1 - target) ** losses * target ** (count - losses)
+        if at_least < 0.05 or losses == count:
+            return losses
+        losses += 1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How many answers stayed under a candidate, of those asked.
+
+    complete: whether all were asked; too many losses end a trial.
+    """
+
+    candidate: Candidate
+    kept: float
+    asked: float
+    complete: bool
+
+    @property
+    def lost(self) -> float:
+        return self.asked - self.kept
+
+    @property
+    def share(self) -> float:
+        return self.kept / self.asked
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was tried, and the trial whose layer is chosen; None if no layer keeps enough."""
+
+    trials: tuple[Trial, ...] = ()
+    chosen: Trial | None = None
+
+
+def try_out(
+    decoder: DenseDecoder,
+    questions: Sequence[Question],
+    seen: Sequence[Seen],
+    candidate: Candidate,
+    losses: float,
+    progress: Callable[[int], None],
+) -> Trial:
+    """Decode the answers that the full model has right; ends once more than `losses` are lost."""
+    kept = asked = 0.0
+    for number, (question, one) in enumerate(zip(questions, seen, strict=True)):
+        if not one.right:
+            continue
+        progress(number)
+        mine, full = answers_kept(decoder, question, one, candidate.layer, candidate.reduction)
+        kept, asked = kept + mine, asked + full
+        if asked - kept > losses:
+            return Trial(candidate, kept, asked, complete=False)
+    return Trial(candidate, kept, asked, complete=True)
+
+
+def prefill_ratio(layer: int, num_layers: int, rate: float) -> float:
+    """How much less prefill computes, by layers alone, where `layer` propagates `rate`."""
+    return num_layers / (layer + 1 + (num_layers - layer - 1) * rate)
+
+
+def mean_scores(seen: Sequence[Seen]) -> dict[str, list[float]]:
+    """By reduction and layer, over the prompts.
+
+    Raises:
+        ToolError: the type's range did not suffice.
+    """
+    means = {
+        reduction: torch.tensor([each.scores[reduction] for each in seen]).double().mean(0).tolist()
+        for reduction in seen[0].scores
+    }
+    if not all(math.isfinite(score) for layers in means.values() for score in layers):
+        raise ToolError("attention is not finite: use --dtype bfloat16 or float32")
+    return means

@@ -1,0 +1,363 @@
+"""A decoder run layer by layer in plain torch, to look at what its layers see.
+
+The offline tools use it: one prompt at a time, no cache and no vLLM, on CPU, on one GPU, or on
+several where the weights need them (placement.py). Attention
+goes through SDPA and everything else through slices of the rows, so that a prompt of 128K tokens
+needs a few times its hidden states beside the weights. Only the attention rows of the prompt's last
+queries are ever materialised.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from vllm_kvx.equations.saliency import window_attention
+from vllm_kvx.errors import ToolError
+from vllm_kvx.tools.checkpoint.placement import place
+
+# Their modules have the same names and the same meaning; q_norm and k_norm are Qwen3's alone.
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+# Rows that projections and the MLP take at once: it bounds their intermediate values.
+_SLICE = 4096
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some tokens of one prompt between two layers, in the order of their positions.
+
+    hidden: (n, hidden), in the model's dtype.
+    cos, sin: (n, D), the rotary embedding of the tokens' positions in the prompt.
+    """
+
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    def select(self, indices: Tensor) -> "Rows":
+        """The rows at ascending `indices` (m,), with the positions that they had."""
+        indices = indices.to(self.hidden.device)
+        return Rows(self.hidden[indices], self.cos[indices], self.sin[indices])
+
+    def to(self, device: torch.device) -> "Rows":
+        """These rows on `device`."""
+        return Rows(self.hidden.to(device), self.cos.to(device), self.sin.to(device))
+
+    def then(self, later: "Rows") -> "Rows":
+        """These rows and `later` ones, which follow them in the sequence."""
+        mine, others = (self.hidden, self.cos, self.sin), (later.hidden, later.cos, later.sin)
+        return Rows(*(torch.cat(pair) for pair in zip(mine, others, strict=True)))
+
+
+@dataclass
+class Cache:
+    """Keys and values of the tokens so far, by layer; a layer may hold fewer tokens than another.
+
+    layers: (keys, values) of each layer, (G, n, D) each, rotated.
+    """
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append tokens to layer `index`, (G, m, D) each; returns all that it holds then."""
+        if index == len(self.layers):
+            self.layers.append((keys, values))
+        else:
+            old_keys, old_values = self.layers[index]
+            self.layers[index] = (
+                torch.cat([old_keys, keys], dim=1),
+                torch.cat([old_values, values], dim=1),
+            )
+        return self.layers[index]
+
+    def copy(self) -> "Cache":
+        """One that grows by itself."""
+        return Cache(list(self.layers))
+
+
+def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
+    """The configuration of the model in a directory, or of that name on the Hugging Face hub.
+
+    Raises:
+        ToolError: there is none, or its architecture is none of ARCHITECTURES.
+    """
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or name[0] in "./~" or name.count("/") > 1):
+        raise ToolError(f"no model at {name}: give a directory with config.json, or a hub name")
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    except Exception as error:  # transformers and the hub raise what they like
+        raise ToolError(f"cannot read the configuration of {name}: {_line(error)}") from error
+    found = (getattr(config, "architectures", None) or ["no architecture"])[0]
+    if found not in ARCHITECTURES:
+        raise ToolError(f"{name} has {found}; supported: {', '.join(ARCHITECTURES)}")
+    return config
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """The longest prompt, in tokens, that every layer sees in full; None without a limit."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and "sliding_attention" not in layer_types:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+class DenseDecoder:
+    """The layers of a Llama, Mistral, Qwen2 or Qwen3, to be run one after the other.
+
+    Sliding windows are not applied: prompts are to be no longer than `sliding_window(config)`.
+    A layer's rows, keys and values are on its device; all else that is returned is on `device`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, devices: Sequence[torch.device] | None = None
+    ) -> None:
+        """devices: of each layer, if they are on several; the first one has all else."""
+        self._model: Any = model.eval()
+        self.num_layers = len(self._model.model.layers)
+        self.num_kv_heads: int = model.config.num_key_value_heads
+        self.device = devices[0] if devices else model.device
+        self._devices = list(devices or [self.device] * self.num_layers)
+        self.stop_tokens = _stop_tokens(model)
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        device: str = "auto",
+        dtype: str = "auto",
+        revision: str | None = None,
+        spread: bool = False,
+    ) -> "DenseDecoder":
+        """The model of a directory or hub name, with its weights.
+
+        device: `auto` is the GPU if there is one.
+        spread: whether `auto` may take further GPUs, if the weights need them.
+        dtype: a torch type's name; `auto` is the checkpoint's on a GPU, and float32 on CPU, where
+            the narrower types are slow and save only memory.
+
+        Raises:
+            ToolError: there is no such device, or the weights cannot be loaded, are not all there
+                or do not fit.
+        """
+        target = choose_device(device)
+        if dtype == "auto" and target.type == "cpu":
+            dtype = "float32"
+        model = load_weights(name, revision, dtype if dtype == "auto" else getattr(torch, dtype))
+        return cls(model, place(model, target, spread=spread and device == "auto"))
+
+    def embed(self, token_ids: Sequence[int]) -> Rows:
+        """The rows of a whole prompt before layer 0."""
+        return self._embed(token_ids)
+
+    def layers(
+        self, rows: Rows, first: int = 0, window: int = 0, cache: Cache | None = None
+    ) -> Iterator[tuple[Rows, Tensor | None]]:
+        """Run layers `first` to the last; after each one its output and its window attention.
+
+        Rows see each other causally and nothing else. The attention is (H, w, n) float32, softmax
+        rows of the last `window` rows, at most n; None if `window` is 0.
+
+        cache: takes each layer's keys and values; it holds those of the layers below `first`.
+        """
+        for index in range(first, self.num_layers):
+            rows, attention = self._layer(index, rows, window, cache)
+            yield rows, attention
+
+    @torch.no_grad()
+    def last_state(self, rows: Rows) -> Tensor:
+        """(hidden,) float32: the last row of the last layer's output after the final norm."""
+        return self._model.model.norm(rows.hidden[-1:].to(self.device))[0].float()
+
+    def finish(self, rows: Rows, first: int) -> Tensor:
+        """`last_state` after layers `first` to the last."""
+        for output, _ in self.layers(rows, first):
+            rows = output
+        return self.last_state(rows)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(m, vocabulary) float32 of rows (m, hidden) of the last layer's output."""
+        return self._model.lm_head(self._model.model.norm(hidden.to(self.device))).float()
+
+    def extend(
+        self, token_ids: Sequence[int], position: int, cache: Cache
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run m generated tokens, as `extension` does.
+
+        Returns their logits (m, vocabulary) and, by layer, their attention summed over them and
+        over the heads, (n,) float32 over the n tokens that the layer held before.
+        """
+        mass = []
+        for output, attention in self.extension(token_ids, position, cache):
+            rows = output
+            mass.append(attention.sum(dim=(0, 1))[: -len(token_ids)])
+        return self.logits(rows.hidden), mass
+
+    def extension(
+        self, token_ids: Sequence[int], position: int, cache: Cache
+    ) -> Iterator[tuple[Rows, Tensor]]:
+        """Run m generated tokens, which see each other causally and what `cache` holds.
+
+        After each layer come their rows and their attention, (H, m, n + m) float32 over the n
+        tokens that the layer held before and themselves.
+
+        position: the first one's, whatever the cache holds. The cache takes the tokens.
+        """
+        rows = self._embed(token_ids, position)
+        for index in range(self.num_layers):
+            rows, attention = self._extension(index, rows, cache)
+            yield rows, attention
+
+    @torch.no_grad()
+    def _embed(self, token_ids: Sequence[int], position: int = 0) -> Rows:
+        """The rows of tokens at `position` and after it, before layer 0."""
+        tokens = torch.tensor(token_ids, device=self.device)
+        hidden = self._model.model.embed_tokens(tokens)
+        # Once for all: some rotary embeddings depend on how many there are.
+        positions = torch.arange(position, position + len(tokens), device=self.device)
+        cos, sin = self._model.model.rotary_emb(hidden[None], positions[None])
+        return Rows(hidden, cos[0], sin[0])
+
+    @torch.no_grad()
+    def _extension(self, index: int, rows: Rows, cache: Cache) -> tuple[Rows, Tensor]:
+        layer, count = self._model.model.layers[index], len(rows)
+        rows = rows.to(self._devices[index])
+        query, key, value = _project(layer, rows)
+        keys, values = cache.add(index, key, value)
+        later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
+        grouped = query.unflatten(0, (len(keys), -1)).float()  # (G, H / G, m, D)
+        scores = grouped @ keys[:, None].float().transpose(2, 3) * layer.self_attn.scaling
+        scores[..., -count:].masked_fill_(later, float("-inf"))
+        attention = scores.softmax(dim=-1)  # (G, H / G, m, n + m)
+        mixed = (attention @ values[:, None].float()).to(query.dtype).flatten(0, 1)
+        hidden = _finish(layer, rows.hidden, mixed.transpose(0, 1))
+        return replace(rows, hidden=hidden), attention.flatten(0, 1).to(self.device)
+
+    @torch.no_grad()
+    def _layer(
+        self, index: int, rows: Rows, window: int, cache: Cache | None
+    ) -> tuple[Rows, Tensor | None]:
+        layer = self._model.model.layers[index]
+        rows = rows.to(self._devices[index])
+        attn = layer.self_attn
+        query, key, value = _project(layer, rows)
+        if cache is not None:
+            cache.add(index, key, value)
+        heads, count, head_dim = query.shape
+        shared = heads // key.shape[0]
+        groups = [slice(head, head + shared) for head in range(0, heads, shared)]
+        attention = None
+        if window:
+            # By KV head: the reference math copies the keys for every query head, in float32.
+            attention = torch.cat(
+                [
+                    window_attention(query[group, -window:], key[head, None], attn.scaling)
+                    for head, group in enumerate(groups)
+                ]
+            ).to(self.device)
+        mixed = query.new_empty(count, heads, head_dim)
+        for head, group in enumerate(groups):
+            # By KV head too: SDPA's grouped-query path falls back to a full matrix in float32.
+            keys, values = (x[head].expand(shared, -1, -1)[None] for x in (key, value))
+            mixed[:, group] = F.scaled_dot_product_attention(
+                query[None, group], keys, values, is_causal=True, scale=attn.scaling
+            )[0].transpose(0, 1)
+        return replace(rows, hidden=_finish(layer, rows.hidden, mixed)), attention
+
+
+def load_weights(name: str, revision: str | None, dtype: torch.dtype | str, **options: Any) -> Any:
+    """The model of a directory or hub name, on the CPU; `options` are transformers' own.
+
+    Raises:
+        ToolError: the weights cannot be loaded or are not all there.
+    """
+    loader: Any = AutoModelForCausalLM  # its type knows nothing of the report
+    try:
+        model, report = loader.from_pretrained(
+            name, revision=revision, dtype=dtype, output_loading_info=True, **options
+        )
+    except Exception as error:  # transformers and the hub raise what they like
+        raise ToolError(f"cannot load the weights of {name}: {_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers draws these at random and goes on.
+        raise ToolError(f"{name} lacks {len(missing)} of its weights: {missing[0]}, ...")
+    return model
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `name` means; ToolError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ToolError(f"device must be auto, cpu, cuda or cuda:<int>, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ToolError(f"this machine has no {name} that torch can use: use --device cpu")
+    return device
+
+
+def _stop_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end what the model says."""
+    found: set[int] = set()
+    for config in (model.config, model.generation_config):
+        tokens = getattr(config, "eos_token_id", None)
+        if tokens is not None:
+            found.update([tokens] if isinstance(tokens, int) else tokens)
+    return frozenset(found)
+
+
+def _project(layer: Any, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (H, n, D), keys and values (G, n, D) of a layer, rotated."""
+    attn, count = layer.self_attn, len(rows)
+    projections = (attn.q_proj, attn.k_proj, attn.v_proj)
+    query, key, value = (
+        rows.hidden.new_empty(proj.out_features // attn.head_dim, count, attn.head_dim)
+        for proj in projections
+    )
+    for part in _slices(count):
+        normed = layer.input_layernorm(rows.hidden[part])
+        q, k, v = (proj(normed).unflatten(-1, (-1, attn.head_dim)) for proj in projections)
+        if hasattr(attn, "q_norm"):
+            q, k = attn.q_norm(q), attn.k_norm(k)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        q, k = apply_rotary_pos_emb(q, k, rows.cos[None, part], rows.sin[None, part])
+        query[:, part], key[:, part], value[:, part] = q[0], k[0], v[0]
+    return query, key, value
+
+
+def _finish(layer: Any, before: Tensor, mixed: Tensor) -> Tensor:
+    """A layer's output (n, hidden) from its input and what its heads read, (n, H, D)."""
+    hidden = torch.empty_like(before)
+    for part in _slices(len(before)):
+        residual = before[part] + layer.self_attn.o_proj(mixed[part].flatten(1))
+        hidden[part] = residual + layer.mlp(layer.post_attention_layernorm(residual))
+    return hidden
+
+
+def _slices(count: int) -> Iterator[slice]:
+    for begin in range(0, count, _SLICE):
+        yield slice(begin, min(begin + _SLICE, count))
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return next((line for line in str(error).splitlines() if line), type(error).__name__)

@@ -1,0 +1,82 @@
+"""The policies that were asked for, and the layers that they leave to measurement."""
+
+from typing import Any
+
+from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, merge_flags, policy_is_set
+from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.measured_layers import Found, layer_of, parts_of
+from vllm_kvx.tools.doctor.findings import Context
+
+
+def additional_config(context: Context) -> dict[str, Any]:
+    """``additional_config`` as the server makes it of its flags, as far as it is known.
+
+    Raises:
+        ValueError: as ``settings.merge_flags``.
+    """
+    if context.additional_config is not None:
+        return dict(context.additional_config)
+    request = context.request
+    config = request.additional_config
+    return dict(merge_flags(request.policy, request.request_policies, config, request.layout))
+
+
+def left_to_measurement(config: dict[str, Any]) -> list[Method]:
+    """The methods in `config` whose layer has to be measured, one for each such layer."""
+    if config.get(POLICY_KEY) is None:
+        return []
+    found: dict[str, Method] = {}
+    for part in parts_of(config):
+        wanted = part.unmeasured
+        if wanted is not None and wanted.key not in config:
+            found.setdefault(wanted.key, part)
+    return list(found.values())
+
+
+def policies_of(config: dict[str, Any]) -> list[KVPolicy]:
+    """The policies in `config` as they are written, no layer put in; they parse."""
+    return [parse_policy(name) for name in (config[POLICY_KEY], *config.get(LAYOUT_KEY, ()))]
+
+
+def known_layer(context: Context, part: Method) -> Found | None:
+    """Where a server would find the layer of `part`; None if it would have to measure."""
+    layers = context.text_config["num_hidden_layers"]
+    name, revision = context.request.model or "", context.request.revision
+    return layer_of(part, context.text_config, name, layers, revision)
+
+
+def layers_for(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of ``additional_config`` for the layers that `config` leaves to measurement.
+
+    One that is known is what a server would find. For one that is not, the middle layer stands in:
+    a check of the flags needs some layer, and measuring takes the weights. It is 0 where the number
+    of layers is not known.
+    """
+    keys: dict[str, Any] = {}
+    if "layers" in context.missing:
+        return {part.to_measure.key: 0 for part in left_to_measurement(config) if part.to_measure}
+    for part in left_to_measurement(config):
+        wanted, found = part.to_measure, known_layer(context, part)
+        assert wanted is not None
+        if found is None:
+            keys[wanted.key] = (context.text_config["num_hidden_layers"] - 1) // 2
+            continue
+        keys[wanted.key] = found.layer
+        if found.reduction != WINDOW_REDUCTIONS[0]:
+            keys[wanted.reduction_key] = found.reduction
+    return keys
+
+
+def settings_of(context: Context) -> KVSettings | None:
+    """The server's settings, with layers as ``layers_for`` says; None if no policy is asked for.
+
+    Raises:
+        PolicyError, ValueError: as ``KVSettings.of``.
+    """
+    config = additional_config(context)
+    if not policy_is_set(config):
+        return None
+    config = {**layers_for(context, config), **config}
+    return KVSettings.of(config, context.text_config["num_hidden_layers"])

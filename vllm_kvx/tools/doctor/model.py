@@ -1,0 +1,144 @@
+"""The model, from its configuration and the sizes of its files: what it is, and what runs it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_kvx.models.registry import SEGMENTED
+from vllm_kvx.records.model_key import architecture_of, model_dir, weight_files
+from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
+
+INDEX = "model.safetensors.index.json"
+
+
+class LocalModel:
+    """A model as ``server.trust`` and ``server.tuning`` ask about it, without vLLM.
+
+    They take vLLM's ``ModelConfig``; this has the attributes that they read.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.model = context.request.model or ""
+        self.revision = context.request.revision
+        self.hf_text_config = self
+        self._config = context.text_config
+
+    def to_dict(self) -> dict[str, Any]:
+        """config.json, as ``PretrainedConfig.to_dict`` gives it."""
+        return self._config
+
+    def get_total_num_hidden_layers(self) -> int:
+        """Decoder layers of the model."""
+        layers: int = self._config["num_hidden_layers"]
+        return layers
+
+
+def model(context: Context) -> Iterator[Finding]:
+    """Finds the model and reads its configuration."""
+    name = context.request.model
+    if name is None:
+        context.missing["model"] = context.missing["layers"] = "no MODEL was named"
+        yield note("no MODEL was named", "vllm-kvx doctor MODEL --kv-policy POLICY")
+        return
+    context.directory = model_dir(name, context.request.revision)
+    if context.directory is None:
+        context.missing["model"] = context.missing["layers"] = f"{name} was not found"
+        at = f" --revision {context.request.revision}" if context.request.revision else ""
+        yield problem(
+            f"{name} is no folder, and the hub's cache on this machine has no config.json of it; "
+            "doctor downloads nothing",
+            f"hf download {name} config.json{at}, or name a folder",
+        )
+        return
+    path = context.directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        context.missing["layers"] = f"{path} cannot be read"
+        yield problem(f"{path} cannot be read: {reason(error)}", "name a folder with a model")
+        return
+    yield ok(f"{name}, in {context.directory}")
+    context.text_config = _text_config(context, config)
+    yield from _architecture(context, architecture_of(config))
+    yield from _weights(context.directory)
+
+
+def _text_config(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """The text model's configuration as servers read it; as it stands, where that fails."""
+    plain = {**config, **config.get("text_config", {})}
+    # transformers may import torch.
+    if "torch" in context.missing:
+        return plain
+    try:
+        from transformers import AutoConfig
+
+        read = AutoConfig.from_pretrained(str(context.directory), local_files_only=True)
+        found: dict[str, Any] = read.get_text_config().to_dict()
+    except Exception:  # What it cannot read, vLLM says better.
+        return plain
+    return {**found, "architectures": found.get("architectures") or config.get("architectures")}
+
+
+def _architecture(context: Context, architecture: str | None) -> Iterator[Finding]:
+    layers = context.text_config.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers < 1:
+        context.missing["layers"] = "config.json has no number of layers"
+        yield note("config.json has no num_hidden_layers, so no policy's layout can be told")
+    if architecture in SEGMENTED:
+        yield ok(f"{architecture} of {layers} layers: policies run it")
+    else:
+        yield note(
+            f"{architecture}: of the policies only full runs it",
+            f"serve a model of one of {', '.join(SEGMENTED)}",
+        )
+
+
+def _weights(directory: Path) -> Iterator[Finding]:
+    files = weight_files(directory)
+    if not files:
+        yield note(
+            "no weights are here: a server downloads them, and records are told apart by them"
+        )
+        return
+    size = sum(path.stat().st_size for path in files)
+    yield ok(f"weights: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**20:,.1f} MiB")
+
+
+def weights_bytes(directory: Path, config: Mapping[str, Any], served_bytes: int) -> tuple[int, str]:
+    """About how many bytes the weights take on all GPUs together, and what says so.
+
+    served_bytes: of one weight as it is served, unless they are quantized.
+    """
+    stored = element_bytes(config)
+    scale = 1.0
+    if stored and not config.get("quantization_config"):
+        scale = served_bytes / stored
+    if files := weight_files(directory):
+        return int(sum(path.stat().st_size for path in files) * scale), "by their files"
+    try:
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        return int(index["metadata"]["total_size"] * scale), "by their index"
+    except (OSError, ValueError, KeyError, TypeError):
+        return _parameters(config) * served_bytes, "counted from the configuration"
+
+
+def element_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of a weight as the checkpoint has it; 0 if it does not say."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return {"float32": 4, "float16": 2, "bfloat16": 2}.get(name, 0)
+
+
+def _parameters(config: Mapping[str, Any]) -> int:
+    """Weights of a dense decoder of this configuration."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    mlp = 3 * hidden * config.get("intermediate_size", 4 * hidden)
+    embeddings = 1 if config.get("tie_word_embeddings") else 2
+    total: int = layers * (attention + mlp) + embeddings * config.get("vocab_size", 0) * hidden
+    return total

@@ -1,0 +1,145 @@
+"""What the policy does on this model: in words, its layout, its rows, its bytes, its pool."""
+
+import inspect
+from collections.abc import Iterator
+
+from vllm_kvx.config.settings import POLICY_KEY, REQUESTS_KEY, KVSettings
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.storage import skipped_of
+from vllm_kvx.tools.doctor.asked import additional_config, settings_of
+from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
+from vllm_kvx.tools.doctor.reads import reads
+from vllm_kvx.tools.doctor.sizes import Pool, Sizes, memory_of, size_of
+
+_NAME_POLICY = "vllm-kvx doctor MODEL --kv-policy POLICY"
+
+
+def policy(context: Context) -> Iterator[Finding]:
+    """The server's policy on the model, as far as both were named."""
+    try:
+        name = additional_config(context).get(POLICY_KEY)
+        if name is None:
+            yield note("no KV policy was asked for: a server runs stock vLLM", _NAME_POLICY)
+            return
+        named = parse_policy(name)
+    except ValueError as error:
+        yield problem(str(error))
+        return
+    yield from _in_words(named)
+    lacks = context.missing.get("model") or context.missing.get("layers")
+    if lacks:
+        yield note(f"its layout is not told: {lacks}")
+        return
+    try:
+        settings = settings_of(context)
+    except ValueError as error:
+        yield problem(str(error))
+        return
+    assert settings is not None
+    if settings.stock:
+        return
+    yield ok(f"requests may name {settings.names_allowed()} ({REQUESTS_KEY})")
+    yield ok(f"layout on {settings.num_layers} layers: {settings.layout}")
+    try:
+        sizes = Sizes.of(context)
+    except KeyError as error:
+        yield note(f"its bytes are not told: config.json has no {error.args[0]}")
+        return
+    yield from _counts(context, settings, sizes)
+
+
+def _in_words(named: KVPolicy) -> Iterator[Finding]:
+    if named.is_full:
+        yield ok("full: stock vLLM; requests may name no other policy")
+    for part in named.parts:
+        parameters = ", ".join(f"{key}={value}" for key, value in part.parameters().items())
+        does = (inspect.getdoc(type(part)) or "").splitlines()[0]
+        yield ok(f"{part} ({' and '.join(part.axes)}): {does} {parameters}")
+
+
+def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Finding]:
+    prompt_len = context.request.prompt_len or sizes.longest
+    served = settings.policy
+    rows = [rows_of(served, prompt_len, layer, sizes.layers) for layer in range(sizes.layers)]
+    share = sum(rows) / (prompt_len * sizes.layers)
+    yield ok(
+        f"a prompt of {prompt_len:,} tokens runs {_by_layer(rows)}: {share:.1%} of full's work"
+    )
+    # The sidecar's sizes are those of ops, which import both.
+    lacks = [name for name in ("torch", "vllm") if name in context.missing]
+    if settings.layout.sidecar is not None and lacks:
+        yield note(f"its bytes are not told: {' and '.join(lacks)} cannot be imported")
+        return
+    try:
+        pool = Pool.of(served, settings.layout, sizes, prompt_len)
+    except (ImportError, ValueError) as error:
+        yield note(f"its bytes are not told: {reason(error)}")
+        return
+    yield ok(pool.choice.says(pool.stage_sizes))
+    yield ok(
+        f"KV of such a prompt: {pool.token_bytes / 1024:.2f} KiB a token"
+        f"{' and GPU' if sizes.ranks > 1 else ''}, stock {pool.stock_token_bytes / 1024:.2f} KiB"
+    )
+    if not sizes.from_server:
+        yield note(
+            f"counted by config.json, KV blocks of {sizes.block_size} tokens and 16-bit entries, "
+            "since the flags were not read"
+        )
+    yield from _pool(context, settings, sizes, pool)
+    yield from reads(context, served, sizes)
+
+
+def _pool(context: Context, settings: KVSettings, sizes: Sizes, pool: Pool) -> Iterator[Finding]:
+    stash = settings.stash_tokens
+    if settings.layout.stash and not stash:
+        stash = sizes.longest + sizes.step
+    memory = memory_of(context, sizes, stash)
+    if memory is None:
+        yield note("no GPU to estimate the KV pool for", "--gpu-memory GIB")
+        return
+    tokens, stock = memory.pool / pool.token_bytes, memory.pool / pool.stock_token_bytes
+    if memory.pool <= 0:
+        yield problem(
+            f"nothing is left for the KV pool: {memory.says}",
+            "--tensor-parallel-size, --gpu-memory-utilization, or a smaller model",
+        )
+        return
+    yield ok(
+        f"KV pool, an estimate: {size_of(memory.pool)} hold {int(tokens):,} prompt tokens "
+        f"under {settings.policy}, {tokens / stock:.2f}x the {int(stock):,} of stock vLLM "
+        f"({memory.says})"
+    )
+    # A `full` request, or the time before entries go, may need all of them.
+    if stock < sizes.longest:
+        yield note(
+            f"a prompt of the greatest length, {sizes.longest:,} tokens, may not fit while all of "
+            "its entries are there",
+            f"--max-model-len {int(stock)}",
+        )
+
+
+def rows_of(served: KVPolicy, prompt_len: int, layer: int, num_layers: int) -> int:
+    """Rows of a prompt that `layer` runs under a policy.
+
+    Where the selecting layer is found while the prompt runs, the highest that may be is taken. A
+    layer counts whole that the server may split, as ``worker/split_layers`` has it.
+    """
+    rows = prompt_len - skipped_of(served, prompt_len, layer).size
+    selection = served.selection(prompt_len, num_layers)
+    if selection is None:
+        return rows
+    return (rows if layer <= selection.after else 0) + (
+        selection.count if layer >= selection.resumes_at else 0
+    )
+
+
+def _by_layer(rows: list[int]) -> str:
+    """Rows in words, alike layers together."""
+    words, begin = [], 0
+    for layer in range(1, len(rows) + 1):
+        if layer == len(rows) or rows[layer] != rows[begin]:
+            where = f"layers {begin}-{layer - 1}" if layer - 1 > begin else f"layer {begin}"
+            words.append(f"{rows[begin]:,} rows in {where}")
+            begin = layer
+    return ", ".join(words)

@@ -1,0 +1,48 @@
+"""From which length on a server's decode steps retrieve on this machine, and by which ops."""
+
+from collections.abc import Iterator
+
+from vllm_kvx.policy.layout import RetrievalLayout
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok
+from vllm_kvx.tools.doctor.sizes import Sizes
+
+
+def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]:
+    """What a worker will say of retrieval when it has loaded the model; nothing without it."""
+    retrieve = served.retrieve
+    if retrieve is None or context.ops is None or context.vllm_config is None:
+        return
+    from vllm import envs
+
+    from vllm_kvx.indexes.table import INDEXES
+    from vllm_kvx.ops.retrieval.backends import Backends
+    from vllm_kvx.ops.retrieval.costs import Begins, costs
+    from vllm_kvx.ops.retrieval.crossover import NEVER, crossover
+
+    layout = RetrievalLayout.of(retrieve)
+    model, parallel = context.vllm_config.model_config, context.vllm_config.parallel_config
+    share = model.get_num_attention_heads(parallel) // sizes.kv_heads
+    backends = Backends.of(
+        *context.ops,
+        model.dtype,
+        sizes.head_dim,
+        share,
+        layout.reduction,
+        INDEXES[layout.index].cuda_reductions,
+    )
+    head_bytes = 2 * sizes.head_dim * sizes.entry_bytes
+    machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
+    num_reqs = context.vllm_config.scheduler_config.max_num_seqs
+    alone, least = retrieve.floor(crossover(*machine)), retrieve.floor(0)
+    taken = costs(*machine, invariant=envs.VLLM_BATCH_INVARIANT)
+    begins = Begins.of(alone, least, retrieve.budget, taken, num_reqs)
+    by = f"(dense_below={retrieve.dense_below}; ops: {backends}, {backends.reason})"
+    if begins.batch <= sizes.longest:
+        yield ok(f"{retrieve} reads parts of contexts {begins} {by}")
+        return
+    yield note(
+        f"{retrieve} reads every context whole, as full does: the longest has {sizes.longest:,} "
+        f"tokens, and it retrieves {begins if begins.batch < NEVER else 'at no length'} {by}",
+        "set dense_below=<tokens> in the policy, or use CUDA ops, which pay earlier",
+    )

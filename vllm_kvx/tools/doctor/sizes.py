@@ -1,0 +1,187 @@
+"""What of a server decides how many prompt tokens its KV pool holds."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvx.cache.group_size import GroupChoice, blocks_per_token, group_layers
+from vllm_kvx.policy.layout import Layout
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.tools.doctor.findings import Context, Request
+from vllm_kvx.tools.doctor.model import element_bytes, weights_bytes
+
+GIB = 2**30
+# vLLM's defaults, for where it cannot be asked.
+_BLOCK_SIZE, _MEMORY_SHARE = 16, 0.92
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A server's sizes. Bytes and heads are those of one rank.
+
+    layers: of the model. kv_heads, head_dim: of its cache. hidden: of its states.
+    entry_bytes: of one number in the cache. state_bytes: of one number of a hidden state.
+    block_size: tokens of a KV block. longest: tokens of the longest prompt. step: tokens of a step.
+    memory_share: of a GPU's memory that vLLM takes. ranks: tensor parallel.
+    from_server: whether vLLM said so; else they are of config.json and vLLM's defaults.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    entry_bytes: int
+    state_bytes: int
+    block_size: int
+    longest: int
+    step: int
+    memory_share: float
+    ranks: int
+    from_server: bool
+
+    @classmethod
+    def of(cls, context: Context) -> "Sizes":
+        """Those of the server's configuration, if there is one, else of the model's.
+
+        Raises:
+            KeyError: config.json lacks one.
+        """
+        if context.vllm_config is not None:
+            return cls._of_server(context.vllm_config)
+        return cls._of_model(context.text_config, context.request)
+
+    @classmethod
+    def _of_server(cls, config: Any) -> "Sizes":
+        from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+        model, cache = config.model_config, config.cache_config
+        entry = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
+        return cls(
+            layers=model.get_total_num_hidden_layers(),
+            kv_heads=model.get_num_kv_heads(config.parallel_config),
+            head_dim=model.get_head_size(),
+            hidden=model.get_hidden_size(),
+            entry_bytes=entry.itemsize,
+            state_bytes=model.dtype.itemsize,
+            block_size=cache.block_size,
+            longest=model.max_model_len,
+            step=config.scheduler_config.max_num_batched_tokens,
+            memory_share=cache.gpu_memory_utilization,
+            ranks=config.parallel_config.tensor_parallel_size,
+            from_server=True,
+        )
+
+    @classmethod
+    def _of_model(cls, config: dict[str, Any], request: Request) -> "Sizes":
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        # vLLM serves float32 checkpoints in 16 bits, too.
+        return cls(
+            layers=config["num_hidden_layers"],
+            kv_heads=max(kv_heads // request.ranks, 1),
+            head_dim=config.get("head_dim") or hidden // heads,
+            hidden=hidden,
+            entry_bytes=2,
+            state_bytes=min(element_bytes(config), 2) or 2,
+            block_size=_BLOCK_SIZE,
+            longest=config["max_position_embeddings"],
+            step=config["max_position_embeddings"],
+            memory_share=_MEMORY_SHARE,
+            ranks=request.ranks,
+            from_server=False,
+        )
+
+    def page_bytes(self) -> int:
+        """Bytes of a layer's keys and values in one block, in stock vLLM."""
+        return 2 * self.block_size * self.kv_heads * self.head_dim * self.entry_bytes
+
+    def sidecar_bytes(self, layout: Layout) -> int:
+        """Bytes that a page holds besides, for retrieval.
+
+        Raises:
+            ImportError: torch or vLLM is missing, and there is a sidecar.
+            ValueError: the block size does not suit the sidecar.
+        """
+        if layout.sidecar is None:
+            return 0
+        from vllm_kvx.indexes.base import PageShape
+        from vllm_kvx.indexes.table import INDEXES
+
+        shape = PageShape(self.kv_heads, self.block_size, self.head_dim, layout.sidecar.group)
+        return INDEXES[layout.sidecar.index].page_bytes(shape)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A KV pool's arithmetic under a policy; bytes are those of one rank.
+
+    choice: how layers are shared out to KV groups. token_bytes: what a prompt token takes on
+    average, padding and sidecar included. stock_token_bytes: in stock vLLM.
+    """
+
+    choice: GroupChoice
+    stage_sizes: Sequence[int]
+    token_bytes: float
+    stock_token_bytes: float
+
+    @classmethod
+    def of(cls, policy: KVPolicy, layout: Layout, sizes: Sizes, prompt_len: int) -> "Pool":
+        """For prompts of `prompt_len` tokens.
+
+        Raises:
+            ImportError, ValueError: as ``Sizes.sidecar_bytes``.
+        """
+        stages = layout.stage_sizes(sizes.layers)
+        choice = group_layers(stages)
+        groups = [
+            (start, sizes.block_size)
+            for start, count in zip(layout.stage_starts, choice.groups_per_stage, strict=True)
+            for _ in range(count)
+        ]
+        block = choice.size * (sizes.page_bytes() + sizes.sidecar_bytes(layout))
+        return cls(
+            choice,
+            stages,
+            blocks_per_token(policy, prompt_len, groups, sizes.layers) * block,
+            sizes.layers * sizes.page_bytes() / sizes.block_size,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank's KV pool gets, in bytes; `says` tells how it comes about."""
+
+    pool: int
+    says: str
+
+
+def memory_of(context: Context, sizes: Sizes, stash_tokens: int) -> Memory | None:
+    """The KV pool's memory: of the GPU that was named or found, or as set for a CPU.
+
+    None if there is no GPU, and none was named.
+    """
+    given = context.request.gpu_memory
+    total = given * GIB if given is not None else context.gpu_bytes
+    if total is None or (context.is_cpu and given is None):
+        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        if not context.is_cpu or not space or not space.isdecimal():
+            return None
+        return Memory(int(space) * GIB, f"VLLM_CPU_KVCACHE_SPACE={space} GiB")
+    assert context.directory is not None
+    weights, how = weights_bytes(context.directory, context.text_config, sizes.state_bytes)
+    weights //= sizes.ranks
+    stash = stash_tokens * sizes.hidden * sizes.state_bytes
+    pool = int(total * sizes.memory_share) - weights - stash
+    words = [
+        f"{sizes.memory_share:g} of {size_of(total)}",
+        f"less {size_of(weights)} of weights{' a GPU' if sizes.ranks > 1 else ''} ({how})",
+        *([f"{size_of(stash)} of stash"] if stash else []),
+        "and what activations and CUDA graphs take",
+    ]
+    return Memory(pool, ", ".join(words))
+
+
+def size_of(num_bytes: float) -> str:
+    """Bytes in words."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,374 @@
+"""`vllm-kvx evaluate`: what policies keep of a model's answers."""
+
+import argparse
+import functools
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import vllm_kvx
+from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.cache_dtype import FP8, FULL, at_dtype, split_dtype
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.records.folder import check_writable
+from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.tools.engine import on_cpu, prepare_environment
+from vllm_kvx.tools.evaluate import figures, full_answers, report
+from vllm_kvx.tools.evaluate.defaults import DEFAULTS, quick_defaults, set_defaults
+from vllm_kvx.tools.evaluate.engine import NotStarted, OwnEngine, own_engine
+from vllm_kvx.tools.evaluate.groups import grouped
+from vllm_kvx.tools.evaluate.original import Model, check_tokenizers, models_of
+from vllm_kvx.tools.evaluate.progress import AnswersBar
+from vllm_kvx.tools.evaluate.questions import Key, Posed, Suite, load_tokenizer
+from vllm_kvx.tools.evaluate.rows import dtype_of, policy_of
+from vllm_kvx.tools.evaluate.save import save
+from vllm_kvx.tools.evaluate.server import RunningServer, running_server
+from vllm_kvx.tools.evaluate.store import RESOLVED, Answer, Question, Store
+from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
+from vllm_kvx.tools.plots import check_matplotlib
+from vllm_kvx.tools.tasks.table import FIXED, GROUPS, TASKS
+
+# Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
+_AT_A_TIME = 128
+_TOKENS_AT_A_TIME, _TOKENS_ON_CPU = 1 << 20, 1 << 14
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command; `args` as in options.py.
+
+    Raises:
+        ToolError, PolicyError: it cannot be done as asked.
+    """
+    if args.tasks == ["list"]:
+        print(task_list())
+        return
+    if not args.quick:
+        set_defaults(args, DEFAULTS)
+        # Before a configuration is looked for on the hub.
+        suite = suite_of(args)
+    prepare_environment()
+    models = models_of(args)
+    if args.quick:
+        set_defaults(args, quick_defaults(models[-1].config_key))
+        suite = suite_of(args)
+    rows = [row for model in models for row in model.rows]
+    if args.save:
+        check_saves(suite, rows)
+    for model in models:
+        suite.check(model.config.max_position_embeddings)
+        check_rows(model.rows)
+    check_yardstick({rows[0]: FULL + at_dtype(args.engine_args.get("kv_cache_dtype"))}, rows)
+    output = Path(args.output or f"evaluate-{Path(args.model).name}")
+    check_writable(output, "choose another --output")
+    speed = None
+    if args.speed:
+        check_matplotlib("--speed")
+        speed = figures.read_speed(args.speed)
+        figures.check_speed(args.speed, speed, rows)
+    store = Store(output, facts_of(args, suite, models))
+
+    load = functools.partial(load_tokenizer, args.model, args.revision)
+    if args.original is not None:
+        check_tokenizers(load(), load_tokenizer(args.original, args.original_revision))
+    with _bar("prompts") as bar:
+        posed = suite.pose(load, bar)
+    missing = {row: [key for key in posed if Question(row, *key) not in store] for row in rows}
+    failed: list[NotStarted] = []
+    if any(missing.values()):
+        failed = answer_all(args, suite, models, posed, missing, store)
+    problems = finish(args, store, summary_of(store, posed, rows), models[-1], speed, rows)
+    if failed:
+        problems.append(
+            f"{'; '.join(map(str, failed))}. The report is of what was answered, and that is kept: "
+            "with what failed mended, or left out, the same command asks only what is missing"
+        )
+    if problems:
+        raise ToolError(". ".join(problems))
+
+
+def suite_of(args: argparse.Namespace) -> Suite:
+    """What the options ask."""
+    return Suite.of(
+        args.tasks,
+        args.longbench,
+        lengths=tuple(args.lengths),
+        samples=args.samples,
+        seed=args.seed,
+        text=args.text,
+    )
+
+
+def check_saves(suite: Suite, rows: Sequence[str]) -> None:
+    """Raise ToolError where a run has nothing that `--save` could store."""
+    if all(policy_of(row) == FULL for row in rows):
+        raise ToolError("--save stores what policies keep of full's answers: name one beside full")
+    if not suite.tasks:
+        raise ToolError(
+            f"--save stores the share of right answers, and {PERPLEXITY} alone has none: add "
+            "other --tasks, or leave --save out"
+        )
+
+
+def summary_of(store: Store, posed: Mapping[Key, Posed], rows: Sequence[str]) -> Summary:
+    """Of the answers of these rows to what this run asks; the store may have others."""
+    asked = {Question(row, *key) for row in rows for key in posed}
+    return Summary((answer for answer in store if answer.question in asked), rows)
+
+
+def answer_all(
+    args: argparse.Namespace,
+    suite: Suite,
+    models: Sequence[Model],
+    posed: Mapping[Key, Posed],
+    missing: Mapping[str, Sequence[Key]],
+    store: Store,
+) -> list[NotStarted]:
+    """Has engines answer what is missing, the yardstick first; returns which did not start.
+
+    Raises:
+        ToolError: an engine fails, or the yardstick's answers are too few for a comparison.
+    """
+    rows = [row for model in models for row in model.rows]
+    yardstick, failed = rows[0], list[NotStarted]()
+
+    def check_full() -> None:
+        summary = summary_of(store, posed, [yardstick])
+        full_answers.check(summary, store.directory, args.keep_going, args.save)
+
+    if not missing[yardstick]:
+        # Before an engine starts for the others.
+        check_full()
+    prompts = {row: [posed[key].asked for key in keys] for row, keys in missing.items()}
+    with closing(AnswersBar(prompts)) as bar:
+        engines = engines_of(args, models, missing, suite.context(posed), failed, bar)
+        with closing(engines):
+            for engine, names in engines:
+                for name in names:
+                    store.note_resolved(name, engine.resolved(name))
+                check_yardstick(store.facts[RESOLVED], rows)
+                for name in names:
+                    _ask(engine, name, missing[name], posed, store, bar)
+                    if name == yardstick and missing[name]:
+                        bar.clear()
+                        check_full()
+    return failed
+
+
+def finish(
+    args: argparse.Namespace,
+    store: Store,
+    summary: Summary,
+    model: Model,
+    speed: Mapping[str, Mapping[str, float]] | None,
+    rows: Sequence[str],
+) -> list[str]:
+    """Shows and writes what the answers say; they are saved for `model`.
+
+    rows: all that were asked for, answered or not. Returns what could not be done.
+    """
+    facts = store.facts
+    print(report.table(summary))
+    written = {
+        "report.json": json.dumps(report.as_json(summary, facts), indent=1) + "\n",
+        "report.txt": report.text(summary),
+    }
+    for name, text in written.items():
+        try:
+            (store.directory / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ToolError(f"cannot write {store.directory / name}: {error.strerror}") from error
+    print(f"\nResults: {store.directory / 'report.json'}, answers: {store.directory}/answers.jsonl")
+    problems = _save(model, summary, facts, rows) if args.save else []
+    if not args.no_plot:
+        print(figures.draw_all(store.directory, summary, model_name(args.model), speed))
+    return problems
+
+
+def _save(
+    model: Model, summary: Summary, facts: Mapping[str, Any], rows: Sequence[str]
+) -> list[str]:
+    """Saves rows and says of each what became of it; returns what could not be saved."""
+    # Its weights may have come with this run.
+    key = model_key(model.config.to_dict(), model_dir(model.source, model.revision))
+    saved = save(key, summary, facts, rows)
+    if saved.path is None:
+        print("Nothing was saved for servers of this model.")
+    else:
+        names = ", ".join(saved.names)
+        print(f"Saved for servers of this model: {names}, in {saved.path}")
+    for row, why in {**saved.needless, **saved.refused}.items():
+        print(f"Not saved: {row}, {why}")
+    refused = "; ".join(f"{row}, {why}" for row, why in saved.refused.items())
+    return [f"--save could not save {refused}"] if refused else []
+
+
+def check_rows(rows: Mapping[str, KVPolicy]) -> None:
+    """Raise ToolError for rows that no engine on this machine can answer."""
+    for row, policy in rows.items():
+        dtype = dtype_of(row)
+        if dtype is None or not on_cpu():
+            continue
+        if dtype not in FP8:
+            why = "vLLM's CPU attention has no such KV cache"
+        elif policy.is_lossy_decode:
+            why = "retention and retrieval cannot address 8-bit keys on CPU"
+        else:
+            continue
+        raise ToolError(f"{row}: {why}: ask on a GPU, or leave @{dtype} out")
+
+
+def check_yardstick(resolved: Mapping[str, str], rows: Sequence[str]) -> None:
+    """Raise ToolError where rows name a KV cache dtype and `full` is over a quantized one, too.
+
+    resolved: by row, as the store has it. rows: the yardstick first.
+    """
+    dtype = split_dtype(resolved.get(rows[0], FULL))[1]
+    named = next((row for row in rows if dtype_of(row)), None)
+    if dtype and named:
+        raise ToolError(
+            f"{named} would be compared with full over {dtype}, and what {dtype} loses would not "
+            f"show: leave @{dtype_of(named)} out, or give full another KV cache by --engine-args "
+            '\'{"kv_cache_dtype": "bfloat16"}\''
+        )
+
+
+def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) -> dict[str, Any]:
+    """What the run is: models, questions, versions, machine and date."""
+    import torch
+    import transformers
+    import vllm
+
+    *others, model = models
+    original = others[0] if others else None
+    dtype = args.engine_args.get("dtype", "float32" if on_cpu() else "auto")
+    return {
+        "model": model.name,
+        "model_key": model.key,
+        "config_key": model.config_key,
+        "original": original and original.name,
+        "original_key": original and original.key,
+        "original_config_key": original and original.config_key,
+        "text": args.text and str(Path(args.text).resolve()),
+        "kv_cache_dtype": args.engine_args.get("kv_cache_dtype"),
+        "quantization": args.engine_args.get("quantization"),
+        "seed": args.seed,
+        "dtype": dtype,
+        "tasks": suite.names,
+        "lengths": args.lengths,
+        "samples": args.samples,
+        "engine_args": args.engine_args,
+        "base_url": args.base_url,
+        "command": shlex.join(["vllm-kvx", *sys.argv[1:]]),
+        "versions": {
+            "vllm_kvx": vllm_kvx.__version__,
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "device": platform.machine() if on_cpu() else torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def engines_of(
+    args: argparse.Namespace,
+    models: Sequence[Model],
+    missing: Mapping[str, Sequence[Key]],
+    context: int,
+    failed: list[NotStarted],
+    bar: AnswersBar,
+) -> Generator[tuple[OwnEngine | RunningServer, list[str]]]:
+    """Engines that are up, with the rows to ask them for, one after the other.
+
+    context: tokens that the longest prompt has with its answer. failed: takes why an engine does
+    not start, whose rows are passed over. bar: is told of each that starts.
+
+    Raises:
+        NotStarted: it is the yardstick's engine.
+    """
+    yardstick = next(iter(models[0].rows))
+    if args.base_url:
+        (model,) = models
+        # It is asked what `full` means there, even if all such answers are here.
+        wanted = {row: p for row, p in model.rows.items() if missing[row] or row == FULL}
+        with running_server(args.base_url, wanted, args.concurrency, model.key) as server:
+            yield server, list(wanted)
+        return
+    groups = []
+    for model in models:
+        wanted = {row: policy for row, policy in model.rows.items() if missing[row]}
+        groups += [(model, names) for names in grouped(wanted, model.config.num_hidden_layers)]
+    for left, (model, names) in zip(range(len(groups), 0, -1), groups, strict=True):
+        longest = min(context, model.config.max_position_embeddings)
+        options = {"max_model_len": longest, "revision": model.revision, **args.engine_args}
+        members = {name: model.rows[name] for name in names}
+        cache = {} if (dtype := dtype_of(names[0])) is None else {"kv_cache_dtype": dtype}
+        try:
+            with ExitStack() as stack:
+                with bar.starting(names, left):
+                    engine = stack.enter_context(own_engine(model.source, members, options | cache))
+                yield engine, names
+        except NotStarted as error:
+            if yardstick in names:
+                raise
+            failed.append(error)
+            bar.drop(names)
+
+
+def _ask(
+    engine: OwnEngine | RunningServer,
+    policy: str,
+    keys: Sequence[Key],
+    posed: Mapping[Key, Posed],
+    store: Store,
+    bar: AnswersBar,
+) -> None:
+    """Has the engine answer, shortest prompts first, and stores some answers at a time."""
+    ordered = sorted(keys, key=lambda key: key[1])
+    # A server may have a GPU where this machine has none.
+    slow = isinstance(engine, OwnEngine) and on_cpu()
+    most = _TOKENS_ON_CPU if slow else _TOKENS_AT_A_TIME
+    while ordered:
+        tokens, count = 0, 0
+        while count < min(len(ordered), _AT_A_TIME) and (tokens < most or not count):
+            tokens += len(posed[ordered[count]].asked.token_ids)
+            count += 1
+        some, ordered = ordered[:count], ordered[count:]
+        answers = engine.answers(policy, [posed[key].asked for key in some], bar)
+        found = []
+        for key, answer in zip(some, answers, strict=True):
+            length = len(posed[key].asked.token_ids)
+            shares = engine.shares(policy, length)
+            score = posed[key].score(answer.text, answer.nats)
+            found.append(
+                Answer(Question(policy, *key), score, length, shares.kept, shares.read, answer.text)
+            )
+        store.add(found)
+
+
+def task_list() -> str:
+    """Tasks with what they are, and groups."""
+    lines = [f"{name:18}{task.about}" for name, task in (TASKS | FIXED).items()]
+    lines.append("perplexity        held-out text under the policy's cache, in nats a token")
+    lines += [f"{name:18}{', '.join(members)}" for name, members in GROUPS.items()]
+    return "\n".join(lines)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr; gives what sets it to so many of so many."""
+    with tqdm(unit=f" {what}", dynamic_ncols=True) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,0 +1,108 @@
+"""Which policies one engine can answer for: its layout is fixed when it starts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import get_args
+
+from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, split_dtype
+from vllm_kvx.policy.layout import layout_of
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
+from vllm_kvx.server.measured_layers import check_alike
+from vllm_kvx.tools.evaluate.rows import dtype_of
+
+# Each stage has block tables of its own: many of them fit no KV group size well.
+MAX_STAGES = 4
+
+
+def read_policies(names: Sequence[str], num_layers: int) -> dict[str, KVPolicy]:
+    """The policies, by the names that the user gave; `full` first, given or not.
+
+    A name may end in a KV cache dtype, `fier-512@fp8`, which the policy here is without.
+
+    Raises:
+        PolicyError: one does not parse, is not served or cannot run on such a model or KV cache.
+    """
+    policies = {"full": KVPolicy()}
+    for name in names:
+        plain, dtype = split_dtype(name)
+        policy = parse_policy(plain)
+        check_served(policy)
+        policy.check_model(num_layers)
+        if "@" in name:
+            _check_dtype(name, policy, dtype)
+            name = f"{plain}@{'fp8' if dtype == 'fp8_e4m3' else dtype}"
+        policies.setdefault(name, policy)
+    return policies
+
+
+def _check_dtype(name: str, policy: KVPolicy, dtype: str | None) -> None:
+    """Raise PolicyError unless the policy runs over such a KV cache; `full` does over vLLM's."""
+    taken: tuple[str, ...] = KV_CACHE_DTYPES
+    if policy.is_full and dtype not in taken:
+        from vllm.config.cache import CacheDType
+
+        taken = get_args(CacheDType)
+    taken = tuple(each for each in taken if each != "auto")
+    if dtype not in taken:
+        raise PolicyError(
+            f"{name!r}: behind the @ stands a KV cache dtype of vLLM over which {policy} runs: "
+            f"write one of {', '.join(taken)}"
+        )
+
+
+def grouped(policies: Mapping[str, KVPolicy], num_layers: int) -> list[list[str]]:
+    """The names, in groups that one engine serves; as few as make sense, in the order given."""
+    groups: list[tuple[list[str], list[KVPolicy]]] = []
+    for name, policy in policies.items():
+        for names, members in groups:
+            alike = dtype_of(names[0]) == dtype_of(name)
+            if alike and _fit_together([*members, policy], num_layers):
+                names.append(name)
+                members.append(policy)
+                break
+        else:
+            groups.append(([name], [policy]))
+    return [names for names, _ in groups]
+
+
+def _measured_alike(policy: KVPolicy, other: KVPolicy) -> bool:
+    """Whether one layer can stand for what both leave to measurement."""
+    for part in policy.parts:
+        for second in other.parts:
+            wanted = part.unmeasured
+            if wanted is None or type(second) is not type(part) or second.unmeasured is None:
+                continue
+            try:
+                check_alike(part, second, wanted)
+            except PolicyError:
+                return False
+    return True
+
+
+def _fit_together(policies: Sequence[KVPolicy], num_layers: int) -> bool:
+    *before, last = policies
+    if not all(_measured_alike(last, policy) for policy in before):
+        return False
+    policies = [_with_layers(policy, num_layers) for policy in policies]
+    try:
+        layout = layout_of(policies, num_layers)
+    except PolicyError:
+        return False
+    if len(layout.stage_starts) <= MAX_STAGES:
+        return True
+    # Those that need more share an engine with their like.
+    return all(
+        layout_of([policy], num_layers).stage_starts == layout.stage_starts for policy in policies
+    )
+
+
+def _with_layers(policy: KVPolicy, num_layers: int) -> KVPolicy:
+    """`policy` with some layer where it is yet to be measured: only who shares it matters here."""
+    parts = [
+        part
+        if (wanted := part.unmeasured) is None
+        else replace(part, **{wanted.parameter: num_layers // 2})
+        for part in policy.parts
+    ]
+    return KVPolicy.of(parts)

@@ -1,0 +1,215 @@
+"""The questions of a run: every task's samples as prompts, at every length."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.tools.evaluate.engine import Asked
+from vllm_kvx.tools.evaluate.perplexity import passages
+from vllm_kvx.tools.evaluate.summary import PERPLEXITY
+from vllm_kvx.tools.tasks.base import FixedTask, Sample, Task
+from vllm_kvx.tools.tasks.prompts import Prompt, encode, fitted, shortened
+from vllm_kvx.tools.tasks.table import TASKS, tasks_named
+
+DEFAULT_SAMPLES = 8
+# Prompts for which another process is worth its start.
+_FEW = 16
+
+# Task, length and index.
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A prompt and how its answer is judged.
+
+    sample: None for perplexity, whose answer is forced.
+    """
+
+    asked: Asked
+    task: Task | FixedTask | None = None
+    sample: Sample | None = None
+
+    def score(self, text: str, nats: float) -> float:
+        """Of an answer: the share that is right, or its nats a token."""
+        if self.task is None or self.sample is None:
+            return nats
+        return self.task.score(text, self.sample)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a run asks.
+
+    generated: tasks whose prompts are made to each of `lengths`. fixed: data sets, whose texts are
+    cut to the longest of them, but for short ones: their questions have the length 0. samples: of
+    each; None for all of a data set. text: the file of `perplexity`, if that is asked for; None for
+    the built-in one.
+    """
+
+    generated: tuple[Task, ...]
+    fixed: tuple[FixedTask, ...]
+    perplexity: bool
+    lengths: tuple[int, ...]
+    samples: int | None
+    seed: int = 0
+    text: str | None = None
+
+    @classmethod
+    def of(cls, names: Sequence[str], longbench: str | None, **others: Any) -> "Suite":
+        """The tasks of these names and groups.
+
+        Raises:
+            ToolError: a name is neither, or the folder has no LongBench.
+        """
+        if not names:
+            raise ToolError("no task is named: leave --tasks out, or see --tasks list")
+        named = [name for name in names if name != PERPLEXITY]
+        tasks = tasks_named(named, Path(longbench) if longbench else None)
+        return cls(
+            tuple(task for task in tasks if isinstance(task, Task)),
+            tuple(task for task in tasks if isinstance(task, FixedTask)),
+            PERPLEXITY in names,
+            **others,
+        )
+
+    @property
+    def tasks(self) -> tuple[Task | FixedTask, ...]:
+        """All but perplexity."""
+        return (*self.generated, *self.fixed)
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks' names."""
+        tasks = [task.name for task in self.tasks]
+        return tasks + [PERPLEXITY] * self.perplexity
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens that an answer has at most."""
+        return max((task.max_tokens for task in self.tasks), default=1)
+
+    @property
+    def _count(self) -> int:
+        return self.samples or DEFAULT_SAMPLES
+
+    @property
+    def _long(self) -> list[Task | FixedTask]:
+        """The tasks that `lengths` concern."""
+        return [task for task in self.tasks if isinstance(task, Task) or not task.is_short]
+
+    def context(self, posed: Mapping[Key, Posed]) -> int:
+        """Tokens that an engine has to take: the longest prompt with its answer."""
+        asked = [each.asked for each in posed.values()]
+        found = max((len(a.token_ids) + max(a.max_tokens, len(a.forced)) for a in asked), default=1)
+        if self._long or self.perplexity:
+            return max(found, max(self.lengths) + self.longest_answer)
+        return found
+
+    def check(self, context: int) -> None:
+        """Raise ToolError for a length at which a prompt with its answer outruns the context."""
+        for task in self._long:
+            for length in self.lengths:
+                if length + task.max_tokens > context:
+                    raise ToolError(
+                        f"length {length}: with {task.max_tokens} tokens of an answer to "
+                        f"{task.name} that is more than the model's context of {context}: use "
+                        f"--lengths up to {context - task.max_tokens}"
+                    )
+        if self.perplexity and max(self.lengths) > context:
+            raise ToolError(
+                f"length {max(self.lengths)} is more than the model's context of {context}: use "
+                f"--lengths up to {context}"
+            )
+
+    def pose(
+        self, tokenizer_of: Callable[[], Any], progress: Callable[[int, int], None]
+    ) -> dict[Key, Posed]:
+        """The prompts by task, length and index.
+
+        tokenizer_of: loads the tokenizer, in each process that makes prompts; it can be pickled.
+        progress: called with how many prompts are made, of how many.
+
+        Raises:
+            ToolError: a task's shortest prompt is longer, or a data set cannot be read.
+        """
+        wanted = [
+            (task.name, length, index)
+            for length in self.lengths
+            for task in self.generated
+            for index in range(self._count)
+        ]
+        tokenizer = tokenizer_of()
+        data = {task: task.samples()[: self.samples] for task in self.fixed}
+        total = len(wanted) + sum(map(len, data.values()))
+        posed: dict[Key, Posed] = {}
+        for key, made in zip(wanted, self._made(wanted, tokenizer_of), strict=True):
+            posed[key] = made
+            progress(len(posed), total)
+        for task, samples in data.items():
+            longest = 0 if task.is_short else max(self.lengths)
+            for index, sample in enumerate(samples):
+                prompt = _fixed(task, sample, longest, tokenizer)
+                asked = Asked(prompt.token_ids, task.max_tokens)
+                posed[task.name, longest, index] = Posed(asked, task, sample)
+                progress(len(posed), total)
+        for length in self.lengths if self.perplexity else ():
+            for index, passage in enumerate(passages(self.text, tokenizer, length, self._count)):
+                asked = Asked(passage.token_ids, 0, passage.continuation)
+                posed[PERPLEXITY, length, index] = Posed(asked)
+        return posed
+
+    def _made(self, wanted: Sequence[Key], tokenizer_of: Callable[[], Any]) -> Iterator[Posed]:
+        workers = min(cpu_count() or 1, len(wanted) // _FEW)
+        if workers < 2:
+            _load(tokenizer_of, self.seed)
+            yield from map(_pose, wanted)
+            return
+        start = get_context("spawn")
+        with ProcessPoolExecutor(workers, start, _load, (tokenizer_of, self.seed)) as pool:
+            yield from pool.map(_pose, wanted, chunksize=4)
+
+
+def _fixed(task: FixedTask, sample: Sample, longest: int, tokenizer: Any) -> Prompt:
+    if task.is_short:
+        return encode(sample, tokenizer, task.chat)
+    return shortened(sample, longest, tokenizer, task.chat)
+
+
+_LOADED: dict[str, Any] = {}
+
+
+def _load(tokenizer_of: Callable[[], Any], seed: int) -> None:
+    _LOADED.update(tokenizer=tokenizer_of(), seed=seed)
+
+
+def _pose(key: Key) -> Posed:
+    name, length, index = key
+    task = TASKS[name]
+    # Without the length: a longer prompt asks the same.
+    prompt = fitted(task, f"{_LOADED['seed']}-{name}-{index}", length, _LOADED["tokenizer"])
+    return Posed(Asked(prompt.token_ids, task.max_tokens), task, prompt.sample)
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(model: str, revision: str | None) -> Any:
+    """A model's tokenizer, a fast one.
+
+    Raises:
+        ToolError: there is none that loads.
+    """
+    import transformers
+
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, revision=revision)
+    except Exception as error:  # transformers and the hub raise what they like
+        raise ToolError(f"{model} has no tokenizer that loads: {error}") from error
+    if not tokenizer.is_fast:
+        raise ToolError(f"{model} has no fast tokenizer, by which evidence is located")
+    return tokenizer

@@ -1,0 +1,225 @@
+"""A run as text: a table for people, and JSON for programs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_kvx.tools.evaluate.intervals import Interval
+from vllm_kvx.tools.evaluate.recovery import Recovery, bucket_name, recoveries
+from vllm_kvx.tools.evaluate.rows import is_of_original
+from vllm_kvx.tools.evaluate.summary import KEPT_ALL, PERPLEXITY, Cell, Summary, kept_all
+
+# What a recovery is made of, see ``Recovery``.
+_PARTS = ("lost", "back", "newly_lost")
+
+
+def table(summary: Summary) -> str:
+    """Policies by lengths: right answers of all prompts in percent, the interval and n."""
+    lengths: list[int | None] = [*summary.lengths]
+    # Short questions have no length and stand in the last column alone.
+    if len(lengths) != 1 or summary.has_short:
+        lengths.append(None)
+    head = ["policy", "kept", "read", *map(_length, lengths), "of full"]
+    rows = [head]
+    for policy in summary.policies:
+        whole = summary.cell(policy)
+        if whole is None:
+            continue
+        cells = [summary.cell(policy, length=length) for length in lengths]
+        rows.append(
+            [
+                policy,
+                _percent(whole.kept, 1),
+                _percent(whole.read, 1),
+                *map(_score, cells),
+                "" if policy == summary.yardstick else _interval(whole.of_full),
+            ]
+        )
+    parts = []
+    if len(rows) > 1:
+        parts.append(_aligned(rows))
+        parts.append(
+            "Right answers in %, 95% confidence interval, n prompts; tasks: "
+            + ", ".join(summary.scored)
+            + ".\nkept: share of a prompt's KV entries in the "
+            "cache; read: share of them that a decode step reads;\nof full: ratio to "
+            f"{summary.yardstick} on the same prompts."
+        )
+        if said := notes(summary):
+            parts.append("\n".join(said))
+    if PERPLEXITY in summary.tasks:
+        parts.append(_perplexity(summary))
+    if recovered := recoveries(summary):
+        parts.append(_recovery(recovered))
+    return "\n\n".join(parts)
+
+
+def notes(summary: Summary) -> list[str]:
+    """The rows whose figures are those of `full`, since nothing of these prompts was dropped."""
+    cells = [(row, summary.cell(row)) for row in summary.policies]
+    return [f"{row} {KEPT_ALL}." for row, cell in cells if cell is not None and kept_all(row, cell)]
+
+
+def task_table(summary: Summary, length: int | None = None) -> str:
+    """Policies by tasks, at one length or over all; with same answers, and loops if any could be.
+
+    same: answers that are the yardstick's word for word. loops: answers that end in a loop, of the
+    tasks in which any answer is long enough.
+    """
+    rows = [["policy", *summary.scored, "same"] + ["loops"] * bool(summary.looping)]
+    for policy in summary.policies:
+        cells = [summary.cell(policy, task, length) for task in summary.scored]
+        whole = summary.cell(policy, length=length)
+        row = [policy, *(_digits(c.score if c else None, 0) for c in cells)]
+        row.append(_digits(whole.same if whole else None, 0))
+        if summary.looping:
+            row.append(_digits(whole.loops if whole else None, 1))
+        rows.append(row)
+    counts = [summary.cell(summary.yardstick, task, length) for task in summary.scored]
+    row = ["n", *("-" if c is None else str(c.count) for c in counts)]
+    rows.append(row + [""] * (len(rows[0]) - len(row)))
+    return _aligned(rows)
+
+
+def bucket_table(summary: Summary) -> str:
+    """Policies by the tokens that prompts really have: right answers in percent, and n."""
+    rows = [["policy", *map(bucket_name, summary.buckets)]]
+    for policy in summary.policies:
+        cells = [summary.cell(policy, bucket=bucket) for bucket in summary.buckets]
+        rows.append([policy, *map(_score, cells)])
+    return _aligned(rows)
+
+
+def text(summary: Summary) -> str:
+    """All tables of a run."""
+    parts = [table(summary)]
+    if summary.scored:
+        loops = "; loops: answers that end in a loop" if summary.looping else ""
+        what = f"By task; same: answers that are those of {summary.yardstick}{loops}, in %:"
+        parts.append(f"{what}\n{task_table(summary)}")
+        parts.append(f"By tokens of the prompt:\n{bucket_table(summary)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(summary: Summary, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of the run and every cell; scores and their intervals are shares, not percent."""
+    cells = []
+    lengths: Sequence[int | None] = [*summary.lengths, None]
+    for policy in summary.policies:
+        for task in [*summary.tasks, None]:
+            for length in lengths:
+                cell = summary.cell(policy, task, length)
+                if cell is not None:
+                    where = {"policy": policy, "task": task or "all", "length": length or "all"}
+                    cells.append(where | _cell_json(cell))
+    buckets = [
+        {"policy": policy, "tokens": [bucket.low, bucket.high]} | _cell_json(cell)
+        for policy in summary.policies
+        for bucket in summary.buckets
+        if (cell := summary.cell(policy, bucket=bucket)) is not None
+    ]
+    found = {**facts, "yardstick": summary.yardstick, "cells": cells, "by_tokens": buckets}
+    if is_of_original(summary.yardstick):
+        found["recovery"] = [
+            {
+                **{"policy": each.policy, "over": each.over, "n": each.count},
+                **{"full": round(each.full, 5), "cut": round(each.cut, 5)},
+                **{"tuned": round(each.tuned, 5), "recovery": _rounded(each.share)},
+                **{name: part and round(part, 5) for name, part in _parts(each)},
+            }
+            for each in recoveries(summary, by_task=True)
+        ]
+    return found
+
+
+def _cell_json(cell: Cell) -> dict[str, Any]:
+    return {
+        "n": cell.count,
+        "score": _rounded(cell.score),
+        "of_full": _rounded(cell.of_full),
+        "same": _rounded(cell.same),
+        "loops": _rounded(cell.loops),
+        "kept": round(cell.kept, 5),
+        "read": round(cell.read, 5),
+        "tokens": round(cell.tokens, 1),
+    }
+
+
+def _rounded(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [round(value, 5) for value in interval]
+
+
+def _parts(recovery: Recovery) -> list[tuple[str, float | None]]:
+    return [(name, getattr(recovery, name)) for name in _PARTS]
+
+
+def _recovery(recovered: Sequence[Recovery]) -> str:
+    rows = [["policy", "over", "n", "full", "cut", "tuned", "recovery", *_PARTS]]
+    for each in recovered:
+        is_nats = each.over == PERPLEXITY
+        means = (each.full, each.cut, each.tuned)
+        shown = [f"{mean:.4f}" if is_nats else f"{100 * mean:.1f}" for mean in means]
+        share = "undefined" if each.share is None else _interval(each.share)
+        parts = ["" if part is None else f"{100 * part:.1f}" for _, part in _parts(each)]
+        rows.append([each.policy, each.over, str(each.count), *shown, share, *parts])
+    lines = [
+        "Recovery: (tuned - cut) / (full - cut), by scores in %, and perplexity by nats a token;",
+        "full and cut: the original in full and under the policy; tuned: the model under it;",
+        "lost, back: what the cut loses, question by question, and what of it tuning brings back;",
+        "newly_lost: what tuning loses of what the cut had kept.",
+    ]
+    if any(each.share is None for each in recovered):
+        lines.append(
+            "undefined: the cut alone loses nothing significant on these prompts, or too few of "
+            "them differ."
+        )
+    return _aligned(rows) + "\n" + "\n".join(lines)
+
+
+def _perplexity(summary: Summary) -> str:
+    rows = [["policy", "nats a token", f"above {summary.yardstick}"]]
+    for policy in summary.policies:
+        cell = summary.cell(policy, PERPLEXITY)
+        if cell is None:
+            continue
+        apart = cell.of_full
+        above = (
+            ""
+            if apart is None or policy == summary.yardstick
+            else (f"{apart.value:+.4f} [{apart.low:+.4f}, {apart.high:+.4f}]")
+        )
+        rows.append([policy, f"{cell.score.value:.4f} (n={cell.count})", above])
+    return "Held-out text under the policy's cache:\n" + _aligned(rows)
+
+
+def _length(length: int | None) -> str:
+    return "all" if length is None else f"{length:,}"
+
+
+def _digits(share: Interval | None, digits: int) -> str:
+    return "-" if share is None else f"{100 * share.value:.{digits}f}"
+
+
+def _percent(share: float, digits: int) -> str:
+    return f"{100 * share:.{digits}f}%"
+
+
+def _score(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
+    score = cell.score
+    ends = f"{100 * score.low:.0f}-{100 * score.high:.0f}"
+    return f"{100 * score.value:.1f} [{ends}] n={cell.count}"
+
+
+def _interval(ratio: Interval | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"{100 * ratio.value:.1f}% [{100 * ratio.low:.1f}-{100 * ratio.high:.1f}]"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,125 @@
+"""What `vllm-kvx evaluate --save` writes: a record that servers of the model read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.cache_dtype import FULL, split_dtype
+from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.records.answers import canonical, is_beside_unquantized, read, record_path
+from vllm_kvx.records.folder import WAY_OUT
+from vllm_kvx.tools.evaluate.rows import is_of_original
+from vllm_kvx.tools.evaluate.store import RESOLVED
+from vllm_kvx.tools.evaluate.summary import KEPT_ALL, Cell, Summary, kept_all
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of a run's rows.
+
+    path: the file; None if nothing was saved, and then none was written or changed.
+    names: by row the name that it was saved under.
+    needless: by row, why a server needs no entry of it.
+    refused: by row, why it could not be saved, although it was asked for.
+    """
+
+    path: Path | None
+    names: Mapping[str, str]
+    needless: Mapping[str, str]
+    refused: Mapping[str, str]
+
+
+def save(
+    key: str, summary: Summary, facts: Mapping[str, Any], rows: Sequence[str] | None = None
+) -> Saved:
+    """Stores what each policy kept, in the place of what was stored for that policy.
+
+    rows: those that were asked for, answered or not; by default those that have answers.
+
+    Where an original was asked, it is what the policy on the model keeps of the original's answers.
+    A name has the KV cache dtype that its engine had, if that is a quantized one. What was compared
+    with `full` over a quantized one, too, takes no place of what was compared with `full` itself.
+
+    Raises:
+        ToolError: it cannot be written.
+    """
+    path = record_path(key)
+    record = read(path) or {}
+    if not isinstance(record.get("policies"), dict):
+        record = {"key": key, "policies": {}}
+    full = summary.cell(summary.yardstick)
+    original = facts["original"] if is_of_original(summary.yardstick) else None
+    full_dtype = split_dtype(facts[RESOLVED].get(summary.yardstick, FULL))[1]
+    names, needless, refused = dict[str, str](), dict[str, str](), dict[str, str]()
+    for name in summary.policies if rows is None else rows:
+        if name == FULL or is_of_original(name):
+            continue
+        cell = summary.cell(name)
+        if cell is None or name not in facts[RESOLVED]:
+            refused[name] = _unanswered(summary, name)
+            continue
+        policy, dtype = split_dtype(facts[RESOLVED][name])
+        stored = canonical(parse_policy(policy), dtype)
+        if stored == FULL:
+            needless[name] = "which is full itself"
+        elif stored in names.values():
+            needless[name] = "which another row is, too"
+        elif full is None or cell.of_full is None:
+            refused[name] = _without_ratio(full, summary.yardstick)
+        elif kept_all(name, cell):
+            refused[name] = f"which {KEPT_ALL}"
+        elif full_dtype and is_beside_unquantized(record["policies"].get(stored)):
+            refused[name] = f"which was compared with full that is not over {full_dtype}"
+        if name in needless or name in refused:
+            continue
+        assert full is not None and cell.of_full is not None
+        names[name] = stored
+        lengths = {}
+        for length in summary.lengths:
+            part = summary.cell(name, length=length)
+            if part is not None and part.of_full is not None:
+                lengths[str(length)] = [round(value, 4) for value in part.of_full]
+        record["policies"][stored] = {
+            "of_full": [round(value, 4) for value in cell.of_full],
+            "score": round(cell.score.value, 4),
+            "full": round(full.score.value, 4),
+            "n": cell.count,
+            "lengths": lengths,
+            "tasks": summary.scored,
+            # What the name means of a policy that leaves its floor to the default.
+            "kv_floor": DEFAULT_KV_FLOOR,
+            "date": facts.get("date"),
+            "dtype": facts.get("dtype"),
+            **({"original": original} if original else {}),
+            **({"full_kv_cache_dtype": full_dtype} if full_dtype else {}),
+        }
+    if not names:
+        return Saved(None, names, needless, refused)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ToolError(f"cannot write {path}: {error.strerror}; {WAY_OUT}") from error
+    return Saved(path, names, needless, refused)
+
+
+def _unanswered(summary: Summary, name: str) -> str:
+    """Why a row has nothing to be saved, where it has no question that is right or wrong."""
+    if summary.answers(name) and not summary.scored:
+        return "of which no answer is right or wrong: perplexity alone was asked"
+    return "which answered nothing"
+
+
+def _without_ratio(full: Cell | None, yardstick: str) -> str:
+    """Why a row is no share of what `full` has right."""
+    if full is None:
+        return f"because {yardstick} answered nothing"
+    if not full.score.value:
+        return f"because {yardstick} has none of {full.count} answers right: there is none to keep"
+    return f"because {yardstick} has none of the same prompts right"

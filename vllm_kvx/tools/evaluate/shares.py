@@ -1,0 +1,45 @@
+"""What a policy keeps of a prompt, and reads of it in a decode step: counts, as the scheduler's."""
+
+from typing import NamedTuple
+
+from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import skipped_of, storage_of
+
+
+class Shares(NamedTuple):
+    """Of the entries that stock vLLM keeps of a prompt, and reads in each decode step.
+
+    propagated: of the rows that stock vLLM runs through its layers, those that run.
+    """
+
+    kept: float
+    read: float
+    propagated: float
+
+
+def shares_of(policy: KVPolicy, prompt_len: int, block_size: int, num_layers: int) -> Shares:
+    """The shares of `policy` for such a prompt.
+
+    Layers that are found while the prompt runs count as the highest that may be, and those that a
+    server may split (``worker/split_layers``) as whole.
+    """
+    selection = policy.selection(prompt_len, num_layers)
+    kept = read = rows = 0
+    for layer in range(num_layers):
+        stored = storage_of(policy, prompt_len, layer, block_size, num_layers).kept
+        kept += stored
+        retrieve = policy.retrieve
+        if retrieve is None or layer < DENSE_LAYERS or stored < retrieve.floor(0):
+            read += stored
+        else:
+            read += min(stored, retrieve.budget)
+        if selection is not None and layer > selection.after:
+            rows += selection.count
+        else:
+            rows += prompt_len - skipped_of(policy, prompt_len, layer).size
+    if selection is not None and selection.resumes_at == 0:
+        # Chosen tokens run again from the first layer; those above the choice are counted.
+        rows += selection.count * (selection.after + 1)
+    total = prompt_len * num_layers
+    return Shares(kept / total, read / total, rows / total)

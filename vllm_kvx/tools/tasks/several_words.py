@@ -1,0 +1,83 @@
+"""Lookups whose answers are several words: addresses, mottos and pass phrases."""
+
+import random
+from collections.abc import Callable
+
+from vllm_kvx.tools.tasks import filler
+from vllm_kvx.tools.tasks.base import Sample, Task, TextBuilder
+from vllm_kvx.tools.tasks.filler import Needle
+from vllm_kvx.tools.tasks.scoring import share_of_words
+
+NOTES = 4
+STREETS = ("Road", "Street", "Lane", "Avenue", "Square")
+
+
+def address(rng: random.Random) -> str:
+    """Five or six words: `418 Brisk Canyon Road, Copper`."""
+    street = f"{rng.choice(filler.adjectives())} {rng.choice(filler.nouns())}".title()
+    town = " ".join(rng.sample(filler.nouns(), rng.randint(1, 2))).title()
+    return f"{rng.randint(100, 999)} {street} {rng.choice(STREETS)}, {town}"
+
+
+def motto(rng: random.Random) -> str:
+    """Four or six words: `Gentle canyon, brisk kettle`."""
+    pairs = [
+        f"{rng.choice(filler.adjectives())} {rng.choice(filler.nouns())}"
+        for _ in range(rng.randint(2, 3))
+    ]
+    return ", ".join(pairs).capitalize()
+
+
+def pass_phrase(rng: random.Random) -> str:
+    """Three to eight nouns."""
+    return " ".join(rng.sample(filler.nouns(), rng.randint(3, 8)))
+
+
+KINDS: dict[str, Callable[[random.Random], str]] = {
+    "address": address,
+    "motto": motto,
+    "pass phrase": pass_phrase,
+}
+
+
+class SeveralWords(Task):
+    """Four notes of one kind in prose, with answers of three to eight words; one is asked for.
+
+    The score is the share of the answer's words that are right, in their order: a policy that keeps
+    half of a value's tokens is told from one that keeps none and from one that keeps all. Nearly
+    every word is drawn, so that another note's answer scores about 0.
+    """
+
+    name = "several_words"
+    about = "an address, a motto or a pass phrase in prose, one of four: three to eight words"
+    max_tokens = 48
+
+    def make(self, rng: random.Random, size: int) -> Sample:
+        kind = rng.choice(sorted(KINDS))
+        owners = filler.distinct(lambda: filler.word_key(rng))
+        values = filler.distinct(lambda: KINDS[kind](rng))
+        entries = [(next(owners), next(values)) for _ in range(NOTES)]
+        asked, answer = rng.choice(entries)
+        needles = [
+            Needle(
+                f"The {kind} of the {owner} club is: {value}.",
+                rng.random(),
+                asked=value if owner == asked else "",
+            )
+            for owner, value in entries
+        ]
+        builder = TextBuilder().add(
+            "Some notes about clubs are hidden within the following text. Make sure to memorize "
+            "them. I will quiz you about them afterwards.\n"
+        )
+        filler.scatter(builder, needles, filler.sentences(rng.random(), size), " ")
+        builder.add(f"\nWhat is the {kind} of the {asked} club mentioned in the provided text?")
+        return Sample(
+            text=builder.text,
+            references=(answer,),
+            evidence=tuple(builder.evidence),
+            begins=f"The {kind} of the {asked} club mentioned in the provided text is",
+        )
+
+    def score(self, answer: str, sample: Sample) -> float:
+        return share_of_words(answer, sample.references[0])

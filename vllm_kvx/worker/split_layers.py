@@ -1,0 +1,68 @@
+"""Layers that are split: the last one before rows leave, of which those need keys and values alone.
+
+Above layer K - 1 of ``speed-K``, or the layer that selects, some rows go on. The others' attention
+output and MLP of that layer reach nobody. So rows leave before the layer, their entries in it are
+projected from the states below (``models/projection``), and the layer runs for the rest.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+
+from vllm_kvx.config.environment import INNER_CUTS, is_off, is_on
+from vllm_kvx.ops.paged import ATTENTION_BACKENDS, ONE_PLAN
+from vllm_kvx.policy.layout import Layout
+from vllm_kvx.worker.rows import SegmentRows
+
+logger = init_logger("vllm.kvx.split_layers")
+
+
+class Cuts(NamedTuple):
+    """Where the decoder's segments begin, layer 0 included, and which of these layers are split."""
+
+    firsts: tuple[int, ...]
+    split_layers: frozenset[int]
+
+    def segment_of(self, layer: int) -> int:
+        """The segment that a layer is in."""
+        return sum(first <= layer for first in self.firsts) - 1
+
+    def at_split_layers(self, rows: Sequence[SegmentRows | None]) -> dict[int, SegmentRows | None]:
+        """Of what each segment runs, what those do that begin with a layer that is split."""
+        by_first = zip(self.firsts, rows, strict=True)
+        return {first: ran for first, ran in by_first if first in self.split_layers}
+
+
+def cuts_of(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> Cuts:
+    """The segments of a server. attention: the model's attention layers.
+
+    A row cut is at the first layer that rows do not run. The layer below is split, unless it is
+    layer 0, below which there are no states, or the switch is off.
+    """
+    obstacle = _obstacle(layout, attention, config)
+    if obstacle is not None and layout.row_cuts and is_on(INNER_CUTS):
+        logger.warning_once("%s has no effect: %s.", INNER_CUTS, obstacle)
+    if obstacle is not None or is_off(INNER_CUTS):
+        return Cuts((0, *layout.row_cuts), frozenset())
+    split_layers = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
+    whole = {cut for cut in layout.row_cuts if cut == 1}
+    return Cuts((0, *sorted(split_layers | whole)), split_layers)
+
+
+def _obstacle(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> str | None:
+    """Why no layer can be split; None if they can."""
+    if layout.projects:
+        return "swiftkv, for which this server has room, needs every row of the layer below its cut"
+    if config.compilation_config.pass_config.fuse_attn_quant:
+        return "a split layer writes attention's output unquantized, and fuse_attn_quant is on"
+    for layer in attention:
+        backend: Any = layer.attn_backend
+        name = backend.get_name()
+        if name not in ATTENTION_BACKENDS or backend.forward_includes_kv_cache_update:
+            return f"attention backend {name} does not store entries by themselves"
+        if name in ONE_PLAN:
+            return f"attention backend {name} plans one batch a step"
+    return None
