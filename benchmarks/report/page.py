@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
         new = readme.with_table(old, readme.table(files))
     except ValueError as error:
         print(f"{args.readme.name}: {error}", file=sys.stderr)
-        return 1
+        new = None
     stale = {path.name for path in folder.glob("*.png")} - {f"{each.name}.png" for each in plots}
     if args.check:
         wrong = [plot.name for plot in plots if not pictures.is_drawn(plot, folder)]
@@ -185,8 +185,10 @@ def main(argv: list[str]) -> int:
         if not pictures.is_drawn(plot, folder):
             pictures.draw(plot, folder)
     args.page.write_text(text, encoding="utf-8")
-    args.readme.write_text(new, encoding="utf-8")
     print(f"{args.page}: {len(plots)} plots")
+    if new is None:
+        return 1
+    args.readme.write_text(new, encoding="utf-8")
     return 0
 
 

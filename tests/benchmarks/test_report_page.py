@@ -12,7 +12,7 @@ from benchmarks.engine.compare import derive
 from benchmarks.engine.ideal import SHAPES
 from benchmarks.report import page as report
 from benchmarks.report import readme, tables
-from benchmarks.report.files import File, same_method
+from benchmarks.report.files import File, read, same_method
 
 NO_TABLE = f"# A project\n\n{readme.BEGIN}\n{readme.END}\n\nMore.\n"
 SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1", "4x8192/1024@2"]
@@ -249,3 +249,70 @@ def test_kinds_of_files() -> None:
     assert kind_of({"model": {}, "settings": {}, "runs": [], "engines": {}}) == "compare"
     assert kind_of({"cells": [], "model": "m", "tasks": []}) == "evaluate"
     assert kind_of({"what": "x"}) is kind_of([]) is None
+
+
+def policies(text: str) -> dict[str, list[str]]:
+    """The cells of README.md's table, by policy."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| [`")]
+    return {row[0].split("`")[1]: row[1:] for row in rows}
+
+
+def test_the_readme_has_gains_beside_answers(write: Any, tmp_path: Path) -> None:
+    medians = {"ttft:130000": 3.0, "tpot:130000": 2.0}
+    alone = compared({"stock": medians, "speed-24": {"ttft:130000": 2.0, "tpot:130000": 1.0}})
+    older = tuned(15, 0.7)
+    older["cutoffs"]["15"]["report"]["cells"][1]["n"] = 99
+    full_depth = tuned(15, 0.9)
+    full_depth["cutoffs"]["15"]["record"]["training"]["at_full_depth"] = 0.5
+    write(
+        alone=alone,
+        load=loaded({"stock": 2.0, "speed-24": 3.0}),
+        other=loaded({"stock": 2.0, "fier-2048": 5.0}, gpu="NVIDIA H100 80GB HBM3, 1"),
+        asked=evaluated({"snapkv:kv_rate=0.2": 0.8}),
+        a=tuned(15, 0.6),
+        b=older,
+        c=full_depth,
+        further=tuned(14, 1.0),
+    )
+    readme_text = (tmp_path / "README.md").read_text()
+    rows = policies(readme_text)
+    _, *gains, answers = rows["speed-24"]
+    assert gains == ["1.50x", "2.00x", "1.50x"]
+    # Both runs at the nearest cut, that with most questions first; none with other batches.
+    both = "70.0% (60-80), n 99; another run 60.0% (50-70), n 40"
+    assert answers == f"{both}; small, 20 layers, cut at 15"
+    assert rows["fier-2048"][1:] == [*["not measured"] * 2, "2.50x on an H100", "not measured"]
+    assert rows["snapkv:kv_rate=0.2"][1:] == [*["not measured"] * 3, "80.0% (70-90), n 40; small"]
+    assert "on one H200, unless a cell names another GPU" in readme_text
+    named = {name for name in ("alone", "load", "other", "asked", "a", "b", "c", "further")}
+    said = {
+        name for name in named if f"[{name}.json](benchmarks/results/{name}.json)" in readme_text
+    }
+    assert said == named - {"c", "further"}
+    # A dot where both are known.
+    (plot,) = readme.plots(read(tmp_path / "results")[0])
+    assert plot.rows == (("speed-24 tuned", 1.5, 70.0, 60.0, 80.0),)
+
+
+def test_a_layer_is_the_nearest_in_share_of_the_layers(write: Any, tmp_path: Path) -> None:
+    asked = evaluated({"fastkv:tsp_layer=16": 0.9, "fastkv:tsp_layer=13": 0.6})
+    asked["model"] = "qwen2.5-coder-1.5b"
+    write(load=loaded({"stock": 2.0}), asked=asked)
+    cells = policies((tmp_path / "README.md").read_text())["fastkv:tsp_layer=15"]
+    assert cells[-1] == "60.0% (50-70), n 40; qwen2.5-coder-1.5b, layer 13 of 28"
+
+
+def test_the_readme_keeps_what_is_not_the_table(write: Any, tmp_path: Path, capsys: Any) -> None:
+    write(load=loaded({"stock": 2.0, "speed-24": 3.0}))
+    path = tmp_path / "README.md"
+    text = path.read_text()
+    assert text.startswith(f"# A project\n\n{readme.BEGIN}\n\n| policy |")
+    assert text.endswith(f"\n\n{readme.END}\n\nMore.\n")
+    page = tmp_path / "docs" / "results" / "report.md"
+    command = ["--results", str(tmp_path / "results"), "--page", str(page), "--readme", str(path)]
+    path.write_text(text.replace("1.50x", "1.60x"))
+    assert report.main([*command, "--check"]) == 1
+    assert report.main(command) == 0 and path.read_text() == text
+    path.write_text("# A project\n")
+    assert report.main([*command, "--check"]) == 1 == report.main(command)
+    assert "no place for the table of policies" in capsys.readouterr().err
