@@ -31,8 +31,8 @@ _ABOUT = """
 
 Made by `python -m benchmarks.report` from the files in
 [benchmarks/results](../../benchmarks/results); no figure is written by hand. Numbers in brackets
-are the files, [listed below](#files). [How it is measured](../../benchmarks/README.md), [with
-comments](measurements.md).
+are the files, [listed below](#files). Superseded files, in the folder `old`, are not read. [How it
+is measured](../../benchmarks/README.md), [with comments](measurements.md).
 
 A gain is over stock vLLM in the same file, on the same machine; larger is better. In parentheses
 are the ideal and how much of it is reached. Ideals are counted by `benchmarks.engine.ideal`: FLOPs
