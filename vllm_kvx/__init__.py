@@ -52,13 +52,15 @@ __all__ = [
 ]
 
 _MODULES = {"PolicyError": "parameters", "KVPolicy": "policy", "parse_policy": "spec"}
+_BASELINES = ("GemFilter", "Knorm", "PyramidKV", "Quest", "SelfOnly", "StreamingLLM", "SwiftKV")
 
 
 def __getattr__(name: str) -> Any:
     # Not before it is asked for: a stock server loads the plugin, and nothing of policies.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULES.get(name, f"methods.{name.lower()}")
+    folder = "methods.baselines" if name in _BASELINES else "methods"
+    module = _MODULES.get(name, f"{folder}.{name.lower()}")
     return getattr(import_module(f"{__name__}.policy.{module}"), name)
 
 

@@ -210,7 +210,7 @@ class Model:
         asked = rows[queries.rows.numpy()]
         if (asked.positions != queries.positions.numpy()).any():
             raise Mismatch(f"layer {layer}: queries of {asked.positions}, not {queries.positions}")
-        with queries.beside:
+        with queries.hooks:
             assert self.hooks.work is not None
             self.beside.run(self.hooks.work, self.hooks.layers[layer], asked, batch.requests)
 

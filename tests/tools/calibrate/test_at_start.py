@@ -50,7 +50,7 @@ TOOL = """
 SERVER = """
     import logging, sys
     sys.path.insert(0, sys.argv[1])
-    from calibration import test_at_start as here
+    from tools.calibrate import test_at_start as here
     print(here.measure(here.Path(sys.argv[2]), int(sys.argv[3])))
 """
 
@@ -84,7 +84,7 @@ def until(true: Callable[[], object]) -> None:
 
 def another_server(runs: Path, count: int) -> "subprocess.Popen[str]":
     """One that measures now."""
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     command = [sys.executable, "-c", textwrap.dedent(SERVER), str(tests), str(runs), str(count)]
     env = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
     server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)

@@ -439,8 +439,8 @@ def test_without_vllm(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("tsp_layer", "prompts", "dense_decoder"):
-        monkeypatch.delitem(sys.modules, f"vllm_kvx.tools.calibrate.{module}")
+    for module in ("calibrate.tsp_layer", "checkpoint.prompts", "checkpoint.dense_decoder"):
+        monkeypatch.delitem(sys.modules, f"vllm_kvx.tools.{module}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "transformers is missing: pip install" in failure(command(), capsys)
 

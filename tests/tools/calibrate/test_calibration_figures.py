@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from vllm_kvx.tools.calibrate import figures
+from vllm_kvx.tools.calibrate.figures import pivot_curves, tsp_curve
+from vllm_kvx.tools.diagnose.figures import access_curves, cutoff_curves, recovery_curves
 from vllm_kvx.tools.tune_speed.figures import loss_curves
 
 LAYERS = [0.1, 0.2, 0.3]
@@ -32,17 +33,17 @@ def pyplot() -> Any:
 
 def test_n(pyplot: Any) -> None:
     of_prompts = (
-        figures.tsp_curve(pyplot, RECORD),
-        figures.pivot_curves(pyplot, RECORD),
-        figures.recovery_curves(pyplot, RECORD, dict.fromkeys(RECORD["recovery"], "a method")),
+        tsp_curve(pyplot, RECORD),
+        pivot_curves(pyplot, RECORD),
+        recovery_curves(pyplot, RECORD, dict.fromkeys(RECORD["recovery"], "a method")),
     )
     for figure in of_prompts:
         assert "\nn = 5 prompts" in figure.axes[0].get_title(loc="left")
     assert "bars: standard deviation" in of_prompts[0].axes[0].get_title(loc="left")
     record = RECORD | {"groups": {"lookup": group(2), "chat": group(7), "all": group(9)}}
-    figure = figures.cutoff_curves(pyplot, record)
+    figure = cutoff_curves(pyplot, record)
     assert "n = 2 answers of 3 tokens" in figure.axes[0].get_title(loc="left")
-    legend = figures.access_curves(pyplot, record).axes[2].get_legend()
+    legend = access_curves(pyplot, record).axes[2].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["lookup, n = 2", "chat, n = 7"]
     held_out = {"answers": 11, "greedy": 0.5, "same": 0.25}
     figure = loss_curves(pyplot, {"log": [], "before": {"all": held_out}})
@@ -52,8 +53,8 @@ def test_n(pyplot: Any) -> None:
 
 def test_a_panel_without_values_says_so(pyplot: Any) -> None:
     record = RECORD | {"groups": {"lookup": group(2), "all": group(2)}}
-    curves = figures.pivot_curves(pyplot, RECORD).axes
-    access = figures.access_curves(pyplot, record).axes
+    curves = pivot_curves(pyplot, RECORD).axes
+    access = access_curves(pyplot, record).axes
     (training, _) = loss_curves(
         pyplot, {"log": [], "before": {"all": {"answers": 1, "greedy": 0.5, "same": 0.5}}}
     ).axes

@@ -13,7 +13,7 @@ import vllm_kvx
 from vllm_kvx.tools.doctor import installation, machine
 from vllm_kvx.tools.doctor.surroundings import SCRIPT_VARIABLES, VARIABLES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 
 CONTINUATION_TOKENS = 128
-_TEXT = Path(__file__).parent / "tasks" / "data" / "prose.txt.xz"
+_TEXT = Path(__file__).parents[1] / "tasks" / "data" / "prose.txt.xz"
 
 
 @dataclass(frozen=True)
