@@ -406,7 +406,7 @@ void select(const SelectParams& params, cudaStream_t stream) {
   // The fewer pairs there are, the more CTAs share one. With 8 pairs eight were the fastest, with 16,
   // 32 and 48 four, with 128 one and two took as long. With 64 pairs two are faster if all rows have
   // something to do, four if two of eight have not, of a graph for more
-  // (benchmarks/results/h100-retrieval-step.json, h100-retrieval-tried.json).
+  // (benchmarks/results/ops/h100-retrieval-step.json, h100-retrieval-tried.json).
   if (ctas == 0) ctas = pairs > 128 ? 1 : pairs > 64 ? 2 : pairs > 8 ? 4 : 8;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) ctas = 1;
   switch (ctas) {

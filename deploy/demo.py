@@ -17,7 +17,7 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import QUESTION, make_prompt
-from deploy.server import CHECKPOINT, ServerError, cpu_environment, serving
+from benchmarks.common.server import CHECKPOINT, ServerError, cpu_environment, serving
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 
 MODEL = "lookup-8l"

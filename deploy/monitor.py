@@ -25,9 +25,17 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
+from benchmarks.common.server import (
+    CHECKPOINT,
+    HOST,
+    ServerError,
+    cpu_environment,
+    free_port,
+    post,
+    serving,
+)
 from deploy import dashboard
 from deploy.dashboard import Prometheus, Query, Series
-from deploy.server import CHECKPOINT, HOST, ServerError, cpu_environment, free_port, post, serving
 
 MODEL = "lookup-8l"
 POLICY = "fastkv:tsp_layer=4"

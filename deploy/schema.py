@@ -8,7 +8,7 @@ The rest of that file is written by hand. ``tests/deployment`` fails where the t
 import json
 from typing import Any
 
-from deploy.server import ROOT
+from benchmarks.common.server import ROOT
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.schema import POLICY, POLICY_AT_DTYPE, definitions
 from vllm_kvx.tools.policies.schema import ADDITIONAL_CONFIG, additional_config

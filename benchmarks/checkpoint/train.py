@@ -11,28 +11,26 @@ others at full depth, so that the same weights answer under `full` and under `sp
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import random
-import shlex
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.checkpoint.data import EOS_ID, IGNORED, Batches, build_tokenizer, save_tokenizer
 from benchmarks.checkpoint.model import LAYER_NAMES, Llama, Shape, load, save
 from benchmarks.checkpoint.prompts import make_prompt
+from benchmarks.common.about import about, command_line
+from benchmarks.common.files import ROOT
 
 MATRICES = tuple(name for name in LAYER_NAMES if not name.endswith("norm"))
 SPEED_LAYERS = (4, 5, 6)
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "checkpoint.json"
+RESULTS = ROOT / "benchmarks" / "results" / "tests" / "checkpoint.json"
 # Share of the training done -> lengths that a step draws from. Short ones teach the lookup fast.
 CURRICULUM: tuple[tuple[float, tuple[int, ...]], ...] = (
     (0.10, (128,)),
@@ -305,18 +303,14 @@ def main() -> None:
     directory = args.output or args.evaluate
     measured = evaluate(directory, device, args.samples, args.max_length)
     earlier = json.loads(args.results.read_text()) if args.results.exists() else {}
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    run = {
-        "command": shlex.join(["python", "-m", "benchmarks.checkpoint.train", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "device": name,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-    record = {"training": earlier.get("training"), "evaluation": {**run, **measured}}
+    head = about(
+        "How the demo checkpoint was trained, and the lookups that it answers.",
+        command_line("benchmarks.checkpoint.train", sys.argv[1:]),
+        packages=("transformers",),
+    )
+    run = {key: value for key, value in head.items() if key != "what"}
+    # Training may be an earlier run than evaluation, whose head the file has.
+    record = {"about": head, "training": earlier.get("training"), "evaluation": measured}
     if trained:
         record["training"] = {**run, **trained}
     args.results.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""benchmarks.checkpoints: GGUF to transformers' folder, and what goes wrong on the way."""
+"""benchmarks.checkpoint.real: GGUF to transformers' folder, and what goes wrong on the way."""
 
 import hashlib
 import json
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import checkpoints
-from benchmarks.checkpoints import Checkpoint, Package
+from benchmarks.checkpoint import real as checkpoints
+from benchmarks.checkpoint.real import Checkpoint, Package
 from vllm_kvx.errors import ToolError
 
 HEADS, KV_HEADS, HIDDEN, INNER, LAYERS = 4, 2, 64, 96, 2

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare
-from benchmarks.composed import PRESETS, composed, table
-from benchmarks.engine import Bench, Step, waits_during
-from benchmarks.ideal import SHAPES, Case, Shape
-from benchmarks.report_cells import words
-from benchmarks.samples import percentile
+from benchmarks.engine import compare
+from benchmarks.engine.composed import PRESETS, composed, table
+from benchmarks.engine.ideal import SHAPES, Case, Shape
+from benchmarks.engine.measure import Bench, Step, percentile, waits_during
+from benchmarks.report.cells import words
 from vllm_kvx.policy.layout import check_fits, layout_of
 from vllm_kvx.policy.spec import parse_policy
 
@@ -20,7 +19,7 @@ CASE = "tpot:32768"
 
 
 def results(medians: dict[str, float], pools: dict[str, int]) -> dict[str, Any]:
-    """A file of `benchmarks.compare`, derived."""
+    """A file of `benchmarks.engine.compare`, derived."""
     engines = {
         name: {"pool": {"tokens": pools[name]}, "cases": {CASE: {"median": median}}}
         for name, median in medians.items()

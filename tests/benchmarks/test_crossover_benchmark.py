@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import retrieval_crossover as bench
-from benchmarks.saliency import bytes_per_us
+from benchmarks.ops import retrieval_crossover as bench
+from benchmarks.ops.saliency import bytes_per_us
 
 
 def case(length: int, stock: float, ours: dict[str, float], batch: int = 1) -> dict[str, Any]:

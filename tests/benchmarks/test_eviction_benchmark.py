@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import prepare_model
-from benchmarks.eviction import MODEL, Load, Replay
+from benchmarks.engine.compare import prepare_model
+from benchmarks.serving.eviction import MODEL, Load, Replay
 
 # Prompts of these sessions grow beyond the pool by a little.
 SHORT = Load(3000, 8, 120, 1024, 8192, 480)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import host_time
-from benchmarks.host_time_engine import Clock
+from benchmarks.engine import host_time
+from benchmarks.engine.host_time_engine import Clock
 
 
 def sample(us: float, launches: int = 4) -> dict[str, Any]:

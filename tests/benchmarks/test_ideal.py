@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import ideal
+from benchmarks.engine import ideal
 
 LLAMA = ideal.SHAPES["llama-3.1-8b"]
 

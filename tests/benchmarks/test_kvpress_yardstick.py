@@ -1,4 +1,4 @@
-"""benchmarks.kvpress_yardstick: sharing a prefill and a batch must not change what a press does."""
+"""kvpress_yardstick: sharing a prefill and a batch must not change what a press does."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kvpress_presses, kvpress_yardstick
+from benchmarks.answers import kvpress_presses, kvpress_yardstick
 
 LENGTH, MAX_TOKENS = 150, 8
 
@@ -78,7 +78,7 @@ def test_every_press_answers_as_it_does_alone(model: Any) -> None:
 
 
 def test_merged_shards_have_every_prompt_once(tmp_path: Any) -> None:
-    about = {"model": "m"}
+    settings = {"model": "m"}
     paths = []
     for shard in (0, 1):
         prompts = [
@@ -95,7 +95,7 @@ def test_merged_shards_have_every_prompt_once(tmp_path: Any) -> None:
             for index in range(shard, 8, 2)
         ]
         paths.append(tmp_path / f"{shard}.json")
-        paths[-1].write_text(json.dumps({"about": about, "prompts": prompts}))
+        paths[-1].write_text(json.dumps({"settings": settings, "prompts": prompts}))
     output = tmp_path / "all.json"
     kvpress_yardstick.merge(SimpleNamespace(files=paths, output=output))
     merged = json.loads(output.read_text())["models"]["m"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.models import LOOKUP
 
-from benchmarks.lm_eval import score, write
+from benchmarks.answers.lm_eval import score, write
 from vllm_kvx.errors import ToolError
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ideal, longer
+from benchmarks.engine import ideal, longer
 
 SHAPE = ideal.Shape("llama", 4, 64, 4, 2, 16, 128, 1000, 1 << 20)
 ENTRY = 2 * SHAPE.kv_heads * SHAPE.head_dim * 2
 
 
 def content(engines: dict[str, dict[str, float]], tokens: int = 10_000) -> dict[str, Any]:
-    """A result of `benchmarks.compare`, by engine and case the median."""
+    """A result of `benchmarks.engine.compare`, by engine and case the median."""
     return {
         "model": SHAPE.as_dict(),
         "engines": {
@@ -79,7 +79,7 @@ def test_files_that_are_no_results(
     with pytest.raises(SystemExit) as ended:
         longer.main([str(path)])
     assert ended.value.code == 2
-    assert "give results of benchmarks.compare" in capsys.readouterr().err
+    assert "give results of benchmarks.engine.compare" in capsys.readouterr().err
 
 
 def test_the_table_names_every_estimate() -> None:

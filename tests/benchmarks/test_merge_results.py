@@ -6,17 +6,25 @@ from typing import Any
 
 import pytest
 
-from benchmarks import merge
-from benchmarks.ideal import SHAPES
+from benchmarks.engine import merge
+from benchmarks.engine.ideal import SHAPES
 
-RUN = {"command": "python -m benchmarks.compare", "date": "2026-11-24", "gpu": "NVIDIA H200, 580"}
+RUN = {
+    "command": "python -m benchmarks.engine.compare",
+    "date": "2026-11-24",
+    "gpu": "NVIDIA H200, 580",
+}
+
+
+HEAD = {"what": "w", "command": RUN["command"], "date": RUN["date"], "commit": None}
 
 
 def result(**engines: Any) -> dict[str, Any]:
     shape = SHAPES["llama-3.1-8b"].as_dict()
     settings = {"engine": {"dtype": "bfloat16"}, "tokens": 129, "steps": 64}
     of_model = {"name": "llama-3.1-8b", **shape}
-    return {"model": of_model, "settings": settings, "runs": [RUN], "engines": engines}
+    content = {"about": HEAD, "model": of_model, "settings": settings}
+    return {**content, "runs": [RUN], "engines": engines}
 
 
 def engine(run: int = 0, **cases: Any) -> dict[str, Any]:

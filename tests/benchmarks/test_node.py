@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, node, retrieval_step, serving, speed_sweep, turns
-from benchmarks.node import PLANS, Step, check, main, read_plan
-from benchmarks.speed_trials import options_of
+from benchmarks.common import node
+from benchmarks.common.node import PLANS, Step, check, main, read_plan
+from benchmarks.engine import compare
+from benchmarks.ops import retrieval_step
+from benchmarks.serving import load as serving
+from benchmarks.serving import turns
+from benchmarks.tuning import sweep as speed_sweep
+from benchmarks.tuning.trials import options_of
 from vllm_kvx import cli
 
 ROOT = PLANS.parent.parent
@@ -153,7 +158,8 @@ def test_plans_are_sound(name: str) -> None:
         words = step.words(1200, VALUES)
         assert words[:2] == [sys.executable, "-m"], step.name
         module = words[2].replace(".", "/")
-        assert module == "pytest" or (ROOT / f"{module}.py").exists(), step.name
+        paths = (ROOT / f"{module}.py", ROOT / module / "__main__.py")
+        assert module == "pytest" or any(path.exists() for path in paths), step.name
         assert not [word for word in words if "{{" in word or "}}" in word]
         for word in words:
             if word.startswith("{"):
@@ -164,15 +170,15 @@ def test_plans_are_sound(name: str) -> None:
 def test_plans_name_options_that_there_are(name: str) -> None:
     for step in read_plan(name):
         module, *arguments = step.words(1200, VALUES)[2:]
-        if module == "benchmarks.turns":
+        if module == "benchmarks.serving.turns":
             turns.parse_args(arguments)
-        elif module == "benchmarks.compare":
+        elif module == "benchmarks.engine.compare":
             compare.parse_args(arguments)
         elif module == "benchmarks.serving":
             serving.parse_args(arguments)
-        elif module == "benchmarks.retrieval_step":
+        elif module == "benchmarks.ops.retrieval_step":
             retrieval_step.parse_args(arguments)
-        elif module == "benchmarks.speed_sweep":
+        elif module == "benchmarks.tuning.sweep":
             args = speed_sweep.parse_args(arguments)
             runs = speed_sweep.runs_of(args)
             assert len({name for name, *_ in runs}) == len(runs) > 1
@@ -186,7 +192,7 @@ def test_plans_name_options_that_there_are(name: str) -> None:
             paths = [word for word in arguments if word.startswith("tests/")]
             assert paths and all((ROOT / path).exists() for path in paths), step.name
         else:
-            assert module in ("benchmarks.saliency", "benchmarks.retrieval"), module
+            assert module in ("benchmarks.ops.saliency", "benchmarks.ops.retrieval"), module
 
 
 def test_clear_errors(tmp_path: Path) -> None:

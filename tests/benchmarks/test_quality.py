@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality import read
+from benchmarks.answers.quality import read
 from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.tools.evaluate.store import SAME, Answer, Question, Store
 from vllm_kvx.tools.evaluate.summary import Summary

@@ -6,7 +6,7 @@ import re
 import pytest
 from reference import fastkv, fier
 
-from benchmarks import recall, recall_data
+from benchmarks.answers import recall, recall_data
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.equations import retrieval
 

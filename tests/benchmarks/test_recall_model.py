@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import fastkv, fier
 
-from benchmarks import recall, recall_attention, recall_data, recall_model
+from benchmarks.answers import recall, recall_attention, recall_data, recall_model
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.tools.tasks.base import Sample
 from vllm_kvx.tools.tasks.prompts import Prompt

@@ -7,18 +7,26 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
-from benchmarks import report_tables as tables
-from benchmarks.compare import derive
-from benchmarks.ideal import SHAPES
-from benchmarks.report_files import File, kind_of, same_method
+from benchmarks.common.files import kind_of
+from benchmarks.engine.compare import derive
+from benchmarks.engine.ideal import SHAPES
+from benchmarks.report import page as report
+from benchmarks.report import readme, tables
+from benchmarks.report.files import File, read, same_method
 
+NO_TABLE = f"# A project\n\n{readme.BEGIN}\n{readme.END}\n\nMore.\n"
 SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1", "4x8192/1024@2"]
 
 
 def test_the_page_is_what_the_files_give() -> None:
     """If this fails, run python -m benchmarks.report."""
     assert report.main(["--check"]) == 0
+
+
+def about(device: str | None = None, date: str = "2026-01-01") -> dict[str, Any]:
+    """The head of a result file."""
+    head = {"what": "w", "command": "c", "date": date, "commit": "abc", "device": device}
+    return {**head, "versions": None}
 
 
 def loaded(speeds: dict[str, float], gpu: str | None = "NVIDIA H200, 1") -> dict[str, Any]:
@@ -37,7 +45,8 @@ def loaded(speeds: dict[str, float], gpu: str | None = "NVIDIA H200, 1") -> dict
     model = {"name": "llama-3.1-8b", **SHAPES["llama-3.1-8b"].as_dict()}
     run = {"gpu": gpu, "date": "2026-01-01", "commit": "abc", "command": "c"}
     settings = {"flags": ["--max-num-seqs", "256"], "seed": 0}
-    return {"model": model, "settings": settings, "runs": [run], "servers": servers}
+    head = {"about": about(gpu), "model": model, "settings": settings}
+    return {**head, "runs": [run], "servers": servers}
 
 
 @pytest.fixture
@@ -51,7 +60,9 @@ def write(tmp_path: Path) -> Any:
             (results / f"{name}.json").write_text(json.dumps(content))
         page = tmp_path / "docs" / "results" / "report.md"
         page.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "README.md").write_text(NO_TABLE)
         command = ["--results", str(results), "--page", str(page)]
+        command += ["--readme", str(tmp_path / "README.md")]
         assert report.main([*command]) == 0
         assert report.main([*command, "--check"]) == 0
         return page.read_text()
@@ -84,7 +95,7 @@ def test_servers_under_load_are_held_against_stock(write: Any) -> None:
     assert "ttft-nvidia" not in page
 
 
-def evaluated(kept: dict[str, float], **about: Any) -> dict[str, Any]:
+def evaluated(kept: dict[str, float], **facts: Any) -> dict[str, Any]:
     """A file of `vllm-kvx evaluate`: the share that each policy kept."""
 
     def cell(policy: str, share: float) -> dict[str, Any]:
@@ -94,22 +105,27 @@ def evaluated(kept: dict[str, float], **about: Any) -> dict[str, Any]:
         return both | {"score": score, "of_full": of_full}
 
     cells = [cell("full", 1.0), *(cell(policy, share) for policy, share in kept.items())]
-    return {"model": "small", "tasks": [], "cells": cells, **about}
+    return {"about": about(), "model": "small", "tasks": [], "cells": cells, **facts}
 
 
 def tuned(cutoff: int, share: float, yardstick: str = "full (original)") -> dict[str, Any]:
-    """A file of `benchmarks.speed_sweep` with one cutoff of a model of 20 layers."""
+    """A file of `benchmarks.tuning.sweep` with one cutoff of a model of 20 layers."""
     report = evaluated({f"speed-{cutoff}": share}, original="small", yardstick=yardstick)
     report["cells"][0]["policy"] = yardstick
     data = {"data": {"tokens": 2_000_000}, "training": {"epochs": 1.5}, "layers": 20}
-    return {"cutoffs": {str(cutoff): {"record": data, "report": report}}}
+    return {"about": about(), "cutoffs": {str(cutoff): {"record": data, "report": report}}}
 
 
 def test_answers_name_weights_cutoff_and_model(write: Any) -> None:
     load = loaded({"stock": 2.0, "speed-24": 3.0, "fier-2048": 2.5, "fastkv:tsp_layer=15": 3.0})
     asked = {"fier-512": 0.9, "fier-64": 0.5, "fastkv:tsp_layer=9": 0.6, "fastkv:tsp_layer=11": 0.8}
     untuned = {"by_cutoff": evaluated({"speed-15": 0.4}), "diagnosis": {"layers": 20}}
-    page = write(load=load, asked=evaluated(asked), tuned=tuned(15, 0.7), a={"small": untuned})
+    page = write(
+        load=load,
+        asked=evaluated(asked),
+        tuned=tuned(15, 0.7),
+        a={"about": about(), "small": untuned},
+    )
     # On the shape that has speeds: what was asked that is nearest, and that it was another.
     line = row(page, "| `speed-24` |", "n 40")
     assert "70.0 [60-80], n 40: `speed-15` of 20 layers, small, tuned on 3.0M tokens" in line
@@ -138,7 +154,7 @@ def test_answers_over_another_cache_are_others(write: Any) -> None:
 
 
 def compared(engines: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """A file of `benchmarks.compare`: medians by engine and case."""
+    """A file of `benchmarks.engine.compare`: medians by engine and case."""
     cases = {
         name: {
             "cases": {case: {"median": median} for case, median in medians.items()},
@@ -149,7 +165,8 @@ def compared(engines: dict[str, dict[str, float]]) -> dict[str, Any]:
     settings = {"engine": {"dtype": "bfloat16"}, "tokens": 129, "steps": 64}
     model = {"name": "llama-3.1-8b", **SHAPES["llama-3.1-8b"].as_dict()}
     run = {"gpu": "NVIDIA H200, 1", "date": "2026-01-01", "commit": "abc", "command": "c"}
-    content = {"model": model, "settings": settings, "runs": [run], "engines": cases}
+    content = {"about": about("NVIDIA H200, 1"), "model": model, "settings": settings}
+    content |= {"runs": [run], "engines": cases}
     derive(content, SHAPES["llama-3.1-8b"])
     return content
 
@@ -166,7 +183,7 @@ def test_gains_over_stock_with_another_cache_stand_in_their_own_table(write: Any
 def test_of_equal_cutoffs_the_youngest_file_and_its_first_stand(write: Any) -> None:
     def at(hour: int, share: float) -> dict[str, Any]:
         made = tuned(15, share)
-        made["cutoffs"]["15"]["report"]["date"] = f"2026-11-23T{hour:02}:00:00+00:00"
+        made["about"]["date"] = f"2026-11-23T{hour:02}:00:00+00:00"
         return made
 
     young = at(15, 0.7)
@@ -202,6 +219,7 @@ def test_a_changed_figure_is_noticed(write: Any, tmp_path: Path) -> None:
     write(load=loaded({"stock": 2.0, "speed-16": 3.0}))
     page, results = tmp_path / "docs" / "results" / "report.md", tmp_path / "results"
     check = ["--results", str(results), "--page", str(page), "--check"]
+    check += ["--readme", str(tmp_path / "README.md")]
     kept = page.read_text()
     page.write_text(kept.replace("1.50x", "1.60x"))
     assert report.main(check) == 1
@@ -231,3 +249,70 @@ def test_kinds_of_files() -> None:
     assert kind_of({"model": {}, "settings": {}, "runs": [], "engines": {}}) == "compare"
     assert kind_of({"cells": [], "model": "m", "tasks": []}) == "evaluate"
     assert kind_of({"what": "x"}) is kind_of([]) is None
+
+
+def policies(text: str) -> dict[str, list[str]]:
+    """The cells of README.md's table, by policy."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| [`")]
+    return {row[0].split("`")[1]: row[1:] for row in rows}
+
+
+def test_the_readme_has_gains_beside_answers(write: Any, tmp_path: Path) -> None:
+    medians = {"ttft:130000": 3.0, "tpot:130000": 2.0}
+    alone = compared({"stock": medians, "speed-24": {"ttft:130000": 2.0, "tpot:130000": 1.0}})
+    older = tuned(15, 0.7)
+    older["cutoffs"]["15"]["report"]["cells"][1]["n"] = 99
+    full_depth = tuned(15, 0.9)
+    full_depth["cutoffs"]["15"]["record"]["training"]["at_full_depth"] = 0.5
+    write(
+        alone=alone,
+        load=loaded({"stock": 2.0, "speed-24": 3.0}),
+        other=loaded({"stock": 2.0, "fier-2048": 5.0}, gpu="NVIDIA H100 80GB HBM3, 1"),
+        asked=evaluated({"snapkv:kv_rate=0.2": 0.8}),
+        a=tuned(15, 0.6),
+        b=older,
+        c=full_depth,
+        further=tuned(14, 1.0),
+    )
+    readme_text = (tmp_path / "README.md").read_text()
+    rows = policies(readme_text)
+    _, *gains, answers = rows["speed-24"]
+    assert gains == ["1.50x", "2.00x", "1.50x"]
+    # Both runs at the nearest cut, that with most questions first; none with other batches.
+    both = "70.0% (60-80), n 99; another run 60.0% (50-70), n 40"
+    assert answers == f"{both}; small, 20 layers, cut at 15"
+    assert rows["fier-2048"][1:] == [*["not measured"] * 2, "2.50x on an H100", "not measured"]
+    assert rows["snapkv:kv_rate=0.2"][1:] == [*["not measured"] * 3, "80.0% (70-90), n 40; small"]
+    assert "on one H200, unless a cell names another GPU" in readme_text
+    named = {name for name in ("alone", "load", "other", "asked", "a", "b", "c", "further")}
+    said = {
+        name for name in named if f"[{name}.json](benchmarks/results/{name}.json)" in readme_text
+    }
+    assert said == named - {"c", "further"}
+    # A dot where both are known.
+    (plot,) = readme.plots(read(tmp_path / "results")[0])
+    assert plot.rows == (("speed-24 tuned", 1.5, 70.0, 60.0, 80.0),)
+
+
+def test_a_layer_is_the_nearest_in_share_of_the_layers(write: Any, tmp_path: Path) -> None:
+    asked = evaluated({"fastkv:tsp_layer=16": 0.9, "fastkv:tsp_layer=13": 0.6})
+    asked["model"] = "qwen2.5-coder-1.5b"
+    write(load=loaded({"stock": 2.0}), asked=asked)
+    cells = policies((tmp_path / "README.md").read_text())["fastkv:tsp_layer=15"]
+    assert cells[-1] == "60.0% (50-70), n 40; qwen2.5-coder-1.5b, layer 13 of 28"
+
+
+def test_the_readme_keeps_what_is_not_the_table(write: Any, tmp_path: Path, capsys: Any) -> None:
+    write(load=loaded({"stock": 2.0, "speed-24": 3.0}))
+    path = tmp_path / "README.md"
+    text = path.read_text()
+    assert text.startswith(f"# A project\n\n{readme.BEGIN}\n\n| policy |")
+    assert text.endswith(f"\n\n{readme.END}\n\nMore.\n")
+    page = tmp_path / "docs" / "results" / "report.md"
+    command = ["--results", str(tmp_path / "results"), "--page", str(page), "--readme", str(path)]
+    path.write_text(text.replace("1.50x", "1.60x"))
+    assert report.main([*command, "--check"]) == 1
+    assert report.main(command) == 0 and path.read_text() == text
+    path.write_text("# A project\n")
+    assert report.main([*command, "--check"]) == 1 == report.main(command)
+    assert "no place for the table of policies" in capsys.readouterr().err

@@ -11,9 +11,11 @@ import pytest
 from support.nightly import nightly
 from tokenizers import Tokenizer
 
-from benchmarks import names, serving
-from benchmarks.ideal import SHAPES
-from benchmarks.serving_figures import (
+from benchmarks.common import names
+from benchmarks.common.word_tokenizer import write_tokenizer
+from benchmarks.engine.ideal import SHAPES
+from benchmarks.serving import load as serving
+from benchmarks.serving.figures import (
     PRESETS,
     Gauges,
     Setting,
@@ -22,7 +24,6 @@ from benchmarks.serving_figures import (
     pool_of_log,
     saturation_ratio,
 )
-from benchmarks.word_tokenizer import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = SHAPES["llama-3.1-8b"]

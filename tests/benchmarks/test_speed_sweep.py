@@ -1,4 +1,4 @@
-"""benchmarks.speed_sweep: what runs when, and what becomes of it if a part fails."""
+"""benchmarks.tuning.sweep: what runs when, and what becomes of it if a part fails."""
 
 import json
 import threading
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import processes, speed_sweep
-from benchmarks.speed_sweep import curves, parse_args, policies_of, sweep
+from benchmarks.common import processes
+from benchmarks.tuning import sweep as speed_sweep
+from benchmarks.tuning.sweep import curves, parse_args, policies_of, sweep
 
 
 class Commands:

@@ -1,4 +1,4 @@
-"""benchmarks.speed_trials: what is compared, which trial is taken, and how long its runs are."""
+"""benchmarks.tuning.trials: what is compared, which trial is taken, and how long its runs are."""
 
 import json
 import math
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import speed_trials
-from benchmarks.speed_trials import best_of, epochs_of, lookups, options_of, rate_of
+from benchmarks.tuning import trials as speed_trials
+from benchmarks.tuning.trials import best_of, epochs_of, lookups, options_of, rate_of
 
 
 def agreement(kl, tokens, same=0.0, answers=1):

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import turns
-from benchmarks.turns_figures import Load, Turn, summarise
+from benchmarks.common.about import KEYS
+from benchmarks.serving import turns
+from benchmarks.serving.turns_figures import Load, Turn, summarise
 
 LOAD = Load(sessions=2, turns=3, first=1000, last=3000, answer=10, think=0.0, repeats=2, seed=0)
 
 
 def engine(policy: str, cached: list[list[int]], ttft: float, share: str = "on") -> dict[str, Any]:
-    """A file of `benchmarks.turns`. cached: by session and turn."""
+    """A file of `benchmarks.serving.turns`. cached: by session and turn."""
     asked = [
         Turn(i, n, LOAD.prompt_len(n), tokens, ttft * (n + 1), 5.0, 0, ttft * (n + 1))
         for i, session in enumerate(cached)
@@ -24,7 +25,7 @@ def engine(policy: str, cached: list[list[int]], ttft: float, share: str = "on")
         report |= {"counters": {"preemptions": 0}, "turns": [asdict(turn) for turn in asked]}
     facts = {"config": {}, "start_s": 1.0, "num_blocks": 9, "block_size": 16, "engine": {}}
     return facts | {
-        "run": {},
+        "about": {**dict.fromkeys(KEYS), "date": "2026-01-01"},
         "model": {},
         "load": asdict(LOAD),
         "policy": policy,

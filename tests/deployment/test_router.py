@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from deploy import replicas
-from deploy.replicas import POLICIES, ROUTING, SESSIONS, Counted, Outcome
+from benchmarks.common.about import KEYS
+from benchmarks.serving import replicas
+from benchmarks.serving.replicas import POLICIES, ROUTING, SESSIONS, Counted, Outcome
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "cpu-replicas.json"
@@ -85,16 +86,17 @@ def test_outcomes() -> None:
 
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = dict.fromkeys(ROUTING, outcome([100, 200]))
-    found = replicas.figures(outcomes, "python -m deploy.replicas", "0.1.17")
-    assert {"command", "date", "commit", "machine"} <= set(found)
-    assert found["versions"]["vllm-router"] == "0.1.17" and "vllm" in found["versions"]
-    kept = json.loads((ROOT / "benchmarks" / "results" / RESULTS).read_text())
+    kept = json.loads((ROOT / "benchmarks" / "results" / "serving" / RESULTS).read_text())
+    found = replicas.figures(outcomes, "python -m benchmarks.serving.replicas", "0.1.17")
+    assert set(KEYS) == set(found["about"]) == set(kept["about"])
+    assert found["about"]["versions"]["vllm-router"] == "0.1.17"
+    assert "vllm" in found["about"]["versions"]
     assert set(found) == set(kept) and set(found["routing"]) == set(kept["routing"])
 
 
 def test_the_page_has_the_files_figures() -> None:
     page = (ROOT / "docs" / "operate" / "scaling.md").read_text()
-    kept = json.loads((ROOT / "benchmarks" / "results" / RESULTS).read_text())
+    kept = json.loads((ROOT / "benchmarks" / "results" / "serving" / RESULTS).read_text())
     assert RESULTS in page
     for name, each in kept["routing"].items():
         first, second = each["requests_by_replica"]

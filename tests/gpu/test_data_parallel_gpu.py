@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
-from deploy.server import CHECKPOINT, serving
+from benchmarks.common.server import CHECKPOINT, serving
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

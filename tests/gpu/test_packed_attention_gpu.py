@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import LOOKUP
 
-from benchmarks.tuning_speed import job
+from benchmarks.tuning.step_times import job
 from vllm_kvx.tools.tune_speed.packed_attention import Segments, attend, attend_reference
 from vllm_kvx.tools.tune_speed.student import Student
 from vllm_kvx.tools.tune_speed.visibility import Batch

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import retrieval_costs as fit
+from benchmarks.ops import retrieval_costs as fit
 from vllm_kvx.ops.retrieval.backends import BACKENDS
 from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, Begins, Costs, costs
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS, NEVER, crossover

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.server import vllm_command
+from benchmarks.common.server import vllm_command
 from vllm_kvx import cli
 from vllm_kvx.compat import cpu_mode
 from vllm_kvx.errors import ToolError

@@ -15,7 +15,7 @@ from support.nightly import nightly
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
-from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has one for GPUs"),

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
-from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
+from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving, vllm_command
 from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
 from vllm_kvx.policy.counted import MAX_POLICIES
 from vllm_kvx.records.tuned_weights import Agreement, TunedRecord

@@ -17,8 +17,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import conftest  # noqa: F401  The environment, before vLLM is imported.
 
 sys.path.append(str(Path(__file__).parents[2]))
-from benchmarks.about import about
+from benchmarks.common.about import about
 from simulation.servers import SERVERS
+
+WHAT = "Random traffic over scheduler and worker, against a model of what each step has to do."
 
 
 def fuzz(name: str, seeds: range) -> Counter[str]:
@@ -57,8 +59,9 @@ def main() -> int:
         counts = fuzz(each, range(begin, begin + int(number)))
         found[each] = {"seeds": int(number), "failed": counts["failed"], **counts}
         if len(more) > 1:
-            head = about(" ".join(["python -m simulation.fuzz", *sys.argv[1:]]))
-            Path(more[1]).write_text(json.dumps(head | {"servers": found}, indent=1) + "\n")
+            head = about(WHAT, " ".join(["python -m simulation.fuzz", *sys.argv[1:]]))
+            result = {"about": head, "servers": found}
+            Path(more[1]).write_text(json.dumps(result, indent=1) + "\n")
     return int(any(counts["failed"] for counts in found.values()))
 
 

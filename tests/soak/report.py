@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.about import about
+from benchmarks.common.about import about
 
+WHAT = "The soak test: what was done to an engine and a server, and what came of it."
 # What tests/run.sh gives pytest before its own arguments.
 _RUN = ["-n", "2", "--dist", "loadfile"]
 
@@ -36,7 +37,7 @@ class Report:
             text = file.read()
             before = json.loads(text) if text else {}
             if run is None or before.get("run") != run:
-                before = {"run": run, **about(command), "failed": []}
+                before = {"about": about(WHAT, command), "run": run, "failed": []}
             failed = sorted({*before["failed"], *self.failed})
             file.truncate(0)
             file.write(json.dumps(before | self.parts | {"failed": failed}, indent=1) + "\n")

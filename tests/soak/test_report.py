@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.about import KEYS
 from soak.report import Report, command_of
 
 
@@ -23,9 +24,9 @@ def test_processes_of_a_run_add_up(tmp_path: Path) -> None:
     found = said(path, "a", {"server": 30, "engine_kill": 1})
     assert [found[part]["requests"] for part in ("engine", "server", "engine_kill")] == [300, 30, 1]
     assert found["failed"] == ["test_x"]
-    assert found["command"] == "bash tests/run.sh tests/soak"
-    assert {"date", "commit", "machine", "versions"} <= set(found)
-    assert {"vllm", "vllm-kvx", "torch", "python"} == set(found["versions"])
+    assert found["about"]["command"] == "bash tests/run.sh tests/soak"
+    assert set(KEYS) == set(found["about"])
+    assert {"vllm", "vllm-kvx", "torch", "python"} == set(found["about"]["versions"])
 
 
 @pytest.mark.parametrize("run", ["b", None])

@@ -21,7 +21,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
 from soak import report
 from soak.memory import Series
 from soak.plan import (

@@ -23,6 +23,6 @@ def test_all_there_can_be() -> None:
 
 
 def test_of_a_whole_pool() -> None:
-    """Llama-3.1-8B on an H200: several times 862,496 (benchmarks/results/h200-fier.json)."""
+    """Llama-3.1-8B on an H200: several times 862,496 (benchmarks/results/engine/h200-fier.json)."""
     memory = int((140 << 30) * SCORE_SHARE)
     assert capacity_of(256, 131072, 1, 8, memory) > 4 * 862_496

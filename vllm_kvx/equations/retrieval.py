@@ -16,7 +16,7 @@ from torch import Tensor
 
 # What products are multiplied with before `reduction=softmax`. 1-bit keys lie half a group's range
 # from its middle, so that their products are about twice as large as those of the keys, and a
-# page's bounds are too large in any case (benchmarks/results/recall.json).
+# page's bounds are too large in any case (benchmarks/results/answers/recall.json).
 SOFTMAX_FACTOR = 0.5
 
 

@@ -17,7 +17,7 @@ BINS = 1 << _BITS
 BLOCK = 2048
 # From how many scores on this is how what stays of a prompt is found, and not by the one program
 # that writes it. On an H200 it takes 0.4 of that one's time at 130,000 scores, 0.8 at 32,768, 1.2
-# at 8,192, and six times as long to launch (benchmarks/results/h200-retention-ops.json).
+# at 8,192, and six times as long to launch (benchmarks/results/ops/h200-retention-ops.json).
 SHARED_FROM = 65536
 # How many programs scan scores in all.
 _PROGRAMS = 1024

@@ -20,7 +20,7 @@ from support.nightly import nightly
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
-from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
+from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.batch import guard

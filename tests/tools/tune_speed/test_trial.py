@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.tuning_speed import job
+from benchmarks.tuning.step_times import job
 from vllm_kvx.tools.tune_speed import trial
 
 

@@ -76,7 +76,7 @@ class Begins:
 IN_ENGINE_US = 4.28
 # By the backend that scores and selects, and by (KV heads of the rank, bytes of a key and a value
 # of one head): fitted to h200-retrieval-crossover.json and, for Triton,
-# h200-retrieval-crossover-triton.json by `python -m benchmarks.retrieval_costs`.
+# h200-retrieval-crossover-triton.json by `python -m benchmarks.ops.retrieval_costs`.
 COSTS: dict[str, dict[tuple[int, int], Costs]] = {
     "cuda": {
         (2, 256): Costs(14.858, 0.187, 24.951, 0.049, 0.089),

@@ -7,12 +7,12 @@ NEVER = 1 << 30
 # backend that scores and selects, and by (KV heads of the rank, bytes of a key and a value of one
 # head). For 16-bit caches of 128 channels those are 512 bytes. Budgets of up to 2,048 tokens;
 # larger ones: ``Retrieve.floor``. Measured on an H200 for 64 and 128 channels
-# (benchmarks/results/h200-retrieval-crossover.json), but for (8, 512): with a whole engine around
-# it that shape gains from 16,384 on, where the layer alone gains from 12,288 (h200-fier.json). The
-# Triton ops' lengths are those from which on a layer gains more than `costs.IN_ENGINE_US`
-# (h200-retrieval-crossover-triton.json); no engine has measured them for one request.
-# `python -m benchmarks.retrieval --crossover` measures again. On a CPU retrieval gains nothing,
-# and every length may try it.
+# (benchmarks/results/ops/h200-retrieval-crossover.json), but for (8, 512): with a whole engine
+# around it that shape gains from 16,384 on, where the layer alone gains from 12,288
+# (h200-fier.json). The Triton ops' lengths are those from which on a layer gains more than
+# `costs.IN_ENGINE_US` (h200-retrieval-crossover-triton.json); no engine has measured them for one
+# request. `python -m benchmarks.ops.retrieval --crossover` measures again. On a CPU retrieval gains
+# nothing, and every length may try it.
 CROSSOVERS: dict[str, dict[tuple[int, int], int]] = {
     "cuda": {
         (2, 256): 65_536,

@@ -34,7 +34,7 @@ MAX_SHARE = 16
 # Hopper and later (programmatic dependent launch). With one row, where a layer is mostly their
 # starting, it takes 1 to 6% less. With several they wait where others could run, or not: six of
 # 130,000 entries take 1% less, two and 16 of them 9 to 12% more
-# (benchmarks/results/h200-retrieval-step.json, h200-retrieval-variants.json).
+# (benchmarks/results/ops/h200-retrieval-step.json, h200-retrieval-variants.json).
 OVERLAP_ROWS = 1
 
 

@@ -9,7 +9,7 @@ from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
 # Whether a digit is found by the programs that need it, not by a kernel of its own, and the last
 # digit's are counted by program: six launches in the place of eleven.
-# `python -m benchmarks.retrieval_triton` times both.
+# `python -m benchmarks.ops.retrieval_triton` times both.
 FUSED = True
 # How many programs scan scores in all, and at most those of one row and head; scores that a program
 # reads at a time: twice as many take twice the registers, and fewer programs run at a time. Chosen

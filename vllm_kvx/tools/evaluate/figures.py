@@ -126,7 +126,7 @@ def gains_of(
 
 
 def _in_speed(row: str) -> str:
-    """What a file of benchmarks.compare calls a row's policy."""
+    """What a file of benchmarks.engine.compare calls a row's policy."""
     # Weights of one shape are as fast, tuned or not.
     name = policy_of(row)
     return f"stock{name.removeprefix(FULL)}" if name.startswith(f"{FULL}@") else name
@@ -191,7 +191,7 @@ def check_speed(path: str, speed: Mapping[str, Mapping[str, float]], rows: Seque
 
 def read_speed(path: str) -> dict[str, dict[str, float]]:
     """By policy, the best gain over stock in TTFT and in decoded tokens/s, of a file of
-    benchmarks.compare.
+    benchmarks.engine.compare.
 
     Raises:
         ToolError: it is no such file.
@@ -210,7 +210,7 @@ def read_speed(path: str) -> dict[str, dict[str, float]]:
                     best[what] = max(best.get(what, 0.0), ratio)
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ToolError(f"{path} is no result of benchmarks.compare: {error}") from error
+        raise ToolError(f"{path} is no result of benchmarks.engine.compare: {error}") from error
 
 
 def family_of(policy: str) -> str:

@@ -112,7 +112,7 @@ def add_evaluate(commands: "_Commands") -> None:
     results.add_argument(
         "--speed",
         metavar="FILE",
-        help="a result of benchmarks.compare: plots accuracy against TTFT and tokens/s too",
+        help="a result of benchmarks.engine.compare: plots accuracy against TTFT and tokens/s too",
     )
     results.add_argument("--no-plot", action="store_true", help="draw nothing")
 

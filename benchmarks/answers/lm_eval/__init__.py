@@ -1,0 +1,1 @@
+"""Generated tasks of `vllm-kvx evaluate` as tasks of lm-eval."""

@@ -1,0 +1,93 @@
+"""What policies keep of short prompts, from runs of `vllm-kvx evaluate`, one of each model.
+
+    python -m benchmarks.answers.short_chats NAME DIR [DIR ...]
+
+Writes benchmarks/results/answers/NAME.json: by model and policy, the share of full's right answers
+that stay and of its answers that come out word for word, over prompts of at most `LONGEST` tokens
+and longer ones apart. Prints the former as a Markdown table.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.about import about
+from benchmarks.common.files import RESULTS, write_json
+from vllm_kvx.policy.cache_dtype import FULL
+from vllm_kvx.tools.evaluate.store import Answer, Question, Store
+
+LONGEST = 512
+_FACTS = ("model", "model_key", "seed", "dtype", "tasks", "lengths", "samples", "engine_args")
+_Answers = Mapping[Question, Answer]
+
+
+def kept(answers: _Answers, policies: Iterable[str], short: bool) -> dict[str, Any]:
+    """By policy, over prompts that are short or not: the shares, and n."""
+    full = {q: a for q, a in answers.items() if q.policy == FULL and is_short(a) == short}
+    right = sum(answer.score for answer in full.values())
+    found = {}
+    for policy in policies:
+        pairs = [(a, answers[Question(policy, q.task, q.length, q.index)]) for q, a in full.items()]
+        found[policy] = {
+            "n": len(pairs),
+            "right": round(sum(ours.score for _, ours in pairs), 3),
+            "of_full": round(sum(ours.score for _, ours in pairs) / right, 4),
+            "same_text": round(sum(a.text == b.text for a, b in pairs) / len(pairs), 4),
+        }
+    return found
+
+
+def is_short(answer: Answer) -> bool:
+    return answer.tokens <= LONGEST
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """What one model's run says."""
+    facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    answers = {answer.question: answer for answer in Store(directory, facts)}
+    policies = list(dict.fromkeys(question.policy for question in answers))
+    # Folders of the machine that it ran on say nothing elsewhere.
+    command = " ".join(Path(w).name if w.startswith("/") else w for w in facts["command"].split())
+    return {
+        "run": {
+            **{name: facts[name] for name in (*_FACTS, "versions", "date")},
+            "device": facts["device"],
+            "command": command,
+        },
+        "short": kept(answers, policies, short=True),
+        "longer": kept(answers, policies, short=False),
+    }
+
+
+def table(models: Sequence[Mapping[str, Any]]) -> str:
+    """A line a policy, a column a model: % of full's right answers over short prompts."""
+    names = [model["run"]["model"] for model in models]
+    lines = [f"| policy | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for policies in zip(*(model["short"] for model in models), strict=True):
+        cells = [
+            f"{100 * m['short'][p]['of_full']:.0f}" for m, p in zip(models, policies, strict=True)
+        ]
+        lines.append(f"| `{policies[0]}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.answers.short_chats")
+    parser.add_argument("name")
+    parser.add_argument("directories", nargs="+", type=Path)
+    args = parser.parse_args(argv)
+    models = [read(directory) for directory in args.directories]
+    last = max((model["run"] for model in models), key=lambda run: str(run["date"]))
+    commands = [model["run"]["command"] for model in models]
+    known = {key: last[key] for key in ("date", "device", "versions")}
+    head = about("What policies keep of answers to short prompts, by model.", commands, **known)
+    content = {"about": head, "longest": LONGEST, "models": models}
+    write_json(RESULTS / "answers" / f"{args.name}.json", content)
+    print(table(models))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

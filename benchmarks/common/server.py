@@ -1,0 +1,118 @@
+"""A ``vllm serve`` in the background, for the demo and the tests."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.files import ROOT
+
+CHECKPOINT = ROOT / "tests" / "checkpoints" / "lookup-8l"
+HOST = "127.0.0.1"
+STOP_S = 20.0
+
+
+class ServerError(RuntimeError):
+    """The server ended or did not come up; the message ends with what it logged last."""
+
+
+def vllm_command() -> str:
+    """The ``vllm`` command of this Python's environment."""
+    return str(Path(sys.executable).parent / "vllm")
+
+
+def cpu_environment() -> dict[str, str]:
+    """This environment, with vLLM's GPU runner on CPU and a KV cache that fits anywhere."""
+    return os.environ | {
+        "KVX_CPU": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@contextmanager
+def serving(
+    flags: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    timeout_s: float = 300.0,
+    vllm: Sequence[str] = (),
+) -> Iterator[str]:
+    """Runs ``vllm serve`` with `flags` on a free port; yields its address, stops it in any case.
+
+    log: file that takes the server's output.
+    vllm: the command, where it is not `vllm_command`.
+
+    Raises:
+        ServerError: the server ended, or was not up after `timeout_s` seconds.
+    """
+    port = free_port()
+    command = [*(vllm or [vllm_command()]), "serve", *flags, "--host", HOST, "--port", str(port)]
+    with log.open("wb") as output:
+        # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    try:
+        url = f"http://{HOST}:{port}"
+        _wait(process, f"{url}/health", log, timeout_s)
+        yield url
+    finally:
+        _stop(process)
+
+
+def log_tail(log: Path, lines: int = 60) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise ServerError(f"the server ended ({process.returncode}):\n{log_tail(log)}")
+        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.5)
+    raise ServerError(f"the server was not up after {timeout_s:.0f} s:\n{log_tail(log)}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    # Engine and workers outlive a server that was killed or crashed.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> int:
+    """The status that a JSON body is answered with."""
+    data = json.dumps(body).encode()
+    sent = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, data, sent)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
+            status: int = answer.status
+            return status
+    except urllib.error.HTTPError as error:
+        return error.code

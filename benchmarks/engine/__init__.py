@@ -1,0 +1,1 @@
+"""Stock vLLM and policies in one engine: first token, decode, KV pool, host time; and ideals."""

@@ -1,0 +1,1 @@
+"""Kernels alone: what retrieval and saliency cost beside the bytes that they have to move."""

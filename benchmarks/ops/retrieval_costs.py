@@ -1,0 +1,86 @@
+"""What a decode step's layer takes whole and with retrieval, fitted to what was measured.
+
+`python -m benchmarks.ops.retrieval_costs` prints the rows of ``vllm_kvx/ops/retrieval/costs.py``
+from result files, without a GPU. Time is taken for linear: stock attention by the entries of all
+requests, retrieval by those and by all budgets. The fit minimises relative squares over the cases
+of ``retrieval_crossover`` in which neither takes more than NEAR times as long as the other: where
+one is far ahead, an error decides nothing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.files import RESULTS
+from vllm_kvx.ops.retrieval.costs import KI, Costs
+
+# The Triton ops were written anew since the first of these.
+LAYERS = {
+    "cuda": RESULTS / "ops" / "h200-retrieval-crossover.json",
+    "triton": RESULTS / "ops" / "h200-retrieval-crossover-triton.json",
+}
+ENGINE = RESULTS / "engine" / "h200-fier.json"
+NEAR = 2
+# What h200-fier.json measured both ways: Llama-3.1-8B with CUDA ops, 30 of its layers retrieve.
+ENGINE_SHAPE, ENGINE_LENGTH, ENGINE_BUDGET, ENGINE_LAYERS = (8, 512), 12_288, 2_048, 30
+Case = dict[str, Any]
+Table = dict[str, dict[tuple[int, int], Costs]]
+
+
+def _fit(columns: Sequence[np.ndarray], times: np.ndarray) -> list[float]:
+    """Coefficients of a constant and of the columns."""
+    terms = np.stack([np.ones_like(times), *columns], axis=1) / times[:, None]
+    found = np.linalg.lstsq(terms, np.ones_like(times), rcond=None)[0]
+    return [round(float(x), 3) for x in found]
+
+
+def fitted(cases: Sequence[Case], backend: str) -> Costs:
+    """The costs that fit one shape's cases."""
+    near = [
+        (case["batch"] * case["length"], case["batch"] * int(budget), us, case["stock"])
+        for case in cases
+        for budget, us in case.get(backend, {}).items()
+        if case["stock"] / NEAR <= us <= case["stock"] * NEAR
+    ]
+    entries, budgets, ours, stock = np.array(near, dtype=float).T
+    whole = _fit([entries / KI], stock)
+    return Costs(*whole, *_fit([entries / KI, budgets / KI], ours))
+
+
+def table(reports: Mapping[str, dict[str, Any]]) -> Table:
+    """By backend and shape, from the report of ``retrieval_crossover`` on each backend."""
+    found: Table = {}
+    for backend, report in reports.items():
+        by_shape: dict[tuple[int, int], list[Case]] = {}
+        for case in report["cases"]:
+            by_shape.setdefault((case["kv_heads"], case["head_bytes"]), []).append(case)
+        found[backend] = {shape: fitted(cases, backend) for shape, cases in by_shape.items()}
+    return found
+
+
+def in_engine(engines: dict[str, Any], costs: Costs) -> float:
+    """Microseconds that a layer that retrieves takes longer in an engine than by itself.
+
+    engines: those of h200-fier.json. costs: of ENGINE_SHAPE, without this.
+    """
+    cases, length = engines[f"fier-{ENGINE_BUDGET}"]["cases"], ENGINE_LENGTH
+    asked = cases[f"tpot:{length}@fier-{ENGINE_BUDGET}:dense_below=0"]["median"]
+    lost = (asked - cases[f"tpot:{length}"]["median"]) * 1e3 / ENGINE_LAYERS
+    gain = costs.gain(np.array([length]), np.array([ENGINE_BUDGET]))[0] + costs.whole - costs.fixed
+    return round(lost + float(gain), 2)
+
+
+def main() -> None:
+    found = table({backend: json.loads(file.read_text()) for backend, file in LAYERS.items()})
+    engines = json.loads(ENGINE.read_text())["engines"]
+    for backend, shapes in found.items():
+        for shape, costs in shapes.items():
+            print(f"{backend}: {shape}: Costs{astuple(costs)},")
+    print(f"IN_ENGINE_US = {in_engine(engines, found['cuda'][ENGINE_SHAPE])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Times what attention takes of a decode step: several layers in one CUDA graph.
+
+`python -m benchmarks.ops.retrieval_step --output NAME.json` on a GPU. `benchmarks.ops.retrieval`
+replays a graph of one operator, which adds what it takes to start a graph, some 5 us, to each time.
+Here the layers of a step follow one another as they do in a server's graph, over caches of their
+own, so that L2 holds nothing of the next one's. `us` is the graph's time by its layers, the lower
+of two medians; `stock` is FlashAttention as vLLM calls it. 6of8x130000 is six requests in a graph
+for eight, as vLLM has no graph for six. Llama-3.1-8B's shape in bf16, blocks anywhere.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.ops.retrieval_layer import (
+    BLOCK_SIZE,
+    LLAMA_8B,
+    ON_GPU,
+    Call,
+    Decode,
+    Layer,
+    block_bytes,
+    head_of,
+    measure,
+    run_all,
+    stock_attention,
+    with_attend_ctas,
+)
+from benchmarks.ops.saliency import bytes_per_us
+from vllm_kvx.ops.retrieval import retrieve
+
+CASES = ("1x32768", "16x32768", "1x130000", "6x130000", "6of8x130000")
+# The graph goes over its layers several times. What retrieval reads of them all is several times
+# what L2 holds.
+CACHE_BYTES, OTHERS_BYTES, TIMES = 48 << 30, 200 << 20, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` requests of `length` entries in a graph of `rows`."""
+
+    name: str
+    batch: int
+    rows: int
+    length: int
+
+    @classmethod
+    def of(cls, name: str) -> "Case":
+        found = re.fullmatch(r"([1-9]\d*)(?:of([1-9]\d*))?x([1-9]\d*)", name)
+        if found is None:
+            problem = "is not REQUESTSxENTRIES, such as 6x130000, or REQUESTSofROWSxENTRIES"
+            raise argparse.ArgumentTypeError(f"{name!r} {problem}")
+        batch, rows, length = (int(x) if x else 0 for x in found.groups())
+        if rows and rows < batch:
+            raise argparse.ArgumentTypeError(f"{name!r} has more requests than rows")
+        return cls(name, batch, max(rows, batch), length)
+
+
+def variants_of(scratch: retrieve.Scratch, rows: int) -> dict[str, retrieve.Scratch]:
+    """What could run in place of what does, by name."""
+    found = {"as served": scratch}
+    for on in (0, 1 << 30):
+        if (rows <= on) != (rows <= scratch.overlap_rows):
+            found["overlapped" if on else "apart"] = replace(scratch, overlap_rows=on)
+    for ctas in (1, 2, 4, 8):
+        found[f"select by {ctas}"] = replace(scratch, select_ctas=ctas)
+    for ctas in (132, 528):
+        found[f"score by {ctas}"] = replace(scratch, score_programs=ctas)
+    for ctas in (132, 264, 528, 792):
+        found[f"attend by {ctas}"] = with_attend_ctas(scratch, ctas)
+    return found
+
+
+def _retrieve(scratch: retrieve.Scratch, step: Decode) -> Call:
+    return partial(step.made_with, retrieve.retrieve, scratch)
+
+
+def case(size: Case, budget: int, repeats: int, bandwidth: float) -> dict[str, Any]:
+    """Microseconds of a layer, of stock and of each variant."""
+    length, batch = size.length, size.batch
+    of_layer = -(-length // BLOCK_SIZE) * batch * block_bytes(LLAMA_8B)
+
+    def layer() -> Decode:
+        return Layer(LLAMA_8B, length, batch).decode(length, batch, budget, size.rows)
+
+    steps = [layer()]
+    count = max(4, int(OTHERS_BYTES // steps[0].bytes_of("all")))
+    count = max(2, min(count, int(CACHE_BYTES // of_layer)))
+    steps += [layer() for _ in range(count - 1)]
+    scratch = steps[0].scratch("cuda")
+    report: dict[str, Any] = {"layers": count, "times": TIMES}
+
+    def time(name: str, op: str, make: Callable[[Decode], Call]) -> None:
+        calls = [make(step) for step in steps] * TIMES
+        us = min(measure(partial(run_all, calls), repeats) for _ in range(2)) / len(calls)
+        ideal = steps[0].bytes_of(op) / bandwidth
+        report[name] = {"us": round(us, 2), "ideal_us": round(ideal, 2)}
+        report[name]["of_bandwidth"] = round(ideal / us, 3)
+
+    time("stock", "stock", stock_attention)
+    for name, variant in variants_of(scratch, size.rows).items():
+        time(name, "all", partial(_retrieve, variant))
+        report[name]["stock_by_this"] = round(report["stock"]["us"] / report[name]["us"], 2)
+    return report
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    cases = [Case.of(name) for name in CASES]
+    parser.add_argument("--cases", nargs="+", type=Case.of, default=cases, help="such as 6x130000")
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+    if not ON_GPU:
+        raise SystemExit("error: times are those of a GPU, and there is none")
+    what = "A layer as a step has it, several in one CUDA graph: retrieval beside stock attention."
+    report = head_of(what, "benchmarks.ops.retrieval_step", args.commit)
+    bandwidth = bytes_per_us(torch.cuda.get_device_name())
+    report |= {"budget": args.budget, "bytes_per_us": bandwidth, "cases": {}}
+    for each in args.cases:
+        found = case(each, args.budget, args.repeats, bandwidth)
+        report["cases"][each.name] = found
+        print(each.name, json.dumps({k: v["us"] for k, v in found.items() if isinstance(v, dict)}))
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

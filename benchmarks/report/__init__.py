@@ -1,0 +1,1 @@
+"""The page, plots and table that `python -m benchmarks.report` makes from the result files."""

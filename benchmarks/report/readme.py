@@ -1,0 +1,254 @@
+"""README.md's table of policies, and its picture: gains beside the answers that they keep.
+
+The table stands between two lines of README.md, BEGIN and END. All figures are read from result
+files. Those of speed are of one GPU and of the shape that most files have; a cell from another GPU
+says so. Those of answers are of the model that was asked most questions.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.common.names import STOCK
+from benchmarks.report.cells import MISSING
+from benchmarks.report.files import (
+    Figure,
+    File,
+    Kept,
+    Load,
+    figures_of,
+    kept_of,
+    loads_of,
+    newest,
+    same_method,
+)
+from benchmarks.report.loads import is_max, load_ratio
+from benchmarks.report.plots import Plot
+from benchmarks.serving.figures import PRESETS, Setting
+
+BEGIN, END = "<!-- table of policies -->", "<!-- /table of policies -->"
+RESULTS = "benchmarks/results"
+MODELS = Path(__file__).resolve().parents[1] / "checkpoint" / "real.json"
+_LAYER = re.compile(r"tsp_layer=(\d+)")
+FIRST, NEXT = "ttft:130000", "tpot:130000"
+LOAD = Setting.parse(PRESETS["8k"][0]).lengths
+HEAD = (
+    "policy",
+    "what it does",
+    "first token, 130,000 tokens",
+    "next token, 130,000 tokens",
+    "requests/s, 8,192 tokens in and 1,024 out",
+    "answers kept (95% interval)",
+)
+# Each with its page and what it does, but for what a figure says.
+POLICIES = {
+    "fier-2048": ("docs/policies/fier.md", "reads 2,048 tokens a step and drops none"),
+    "snapkv": ("docs/policies/baselines.md#snapkv", "keeps 10% of the prompt's KV"),
+    "snapkv:kv_rate=0.2": ("docs/policies/baselines.md#snapkv", "keeps 20% of the prompt's KV"),
+    "fastkv:tsp_layer=15": (
+        "docs/policies/fastkv.md",
+        "keeps 10%; from layer 15 of 32 on it runs 20% of the prompt",
+    ),
+    "speed-24": (
+        "docs/policies/speed.md",
+        "runs the prompt through 24 of 32 layers; [tuned](docs/use/tuning-for-speed.md) weights",
+    ),
+}
+
+
+class Gain(NamedTuple):
+    """A gain over stock, and the file that says so."""
+
+    ratio: float
+    file: File
+
+
+class Row(NamedTuple):
+    """What is known of a policy. answers: the evaluation with most questions first."""
+
+    policy: str
+    first: Gain | None
+    next: Gain | None
+    requests: Gain | None
+    answers: list[Kept]
+
+
+def rows_of(files: Sequence[File]) -> tuple[list[Row], str | None]:
+    """A row a policy, and the GPU that they are of where a cell does not say another."""
+    found = [each for each in figures_of(files) if each.baseline == STOCK]
+    loads, kept = loads_of(files), kept_of(files)
+    places = [(f.gpu, f.model) for f in files if f.kind in ("compare", "serving")]
+    # One engine on one GPU.
+    places = [place for place in places if place[0] and " x " not in place[0]]
+    if not places:
+        return [], None
+    order = sorted(set(places), key=lambda place: (-places.count(place), str(place)))
+    model = order[0][1]
+    gpus = [gpu for gpu, of in order if of == model and gpu]
+    layers = next(f.content["model"]["layers"] for f in files if f.model == model)
+    rows = [
+        Row(
+            policy,
+            _case_gain(policy, FIRST, gpus, model, found),
+            _case_gain(policy, NEXT, gpus, model, found),
+            _load_gain(policy, gpus, model, loads),
+            answers_of(policy, layers, kept),
+        )
+        for policy in POLICIES
+    ]
+    return rows, gpus[0]
+
+
+def _case_gain(
+    policy: str, case: str, gpus: Sequence[str], model: str, found: Sequence[Figure]
+) -> Gain | None:
+    """Of the youngest file of the first GPU that has it."""
+    for gpu in gpus:
+        here = [f for f in found if (f.file.gpu, f.file.model) == (gpu, model)]
+        if each := newest(here).get((policy, case)):
+            return Gain(each.ratio, each.file)
+    return None
+
+
+def _load_gain(policy: str, gpus: Sequence[str], model: str, loads: Sequence[Load]) -> Gain | None:
+    """With all prompts at once."""
+    for gpu in gpus:
+        for load in sorted(loads, key=lambda load: load.file.written, reverse=True):
+            same = (load.server, load.file.gpu, load.file.model) == (policy, gpu, model)
+            wanted = same and is_max(load) and load.setting.lengths == LOAD
+            if wanted and (ratio := load_ratio(load, loads)):
+                return Gain(ratio, load.file)
+    return None
+
+
+def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
+    """The evaluations of one model, those with most questions first.
+
+    A layer is the nearest one in share of the model's layers. `speed-K` has all runs that tuned
+    for it without batches at full depth; all other policies have one evaluation.
+    """
+    if match := re.fullmatch(r"speed-(\d+)", policy):
+        tuned = [
+            (each.cutoff / each.layers, each)
+            for each in kept
+            if each.cutoff and each.layers and _is_plain(each.weights)
+        ]
+        return _nearest(tuned, int(match[1]) / layers)
+    same = [each for each in kept if same_method(each.policy) == same_method(policy)]
+    if match := _LAYER.search(policy):
+        shares = []
+        for each in same:
+            own, of = _LAYER.search(each.policy), layers_of(each.model)
+            if own and of:
+                shares.append((int(own[1]) / of, each))
+        same = _nearest(shares, int(match[1]) / layers)
+    return sorted(same, key=lambda each: -each.n)[:1]
+
+
+def _is_plain(weights: str) -> bool:
+    """Whether they were tuned, with every batch under the cut: see `files.Report`."""
+    return weights.startswith("tuned") and "full depth" not in weights
+
+
+def _nearest(shares: Sequence[tuple[float, Kept]], wanted: float) -> list[Kept]:
+    """Those whose share of the layers is nearest to `wanted`, most questions first."""
+    least = min((abs(share - wanted) for share, _ in shares), default=0.0)
+    near = [each for share, each in shares if abs(share - wanted) == least]
+    return sorted(near, key=lambda each: -each.n)
+
+
+@cache
+def layers_of(model: str) -> int | None:
+    """The layers of a checkpoint that `benchmarks.checkpoint.real` knows."""
+    known = json.loads(MODELS.read_text(encoding="utf-8"))
+    match = re.search(r"(\d+) layers", known.get(model, {}).get("about", ""))
+    return int(match[1]) if match else None
+
+
+def table(files: Sequence[File]) -> list[str]:
+    """The lines between BEGIN and END."""
+    rows, gpu = rows_of(files)
+    lines = ["| " + " | ".join(row) + " |" for row in (HEAD, ["---"] * len(HEAD))]
+    used: dict[str, None] = {}
+    for row in rows:
+        page, what = POLICIES[row.policy]
+        gains = [row.first, row.next, row.requests]
+        cells = [f"[`{row.policy}`]({page})", what, *(_shown(each, gpu) for each in gains)]
+        lines.append("| " + " | ".join([*cells, _answers(row.answers)]) + " |")
+        names = [each.file.name for each in gains if each] + [k.file.name for k in row.answers]
+        used.update(dict.fromkeys(names))
+    where = f"Gains are over stock vLLM on one {_short(gpu)}, unless a cell names another GPU."
+    links = (f"[{name.rpartition('/')[2]}]({RESULTS}/{name})" for name in used)
+    return [*lines, "", f"{where} Files: {', '.join(links)}."] if rows else [f"{MISSING}."]
+
+
+def _shown(each: Gain | None, gpu: str | None) -> str:
+    return MISSING if each is None else f"{each.ratio:.2f}x{_elsewhere(each, gpu)}"
+
+
+def _elsewhere(each: Gain, gpu: str | None) -> str:
+    """Which GPU, where it is not the others'."""
+    return "" if each.file.gpu == gpu else f" on an {_short(each.file.gpu)}"
+
+
+def _short(gpu: str | None) -> str:
+    """H100 of NVIDIA H100 80GB HBM3."""
+    return str(gpu).removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def _answers(answers: Sequence[Kept]) -> str:
+    """102.0% (100-106), n 168, qwen2.5-coder-1.5b; its runs after one another."""
+    if not answers:
+        return MISSING
+    runs = []
+    for each in answers:
+        middle, low, high = (100 * share for share in each.of_full)
+        runs.append(f"{middle:.1f}% ({low:.0f}-{high:.0f}), n {each.n}")
+    first = answers[0]
+    where = first.model
+    if first.cutoff:
+        where += f", {first.layers} layers, cut at {first.cutoff}"
+    elif match := _LAYER.search(first.policy):
+        where += f", layer {match[1]} of {layers_of(first.model)}"
+    return f"{'; another run '.join(runs)}; {where}"
+
+
+def plots(files: Sequence[File]) -> list[Plot]:
+    """A dot a policy: requests/s over stock's beside the answers kept, with their interval."""
+    rows, gpu = rows_of(files)
+    dots = tuple(
+        (
+            _label(row, row.requests, gpu),
+            round(row.requests.ratio, 4),
+            *(round(100 * share, 2) for share in row.answers[0].of_full),
+        )
+        for row in rows
+        if row.requests and row.answers
+    )
+    title = "Gain and answers kept: further right and up is better"
+    axes = (
+        "requests/s over stock vLLM (8,192 tokens in, 1,024 out, all at once)",
+        "of stock's right answers (%), 95% interval",
+    )
+    return [Plot("readme", title, "dots", *axes, dots)] if dots else []
+
+
+def _label(row: Row, gain: Gain, gpu: str | None) -> str:
+    tuned = " tuned" if row.answers[0].cutoff else ""
+    return f"{row.policy}{tuned}{_elsewhere(gain, gpu)}"
+
+
+def with_table(readme: str, lines: Sequence[str]) -> str:
+    """README.md with the table as it has to be.
+
+    Raises:
+        ValueError: its lines are not there, or not once.
+    """
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"no place for the table of policies: give the lines {BEGIN} and {END}")
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{after}"])

@@ -1,0 +1,1 @@
+"""Tuning weights for SPEED: sweeps over cutoffs, trials of settings, and what a step takes."""
