@@ -14,6 +14,23 @@ if not torch.cuda.is_available():
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
+# Files of few tests that take minutes. They come first: last, one process would wait for the other.
+LONG = (
+    *("soak/test_soak_server.py", "soak/test_soak_engine.py", "engine/test_tensor_parallel.py"),
+    *("tools/tune_speed/test_tune_command.py", "engine/test_prefix_sharing.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(here).as_posix()
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)
+
+
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,5 +5,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
 cd "$KVX_ROOT"
-# A file runs in one process, which keeps what its tests share; -n 0 runs all in this one.
-exec "$KVX_PYTHON" -m pytest -n 2 --dist loadfile "$@"
+# A file runs in one process, which keeps what its tests share; -n 0 runs all in this one. Long
+# files are first, see conftest.py.
+exec "$KVX_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

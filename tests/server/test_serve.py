@@ -21,6 +21,7 @@ import torch
 import vllm
 from openai import BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from support.nightly import nightly
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
@@ -668,7 +669,11 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("flags", "message"),
     [
         (["--kv-policy", "sped-4"], "error: argument --kv-policy: .*did you mean speed-K"),
-        (["--kv-policy", "speed-8"], "error: kv_policy: speed-8: this model has 8 layers; use"),
+        pytest.param(
+            ["--kv-policy", "speed-8"],
+            "error: kv_policy: speed-8: this model has 8 layers; use",
+            marks=nightly,
+        ),
         (["--enable-lora"], "error: KV policy .*\n.*  - LoRA is not supported yet: drop --enab"),
     ],
     ids=["unknown", "all layers", "refused"],

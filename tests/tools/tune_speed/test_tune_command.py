@@ -19,6 +19,7 @@ from peft import PeftModel
 from reference import speed
 from support.engine import keep_in_process
 from support.models import LOOKUP
+from support.nightly import nightly
 from support.tuning import (
     MADE,
     SHORT,
@@ -379,6 +380,7 @@ def test_examples_alone_and_then_the_rest(
     assert recorded(out).data["examples"] == 20
 
 
+@nightly
 def test_texts_are_asked_several_questions(tmp_path: Path) -> None:
     """By the model too, where no answer is known; and what they are is part of the record."""
     turned = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
