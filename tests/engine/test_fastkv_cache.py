@@ -11,7 +11,7 @@ from reference.fastkv import Keep
 from support import inside
 from support.engine import BLOCK, Engine, running, schedule_ahead
 from support.expected import FULL, named
-from support.nightly import nightly
+from support.nightly import by_day, nightly
 from support.parity import (
     assert_close,
     assert_greedy,
@@ -161,7 +161,7 @@ def test_preempted_at_any_time(tiny: Callable[..., Path]) -> None:
     assert_parity(model, undisturbed, [keep] * 2)
 
 
-@pytest.mark.parametrize("policy", [named(FAST), "snapkv:kv_floor=0"])
+@pytest.mark.parametrize("policy", by_day([named(FAST), "snapkv:kv_floor=0"], {0}))
 def test_abort_at_any_time_returns_everything(tiny: Callable[..., Path], policy: str) -> None:
     model = tiny()
     with running(
@@ -343,7 +343,7 @@ def test_counters(tiny: Callable[..., Path]) -> None:
     assert full["blocks_freed"] == full["entries_dropped"] == 0
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", by_day([True, False], {0}))
 def test_asynchronous_scheduling(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from support import inside
 from support.engine import HAS_FP8, running
 from support.expected import Speed
+from support.nightly import by_day
 from support.parity import assert_identical, assert_logprobs, assert_parity
 from support.prompts import prompts_of
 from vllm import SamplingParams
@@ -20,7 +21,7 @@ OVER_FP8 = pytest.param(
 )
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, OVER_FP8])
+@pytest.mark.parametrize("options", by_day([{}, {"dtype": "bfloat16"}, OVER_FP8], {0, 2}))
 def test_bit_for_bit(tiny: Callable[..., Path], options: dict[str, str]) -> None:
     model = tiny()
     prompts = prompts_of(LENGTHS)

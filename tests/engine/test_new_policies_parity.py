@@ -18,7 +18,7 @@ from reference.structsnap import StructSnap
 from support import inside
 from support.engine import Engine, keep_in_process, running
 from support.expected import FULL, Policy, is_served, named
-from support.nightly import nightly
+from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import EDGES, distinct_prompts
 
@@ -78,7 +78,11 @@ each = pytest.mark.parametrize(
         pytest.param(
             policies,
             id=name,
-            marks=pytest.mark.skipif(not all(map(is_served, policies)), reason="is not served"),
+            # Heads' scores by their greatest, and floors, are in the other kinds' tests, too.
+            marks=[
+                pytest.mark.skipif(not all(map(is_served, policies)), reason="is not served"),
+                *([nightly] if name in ("max", "kv_floor") else []),
+            ],
         )
         for name, policies in METHODS.items()
     ],
@@ -217,7 +221,7 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize(("arch", "kv_heads"), [("qwen2", 1), ("mistral", 4)])
+@pytest.mark.parametrize(("arch", "kv_heads"), by_day([("qwen2", 1), ("mistral", 4)], {0}))
 def test_architectures(tiny: Callable[..., Path], arch: str, kv_heads: int) -> None:
     """The default of eight groups, too, one a layer here."""
     model = tiny(arch, kv_heads=kv_heads)

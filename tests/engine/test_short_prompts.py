@@ -3,28 +3,46 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from support.engine import running
+from support.nightly import by_day
 from support.parity import assert_close
 from support.prompts import prompts_of
 
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
 
-# Every method that keeps or propagates by a rate, as its name alone or with what is mandatory.
+# Every method that keeps or propagates by a rate, as its name alone or with what is mandatory. The
+# second half keeps by the same floors as one of the first.
 BARE = (
-    *("snapkv", "criticalkv", "pyramidkv:groups=4", "knorm", "streamingllm:kv_rate=0.1"),
-    *("fastkv:tsp_layer=3", "structkv:pivot=3", "structkv:pivot=3,granularity=block"),
-    *("structkv:pivot=online,min_layer=2,max_layer=6", "gemfilter:layer=3"),
-    *("fastkv:tsp_layer=3,kv_budget=512", "fastkv:tsp_layer=3,kv_rate=1+criticalkv"),
+    (
+        "snapkv",
+        "knorm",
+        "streamingllm:kv_rate=0.1",
+        "fastkv:tsp_layer=3",
+        "structkv:pivot=3,granularity=block",
+        "gemfilter:layer=3",
+    ),
+    (
+        "criticalkv",
+        "pyramidkv:groups=4",
+        "structkv:pivot=3",
+        "fastkv:tsp_layer=3,kv_budget=512",
+        "structkv:pivot=online,min_layer=2,max_layer=6",
+        "fastkv:tsp_layer=3,kv_rate=1+criticalkv",
+    ),
 )
 SHORT, LONG = (41, DEFAULT_KV_FLOOR), 900
 
 
-def test_short_prompts_are_answered_in_full(tiny: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("bare",), by_day([(names,) for names in BARE], {0}))
+def test_short_prompts_are_answered_in_full(
+    tiny: Callable[..., Path], bare: tuple[str, ...]
+) -> None:
     prompts, (long,) = prompts_of(SHORT), prompts_of((LONG,), seed=1)
-    room = {"kv_layout": [*BARE, "snapkv:kv_floor=0"]}
+    room = {"kv_layout": [*bare, "snapkv:kv_floor=0"]}
     with running(tiny(), "full", config=room, max_num_batched_tokens=512) as engine:
         full = engine.generate([*prompts, long])
-        for name in BARE:
+        for name in bare:
             answers = engine.generate([*prompts, long], policies=[name] * (len(prompts) + 1))
             assert_close(answers[:-1], full[:-1])
             # A long one is not: what is compared above would show a policy that runs.

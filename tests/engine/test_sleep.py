@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import inside
 from support.engine import running
+from support.nightly import by_day
 from support.prompts import prompt_of
 
 from vllm_kvx.policy.methods.table import METHODS
@@ -48,7 +49,7 @@ def test_every_method_sleeps() -> None:
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("server", by_day(list(SERVERS), {0}))
 def test_level_2(tiny: Callable[..., Path], server: str) -> None:
     policies = SERVERS[server]
     room = {"kv_layout": list(policies[1:])}

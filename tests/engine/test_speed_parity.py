@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.engine import running
 from support.expected import Speed
-from support.nightly import nightly
+from support.nightly import by_day, nightly
 from support.parity import assert_parity
 from support.prompts import EDGES, prompts_of
 
@@ -16,11 +16,11 @@ LONG = (500, 1999, 2000)
 @pytest.mark.parametrize(
     ("arch", "options", "cutoff"),
     [
-        ("llama", {}, 1),
+        pytest.param("llama", {}, 1, marks=nightly),
         ("llama", {}, 4),
         pytest.param("llama", {}, 7, marks=nightly),
         ("llama", {"kv_heads": 4}, 5),
-        ("mistral", {}, 6),
+        pytest.param("mistral", {}, 6, marks=nightly),
         pytest.param("mistral", {"kv_heads": 4}, 3, marks=nightly),
         pytest.param("qwen2", {}, 4, marks=nightly),
         ("qwen2", {"kv_heads": 4}, 6),
@@ -41,7 +41,7 @@ def test_chunked_and_mixed_with_full(
     assert_parity(model, [a for i, a in enumerate(answers) if i % 3 == 2], Speed())
 
 
-@pytest.mark.parametrize("cutoff", [2, 6])
+@pytest.mark.parametrize("cutoff", by_day([2, 6], {1}))
 def test_one_shot(tiny: Callable[..., Path], cutoff: int) -> None:
     model = tiny()
     prompts = prompts_of((2, 33, 200, 1000, 2000))
@@ -55,7 +55,7 @@ def test_one_shot(tiny: Callable[..., Path], cutoff: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("anchors", "tail"), [(0, 1), (3, 1), (1, 5), (40, 40), (0, 33), (2, 1000)]
+    ("anchors", "tail"), by_day([(0, 1), (3, 1), (1, 5), (40, 40), (0, 33), (2, 1000)], {0, 3, 5})
 )
 def test_anchors_and_tail(tiny: Callable[..., Path], anchors: int, tail: int) -> None:
     model = tiny()
@@ -98,7 +98,7 @@ def test_two_cutoffs_on_one_server(tiny: Callable[..., Path]) -> None:
         assert_parity(model, mine, Speed(cutoff))
 
 
-@pytest.mark.parametrize(("layers", "cutoff"), [(10, 6), (9, 7), (12, 5)])
+@pytest.mark.parametrize(("layers", "cutoff"), by_day([(10, 6), (9, 7), (12, 5)], {1, 2}))
 def test_layers_that_do_not_divide(tiny: Callable[..., Path], layers: int, cutoff: int) -> None:
     model = tiny(layers=layers)
     prompts = prompts_of((33, 200, 400))

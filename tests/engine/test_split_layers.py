@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import inside
 from support.engine import running
-from support.nightly import nightly
+from support.nightly import by_day
 from support.parity import assert_close
 from support.prompts import prompts_of
 
@@ -83,9 +83,7 @@ def test_switched_off(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize(
-    "arch", ["llama", pytest.param("mistral", marks=nightly), "qwen2", "qwen3"]
-)
+@pytest.mark.parametrize("arch", by_day(["llama", "mistral", "qwen2", "qwen3"], {3}))
 def test_answers_are_the_same(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:

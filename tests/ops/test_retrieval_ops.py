@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.nightly import by_day
 from support.ragged import NO_BLOCK
 from torch import Tensor
 
@@ -519,8 +520,13 @@ class TestTopUnits:
         )
         return rows, indices.cpu(), counts.cpu()
 
-    @pytest.mark.parametrize(("unit", "fused"), [(1, False), (16, False), (1, True)])
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        ("kind", "unit", "fused"),
+        by_day(
+            [(kind, *form) for kind in KINDS for form in ((1, False), (16, False), (1, True))],
+            range(0, 3 * len(KINDS), 2),
+        ),
+    )
     def test_matches_reference(self, kind: str, unit: int, fused: bool, device: str) -> None:
         rng = torch.Generator().manual_seed(KINDS.index(kind))
         units = [300, 0, 65, 64, 40, 1, 129, 7]
