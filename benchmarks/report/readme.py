@@ -50,7 +50,7 @@ POLICIES = {
     "snapkv:kv_rate=0.2": ("docs/policies/baselines.md#snapkv", "keeps 20% of the prompt's KV"),
     "fastkv:tsp_layer=15": (
         "docs/policies/fastkv.md",
-        "keeps 10%; from layer 15 of 32 on it runs 20% of the prompt",
+        "keeps 10%; above layer 15 of 32 it runs 20% of the prompt",
     ),
     "speed-24": (
         "docs/policies/speed.md",

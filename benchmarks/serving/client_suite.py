@@ -91,8 +91,11 @@ class Suite:
             "choices",
             "tool",
             "tool_stream",
+            "schema",
+            "schema_long",
+            "chat_long",
+            "responses_header",
         )
-        names += ("schema", "schema_long", "chat_long", "responses_header")
         return {name: getattr(self, name) for name in names}
 
     def _chat(self, messages: Any = SHORT, **more: Any) -> Any:

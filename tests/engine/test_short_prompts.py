@@ -15,19 +15,12 @@ from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
 # second half keeps by the same floors as one of the first.
 BARE = (
     (
-        "snapkv",
-        "knorm",
-        "streamingllm:kv_rate=0.1",
-        "fastkv:tsp_layer=3",
-        "structkv:pivot=3,granularity=block",
-        "gemfilter:layer=3",
+        *("snapkv", "knorm", "streamingllm:kv_rate=0.1", "fastkv:tsp_layer=3"),
+        *("structkv:pivot=3,granularity=block", "gemfilter:layer=3"),
     ),
     (
-        "criticalkv",
-        "pyramidkv:groups=4",
-        "structkv:pivot=3",
-        "fastkv:tsp_layer=3,kv_budget=512",
-        "structkv:pivot=online,min_layer=2,max_layer=6",
+        *("criticalkv", "pyramidkv:groups=4", "structkv:pivot=3"),
+        *("structkv:pivot=online,min_layer=2,max_layer=6", "fastkv:tsp_layer=3,kv_budget=512"),
         "fastkv:tsp_layer=3,kv_rate=1+criticalkv",
     ),
 )
