@@ -17,9 +17,8 @@ from typing import Any
 
 from benchmarks.common.about import about
 from benchmarks.common.files import RESULTS, write_json
-from vllm_kvx.policy.cache_dtype import FULL, at_dtype, split_dtype
 from vllm_kvx.tools.evaluate import figures, report
-from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, with_dtype
+from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import IF_GIVEN, RESOLVED, SAME, Answer, Store
 from vllm_kvx.tools.evaluate.summary import Cell, Summary
 from vllm_kvx.tools.plots import draw
@@ -35,9 +34,9 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
     for directory in directories:
         before = json.loads((directory / "run.json").read_text(encoding="utf-8"))
         store = Store(directory, before)
-        own = _dtype_of_run(store.facts)
-        dtype = own if dtype is None else dtype
-        at = "" if own == dtype else own
+        own = _dtype_of_run(store)
+        dtype = own if not facts else dtype
+        named = None if own == dtype else own
         if own != dtype and not own:
             raise SystemExit(f"{directory} has a KV cache that is not quantized: name it first")
         for name in (*SAME, *IF_GIVEN):
@@ -46,11 +45,11 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
                     f"{directory}: {name} is {before.get(name)!r}, not {facts.get(name)!r}"
                 )
         for answer in store:
-            question = replace(answer.question, policy=with_dtype(answer.question.policy, at))
-            answers.setdefault(question, replace(answer, question=question))
+            answer = replace(answer, row=answer.row.over(named))
+            answers.setdefault(answer.key, answer)
         commands = [*facts.get("commands", []), before.pop("command")]
         before.pop(RESOLVED, None)
-        meant = {with_dtype(row, at): name for row, name in store.facts[RESOLVED].items()}
+        meant = {str(row.over(named)): str(name) for row, name in store.resolved.items()}
         resolved = {**facts.get(RESOLVED, {}), **meant}
         facts = {**before, **facts, "commands": commands, RESOLVED: resolved}
     lengths = {a.question.length for a in answers.values() if a.question.length}
@@ -59,10 +58,10 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
     return list(answers.values()), facts
 
 
-def _dtype_of_run(facts: Mapping[str, Any]) -> str:
-    """The KV cache dtype that `full` was asked over, as a name has it: empty or `@fp8`."""
-    meant = facts[RESOLVED].get(FULL_ORIGINAL) or facts[RESOLVED].get(FULL)
-    return at_dtype(split_dtype(meant)[1] if meant else facts.get(DTYPE))
+def _dtype_of_run(store: Store) -> str | None:
+    """The dtype of the KV cache that `full` was asked over; None for one that loses nothing."""
+    meant = store.resolved.get(FULL_ORIGINAL) or store.resolved.get(FULL_ROW)
+    return FULL_ROW.over(meant.cache_dtype if meant else store.facts.get(DTYPE)).cache_dtype
 
 
 def result(summary: Summary, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def result(summary: Summary, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"about": about(what, facts["commands"], **known), **report.as_json(summary, rest)}
 
 
-def markdown(summary: Summary, policies: Sequence[str]) -> str:
+def markdown(summary: Summary, policies: Sequence[Row]) -> str:
     """A table of policies by lengths, in percent of right answers with their intervals."""
     lengths: list[int | None] = [*summary.lengths]
     head = ["policy", "kept", "read", *(f"{length:,}" for length in summary.lengths), "of `full`"]
@@ -119,7 +118,7 @@ def main() -> None:
     summary = Summary(answers)
     path = args.results / f"quality-{args.name}.json"
     write_json(path, result(summary, facts))
-    print(markdown(summary, summary.policies))
+    print(markdown(summary, summary.rows))
     print()
     for length in summary.lengths:
         print(f"{length:,} tokens, by task:\n{report.task_table(summary, length)}\n")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.answers.recall_attention import Model, unit_scores
 from benchmarks.answers.recall_data import REDUCTIONS, Key, score
-from vllm_kvx.tools.tasks.prompts import Prompt, fitted
+from vllm_kvx.tools.tasks.prompts import EncodedSample, fitted
 from vllm_kvx.tools.tasks.table import TASKS
 
 BUDGETS = (32, 64, 128, 256, 512, 1024)
@@ -106,7 +106,9 @@ def readings() -> list[Key | None]:
     return [None, *((*m, name, budget) for m, name, budget in every if m[1] <= budget)]
 
 
-def cut(tokens: list[int], prompt: Prompt, model: Model, task: str) -> tuple[list[int], float]:
+def cut(
+    tokens: list[int], prompt: EncodedSample, model: Model, task: str
+) -> tuple[list[int], float]:
     """The tokens up to the end of what scores, at least two, and the score; all if none does."""
 
     def scored(count: int) -> float:
@@ -120,7 +122,7 @@ def cut(tokens: list[int], prompt: Prompt, model: Model, task: str) -> tuple[lis
     return tokens[:needed], best
 
 
-def prompts_of(args: Namespace, model: Model) -> Iterator[tuple[int, str, Prompt]]:
+def prompts_of(args: Namespace, model: Model) -> Iterator[tuple[int, str, EncodedSample]]:
     """Length asked for, task and prompt; tasks take turns, and then lengths."""
     tasks = args.tasks
     for number in range(args.prompts):
@@ -130,7 +132,7 @@ def prompts_of(args: Namespace, model: Model) -> Iterator[tuple[int, str, Prompt
         yield length, task, fitted(TASKS[task], seed, length, model.tokenizer)
 
 
-def one_prompt(model: Model, prompt: Prompt, task: str, steps: int) -> dict[str, Any] | None:
+def one_prompt(model: Model, prompt: EncodedSample, task: str, steps: int) -> dict[str, Any] | None:
     """What a prompt shows; None if the model says nothing."""
     tokens = model.answer(prompt.token_ids, min(TASKS[task].max_tokens, 48))
     if len(tokens) < 2:

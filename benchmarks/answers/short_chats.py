@@ -16,22 +16,26 @@ from typing import Any
 
 from benchmarks.common.about import about
 from benchmarks.common.files import RESULTS, write_json
-from vllm_kvx.policy.cache_dtype import FULL
-from vllm_kvx.tools.evaluate.store import Answer, Question, Store
+from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
+from vllm_kvx.tools.evaluate.store import Answer, QuestionId, Store
 
 LONGEST = 512
 _FACTS = ("model", "model_key", "seed", "dtype", "tasks", "lengths", "samples", "engine_args")
-_Answers = Mapping[Question, Answer]
+_Answers = Mapping[tuple[Row, QuestionId], Answer]
 
 
-def kept(answers: _Answers, policies: Iterable[str], short: bool) -> dict[str, Any]:
+def kept(answers: _Answers, rows: Iterable[Row], short: bool) -> dict[str, Any]:
     """By policy, over prompts that are short or not: the shares, and n."""
-    full = {q: a for q, a in answers.items() if q.policy == FULL and is_short(a) == short}
+    full = {
+        answer.question: answer
+        for answer in answers.values()
+        if answer.row == FULL_ROW and is_short(answer) == short
+    }
     right = sum(answer.score for answer in full.values())
     found = {}
-    for policy in policies:
-        pairs = [(a, answers[Question(policy, q.task, q.length, q.index)]) for q, a in full.items()]
-        found[policy] = {
+    for row in rows:
+        pairs = [(a, answers[row, question]) for question, a in full.items()]
+        found[str(row)] = {
             "n": len(pairs),
             "right": round(sum(ours.score for _, ours in pairs), 3),
             "of_full": round(sum(ours.score for _, ours in pairs) / right, 4),
@@ -47,8 +51,8 @@ def is_short(answer: Answer) -> bool:
 def read(directory: Path) -> dict[str, Any]:
     """What one model's run says."""
     facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    answers = {answer.question: answer for answer in Store(directory, facts)}
-    policies = list(dict.fromkeys(question.policy for question in answers))
+    answers = {answer.key: answer for answer in Store(directory, facts)}
+    rows = list(dict.fromkeys(row for row, _ in answers))
     # Folders of the machine that it ran on say nothing elsewhere.
     command = " ".join(Path(w).name if w.startswith("/") else w for w in facts["command"].split())
     return {
@@ -57,8 +61,8 @@ def read(directory: Path) -> dict[str, Any]:
             "device": facts["device"],
             "command": command,
         },
-        "short": kept(answers, policies, short=True),
-        "longer": kept(answers, policies, short=False),
+        "short": kept(answers, rows, short=True),
+        "longer": kept(answers, rows, short=False),
     }
 
 

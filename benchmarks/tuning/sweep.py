@@ -32,7 +32,7 @@ from benchmarks.common.about import about
 from benchmarks.common.files import RESULTS
 from vllm_kvx.config.arguments import positive
 from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.tools.evaluate.rows import row_of_original
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.store import ANSWERS_FILE
 from vllm_kvx.tools.plots import draw
 from vllm_kvx.tools.tune_speed.options import add_tune_speed
@@ -82,7 +82,8 @@ def seed(original: Path, evaluation: Path) -> None:
     lines = []
     for line in (original / ANSWERS_FILE).read_text(encoding="utf-8").split("\n")[:-1]:
         answer = json.loads(line)
-        answer["question"]["policy"] = row_of_original(answer["question"]["policy"])
+        row = Row.parse(answer["question"]["policy"])
+        answer["question"]["policy"] = str(row.of_original())
         lines.append(json.dumps(answer, ensure_ascii=False) + "\n")
     (evaluation / ANSWERS_FILE).write_text("".join(lines), encoding="utf-8")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.answers.quality import read
-from vllm_kvx.policy.cache_dtype import at_dtype
-from vllm_kvx.tools.evaluate.store import SAME, Answer, Question, Store
+from vllm_kvx.tools.evaluate.rows import Row
+from vllm_kvx.tools.evaluate.store import SAME, Answer, QuestionId, Store
 from vllm_kvx.tools.evaluate.summary import Summary
 
 
@@ -15,8 +15,13 @@ def run(directory: Path, dtype: str | None, *rows: str, right: float = 1.0) -> P
     facts = dict.fromkeys(SAME) | {"model": "m", "kv_cache_dtype": dtype, "command": "c"}
     store = Store(directory, facts)
     for row in rows:
-        store.note_resolved(row, row.partition(" ")[0] + at_dtype(dtype))
-        store.add([Answer(Question(row, "notes", 512, i), right, 500, 1, 1, "") for i in range(2)])
+        store.note_resolved(Row.parse(row), Row(row.partition(" ")[0]).over(dtype))
+        store.add(
+            [
+                Answer(Row.parse(row), QuestionId("notes", 512, i), right, 500, 1, 1, "")
+                for i in range(2)
+            ]
+        )
     return directory
 
 
@@ -25,10 +30,10 @@ def test_another_cache_stands_beside_the_first(tmp_path: Path) -> None:
     second = run(tmp_path / "b", "fp8", "full", "fier-64", "full (original)", right=0.5)
     answers, facts = read([first, second])
     summary = Summary(answers)
-    assert summary.policies == [
+    assert list(map(str, summary.rows)) == [
         *("full", "fier-64", "full@fp8", "fier-64@fp8", "full@fp8 (original)"),
     ]
-    cell = summary.cell("full@fp8")
+    cell = summary.cell(Row.parse("full@fp8"))
     assert cell is not None and cell.of_full is not None and cell.of_full.value == 0.5
     assert facts["resolved"]["fier-64"] == "fier-64"
     assert facts["resolved"]["full@fp8"] == "full@fp8"
@@ -38,7 +43,7 @@ def test_another_cache_stands_beside_the_first(tmp_path: Path) -> None:
         read([second, first])
     # All of these are the model's own.
     wide = run(tmp_path / "wide", "bfloat16", "snapkv")
-    assert Summary(read([first, wide])[0]).policies == ["full", "fier-64", "snapkv"]
+    assert list(map(str, Summary(read([first, wide])[0]).rows)) == ["full", "fier-64", "snapkv"]
     # A third run over the same cache adds to what is there.
     third = run(tmp_path / "c", "fp8", "snapkv")
-    assert "snapkv@fp8" in Summary(read([first, second, third])[0]).policies
+    assert Row("snapkv", "fp8") in Summary(read([first, second, third])[0]).rows

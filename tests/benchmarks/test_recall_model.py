@@ -13,7 +13,7 @@ from reference import fastkv, fier
 from benchmarks.answers import recall, recall_attention, recall_data, recall_model
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.tools.tasks.base import Sample
-from vllm_kvx.tools.tasks.prompts import Prompt
+from vllm_kvx.tools.tasks.prompts import EncodedSample
 
 CHECKPOINT = recall.ROOT / "tests/checkpoints/lookup-8l"
 LENGTH, ROWS = 200, 40
@@ -96,7 +96,7 @@ def test_an_answer_ends_where_it_is_right(monkeypatch: pytest.MonkeyPatch) -> No
     class Words:
         tokenizer: Any = type("Tokenizer", (), {"decode": lambda _, ids, **kw: " ".join(ids)})()
 
-    prompt = Prompt(Sample("", ("b c",)), (), ())
+    prompt = EncodedSample(Sample("", ("b c",)), (), ())
     words: Any = ["a", "b", "c", "d"]
     model: Any = Words()
     assert recall_model.cut(words, prompt, model, "niah_single_2") == (words[:3], 1.0)

@@ -22,7 +22,7 @@ from support.nightly import by_day
 
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.tools.tasks.prompts import Prompt, fitted
+from vllm_kvx.tools.tasks.prompts import EncodedSample, fitted
 from vllm_kvx.tools.tasks.table import TASKS
 
 TASK = TASKS["notes_3"]
@@ -131,9 +131,9 @@ def tokenizer() -> Any:
 
 
 @lru_cache(maxsize=2)
-def questions(late: bool) -> tuple[Prompt, ...]:
+def questions(late: bool) -> tuple[EncodedSample, ...]:
     """Prompts, late: those whose note lies among the last RECENT tokens."""
-    found: list[Prompt] = []
+    found: list[EncodedSample] = []
     seed = 0
     while len(found) < QUESTIONS:
         prompt = fitted(TASK, f"gate-{seed}", LENGTH, tokenizer())

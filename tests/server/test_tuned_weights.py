@@ -13,6 +13,7 @@ import pytest
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.tuned_weights import FILE, TunedRecord
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
+from vllm_kvx.server.validate import identity_of
 
 AGREEMENT: Any = {
     "before": {"kl": 1.5, "greedy": 0.4, "tokens": 900},
@@ -177,15 +178,12 @@ def test_a_record_of_another_model(start) -> None:
 
 HUB = """
 import json, sys
-from types import SimpleNamespace
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
-model = SimpleNamespace(
-    model="org/hub", revision=json.loads(sys.argv[1]), get_total_num_hidden_layers=lambda: 8
-)
-tuning = TunedWeightsNotice(model)
-print(json.dumps([tuning.as_json(), tuning.lines([parse_policy("speed-4")])]))
+notice = TunedWeightsNotice(ModelIdentity("org/hub", {}, json.loads(sys.argv[1])), 8)
+print(json.dumps([notice.as_json(), notice.lines([parse_policy("speed-4")])]))
 """
 
 
@@ -218,8 +216,8 @@ def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_the_route_tells(make_config, model_dir) -> None:
     model = model_dir()
     tuned("speed-4:tail=2").write(model)
-    tuning = TunedWeightsNotice(make_config("full", model=model).model_config)
-    found = tuning.as_json()
+    notice = TunedWeightsNotice(identity_of(make_config("full", model=model)), 8)
+    found = notice.as_json()
     assert found is not None
     assert json.loads(json.dumps(found)) == {
         "policy": "speed-4:tail=2",
@@ -230,7 +228,7 @@ def test_what_the_route_tells(make_config, model_dir) -> None:
         "date": "2026-01-02",
     }
     names = ["full", "snapkv", "speed-4:tail=2", "speed-4:tail=2+fier-64", "speed-4", "speed-5"]
-    assert tuning.matches(map(parse_policy, names)) == {
+    assert notice.matches(map(parse_policy, names)) == {
         "speed-4:tail=2": True,
         "speed-4:tail=2+fier-64": True,
         "speed-4": False,

@@ -1,10 +1,11 @@
-"""The key of a model: the same for the same architecture and weights, whatever they are called."""
+"""Which model it is: a key that is the same for the same weights, whatever they are called."""
 
 import hashlib
 import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,42 @@ _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")
 # Bytes read from each tensor, or from each of so many places of a file without known tensors.
 _SAMPLE_BYTES, _SAMPLE_PLACES = 256, 64
 _MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """The model that a server or a tool runs, and over which KV cache.
+
+    path: a directory, or a name on the Hugging Face hub; `revision` is the hub's. config:
+    config.json as transformers reads it (`PretrainedConfig.to_dict()`). kv_cache_dtype: the
+    engine's; None if it is not known.
+    """
+
+    path: str
+    config: Mapping[str, Any]
+    revision: str | None = None
+    kv_cache_dtype: str | None = None
+
+    @property
+    def directory(self) -> Path | None:
+        """Where its files lie; see `model_dir`."""
+        return model_dir(self.path, self.revision)
+
+    @property
+    def key(self) -> str:
+        """What its records are found by; see `model_key`.
+
+        It is read anew each time: a hub's weights may come while a server starts.
+
+        Raises:
+            OSError: weights are there and cannot be read.
+        """
+        return model_key(self.config, self.directory)
+
+    @property
+    def config_key(self) -> str:
+        """The key of its configuration alone, which `key` is where no weights are here."""
+        return model_key(self.config, None)
 
 
 def model_key(config: Mapping[str, Any], model_dir: Path | None) -> str:

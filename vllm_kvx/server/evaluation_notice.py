@@ -1,30 +1,24 @@
 """What a server says of its policies' answers: what an evaluation found, or that there was none."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.records import answers as records
-from vllm_kvx.records.model_key import model_dir, model_key
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+from vllm_kvx.records.model_key import ModelIdentity
 
 
 class EvaluationNotice:
     """What evaluations found of policies on one model, whose key is `model_key`."""
 
-    def __init__(self, model_config: "ModelConfig", kv_cache_dtype: str | None = None) -> None:
-        """kv_cache_dtype: of the server, as `dtype_of_engine` says."""
-        self._dtype = kv_cache_dtype
-        self._model = model_config.model
-        config = model_config.hf_text_config.to_dict()
+    def __init__(self, identity: ModelIdentity) -> None:
+        self._model, self._dtype = identity.path, identity.kv_cache_dtype
         try:
-            self.model_key = model_key(config, model_dir(self._model, model_config.revision))
+            self.model_key = identity.key
         except OSError:
             # vLLM says later, and better, that weights cannot be read.
-            self.model_key = model_key(config, None)
+            self.model_key = identity.config_key
 
     def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
         """A line for the log on each policy that may lose answers, and whether it was measured.

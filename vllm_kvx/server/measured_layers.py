@@ -16,11 +16,11 @@ from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.records.layers import SETTINGS, load, record_path
-from vllm_kvx.records.model_key import architecture_of, model_dir, model_key
+from vllm_kvx.records.model_key import ModelIdentity, architecture_of
 from vllm_kvx.server import measure_at_start as at_start
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 
 class Found(NamedTuple):
@@ -78,7 +78,9 @@ PAPER_TSP_LAYERS: tuple[PaperModel, ...] = (
 )
 
 
-def find_measured(vllm_config: "VllmConfig", may_measure: bool = True) -> list[str]:
+def find_measured(
+    vllm_config: "VllmConfig", identity: ModelIdentity, may_measure: bool = True
+) -> list[str]:
     """Puts the layers that the server's policies leave to measurement into ``additional_config``.
 
     Only here: the engine's processes read what this one found. Returns a line for the log on each.
@@ -102,7 +104,7 @@ def find_measured(vllm_config: "VllmConfig", may_measure: bool = True) -> list[s
             if wanted.key in found_for:
                 check_alike(part, found_for[wanted.key], wanted)
             continue
-        found = _layer(vllm_config, part, wanted, may_measure)
+        found = _layer(vllm_config, identity, part, wanted, may_measure)
         layer = config[wanted.key] = found.layer
         found_for[wanted.key] = part
         by = ""
@@ -126,20 +128,13 @@ def find_measured(vllm_config: "VllmConfig", may_measure: bool = True) -> list[s
 
 
 def layer_of(
-    policy: Method,
-    config: Mapping[str, Any],
-    model: str,
-    num_layers: int,
-    revision: str | None = None,
-    root: Path | None = None,
+    policy: Method, identity: ModelIdentity, num_layers: int, root: Path | None = None
 ) -> Found | None:
     """The layer that `policy` leaves to measurement, for a model; None if it is not known.
 
     A stored calibration wins over the paper's table. One that was measured for other parameters
     than the policy's is ignored with a warning.
 
-    config: config.json as transformers reads it (`PretrainedConfig.to_dict()`).
-    model: a directory, or a name on the Hugging Face hub; `revision` is the hub's.
     num_layers: the model's decoder layers, counted from 0 in the answer.
     root: the cache folder that records are looked for in, if not the usual one.
 
@@ -147,7 +142,7 @@ def layer_of(
         OSError: the model's weights are there and cannot be read.
     """
     assert policy.to_measure is not None
-    key = model_key(config, model_dir(model, revision))
+    key, config = identity.key, identity.config
     record = load(policy, key, num_layers, root)
     if record is not None:
         measured = "by answers" if record["criterion"] == "answers" else "by the paper's criterion"
@@ -206,16 +201,18 @@ def check_alike(part: Method, other: Method, wanted: Measurement) -> None:
 
 
 def _layer(
-    vllm_config: "VllmConfig", part: Method, wanted: Measurement, may_measure: bool
+    vllm_config: "VllmConfig",
+    identity: ModelIdentity,
+    part: Method,
+    wanted: Measurement,
+    may_measure: bool,
 ) -> Found:
     """The layer for `part`: known, or measured now."""
-    model_config: ModelConfig = vllm_config.model_config
-    config, model = model_config.hf_text_config.to_dict(), model_config.model
-    revision = model_config.revision
+    model, revision = identity.path, identity.revision
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
 
     def known(root: Path | None = None) -> Found | None:
-        num_layers = model_config.get_total_num_hidden_layers()
-        return layer_of(part, config, model, num_layers, revision, root)
+        return layer_of(part, identity, num_layers, root)
 
     found = known()
     if found is not None:

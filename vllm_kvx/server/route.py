@@ -14,7 +14,7 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvx import __version__
-from vllm_kvx.config.settings import KVSettings, dtype_of_engine
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server import request_errors as refused
@@ -26,6 +26,7 @@ from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.metrics import PolicyMetrics, export_build_info, export_evaluated
 from vllm_kvx.server.stats import StatsReader
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
+from vllm_kvx.server.validate import identity_of
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -76,9 +77,11 @@ class PolicyStatus:
         config = engine_client.vllm_config
         self.settings = settings
         self.model_name = str(config.model_config.served_model_name)
-        self.kv_cache_dtype = dtype_of_engine(config)
-        self.trust = EvaluationNotice(config.model_config, self.kv_cache_dtype)
-        self.tuning = TunedWeightsNotice(config.model_config)
+        # Anew: a hub's weights may have come since the start was checked.
+        identity = identity_of(config)
+        self.kv_cache_dtype = identity.kv_cache_dtype
+        self.evaluation_notice = EvaluationNotice(identity)
+        self.tuned_weights_notice = TunedWeightsNotice(identity, settings.num_layers)
         self.reader: StatsReader | None = None
         self.exports = config.parallel_config._api_process_rank == 0
         self._poller: asyncio.Task[None] | None = None
@@ -87,10 +90,11 @@ class PolicyStatus:
         if self.exports:
             layout = "stock" if settings.stock else str(settings.layout)
             export_build_info(self.model_name, policy, layout)
+            notice = self.evaluation_notice
             for own in settings.policies:
-                if self.trust.is_lossy(own):
-                    found = self.trust.as_json(own)
-                    export_evaluated(self.model_name, self.trust.name(own), found["measured"])
+                if notice.is_lossy(own):
+                    measured = notice.as_json(own)["measured"]
+                    export_evaluated(self.model_name, notice.name(own), measured)
         if settings.stock:
             return  # Stock workers count nothing.
         metrics = None
@@ -122,11 +126,11 @@ class PolicyStatus:
             "request_policies": settings.request_policies,
             "measured": settings.measured.as_dict(),
             "measured_config": settings.measured.as_config(),
-            "model_key": self.trust.model_key,
+            "model_key": self.evaluation_notice.model_key,
             "kv_cache_dtype": self.kv_cache_dtype,
-            "answers_kept": {str(p): self.trust.as_json(p) for p in settings.policies},
-            "tuned_for": self.tuning.as_json(),
-            "matches_tuning": self.tuning.matches(
+            "answers_kept": {str(p): self.evaluation_notice.as_json(p) for p in settings.policies},
+            "tuned_for": self.tuned_weights_notice.as_json(),
+            "matches_tuning": self.tuned_weights_notice.matches(
                 [*settings.policies, *self._requested(stats.get("policies", {}))]
             ),
             "num_layers": settings.num_layers,

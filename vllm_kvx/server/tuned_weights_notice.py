@@ -2,28 +2,26 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import Propagate
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.records.model_key import model_dir
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.records.tuned_weights import FILE, TunedRecord, read
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
 
 
 class TunedWeightsNotice:
     """The record of a model's weights, as far as it lies beside them; nothing is downloaded."""
 
-    def __init__(self, model_config: "ModelConfig") -> None:
-        self._model, self._revision = model_config.model, model_config.revision
-        self._layers = model_config.get_total_num_hidden_layers()
+    def __init__(self, identity: ModelIdentity, num_layers: int) -> None:
+        """num_layers: the model's decoder layers."""
+        self._model, self._revision = identity.path, identity.revision
+        self._layers = num_layers
         self.record: TunedRecord | None = None
         # Why a record that is there says nothing.
         self._problem = ""
-        directory = model_dir(self._model, self._revision)
+        directory = identity.directory
         if directory is None:
             return
         try:

@@ -12,6 +12,7 @@ from vllm_kvx.config.settings import (
     policy_is_set,
 )
 from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import find_measured
 from vllm_kvx.server.refusal import ARCHITECTURE, Refusal, applying, told
@@ -50,20 +51,22 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
             names every such setting and what to change.
     """
     config: Any = vllm_config.additional_config
+    if not policy_is_set(config):
+        return vllm_config
+    identity = identity_of(vllm_config)
     rows = applying(ALWAYS, vllm_config)
-    if policy_is_set(config) and not _is_full_alone(config):
+    if not _is_full_alone(config):
         rows += machinery_rows(vllm_config)
     try:
         # Measuring may take minutes, which a server that cannot run need not spend.
-        sources = find_measured(vllm_config, may_measure=not rows)
+        sources = find_measured(vllm_config, identity, may_measure=not rows)
         settings = KVSettings.from_vllm_config(vllm_config)
     except PolicyError:
         # A policy that suits the model, or a layer of it, is of no use where the model is refused.
         if not rows:
             raise
         raise _cannot_run(config[POLICY_KEY], told(rows)) from None
-    if settings is None:
-        return vllm_config
+    assert settings is not None
     others: list[str] = []
     if not settings.stock:
         more, others = _retention_problems(vllm_config, settings)
@@ -82,9 +85,16 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
         _log(settings, sources)
-        _log_answers(vllm_config, settings)
+        _log_answers(identity, settings)
         _log_short_chunks(vllm_config, settings)
     return vllm_config
+
+
+def identity_of(vllm_config: "VllmConfig") -> ModelIdentity:
+    """The model of a configuration, which what was measured of it is found by."""
+    model = vllm_config.model_config
+    config = model.hf_text_config.to_dict()
+    return ModelIdentity(model.model, config, model.revision, dtype_of_engine(vllm_config))
 
 
 def _is_full_alone(config: Any) -> bool:
@@ -215,14 +225,15 @@ def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings, in_pytho
     model.logits_processors = [*(model.logits_processors or []), check]
 
 
-def _log_answers(vllm_config: "VllmConfig", settings: KVSettings) -> None:
+def _log_answers(identity: ModelIdentity, settings: KVSettings) -> None:
     """What is known of the answers: how the weights were tuned, and what evaluations found."""
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.kvx")
-    model = vllm_config.model_config
-    trust = EvaluationNotice(model, dtype_of_engine(vllm_config))
-    lines = TunedWeightsNotice(model).lines(settings.policies) + trust.lines(settings.policies)
+    tuned_weights_notice = TunedWeightsNotice(identity, settings.num_layers)
+    evaluation_notice = EvaluationNotice(identity)
+    lines = tuned_weights_notice.lines(settings.policies)
+    lines += evaluation_notice.lines(settings.policies)
     for line, is_well in lines:
         (logger.info if is_well else logger.warning)("KV policy %s", line)
     for policy in settings.policies:

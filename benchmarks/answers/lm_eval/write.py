@@ -5,13 +5,15 @@ import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.evaluate.questions import Key, Posed, Suite, load_tokenizer
+from vllm_kvx.tools.evaluate.questions import PreparedPrompt, Suite, load_tokenizer
+from vllm_kvx.tools.evaluate.store import QuestionId
 
 # lm-eval finds the `!function` where it runs in the checkout's folder.
 TASK_FILE = """\
@@ -81,27 +83,25 @@ def write(suite: Suite, model: str, output: Path) -> Path:
     """
     with tqdm(unit=" prompts") as bar:
         load = functools.partial(load_tokenizer, model, None)
-        posed = suite.pose(load, lambda done, total: bar.update(done - bar.n))
+        prepared = suite.prepare(load, lambda done, total: bar.update(done - bar.n))
     (name,) = suite.names
     output.mkdir(parents=True, exist_ok=True)
     data, task = (output / f"{name}.jsonl").resolve(), output / f"kvx_{name}.yaml"
     with data.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(posed))
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(prepared))
     # A path as JSON is one as YAML.
     text = TASK_FILE.format(task=name, data=json.dumps(str(data)), max_tokens=suite.longest_answer)
     task.write_text(text, encoding="utf-8")
     return task
 
 
-def rows(posed: Mapping[Key, Posed]) -> Iterator[dict[str, Any]]:
+def rows(prepared: Mapping[QuestionId, PreparedPrompt]) -> Iterator[dict[str, Any]]:
     """What lm-eval reads of each question; task, length and index as `evaluate` stores them."""
-    for (task, length, index), question in posed.items():
-        sample = question.sample
+    for question, prompt in prepared.items():
+        sample = prompt.sample
         assert sample is not None, "only perplexity has no sample"
         yield {
-            "task": task,
-            "length": length,
-            "index": index,
+            **asdict(question),
             "prompt": sample.text,
             "begins": sample.begins,
             "references": list(sample.references),

@@ -20,6 +20,7 @@ from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import by_answers
 from vllm_kvx.tools.checkpoint import questions
@@ -355,12 +356,10 @@ def test_the_demo_checkpoint(command: Callable[..., Any], cache: Path) -> None:
     assert marked.split()[0] == "3" and "1.67x" in marked
     assert "The full model answers 8 of the 8 lookups." in out
     assert "Answers under layer 3, sum: 8 of 8 stay" in out
-    config = AutoConfig.from_pretrained(LOOKUP).to_dict()
-    assert layer_of(FastKV(), config, str(LOOKUP), 8) == (
-        *(3, f"calibrated by answers: {path}", "sum"),
-    )
+    identity = ModelIdentity(str(LOOKUP), AutoConfig.from_pretrained(LOOKUP).to_dict())
+    assert layer_of(FastKV(), identity, 8) == (*(3, f"calibrated by answers: {path}", "sum"),)
     for other in (FastKV(tsp_rate=0.3), FastKV(window=4), FastKV(kernel=5)):
-        assert layer_of(other, config, str(LOOKUP), 8) is None
+        assert layer_of(other, identity, 8) is None
 
 
 def test_all_criteria_side_by_side(

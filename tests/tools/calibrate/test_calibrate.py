@@ -20,6 +20,7 @@ from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import tsp_layer as calibrate
 from vllm_kvx.tools.calibrate.tsp_layer import choose_max_layer, distances
@@ -222,7 +223,7 @@ def test_the_command_stores_what_a_server_finds(
     assert marked.split()[0] == str(record["tsp_layer"])
     assert "prompt 2/2, 50 tokens" in out.err
     config = AutoConfig.from_pretrained(tiny).to_dict()
-    found = layer_of(POLICY, config, str(tiny), LAYERS)
+    found = layer_of(POLICY, ModelIdentity(str(tiny), config), LAYERS)
     assert found is not None and found[:2] == (
         record["tsp_layer"],
         f"calibrated by the paper's criterion: {path}",
@@ -466,5 +467,5 @@ def test_the_demo_checkpoint_from_end_to_end(cache: Path, tmp_path: Path) -> Non
     means = record["distances"]["mean"]
     assert means[3] < 0.05 < 0.2 < min(means[:3])
     config = AutoConfig.from_pretrained(LOOKUP).to_dict()
-    found = layer_of(FastKV(), config, str(LOOKUP), 8)
+    found = layer_of(FastKV(), ModelIdentity(str(LOOKUP), config), 8)
     assert found is not None and found[:2] == (3, f"calibrated by the paper's criterion: {path}")

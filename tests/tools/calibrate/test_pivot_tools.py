@@ -22,6 +22,7 @@ from vllm_kvx.cli import main
 from vllm_kvx.equations.pivot import Metrics
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.structkv import StructKV, online_limits, paper_limits
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import pivot
 from vllm_kvx.tools.checkpoint.prompts import BUILTIN, builtin_prompts
@@ -35,7 +36,7 @@ def pivot_of_model(
 ) -> tuple[int, str] | None:
     names = ("entropy_weight", "sparsity_weight", "variance_weight")
     policy = StructKV(window=window, **dict(zip(names, weights, strict=True)))
-    found = layer_of(policy, config, model, layers)
+    found = layer_of(policy, ModelIdentity(model, config), layers)
     return None if found is None else (found.layer, found.source)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.records.folder import cache_root
 from vllm_kvx.records.layers import RESULTS, load, record_path, save
-from vllm_kvx.records.model_key import model_dir, model_key
+from vllm_kvx.records.model_key import ModelIdentity, model_dir, model_key
 from vllm_kvx.server.measured_layers import PAPER_TSP_LAYERS, layer_of
 
 LAYERS = 6
@@ -97,9 +97,9 @@ def by_answers(path: Path) -> str:
 
 
 def tsp_layer_of(
-    config: dict[str, Any], model: str, layers: int, **kwargs: Any
+    config: dict[str, Any], model: str, layers: int, revision: str | None = None
 ) -> tuple[int, str] | None:
-    found = layer_of(FastKV(), config, model, layers, **kwargs)
+    found = layer_of(FastKV(), ModelIdentity(model, config, revision), layers)
     return None if found is None else (found.layer, found.source)
 
 
@@ -312,7 +312,7 @@ def test_a_policys_own_reduction_is_kept(model: Path) -> None:
         for policy, reduction in zip(
             (FastKV(), FastKV(tsp_reduction="max")), expected, strict=True
         ):
-            found = layer_of(policy, config, str(model), LAYERS)
+            found = layer_of(policy, ModelIdentity(str(model), config), LAYERS)
             wanted = None if reduction is None else (2, by_answers(path), reduction)
             assert found == wanted
 

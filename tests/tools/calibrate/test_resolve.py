@@ -20,6 +20,7 @@ from vllm_kvx.records.layers import record_path
 from vllm_kvx.records.model_key import model_key
 from vllm_kvx.server import measured_layers as resolve
 from vllm_kvx.server.measured_layers import find_measured
+from vllm_kvx.server.validate import identity_of
 from vllm_kvx.tools.calibrate import by_answers
 from vllm_kvx.tools.checkpoint import questions
 
@@ -115,7 +116,7 @@ def find(make_config: Callable[..., Any]) -> Callable[..., tuple[dict[str, Any],
     ) -> tuple[dict[str, Any], list[str]]:
         vllm_config = make_config(model=str(model), load_format=load_format, max_model_len=64)
         vllm_config.additional_config = {"kv_policy": policy, **config}
-        lines = find_measured(vllm_config)
+        lines = find_measured(vllm_config, identity_of(vllm_config))
         return vllm_config.additional_config, lines
 
     return find
@@ -153,9 +154,9 @@ def test_a_server_measures_before_its_first_start(
     again = make_config(**settings)
     again.additional_config = {"kv_policy": "structkv:kv_rate=0.5"}
     line = f"StructKV: pivot=calibrated is layer {pivot} (calibrated by answers: {path})."
-    assert find_measured(again)[0] == line
+    assert find_measured(again, identity_of(again))[0] == line
     assert again.additional_config["kv_pivot"] == pivot
-    assert find_measured(again) == []
+    assert find_measured(again, identity_of(again)) == []
     assert len(process.ran) == 1
 
 

@@ -19,8 +19,10 @@ from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.layers import save
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
+from vllm_kvx.server.validate import identity_of
+from vllm_kvx.tools.doctor import asked as asked_for
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request
-from vllm_kvx.tools.doctor.model import LocalModel, weights_bytes
+from vllm_kvx.tools.doctor.model import weights_bytes
 from vllm_kvx.tools.doctor.plan import rows_of
 from vllm_kvx.tools.doctor.sizes import GIB, Pool, Sizes
 
@@ -277,14 +279,13 @@ def test_a_policy_that_does_not_suit_the_model(doctor) -> None:
 @pytest.fixture
 def key(doctor) -> str:
     """The demo checkpoint's, as a server has it."""
-    return EvaluationNotice(vllm_config(str(LOOKUP)).model_config).model_key
+    return EvaluationNotice(identity_of(vllm_config(str(LOOKUP)))).model_key
 
 
 def test_records_are_looked_for_where_servers_do(doctor, key: str) -> None:
     asked = doctor("snapkv")
     asked("model")
-    model: Any = LocalModel(asked.context)
-    assert EvaluationNotice(model).model_key == key
+    assert EvaluationNotice(asked_for.identity_of(asked.context)).model_key == key
 
 
 def test_layers_that_were_not_measured(doctor, key: str, tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from vllm_kvx.records import answers as records
 from vllm_kvx.records.model_key import model_key
 from vllm_kvx.tools.checkpoint.dense_decoder import load_config
 from vllm_kvx.tools.evaluate import command, perplexity
-from vllm_kvx.tools.evaluate.engine import Answered, Asked, NotStarted
+from vllm_kvx.tools.evaluate.engine import Answered, NotStarted, Prompt
 from vllm_kvx.tools.evaluate.groups import read_policies
 from vllm_kvx.tools.evaluate.original import Model
 from vllm_kvx.tools.evaluate.progress import AnswersBar
-from vllm_kvx.tools.evaluate.questions import Key
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import Shares
-from vllm_kvx.tools.evaluate.store import Store
+from vllm_kvx.tools.evaluate.store import QuestionId, Store
 
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 512}
 
@@ -103,26 +103,26 @@ def test_policies_side_by_side(
 
 
 @contextmanager
-def does_not_start(model: str, policies: Iterable[str], options: object) -> Iterator[None]:
-    raise NotStarted(f"the engine for {', '.join(policies)} does not start: no memory")
+def does_not_start(model: str, policies: Iterable[Row], options: object) -> Iterator[None]:
+    raise NotStarted(f"the engine for {', '.join(map(str, policies))} does not start: no memory")
     yield
 
 
 class OverFp8:
     """An engine of a checkpoint that brings an fp8 KV cache of its own; it answers nothing."""
 
-    def __init__(self, rows: Iterable[str]) -> None:
+    def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = list(rows)
 
-    def resolved(self, row: str) -> str:
-        return f"{row.partition('@')[0]}@fp8"
+    def resolved(self, row: Row) -> Row:
+        return Row(row.policy, "fp8")
 
 
 def test_full_over_a_quantized_kv_cache_is_no_yardstick_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager
-    def engine(model: str, policies: Iterable[str], options: object) -> Iterator[OverFp8]:
+    def engine(model: str, policies: Iterable[Row], options: object) -> Iterator[OverFp8]:
         yield OverFp8(policies)
 
     monkeypatch.setattr(command, "own_engine", engine)
@@ -138,17 +138,18 @@ class Wrong:
     def __init__(self, right: Iterable[str] = ()) -> None:
         self.right, self.asked = set(right), list[str]()
 
-    def resolved(self, row: str) -> str:
+    def resolved(self, row: Row) -> Row:
         return row
 
-    def shares(self, row: str, prompt_len: int) -> Shares:
+    def shares(self, row: Row, prompt_len: int) -> Shares:
         return Shares(0.5, 0.5, 1.0)
 
-    def answers(self, row: str, asked: Sequence[Asked], *progress: object) -> list[Answered]:
-        self.asked.append(row)
+    def answers(self, row: Row, prompts: Sequence[Prompt], *progress: object) -> list[Answered]:
+        self.asked.append(str(row))
         tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
         # The task takes any answer that has the words: all of the prompt's are among them.
-        texts = [tokenizer.decode(each.token_ids) if row in self.right else "" for each in asked]
+        right = str(row) in self.right
+        texts = [tokenizer.decode(each.token_ids) if right else "" for each in prompts]
         return [Answered(text, 0.0) for text in texts]
 
 
@@ -238,17 +239,17 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @contextmanager
-    def server(url: str, policies: Iterable[str], *_: object) -> Iterator[OverFp8]:
+    def server(url: str, policies: Iterable[Row], *_: object) -> Iterator[OverFp8]:
         yield OverFp8(policies)
 
     monkeypatch.setattr(command, "running_server", server)
     model = Model(str(LOOKUP), None, load_config(str(LOOKUP)), read_policies(["snapkv"], 8))
     args = Namespace(base_url="http://server", concurrency=1)
-    key: Key = ("notes", 320, 0)
-    missing: dict[str, list[Key]] = {"full": [], "snapkv": [key]}
-    bar = AnswersBar({"full": [], "snapkv": [Asked([1], 1)]})
+    full, snapkv = rows = [Row("full"), Row("snapkv")]
+    missing: dict[Row, list[QuestionId]] = {full: [], snapkv: [QuestionId("notes", 320, 0)]}
+    bar = AnswersBar({full: [], snapkv: [Prompt([1], 1)]})
     ((found, names),) = command.engines_of(args, [model], missing, 400, [], bar)
-    assert isinstance(found, OverFp8) and found.rows == names == ["full", "snapkv"]
+    assert isinstance(found, OverFp8) and found.rows == names == rows
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,17 @@ from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools import plots as drawing
 from vllm_kvx.tools.evaluate import figures
-from vllm_kvx.tools.evaluate.store import Answer, Question
+from vllm_kvx.tools.evaluate.rows import Row
+from vllm_kvx.tools.evaluate.store import Answer, QuestionId
 from vllm_kvx.tools.evaluate.summary import Summary
 
 
 def summary_of(scores: Mapping[str, float], lengths: Mapping[int, int]) -> Summary:
     """Rows that are so right, on so many prompts of each length; 0 for short questions."""
     return Summary(
-        Answer(Question(row, "notes", length, index), score, length or 20, 0.2, 0.2, "x")
+        Answer(
+            Row.parse(row), QuestionId("notes", length, index), score, length or 20, 0.2, 0.2, "x"
+        )
         for row, score in scores.items()
         for length, count in lengths.items()
         for index in range(count)
@@ -48,9 +51,9 @@ def test_a_plot_without_a_right_answer_is_not_drawn(tmp_path: Path) -> None:
 def test_a_file_of_other_speeds_is_refused_before_anything_is_asked() -> None:
     speed = {"stock@fp8": {"ttft": 1.1}, "fier-64": {"ttft": 1.3}}
     for rows in (["full", "full@fp8"], ["full", "fier-64", "snapkv"]):
-        figures.check_speed("speeds.json", speed, rows)
+        figures.check_speed("speeds.json", speed, list(map(Row.parse, rows)))
     with pytest.raises(ToolError, match=r"^--speed speeds.json has none of these policies, .* it "):
-        figures.check_speed("speeds.json", speed, ["full", "snapkv"])
+        figures.check_speed("speeds.json", speed, [Row("full"), Row("snapkv")])
     with pytest.raises(ToolError, match=r"no result of benchmarks\.compare"):
         figures.read_speed("nowhere.json")
 

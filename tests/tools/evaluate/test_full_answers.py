@@ -7,13 +7,16 @@ import pytest
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.evaluate import full_answers
 from vllm_kvx.tools.evaluate.intervals import least_right, of_mean
-from vllm_kvx.tools.evaluate.store import Answer, Question
+from vllm_kvx.tools.evaluate.rows import Row
+from vllm_kvx.tools.evaluate.store import Answer, QuestionId
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
 
 
 def summary_of(right: int, count: int, task: str = "notes", row: str = "full") -> Summary:
     return Summary(
-        Answer(Question(row, task, 512, index), float(index < right), 500, 1.0, 1.0, "")
+        Answer(
+            Row.parse(row), QuestionId(task, 512, index), float(index < right), 500, 1.0, 1.0, ""
+        )
         for index in range(count)
     )
 

@@ -1,17 +1,24 @@
 """Which engine answers for which policies, and what they keep and read."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from vllm_kvx.policy.policy import with_retrieval
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.tools.evaluate.groups import grouped, read_policies
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import shares_of
+
+
+def names_in(rows: Iterable[Row]) -> list[str]:
+    return [str(row) for row in rows]
 
 
 def test_as_few_engines_as_make_sense() -> None:
     names = ["snapkv", "fastkv", "structkv", "fier-64", "quest-64", "pyramidkv", "fier-512"]
     names.append("pyramidkv:kv_rate=0.2")
-    groups = grouped(read_policies(names, 28), 28)
+    groups = list(map(names_in, grouped(read_policies(names, 28), 28)))
     assert groups == [
         ["full", "snapkv", "fastkv", "structkv", "fier-64", "fier-512"],
         ["quest-64"],
@@ -21,24 +28,26 @@ def test_as_few_engines_as_make_sense() -> None:
 
 def test_one_engine_measures_one_layer() -> None:
     names = ["fastkv", "fastkv:kv_rate=0.4", "fastkv:tsp_rate=0.4", "fastkv:tsp_layer=9,window=16"]
-    first, second = grouped(read_policies(names, 28), 28)
+    first, second = map(names_in, grouped(read_policies(names, 28), 28))
     assert second == ["fastkv:tsp_rate=0.4"] and first == ["full", *names[:2], names[3]]
 
 
 def test_full_is_always_asked() -> None:
-    assert list(read_policies(["snapkv", "full"], 8)) == ["full", "snapkv"]
+    assert names_in(read_policies(["snapkv", "full"], 8)) == ["full", "snapkv"]
 
 
 def test_each_cache_has_an_engine_of_its_own() -> None:
     names = ["fier-64", "full@fp8", "fier-64@fp8", "snapkv@fp8_e5m2"]
     policies = read_policies(names, 8)
-    assert str(policies["fier-64@fp8"]) == "fier-64" and policies["full@fp8"].is_full
-    assert grouped(policies, 8) == [["full", "fier-64"], names[1:3], names[3:]]
+    assert str(policies[Row("fier-64", "fp8")]) == "fier-64"
+    assert policies[Row("full", "fp8")].is_full
+    assert list(map(names_in, grouped(policies, 8))) == [["full", "fier-64"], names[1:3], names[3:]]
     # Two names of one dtype are one, and vLLM's quantized KV caches run `full`.
-    assert list(read_policies(["fier-64@fp8_e4m3", "fier-64@fp8"], 8)) == ["full", "fier-64@fp8"]
-    assert "full@int8_per_token_head" in read_policies(["full@int8_per_token_head"], 8)
-    of_original = {f"{name} (original)": policy for name, policy in policies.items()}
-    assert [len(names) for names in grouped(of_original, 8)] == [2, 2, 1]
+    twice = read_policies(["fier-64@fp8_e4m3", "fier-64@fp8"], 8)
+    assert names_in(twice) == ["full", "fier-64@fp8"]
+    assert "full@int8_per_token_head" in names_in(read_policies(["full@int8_per_token_head"], 8))
+    of_original = {row.of_original(): policy for row, policy in policies.items()}
+    assert [len(rows) for rows in grouped(of_original, 8)] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +58,7 @@ def test_each_cache_has_an_engine_of_its_own() -> None:
         "full@auto",
         "snapkv@int8_per_token_head",
         "snapkvv",
+        "snapkv (original)",
         "speed-9",
         "fastkv:tsp_layer=8",
     ],

@@ -22,11 +22,13 @@ from vllm_kvx.tools.evaluate import command, perplexity, report
 from vllm_kvx.tools.evaluate.intervals import of_recovery
 from vllm_kvx.tools.evaluate.original import check_tokenizers
 from vllm_kvx.tools.evaluate.recovery import recoveries
-from vllm_kvx.tools.evaluate.store import Answer, Question
+from vllm_kvx.tools.evaluate.rows import Row
+from vllm_kvx.tools.evaluate.store import Answer, QuestionId
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
 from vllm_kvx.tools.tasks.table import FIXED
 
-ROWS = ("full (original)", "speed-5 (original)", "full", "speed-5")
+NAMES = ("full (original)", "speed-5 (original)", "full", "speed-5")
+ROWS = tuple(map(Row.parse, NAMES))
 
 
 def answers(
@@ -34,7 +36,7 @@ def answers(
 ) -> list[Answer]:
     """Answers of ROWS, whose scores stand one after the other for each question."""
     return [
-        Answer(Question(row, task, length, index), score, tokens or length, 1.0, 1.0, "x")
+        Answer(row, QuestionId(task, length, index), score, tokens or length, 1.0, 1.0, "x")
         for index, question in enumerate(scores)
         for row, score in zip(ROWS, question, strict=True)
     ]
@@ -86,21 +88,23 @@ def tuned_run() -> Summary:
 
 def test_the_yardstick_is_the_original_in_full() -> None:
     summary = tuned_run()
-    assert summary.policies == list(ROWS) and summary.yardstick == "full (original)"
+    assert summary.rows == list(ROWS) and str(summary.yardstick) == "full (original)"
     cells = {row: summary.cell(row, "niah_single_1", 512) for row in ROWS}
     assert [c and c.of_full and c.of_full.value for c in cells.values()] == [1.0, 0.0, 1.0, 0.5]
-    lost = summary.cell("full", "short_facts")
+    lost = summary.cell(Row.parse("full"), "short_facts")
     assert lost is not None and lost.of_full is not None and lost.of_full.value == 0.0
-    nats = summary.cell("speed-5", PERPLEXITY)
+    nats = summary.cell(Row.parse("speed-5"), PERPLEXITY)
     assert nats is not None and nats.of_full is not None and nats.of_full.value == 0.25
     # Without the original's rows it is the model itself.
-    assert Summary(a for a in tuned_run().answers("full").values()).yardstick == "full"
+    assert Summary(a for a in tuned_run().answers(Row.parse("full")).values()).yardstick == Row(
+        "full"
+    )
 
 
 def test_recovery_by_group_and_length() -> None:
     found = {each.over: each for each in recoveries(tuned_run())}
     assert list(found) == ["all", "ruler", "short", "1-512 tokens", "513-1,024 tokens", PERPLEXITY]
-    assert all(each.policy == "speed-5" for each in found.values())
+    assert all(str(each.row) == "speed-5" for each in found.values())
     assert found["all"].count == 48
     whole = found["ruler"]
     assert (whole.count, whole.full, whole.cut, whole.tuned) == (40, 1.0, 0.2, 0.6)
@@ -137,7 +141,7 @@ def test_what_tuning_loses_stands_beside_what_it_brings_back() -> None:
 def test_the_report_names_the_rows() -> None:
     summary = tuned_run()
     shown = report.text(summary)
-    for row in ROWS:
+    for row in NAMES:
         assert any(line.startswith(f"{row}  ") for line in shown.splitlines())
     assert "ratio to full (original) on the same prompts" in shown
     assert "above full (original)" in shown and "+0.2500" in shown
@@ -152,7 +156,9 @@ def test_the_report_names_the_rows() -> None:
     assert short["lost"] == short["back"] == short["newly_lost"] == 0.0
     by_task = {each["over"]: each for each in written["recovery"]}
     assert by_task["niah_single_1"]["n"] == 40 and by_task["niah_single_1"]["back"] == 0.4
-    assert "recovery" not in report.as_json(Summary(summary.answers("full").values()), {})
+    assert "recovery" not in report.as_json(
+        Summary(summary.answers(Row.parse("full")).values()), {}
+    )
 
 
 def tokenizer(template: str | None = None) -> Any:
@@ -207,7 +213,7 @@ def test_a_model_beside_itself(
     shown = capsys.readouterr().out
     written = json.loads((output / "report.json").read_text())
     cells = {(c["policy"], c["task"]): c for c in written["cells"] if c["length"] == "all"}
-    assert {policy for policy, _ in cells} == set(ROWS)
+    assert {policy for policy, _ in cells} == set(NAMES)
     assert written["original"] == "lookup-8l" and written["original_key"] == written["model_key"]
     for row, twin in (("full", "full (original)"), ("speed-5", "speed-5 (original)")):
         assert cells[row, "notes_3"]["score"][0] == 1.0 == cells[row, "notes_3"]["same"][0]

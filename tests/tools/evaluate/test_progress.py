@@ -1,7 +1,10 @@
 """How long the rest of a run's answers will take."""
 
-from vllm_kvx.tools.evaluate.engine import Asked
+from vllm_kvx.tools.evaluate.engine import Prompt
 from vllm_kvx.tools.evaluate.progress import TimeLeft
+from vllm_kvx.tools.evaluate.rows import Row
+
+FULL, SNAPKV, FIER, FIER_FP8 = map(Row.parse, ("full", "snapkv", "fier-64", "fier-64@fp8"))
 
 
 class Clock:
@@ -12,15 +15,15 @@ class Clock:
         return self.now
 
 
-def asked(*lengths: int, longest: int = 10) -> list[Asked]:
-    return [Asked(range(length), longest) for length in lengths]
+def asked(*lengths: int, longest: int = 10) -> list[Prompt]:
+    return [Prompt(range(length), longest) for length in lengths]
 
 
 def test_prompts_and_answers_have_paces_of_their_own() -> None:
     clock, questions = Clock(), asked(100, 300)
-    left = TimeLeft({"full": questions, "snapkv": questions}, clock)
+    left = TimeLeft({FULL: questions, SNAPKV: questions}, clock)
     assert left.seconds is None
-    left.begin("full", 2)
+    left.begin(FULL, 2)
     # 0.1 s for a token of a prompt, of which a step takes 100 and begins no answer but one.
     clock.now = 10.0
     left.step([100], 1)
@@ -43,13 +46,13 @@ def test_prompts_and_answers_have_paces_of_their_own() -> None:
 
 def test_a_row_has_its_own_pace_as_soon_as_it_has_one() -> None:
     clock, questions = Clock(), asked(100, longest=1)
-    left = TimeLeft({"full": questions, "fier-64": [*questions, *questions]}, clock)
-    left.begin("full", 1)
+    left = TimeLeft({FULL: questions, FIER: [*questions, *questions]}, clock)
+    left.begin(FULL, 1)
     clock.now = 10.0
     left.step([100], 1)
     left.finish(questions[0], 1)
     assert left.seconds is None
-    left.begin("fier-64", 2)
+    left.begin(FIER, 2)
     clock.now = 40.0
     left.step([100], 1)
     left.finish(questions[0], 1)
@@ -62,10 +65,10 @@ def test_a_row_has_its_own_pace_as_soon_as_it_has_one() -> None:
 
 def test_engines_that_are_yet_to_start_count() -> None:
     clock, questions = Clock(), asked(100)
-    left = TimeLeft({"full": questions, "fier-64@fp8": questions}, clock)
+    left = TimeLeft({FULL: questions, FIER_FP8: questions}, clock)
     left.starts_left = 2
     left.started(60.0)
-    left.begin("full", 1)
+    left.begin(FULL, 1)
     clock.now = 10.0
     left.step([100], 1)
     clock.now = 11.0
@@ -74,14 +77,14 @@ def test_engines_that_are_yet_to_start_count() -> None:
     assert left.seconds == 60 + 10 + 2 * 1.0
     # One that does not start is not waited for.
     left.starts_left = 0
-    assert left.drop(["fier-64@fp8"]) == 1
+    assert left.drop([FIER_FP8]) == 1
     assert left.seconds == 0.0
 
 
 def test_a_server_says_only_when_an_answer_is_there() -> None:
     clock, questions = Clock(), asked(100, 100, 200)
-    left = TimeLeft({"full": questions}, clock)
-    left.begin("full", 3)
+    left = TimeLeft({FULL: questions}, clock)
+    left.begin(FULL, 3)
     clock.now = 5.0
     left.step([100], 0)
     left.finish(questions[0], 0)

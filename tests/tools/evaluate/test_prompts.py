@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.tasks import prompts
 from vllm_kvx.tools.tasks.base import Sample, Span, Task
-from vllm_kvx.tools.tasks.prompts import Prompt, encode, fitted, shortened
+from vllm_kvx.tools.tasks.prompts import EncodedSample, encode, fitted, shortened
 from vllm_kvx.tools.tasks.table import TASKS
 
 CHAT = (
@@ -124,7 +124,7 @@ def test_a_task_that_ends_gives_its_longest(tokenizer: Any) -> None:
     assert 60 < len(prompt.token_ids) <= 93
 
 
-def kept(prompt: Prompt, text: str) -> tuple[str, str]:
+def kept(prompt: EncodedSample, text: str) -> tuple[str, str]:
     """The beginning and the end of `text` that are left."""
     short = prompt.sample.text
     begin = next(i for i in range(len(short) + 1) if not text.startswith(short[: i + 1]))

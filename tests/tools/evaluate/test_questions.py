@@ -9,6 +9,7 @@ from support.models import LOOKUP
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.evaluate.perplexity import CONTINUATION_TOKENS, passages
 from vllm_kvx.tools.evaluate.questions import Suite, load_tokenizer
+from vllm_kvx.tools.evaluate.store import QuestionId
 
 LOAD = partial(load_tokenizer, str(LOOKUP), None)
 
@@ -19,25 +20,28 @@ def suite(*names: str, lengths: tuple[int, ...] = (512,), samples: int = 2) -> S
 
 def test_prompts_of_every_task_length_and_index() -> None:
     seen: list[tuple[int, int]] = []
-    posed = suite("notes", "perplexity", lengths=(512, 1024)).pose(LOAD, lambda *a: seen.append(a))
-    assert set(posed) == {
-        (t, n, i) for t in ("notes", "perplexity") for n in (512, 1024) for i in (0, 1)
+    both = suite("notes", "perplexity", lengths=(512, 1024))
+    prepared = both.prepare(LOAD, lambda *a: seen.append(a))
+    assert set(prepared) == {
+        QuestionId(t, n, i) for t in ("notes", "perplexity") for n in (512, 1024) for i in (0, 1)
     }
     assert seen[-1] == (4, 4)
-    for (task, length, _), each in posed.items():
-        assert 0.85 * length < len(each.asked.token_ids) + len(each.asked.forced) <= length
-        assert bool(each.asked.forced) == (task == "perplexity")
+    for question, each in prepared.items():
+        tokens = len(each.prompt.token_ids) + len(each.prompt.forced)
+        assert 0.85 * question.length < tokens <= question.length
+        assert bool(each.prompt.forced) == (question.task == "perplexity")
     # A longer prompt asks the same, and more samples leave the first as they were.
-    assert posed["notes", 512, 1].sample.references == posed["notes", 1024, 1].sample.references
-    more = suite("notes", "perplexity", samples=5).pose(LOAD, lambda *a: None)
-    for key in (("notes", 512, 1), ("perplexity", 512, 1)):
-        assert more[key].asked == posed[key].asked
+    first, longer = (prepared[QuestionId("notes", length, 1)] for length in (512, 1024))
+    assert first.sample.references == longer.sample.references
+    more = suite("notes", "perplexity", samples=5).prepare(LOAD, lambda *a: None)
+    for question in (QuestionId("notes", 512, 1), QuestionId("perplexity", 512, 1)):
+        assert more[question].prompt == prepared[question].prompt
 
 
 def test_answers_are_judged_by_their_task() -> None:
-    (each,) = suite("notes_3", samples=1).pose(LOAD, lambda *a: None).values()
+    (each,) = suite("notes_3", samples=1).prepare(LOAD, lambda *a: None).values()
     assert each.score(f" {each.sample.references[0]}.", 9.0) == 1.0 and each.score("no", 9.0) == 0.0
-    (each,) = suite("perplexity", samples=1).pose(LOAD, lambda *a: None).values()
+    (each,) = suite("perplexity", samples=1).prepare(LOAD, lambda *a: None).values()
     assert each.score("", 1.25) == 1.25
 
 

@@ -8,8 +8,9 @@ import httpx
 import pytest
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.evaluate.engine import Asked
+from vllm_kvx.tools.evaluate.engine import Prompt
 from vllm_kvx.tools.evaluate.groups import read_policies
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.server import RunningServer
 
 STATUS: dict[str, Any] = {"num_layers": 8, "layout": {}, "model_key": "k"}
@@ -36,12 +37,12 @@ def server(
 
 def test_a_server_says_what_its_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     found, asked = server(monkeypatch, ["fier-64"], kv_cache_dtype="fp8_e4m3")
-    assert found.resolved("fier-64") == "fier-64:dense_below=0@fp8"
-    assert found.resolved("full") == "full@fp8"
+    assert str(found.resolved(Row("fier-64"))) == "fier-64:dense_below=0@fp8"
+    assert str(found.resolved(Row("full"))) == "full@fp8"
     assert asked.count("/v1/completions") == 2
     # One of before it was told.
     found, _ = server(monkeypatch, ["fier-64"])
-    assert found.resolved("full") == "full"
+    assert str(found.resolved(Row("full"))) == "full"
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
@@ -55,23 +56,23 @@ class Told:
     """What a server's answers say of how far they are."""
 
     def __init__(self) -> None:
-        self.begun: list[tuple[str, int]] = []
+        self.begun: list[tuple[Row, int]] = []
         self.read: list[int] = []
-        self.finished: list[Asked] = []
+        self.finished: list[Prompt] = []
 
-    def begin(self, row: str, count: int) -> None:
+    def begin(self, row: Row, count: int) -> None:
         self.begun.append((row, count))
 
     def step(self, read: Sequence[int], written: int) -> None:
         self.read += read
 
-    def finish(self, asked: Asked, tokens: int) -> None:
-        self.finished.append(asked)
+    def finish(self, prompt: Prompt, tokens: int) -> None:
+        self.finished.append(prompt)
 
 
 def test_each_answer_is_told_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = server(monkeypatch, ["fier-64"])
-    asked, told = [Asked(range(length), 4) for length in (5, 7, 9)], Told()
-    assert [answer.text for answer in found.answers("fier-64", asked, told)] == [""] * 3
-    assert told.begun == [("fier-64", 3)]
+    asked, told = [Prompt(range(length), 4) for length in (5, 7, 9)], Told()
+    assert [answer.text for answer in found.answers(Row.parse("fier-64"), asked, told)] == [""] * 3
+    assert told.begun == [(Row("fier-64"), 3)]
     assert sorted(told.read) == [5, 7, 9] and sorted(told.finished, key=asked.index) == asked

@@ -9,6 +9,7 @@ import pytest
 from support.models import LOOKUP
 
 from vllm_kvx.tools.evaluate.questions import Suite, load_tokenizer
+from vllm_kvx.tools.evaluate.store import QuestionId
 from vllm_kvx.tools.tasks.base import FixedTask, Sample
 from vllm_kvx.tools.tasks.instructions import RULES, holds
 from vllm_kvx.tools.tasks.prompts import encode
@@ -148,25 +149,27 @@ def test_the_group() -> None:
 
 
 def test_lengths_do_not_concern_them() -> None:
-    def posed(*lengths: int) -> dict[Any, Any]:
+    def prepared(*lengths: int) -> dict[Any, Any]:
         suite = Suite.of(["short"], None, lengths=lengths, samples=3)
         suite.check(100)
-        return suite.pose(LOAD, lambda *a: None)
+        return suite.prepare(LOAD, lambda *a: None)
 
-    found = posed(16)
-    assert set(found) == {(name, 0, index) for name in GROUPS["short"] for index in range(3)}
-    assert found == posed(4096, 16384)
-    for (name, _, index), each in found.items():
-        sample = FIXED[name].samples()[index]
-        assert each.asked.token_ids == encode(sample, LOAD()).token_ids
+    found = prepared(16)
+    assert set(found) == {
+        QuestionId(name, 0, index) for name in GROUPS["short"] for index in range(3)
+    }
+    assert found == prepared(4096, 16384)
+    for question, each in found.items():
+        sample = FIXED[question.task].samples()[question.index]
+        assert each.prompt.token_ids == encode(sample, LOAD()).token_ids
 
 
 def test_an_engine_has_room_for_what_is_asked() -> None:
     suite = Suite.of(["short"], None, lengths=(16384,), samples=None)
-    posed = suite.pose(LOAD, lambda *a: None)
-    longest = max(len(each.asked.token_ids) + each.asked.max_tokens for each in posed.values())
-    assert suite.context(posed) == longest < 1000
+    prepared = suite.prepare(LOAD, lambda *a: None)
+    longest = max(len(each.prompt.token_ids) + each.prompt.max_tokens for each in prepared.values())
+    assert suite.context(prepared) == longest < 1000
     both = Suite.of(["notes", "short"], None, lengths=(16384,), samples=None)
-    assert both.context(posed) == 16384 + 256
+    assert both.context(prepared) == 16384 + 256
     narrow = Suite.of(["notes", "short"], None, lengths=(16,), samples=None)
-    assert narrow.context(posed) == longest
+    assert narrow.context(prepared) == longest

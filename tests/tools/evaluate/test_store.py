@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.evaluate.store import ANSWERS_FILE, RUN_FILE, Answer, Question, Store
+from vllm_kvx.tools.evaluate.rows import Row
+from vllm_kvx.tools.evaluate.store import ANSWERS_FILE, RUN_FILE, Answer, QuestionId, Store
 
 FACTS = {"model": "m", "model_key": "k", "seed": 0, "dtype": "auto", "date": "today"}
 
 
 def answer(index: int, policy: str = "full", score: float = 1.0) -> Answer:
-    return Answer(Question(policy, "notes", 512, index), score, 500, 1.0, 1.0, " zebra — ok.\n")
+    return Answer(
+        Row.parse(policy), QuestionId("notes", 512, index), score, 500, 1.0, 1.0, " zebra — ok.\n"
+    )
 
 
 def test_answers_are_found_again(tmp_path: Path) -> None:
@@ -21,8 +24,36 @@ def test_answers_are_found_again(tmp_path: Path) -> None:
     store.add([answer(0), answer(1, "snapkv", 0.5)])
     again = Store(tmp_path / "new" / "folder", {**FACTS, "date": "tomorrow"})
     assert list(again) == [answer(0), answer(1, "snapkv", 0.5)]
-    assert answer(0).question in again and answer(2).question not in again
+    assert answer(0).key in again and answer(2).key not in again
     assert again.facts["date"] == "tomorrow"
+
+
+def test_the_form_of_the_files_stays(tmp_path: Path) -> None:
+    """Folders of older versions are taken up again, and other programs read them."""
+    store = Store(tmp_path, FACTS)
+    store.note_resolved(Row.parse("fier-64@fp8 (original)"), Row("fier-64:dense_below=0", "fp8"))
+    store.add([answer(3, "fier-64@fp8 (original)", 0.5)])
+    assert (tmp_path / ANSWERS_FILE).read_text(encoding="utf-8") == (
+        '{"question": {"policy": "fier-64@fp8 (original)", "task": "notes", "length": 512, '
+        '"index": 3}, "score": 0.5, "tokens": 500, "kept": 1.0, "read": 1.0, '
+        '"text": " zebra — ok.\\n"}\n'
+    )
+    assert json.loads((tmp_path / RUN_FILE).read_text())["resolved"] == {
+        "fier-64@fp8 (original)": "fier-64:dense_below=0@fp8"
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("full", Row("full")),
+        ("full (original)", Row("full", on_original=True)),
+        ("fastkv:tsp_layer=4+fier-64@fp8_e5m2", Row("fastkv:tsp_layer=4+fier-64", "fp8_e5m2")),
+        ("fier-64@fp8 (original)", Row("fier-64", "fp8", on_original=True)),
+    ],
+)
+def test_a_row_is_written_as_it_is_read(text: str, row: Row) -> None:
+    assert Row.parse(text) == row and str(row) == text
 
 
 def test_a_line_cut_short_is_asked_again(tmp_path: Path) -> None:
@@ -36,7 +67,9 @@ def test_a_line_cut_short_is_asked_again(tmp_path: Path) -> None:
 
 
 def test_answers_hold_any_character(tmp_path: Path) -> None:
-    odd = Answer(Question("full", "notes", 512, 0), 1.0, 5, 1.0, 1.0, "a\u2028b\u0085c\r\n\x1e")
+    odd = Answer(
+        Row.parse("full"), QuestionId("notes", 512, 0), 1.0, 5, 1.0, 1.0, "a\u2028b\u0085c\r\n\x1e"
+    )
     Store(tmp_path, FACTS).add([odd])
     assert list(Store(tmp_path, FACTS)) == [odd]
 
@@ -44,7 +77,7 @@ def test_answers_hold_any_character(tmp_path: Path) -> None:
 def test_a_hubs_weights_may_come_with_the_first_run(tmp_path: Path) -> None:
     Store(tmp_path, {**FACTS, "model_key": "config", "config_key": "config"}).add([answer(0)])
     store = Store(tmp_path, {**FACTS, "config_key": "config"})
-    assert answer(0).question in store and store.facts["model_key"] == "k"
+    assert answer(0).key in store and store.facts["model_key"] == "k"
     with pytest.raises(ToolError, match="model_key"):
         Store(tmp_path, {**FACTS, "model_key": "config", "config_key": "config"})
 
@@ -77,7 +110,7 @@ def test_another_runs_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ToolError, match=rf"{name}.*choose another --output"):
         Store(tmp_path, {**FACTS, name: "other"})
     # One that ended before its first answer stands in nobody's way.
-    Store(tmp_path / "none", FACTS).note_resolved("full", "full@fp8")
+    Store(tmp_path / "none", FACTS).note_resolved(Row("full"), Row("full", "fp8"))
     assert Store(tmp_path / "none", {**FACTS, name: "other"}).facts["resolved"] == {}
 
 
@@ -99,11 +132,11 @@ def test_an_original_comes_to_a_run_and_stays(tmp_path: Path) -> None:
 
 def test_layers_that_changed_are_refused(tmp_path: Path) -> None:
     store = Store(tmp_path, FACTS)
-    store.note_resolved("fastkv", "fastkv:tsp_layer=4")
+    store.note_resolved(Row("fastkv"), Row("fastkv:tsp_layer=4"))
     store = Store(tmp_path, FACTS)
-    store.note_resolved("fastkv", "fastkv:tsp_layer=4")
+    store.note_resolved(Row("fastkv"), Row("fastkv:tsp_layer=4"))
     with pytest.raises(ToolError, match="fastkv is now fastkv:tsp_layer=5: choose another"):
-        store.note_resolved("fastkv", "fastkv:tsp_layer=5")
+        store.note_resolved(Row("fastkv"), Row("fastkv:tsp_layer=5"))
 
 
 def test_what_an_older_run_was_over_is_known(tmp_path: Path) -> None:
@@ -114,7 +147,7 @@ def test_what_an_older_run_was_over_is_known(tmp_path: Path) -> None:
     (tmp_path / RUN_FILE).write_text(json.dumps(run))
     store = Store(tmp_path, over_fp8)
     assert store.facts["resolved"] == {"full": "full@fp8", "snapkv": "snapkv@fp8"}
-    store.note_resolved("snapkv", "snapkv@fp8")
+    store.note_resolved(Row("snapkv"), Row("snapkv", "fp8"))
 
 
 def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

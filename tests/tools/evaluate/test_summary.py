@@ -8,7 +8,8 @@ import pytest
 from vllm_kvx.tools.evaluate import report
 from vllm_kvx.tools.evaluate.figures import family_of, speed_points
 from vllm_kvx.tools.evaluate.intervals import of_mean, of_ratio, of_values
-from vllm_kvx.tools.evaluate.store import Answer, Question
+from vllm_kvx.tools.evaluate.rows import Row
+from vllm_kvx.tools.evaluate.store import Answer, QuestionId
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
 
 
@@ -64,25 +65,26 @@ def answers() -> list[Answer]:
     for policy, score, kept in (("full", 1.0, 1.0), ("snapkv", 0.5, 0.1)):
         for length in (512, 1024):
             for index in range(4):
-                question = Question(policy, "notes", length, index)
+                question = QuestionId("notes", length, index)
                 right = score if length == 512 else score * (index % 2)
-                found.append(Answer(question, right, length - 3, kept, kept, "x"))
-        question = Question(policy, PERPLEXITY, 512, 0)
-        found.append(Answer(question, 2.0 + (policy != "full"), 512, kept, kept, ""))
+                found.append(Answer(Row(policy), question, right, length - 3, kept, kept, "x"))
+        question = QuestionId(PERPLEXITY, 512, 0)
+        nats = 2.0 + (policy != "full")
+        found.append(Answer(Row(policy), question, nats, 512, kept, kept, ""))
     return found
 
 
 def test_cells() -> None:
-    summary = Summary(answers(), ["full", "quest-64", "snapkv"])
-    assert summary.policies == ["full", "snapkv"] and summary.lengths == [512, 1024]
-    cell = summary.cell("snapkv")
+    summary = Summary(answers(), list(map(Row, ["full", "quest-64", "snapkv"])))
+    assert list(map(str, summary.rows)) == ["full", "snapkv"] and summary.lengths == [512, 1024]
+    cell = summary.cell(Row.parse("snapkv"))
     assert cell is not None and cell.of_full is not None
     assert (cell.count, cell.score.value, cell.kept) == (8, 0.375, 0.1)
     assert cell.of_full.value == 0.5 and cell.tokens == (509 + 1021) / 2
-    short = summary.cell("snapkv", "notes", 512)
+    short = summary.cell(Row.parse("snapkv"), "notes", 512)
     assert short is not None and short.count == 4 and short.score.value == 0.5
-    assert summary.cell("snapkv", "other") is None
-    lost = summary.cell("snapkv", PERPLEXITY)
+    assert summary.cell(Row.parse("snapkv"), "other") is None
+    lost = summary.cell(Row.parse("snapkv"), PERPLEXITY)
     assert lost is not None and lost.of_full is not None
     assert lost.score.value == 3.0 and lost.of_full.value == 1.0
 
@@ -109,7 +111,7 @@ def test_tables() -> None:
 
 
 def said(policy: str, index: int, text: str, task: str = "notes", tokens: int = 9) -> Answer:
-    return Answer(Question(policy, task, 512, index), 1.0, tokens, 1.0, 1.0, text)
+    return Answer(Row.parse(policy), QuestionId(task, 512, index), 1.0, tokens, 1.0, 1.0, text)
 
 
 def test_same_answers() -> None:
@@ -120,10 +122,10 @@ def test_same_answers() -> None:
     # Nobody answered this one in full, and text that is given is not compared.
     found += [said("snapkv", 9, "a cat"), said("snapkv", 0, "x", PERPLEXITY)]
     summary = Summary(found)
-    cell = summary.cell("snapkv")
+    cell = summary.cell(Row.parse("snapkv"))
     assert cell is not None and cell.same is not None and cell.same.value == 0.75
     assert cell.same.low < 0.4
-    lost = summary.cell("snapkv", PERPLEXITY)
+    lost = summary.cell(Row.parse("snapkv"), PERPLEXITY)
     assert lost is not None and lost.same is None
     head, full_row, row, _ = report.task_table(summary).splitlines()
     assert head.split()[-1] == "same" and full_row.split()[-1] == "100" and row.split()[-1] == "75"
@@ -134,7 +136,7 @@ def test_loops_are_of_tasks_with_long_answers() -> None:
     found = [said("full", index, text) for index, text in enumerate(texts)]
     found += [said("full", index, "short", "words") for index in range(4)]
     summary = Summary(found)
-    cells = [summary.cell("full", task) for task in (None, "notes", "words")]
+    cells = [summary.cell(Row.parse("full"), task) for task in (None, "notes", "words")]
     assert [cell and cell.loops and cell.loops.value for cell in cells] == [0.25, 0.25, None]
     row = report.task_table(summary).splitlines()[1]
     assert row.split() == ["full", "100", "100", "100", "25.0"]
@@ -146,7 +148,7 @@ def test_prompts_in_buckets() -> None:
     found = [said("full", tokens, "x", tokens=tokens) for tokens in (3, 512, 513, 1024, 4000)]
     summary = Summary(found)
     assert [(b.low, b.high) for b in summary.buckets] == [(1, 512), (513, 1024), (2049, 4096)]
-    cells = [summary.cell("full", bucket=bucket) for bucket in summary.buckets]
+    cells = [summary.cell(Row.parse("full"), bucket=bucket) for bucket in summary.buckets]
     assert [cell and cell.count for cell in cells] == [2, 2, 1]
     assert "2,049-4,096 tokens" in report.bucket_table(summary).splitlines()[0]
     assert [c["n"] for c in report.as_json(summary, {})["by_tokens"]] == [2, 2, 1]
@@ -155,7 +157,7 @@ def test_prompts_in_buckets() -> None:
 
 def test_short_questions_stand_in_the_last_column() -> None:
     found = [said("full", index, "x") for index in range(2)]
-    found += [Answer(Question("full", "short_facts", 0, 0), 0.0, 20, 1.0, 1.0, "x")]
+    found += [Answer(Row.parse("full"), QuestionId("short_facts", 0, 0), 0.0, 20, 1.0, 1.0, "x")]
     head, row = report.table(Summary(found)).splitlines()[:2]
     assert head.split() == ["policy", "kept", "read", "512", "all", "of", "full"]
     assert "n=2" in row and "n=3" in row
@@ -174,7 +176,7 @@ def test_short_questions_stand_in_the_last_column() -> None:
     ],
 )
 def test_a_curve_is_a_method(policy: str, family: str) -> None:
-    assert family_of(policy) == family
+    assert family_of(Row.parse(policy)) == family
 
 
 def test_speeds_are_of_the_same_kv_cache() -> None:
@@ -195,7 +197,7 @@ def test_a_policy_that_dropped_nothing_is_told() -> None:
     # SwiftKV keeps and reads all, and other entries than full: it may lose answers.
     kept_by = {"full": 1.0, "snapkv": 1.0, "knorm": 0.9, "full@fp8": 1.0, "swiftkv-4": 1.0}
     summary = Summary(
-        Answer(Question(row, "notes", 512, index), 1.0, 500, kept, kept, "")
+        Answer(Row.parse(row), QuestionId("notes", 512, index), 1.0, 500, kept, kept, "")
         for row, kept in kept_by.items()
         for index in range(4)
     )

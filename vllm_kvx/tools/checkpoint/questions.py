@@ -12,7 +12,7 @@ from vllm_kvx.tools.checkpoint.answers import Question
 from vllm_kvx.tools.checkpoint.dense_decoder import sliding_window
 from vllm_kvx.tools.checkpoint.prompts import check_lengths
 from vllm_kvx.tools.tasks.base import Task
-from vllm_kvx.tools.tasks.prompts import Prompt, fitted
+from vllm_kvx.tools.tasks.prompts import EncodedSample, fitted
 from vllm_kvx.tools.tasks.table import TASKS
 
 # Tokens of the longest answer that is waited for: a wrong one has no end.
@@ -33,7 +33,7 @@ class Score:
     """How right an answer's tokens are, by the task's own score."""
 
     task: Task
-    prompt: Prompt
+    prompt: EncodedSample
     tokenizer: Any
 
     def __call__(self, answer: Sequence[int]) -> float:

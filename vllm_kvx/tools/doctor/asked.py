@@ -6,6 +6,7 @@ from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, merge_f
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import Found, layer_of, parts_of
 from vllm_kvx.tools.doctor.findings import Context
 
@@ -40,11 +41,17 @@ def policies_of(config: dict[str, Any]) -> list[KVPolicy]:
     return [parse_policy(name) for name in (config[POLICY_KEY], *config.get(LAYOUT_KEY, ()))]
 
 
+def identity_of(context: Context) -> ModelIdentity:
+    """The model as servers look for what was measured of it, without vLLM."""
+    request = context.request
+    return ModelIdentity(
+        request.model or "", context.text_config, request.revision, context.kv_cache_dtype
+    )
+
+
 def known_layer(context: Context, part: Method) -> Found | None:
     """Where a server would find the layer of `part`; None if it would have to measure."""
-    layers = context.text_config["num_hidden_layers"]
-    name, revision = context.request.model or "", context.request.revision
-    return layer_of(part, context.text_config, name, layers, revision)
+    return layer_of(part, identity_of(context), context.text_config["num_hidden_layers"])
 
 
 def layers_for(context: Context, config: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import re
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
 
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.server import measure_at_start as at_start
@@ -12,6 +11,7 @@ from vllm_kvx.server.measured_layers import PAPER, calibrate_arguments
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 from vllm_kvx.tools.doctor.asked import (
     additional_config,
+    identity_of,
     known_layer,
     layers_for,
     left_to_measurement,
@@ -19,11 +19,7 @@ from vllm_kvx.tools.doctor.asked import (
     settings_of,
 )
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem
-from vllm_kvx.tools.doctor.model import LocalModel
 from vllm_kvx.tools.doctor.surroundings import why_not_kept
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
 
 
 def measured(context: Context) -> Iterator[Finding]:
@@ -39,12 +35,12 @@ def measured(context: Context) -> Iterator[Finding]:
     if settings is None:
         yield note("no policy was asked for", "vllm-kvx doctor MODEL --kv-policy POLICY")
         return
-    model = cast("ModelConfig", LocalModel(context))
+    identity = identity_of(context)
     # Where a layer stands in, the policy's own name says what to evaluate.
     waits = any(known_layer(context, part) is None for part in left)
     policies = policies_of(config) if waits else settings.policies
-    trust = EvaluationNotice(model, context.kv_cache_dtype)
-    lines = TunedWeightsNotice(model).lines(settings.policies) + trust.lines(policies)
+    lines = TunedWeightsNotice(identity, settings.num_layers).lines(settings.policies)
+    lines += EvaluationNotice(identity).lines(policies)
     for line, is_well in lines:
         yield ok(line) if is_well else note(line, _command(line))
     for served in settings.policies:

@@ -12,28 +12,6 @@ from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, 
 INDEX = "model.safetensors.index.json"
 
 
-class LocalModel:
-    """A model as ``server.trust`` and ``server.tuning`` ask about it, without vLLM.
-
-    They take vLLM's ``ModelConfig``; this has the attributes that they read.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self.model = context.request.model or ""
-        self.revision = context.request.revision
-        self.hf_text_config = self
-        self._config = context.text_config
-
-    def to_dict(self) -> dict[str, Any]:
-        """config.json, as ``PretrainedConfig.to_dict`` gives it."""
-        return self._config
-
-    def get_total_num_hidden_layers(self) -> int:
-        """Decoder layers of the model."""
-        layers: int = self._config["num_hidden_layers"]
-        return layers
-
-
 def model(context: Context) -> Iterator[Finding]:
     """Finds the model and reads its configuration."""
     name = context.request.model

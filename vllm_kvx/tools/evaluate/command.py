@@ -6,7 +6,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 import vllm_kvx
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.cache_dtype import FP8, FULL, at_dtype, split_dtype
+from vllm_kvx.policy.cache_dtype import FP8
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.records.folder import check_writable
-from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.records.model_key import model_name
 from vllm_kvx.tools.engine import on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate import figures, full_answers, report
 from vllm_kvx.tools.evaluate.defaults import DEFAULTS, quick_defaults, set_defaults
@@ -27,11 +27,11 @@ from vllm_kvx.tools.evaluate.engine import NotStarted, OwnEngine, own_engine
 from vllm_kvx.tools.evaluate.groups import grouped
 from vllm_kvx.tools.evaluate.original import Model, check_tokenizers, models_of
 from vllm_kvx.tools.evaluate.progress import AnswersBar
-from vllm_kvx.tools.evaluate.questions import Key, Posed, Suite, load_tokenizer
-from vllm_kvx.tools.evaluate.rows import dtype_of, policy_of
+from vllm_kvx.tools.evaluate.questions import PreparedPrompt, Suite, load_tokenizer
+from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.save import save
 from vllm_kvx.tools.evaluate.server import RunningServer, running_server
-from vllm_kvx.tools.evaluate.store import RESOLVED, Answer, Question, Store
+from vllm_kvx.tools.evaluate.store import Answer, QuestionId, Store
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
 from vllm_kvx.tools.plots import check_matplotlib
 from vllm_kvx.tools.tasks.table import FIXED, GROUPS, TASKS
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     prepare_environment()
     models = models_of(args)
     if args.quick:
-        set_defaults(args, quick_defaults(models[-1].config_key))
+        set_defaults(args, quick_defaults(models[-1].identity.config_key))
         suite = suite_of(args)
     rows = [row for model in models for row in model.rows]
     if args.save:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     for model in models:
         suite.check(model.config.max_position_embeddings)
         check_rows(model.rows)
-    check_yardstick({rows[0]: FULL + at_dtype(args.engine_args.get("kv_cache_dtype"))}, rows)
+    check_yardstick({rows[0]: FULL_ROW.over(args.engine_args.get("kv_cache_dtype"))}, rows)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
     speed = None
@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> None:
     if args.original is not None:
         check_tokenizers(load(), load_tokenizer(args.original, args.original_revision))
     with _bar("prompts") as bar:
-        posed = suite.pose(load, bar)
-    missing = {row: [key for key in posed if Question(row, *key) not in store] for row in rows}
+        prepared = suite.prepare(load, bar)
+    missing = {row: [each for each in prepared if (row, each) not in store] for row in rows}
     failed: list[NotStarted] = []
     if any(missing.values()):
-        failed = answer_all(args, suite, models, posed, missing, store)
-    problems = finish(args, store, summary_of(store, posed, rows), models[-1], speed, rows)
+        failed = answer_all(args, suite, models, prepared, missing, store)
+    problems = finish(args, store, summary_of(store, prepared, rows), models[-1], speed, rows)
     if failed:
         problems.append(
             f"{'; '.join(map(str, failed))}. The report is of what was answered, and that is kept: "
@@ -106,9 +106,9 @@ def suite_of(args: argparse.Namespace) -> Suite:
     )
 
 
-def check_saves(suite: Suite, rows: Sequence[str]) -> None:
+def check_saves(suite: Suite, rows: Sequence[Row]) -> None:
     """Raise ToolError where a run has nothing that `--save` could store."""
-    if all(policy_of(row) == FULL for row in rows):
+    if all(row.is_full for row in rows):
         raise ToolError("--save stores what policies keep of full's answers: name one beside full")
     if not suite.tasks:
         raise ToolError(
@@ -117,18 +117,18 @@ def check_saves(suite: Suite, rows: Sequence[str]) -> None:
         )
 
 
-def summary_of(store: Store, posed: Mapping[Key, Posed], rows: Sequence[str]) -> Summary:
-    """Of the answers of these rows to what this run asks; the store may have others."""
-    asked = {Question(row, *key) for row in rows for key in posed}
-    return Summary((answer for answer in store if answer.question in asked), rows)
+def summary_of(store: Store, questions: Collection[QuestionId], rows: Sequence[Row]) -> Summary:
+    """Sums up the answers of these rows to what this run asks; the store may have others."""
+    asked = {(row, question) for row in rows for question in questions}
+    return Summary((answer for answer in store if answer.key in asked), rows)
 
 
 def answer_all(
     args: argparse.Namespace,
     suite: Suite,
     models: Sequence[Model],
-    posed: Mapping[Key, Posed],
-    missing: Mapping[str, Sequence[Key]],
+    prepared: Mapping[QuestionId, PreparedPrompt],
+    missing: Mapping[Row, Sequence[QuestionId]],
     store: Store,
 ) -> list[NotStarted]:
     """Has engines answer what is missing, the yardstick first; returns which did not start.
@@ -140,23 +140,23 @@ def answer_all(
     yardstick, failed = rows[0], list[NotStarted]()
 
     def check_full() -> None:
-        summary = summary_of(store, posed, [yardstick])
+        summary = summary_of(store, prepared, [yardstick])
         full_answers.check(summary, store.directory, args.keep_going, args.save)
 
     if not missing[yardstick]:
         # Before an engine starts for the others.
         check_full()
-    prompts = {row: [posed[key].asked for key in keys] for row, keys in missing.items()}
+    prompts = {row: [prepared[each].prompt for each in left] for row, left in missing.items()}
     with closing(AnswersBar(prompts)) as bar:
-        engines = engines_of(args, models, missing, suite.context(posed), failed, bar)
+        engines = engines_of(args, models, missing, suite.context(prepared), failed, bar)
         with closing(engines):
-            for engine, names in engines:
-                for name in names:
-                    store.note_resolved(name, engine.resolved(name))
-                check_yardstick(store.facts[RESOLVED], rows)
-                for name in names:
-                    _ask(engine, name, missing[name], posed, store, bar)
-                    if name == yardstick and missing[name]:
+            for engine, members in engines:
+                for row in members:
+                    store.note_resolved(row, engine.resolved(row))
+                check_yardstick(store.resolved, rows)
+                for row in members:
+                    _ask(engine, row, missing[row], prepared, store, bar)
+                    if row == yardstick and missing[row]:
                         bar.clear()
                         check_full()
     return failed
@@ -168,7 +168,7 @@ def finish(
     summary: Summary,
     model: Model,
     speed: Mapping[str, Mapping[str, float]] | None,
-    rows: Sequence[str],
+    rows: Sequence[Row],
 ) -> list[str]:
     """Shows and writes what the answers say; they are saved for `model`.
 
@@ -193,16 +193,15 @@ def finish(
 
 
 def _save(
-    model: Model, summary: Summary, facts: Mapping[str, Any], rows: Sequence[str]
+    model: Model, summary: Summary, facts: Mapping[str, Any], rows: Sequence[Row]
 ) -> list[str]:
     """Saves rows and says of each what became of it; returns what could not be saved."""
     # Its weights may have come with this run.
-    key = model_key(model.config.to_dict(), model_dir(model.source, model.revision))
-    saved = save(key, summary, facts, rows)
+    saved = save(model.identity.key, summary, facts, rows)
     if saved.path is None:
         print("Nothing was saved for servers of this model.")
     else:
-        names = ", ".join(saved.names)
+        names = ", ".join(map(str, saved.names))
         print(f"Saved for servers of this model: {names}, in {saved.path}")
     for row, why in {**saved.needless, **saved.refused}.items():
         print(f"Not saved: {row}, {why}")
@@ -210,10 +209,10 @@ def _save(
     return [f"--save could not save {refused}"] if refused else []
 
 
-def check_rows(rows: Mapping[str, KVPolicy]) -> None:
+def check_rows(rows: Mapping[Row, KVPolicy]) -> None:
     """Raise ToolError for rows that no engine on this machine can answer."""
     for row, policy in rows.items():
-        dtype = dtype_of(row)
+        dtype = row.cache_dtype
         if dtype is None or not on_cpu():
             continue
         if dtype not in FP8:
@@ -225,17 +224,17 @@ def check_rows(rows: Mapping[str, KVPolicy]) -> None:
         raise ToolError(f"{row}: {why}: ask on a GPU, or leave @{dtype} out")
 
 
-def check_yardstick(resolved: Mapping[str, str], rows: Sequence[str]) -> None:
+def check_yardstick(resolved: Mapping[Row, Row], rows: Sequence[Row]) -> None:
     """Raise ToolError where rows name a KV cache dtype and `full` is over a quantized one, too.
 
     resolved: by row, as the store has it. rows: the yardstick first.
     """
-    dtype = split_dtype(resolved.get(rows[0], FULL))[1]
-    named = next((row for row in rows if dtype_of(row)), None)
+    dtype = resolved.get(rows[0], FULL_ROW).cache_dtype
+    named = next((row for row in rows if row.cache_dtype), None)
     if dtype and named:
         raise ToolError(
             f"{named} would be compared with full over {dtype}, and what {dtype} loses would not "
-            f"show: leave @{dtype_of(named)} out, or give full another KV cache by --engine-args "
+            f"show: leave @{named.cache_dtype} out, or give full another KV cache by --engine-args "
             '\'{"kv_cache_dtype": "bfloat16"}\''
         )
 
@@ -252,10 +251,10 @@ def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) ->
     return {
         "model": model.name,
         "model_key": model.key,
-        "config_key": model.config_key,
+        "config_key": model.identity.config_key,
         "original": original and original.name,
         "original_key": original and original.key,
-        "original_config_key": original and original.config_key,
+        "original_config_key": original and original.identity.config_key,
         "text": args.text and str(Path(args.text).resolve()),
         "kv_cache_dtype": args.engine_args.get("kv_cache_dtype"),
         "quantization": args.engine_args.get("quantization"),
@@ -281,11 +280,11 @@ def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) ->
 def engines_of(
     args: argparse.Namespace,
     models: Sequence[Model],
-    missing: Mapping[str, Sequence[Key]],
+    missing: Mapping[Row, Sequence[QuestionId]],
     context: int,
     failed: list[NotStarted],
     bar: AnswersBar,
-) -> Generator[tuple[OwnEngine | RunningServer, list[str]]]:
+) -> Generator[tuple[OwnEngine | RunningServer, list[Row]]]:
     """Engines that are up, with the rows to ask them for, one after the other.
 
     context: tokens that the longest prompt has with its answer. failed: takes why an engine does
@@ -298,58 +297,58 @@ def engines_of(
     if args.base_url:
         (model,) = models
         # It is asked what `full` means there, even if all such answers are here.
-        wanted = {row: p for row, p in model.rows.items() if missing[row] or row == FULL}
+        wanted = {row: p for row, p in model.rows.items() if missing[row] or row == FULL_ROW}
         with running_server(args.base_url, wanted, args.concurrency, model.key) as server:
             yield server, list(wanted)
         return
     groups = []
     for model in models:
         wanted = {row: policy for row, policy in model.rows.items() if missing[row]}
-        groups += [(model, names) for names in grouped(wanted, model.config.num_hidden_layers)]
-    for left, (model, names) in zip(range(len(groups), 0, -1), groups, strict=True):
+        groups += [(model, rows) for rows in grouped(wanted, model.config.num_hidden_layers)]
+    for left, (model, rows) in zip(range(len(groups), 0, -1), groups, strict=True):
         longest = min(context, model.config.max_position_embeddings)
         options = {"max_model_len": longest, "revision": model.revision, **args.engine_args}
-        members = {name: model.rows[name] for name in names}
-        cache = {} if (dtype := dtype_of(names[0])) is None else {"kv_cache_dtype": dtype}
+        members = {row: model.rows[row] for row in rows}
+        cache = {} if (dtype := rows[0].cache_dtype) is None else {"kv_cache_dtype": dtype}
         try:
             with ExitStack() as stack:
-                with bar.starting(names, left):
+                with bar.starting(rows, left):
                     engine = stack.enter_context(own_engine(model.source, members, options | cache))
-                yield engine, names
+                yield engine, rows
         except NotStarted as error:
-            if yardstick in names:
+            if yardstick in rows:
                 raise
             failed.append(error)
-            bar.drop(names)
+            bar.drop(rows)
 
 
 def _ask(
     engine: OwnEngine | RunningServer,
-    policy: str,
-    keys: Sequence[Key],
-    posed: Mapping[Key, Posed],
+    row: Row,
+    questions: Sequence[QuestionId],
+    prepared: Mapping[QuestionId, PreparedPrompt],
     store: Store,
     bar: AnswersBar,
 ) -> None:
     """Has the engine answer, shortest prompts first, and stores some answers at a time."""
-    ordered = sorted(keys, key=lambda key: key[1])
+    ordered = sorted(questions, key=lambda question: question.length)
     # A server may have a GPU where this machine has none.
     slow = isinstance(engine, OwnEngine) and on_cpu()
     most = _TOKENS_ON_CPU if slow else _TOKENS_AT_A_TIME
     while ordered:
         tokens, count = 0, 0
         while count < min(len(ordered), _AT_A_TIME) and (tokens < most or not count):
-            tokens += len(posed[ordered[count]].asked.token_ids)
+            tokens += len(prepared[ordered[count]].prompt.token_ids)
             count += 1
         some, ordered = ordered[:count], ordered[count:]
-        answers = engine.answers(policy, [posed[key].asked for key in some], bar)
+        answers = engine.answers(row, [prepared[question].prompt for question in some], bar)
         found = []
-        for key, answer in zip(some, answers, strict=True):
-            length = len(posed[key].asked.token_ids)
-            shares = engine.shares(policy, length)
-            score = posed[key].score(answer.text, answer.nats)
+        for question, answer in zip(some, answers, strict=True):
+            length = len(prepared[question].prompt.token_ids)
+            shares = engine.shares(row, length)
+            score = prepared[question].score(answer.text, answer.nats)
             found.append(
-                Answer(Question(policy, *key), score, length, shares.kept, shares.read, answer.text)
+                Answer(row, question, score, length, shares.kept, shares.read, answer.text)
             )
         store.add(found)
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, dtype_of_engine
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy, with_retrieval
 from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import Shares, shares_of
 
 # The CPU backend's blocks are multiples of this, and retrieval's groups fill whole blocks.
@@ -20,8 +20,8 @@ _CPU_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A prompt to be answered.
+class Prompt:
+    """Tokens to be answered.
 
     max_tokens: the longest answer. forced: tokens that the answer has to be, whose logprobs are
     wanted; empty to let the model answer.
@@ -43,13 +43,13 @@ class Answered:
 class Progress(Protocol):
     """What is told how far answers are."""
 
-    def begin(self, row: str, count: int) -> None:
+    def begin(self, row: Row, count: int) -> None:
         """The engine is given so many prompts of a row."""
 
     def step(self, read: Sequence[int], written: int) -> None:
         """Answers began to prompts of so many tokens each, and so many tokens were written."""
 
-    def finish(self, asked: Asked, tokens: int) -> None:
+    def finish(self, prompt: Prompt, tokens: int) -> None:
         """An answer has ended after so many tokens."""
 
 
@@ -64,13 +64,13 @@ class OwnEngine:
         num_layers, block_size: the model's, and the engine's.
     """
 
-    def __init__(self, model: str, policies: Mapping[str, KVPolicy], options: Mapping[str, Any]):
-        """policies: by the names that answers are asked for under. options: keywords of ``LLM``.
+    def __init__(self, model: str, policies: Mapping[Row, KVPolicy], options: Mapping[str, Any]):
+        """policies: by the rows that answers are asked for under. options: keywords of ``LLM``.
 
         Raises:
             NotStarted: the engine does not start.
         """
-        self._requested = {name: str(with_retrieval(p)) for name, p in policies.items()}
+        self._requested = {row: str(with_retrieval(p)) for row, p in policies.items()}
         first, *others = dict.fromkeys(self._requested.values())
         config = {POLICY_KEY: first, **({LAYOUT_KEY: others} if others else {})}
         given = dict(options)
@@ -88,7 +88,7 @@ class OwnEngine:
         try:
             self.llm: Any = LLM(model, additional_config=config, **(defaults | given))
         except (ValueError, RuntimeError, TypeError, OSError) as error:
-            names = ", ".join(policies)
+            names = ", ".join(map(str, policies))
             why = f"the engine for {names} does not start: {last_line(error)}"
             raise NotStarted(why) from error
         vllm_config = self.llm.llm_engine.vllm_config
@@ -97,11 +97,11 @@ class OwnEngine:
         self._settings = settings
         self.num_layers = settings.num_layers
         self.block_size = vllm_config.cache_config.block_size
-        self._dtype = at_dtype(dtype_of_engine(vllm_config))
+        self._dtype = dtype_of_engine(vllm_config)
         self._ids = count()
 
-    def answers(self, policy: str, asked: Sequence[Asked], progress: Progress) -> list[Answered]:
-        """Greedy answers under one of the engine's policies, all prompts given at once.
+    def answers(self, row: Row, prompts: Sequence[Prompt], progress: Progress) -> list[Answered]:
+        """Greedy answers under one of the engine's rows, all prompts given at once.
 
         Raises:
             ToolError: the engine fails.
@@ -111,50 +111,51 @@ class OwnEngine:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
-        extra = {POLICY_KEY: self._requested[policy]}
-        ids = {str(next(self._ids)): index for index in range(len(asked))}
-        written = [0] * len(asked)
+        extra = {POLICY_KEY: self._requested[row]}
+        ids = {str(next(self._ids)): index for index in range(len(prompts))}
+        written = [0] * len(prompts)
         found: dict[int, Answered] = {}
         try:
-            prompts = [TokensPrompt(prompt_token_ids=list(each.token_ids)) for each in asked]
-            inputs = engine.renderer.render_cmpl(prompts)
-            for request, each, prompt in zip(ids, asked, inputs, strict=True):
+            inputs = engine.renderer.render_cmpl(
+                [TokensPrompt(prompt_token_ids=list(prompt.token_ids)) for prompt in prompts]
+            )
+            for request, prompt, rendered in zip(ids, prompts, inputs, strict=True):
                 params = SamplingParams(
                     temperature=0.0,
-                    max_tokens=len(each.forced) or each.max_tokens,
+                    max_tokens=len(prompt.forced) or prompt.max_tokens,
                     logprobs=0,
-                    ignore_eos=bool(each.forced),
-                    trace_decode_token_ids=list(each.forced) or None,
+                    ignore_eos=bool(prompt.forced),
+                    trace_decode_token_ids=list(prompt.forced) or None,
                     extra_args=extra,
                     # Each step says how far it is, which `LLM.generate` does not.
                     output_kind=RequestOutputKind.CUMULATIVE,
                 )
-                engine.add_request(request, prompt, params)
-            progress.begin(policy, len(asked))
+                engine.add_request(request, rendered, params)
+            progress.begin(row, len(prompts))
             while engine.has_unfinished_requests():
                 outputs = [(ids[output.request_id], output) for output in engine.step()]
-                begun = [len(asked[index].token_ids) for index, _ in outputs if not written[index]]
+                begun = [len(prompts[i].token_ids) for i, _ in outputs if not written[i]]
                 now = {index: len(output.outputs[0].token_ids) for index, output in outputs}
                 progress.step(begun, sum(now.values()) - sum(written[i] for i in now))
                 for index, output in outputs:
                     written[index] = now[index]
                     if output.finished:
                         found[index] = answered(output.outputs[0])
-                        progress.finish(asked[index], written[index])
+                        progress.finish(prompts[index], written[index])
         except (ValueError, RuntimeError) as error:
             raise ToolError(
-                f"the engine failed under {policy}: {last_line(error)}. Finished answers are kept"
+                f"the engine failed under {row}: {last_line(error)}. Finished answers are kept"
             ) from error
-        return [found[index] for index in range(len(asked))]
+        return [found[index] for index in range(len(prompts))]
 
-    def shares(self, policy: str, prompt_len: int) -> Shares:
-        """What the policy keeps of such a prompt, with the layers that the engine resolved."""
-        resolved = self._settings.parse(self._requested[policy])
+    def shares(self, row: Row, prompt_len: int) -> Shares:
+        """What the row keeps of such a prompt, with the layers that the engine resolved."""
+        resolved = self._settings.parse(self._requested[row])
         return shares_of(resolved, prompt_len, self.block_size, self.num_layers)
 
-    def resolved(self, policy: str) -> str:
-        """The policy's name with the layers and the KV cache dtype that the engine resolved."""
-        return str(self._settings.parse(self._requested[policy])) + self._dtype
+    def resolved(self, row: Row) -> Row:
+        """The row's policy with the layers and the KV cache dtype that the engine resolved."""
+        return Row(str(self._settings.parse(self._requested[row]))).over(self._dtype)
 
     def close(self) -> None:
         """Frees the device."""
@@ -173,7 +174,7 @@ def answered(choice: Any) -> Answered:
 
 @contextmanager
 def own_engine(
-    model: str, policies: Mapping[str, KVPolicy], options: Mapping[str, Any]
+    model: str, policies: Mapping[Row, KVPolicy], options: Mapping[str, Any]
 ) -> Iterator[OwnEngine]:
     """An engine while the block runs."""
     engine = OwnEngine(model, policies, options)

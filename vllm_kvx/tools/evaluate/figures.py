@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.cache_dtype import FULL
-from vllm_kvx.tools.evaluate.rows import is_of_original, policy_of, row_of_original
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.summary import Summary
 from vllm_kvx.tools.plots import draw
 
@@ -41,12 +42,12 @@ def draw_all(
     return "\n".join(said)
 
 
-def families_of(summary: Summary) -> tuple[dict[str, list[str]], list[str]]:
-    """The policies that a figure draws, by method, and the methods that only the table has."""
-    families: dict[str, list[str]] = {}
-    for policy in summary.policies:
-        if policy_of(policy) != FULL and summary.cell(policy) is not None:
-            families.setdefault(family_of(policy), []).append(policy)
+def families_of(summary: Summary) -> tuple[dict[str, list[Row]], list[str]]:
+    """The rows that a figure draws, by method, and the methods that only the table has."""
+    families: dict[str, list[Row]] = {}
+    for row in summary.rows:
+        if not row.is_full and summary.cell(row) is not None:
+            families.setdefault(family_of(row), []).append(row)
     alone: list[str] = []
     if len(families) > _MOST_CURVES:
         # Points without a curve make a thicket.
@@ -66,11 +67,15 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
     colors, lines = pyplot.get_cmap("tab10"), {}
     for column, length in enumerate(lengths):
         full = summary.cell(summary.yardstick, length=length)
-        for row, what in enumerate(("kept", "read")):
-            axis = axes[row][column]
+        for line, what in enumerate(("kept", "read")):
+            axis = axes[line][column]
             counts = [full.count] if full is not None else []
             for number, (family, members) in enumerate(families.items()):
-                cells = [c for p in members if (c := summary.cell(p, length=length)) is not None]
+                cells = [
+                    cell
+                    for row in members
+                    if (cell := summary.cell(row, length=length)) is not None
+                ]
                 points = sorted((100 * getattr(c, what), c.score) for c in cells)
                 if not points:
                     continue
@@ -97,7 +102,7 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
             axis.xaxis.set_minor_formatter("")
             axis.set_xticks([5, 10, 20, 40, 100], ["5", "10", "20", "40", "100"])
             axis.set_xlabel(f"share of KV entries {what} (%)")
-            if row == 0:
+            if line == 0:
                 what = f"{length:,} tokens" if length else "short questions"
                 axis.set_title(f"{what}, {_number(counts)}", loc="left", fontsize=10)
             if column == 0:
@@ -115,21 +120,21 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
 
 def gains_of(
     summary: Summary, speed: Mapping[str, Mapping[str, float]]
-) -> dict[str, Mapping[str, float]]:
-    """By policy of the summary, other than `full` itself, its gains over stock in `speed`."""
+) -> dict[Row, Mapping[str, float]]:
+    """By row of the summary, other than `full` itself, its gains over stock in `speed`."""
     found = {}
-    for policy in summary.policies:
-        name = _in_speed(policy)
-        if policy_of(policy) != FULL and name in speed and summary.cell(policy) is not None:
-            found[policy] = speed[name]
+    for row in summary.rows:
+        name = _in_speed(row)
+        if not row.is_full and name in speed and summary.cell(row) is not None:
+            found[row] = speed[name]
     return found
 
 
-def _in_speed(row: str) -> str:
+def _in_speed(row: Row) -> str:
     """What a file of benchmarks.engine.compare calls a row's policy."""
+    is_quantized_full = row.policy == FULL and not row.is_full
     # Weights of one shape are as fast, tuned or not.
-    name = policy_of(row)
-    return f"stock{name.removeprefix(FULL)}" if name.startswith(f"{FULL}@") else name
+    return str(Row("stock" if is_quantized_full else row.policy, row.cache_dtype))
 
 
 def speed_points(
@@ -143,9 +148,9 @@ def speed_points(
         (("ttft", "TTFT, stock over policy"), ("tokens", "tokens/s, policy over stock")),
         strict=True,
     ):
-        for policy in summary.policies:
-            gain = 1.0 if policy_of(policy) == FULL else gains.get(policy, {}).get(what)
-            cell = summary.cell(policy)
+        for row in summary.rows:
+            gain = 1.0 if row.is_full else gains.get(row, {}).get(what)
+            cell = summary.cell(row)
             if gain is None or cell is None:
                 continue
             counts.append(cell.count)
@@ -154,7 +159,7 @@ def speed_points(
             axis.errorbar(
                 [gain], [100 * score.value], yerr=errors, fmt="o", markersize=5, elinewidth=0.5
             )
-            axis.annotate(policy, (gain, 100 * score.value), fontsize=7)
+            axis.annotate(str(row), (gain, 100 * score.value), fontsize=7)
         axis.set_xlabel(label)
         if what not in {each for gain in gains.values() for each in gain}:
             axis.set_title("no policy was measured so", loc="left", fontsize=10)
@@ -174,15 +179,15 @@ def _number(counts: Sequence[int]) -> str:
 
 
 def _scores(summary: Summary) -> Iterator[float]:
-    for policy in summary.policies:
-        cell = summary.cell(policy)
+    for row in summary.rows:
+        cell = summary.cell(row)
         if cell is not None:
             yield cell.score.value
 
 
-def check_speed(path: str, speed: Mapping[str, Mapping[str, float]], rows: Sequence[str]) -> None:
+def check_speed(path: str, speed: Mapping[str, Mapping[str, float]], rows: Sequence[Row]) -> None:
     """Raise ToolError unless `speed`, read from that file, has any of the rows' policies."""
-    if not any(_in_speed(row) in speed for row in rows if policy_of(row) != FULL):
+    if not any(_in_speed(row) in speed for row in rows if not row.is_full):
         raise ToolError(
             f"--speed {path} has none of these policies, so there is nothing to draw: it has "
             f"{', '.join(speed) or 'none at all'}"
@@ -213,11 +218,10 @@ def read_speed(path: str) -> dict[str, dict[str, float]]:
         raise ToolError(f"{path} is no result of benchmarks.engine.compare: {error}") from error
 
 
-def family_of(policy: str) -> str:
-    """What policies that differ in their rate or budget alone have in common, for a legend."""
-    plain, at, dtype = policy_of(policy).partition("@")
+def family_of(row: Row) -> str:
+    """What rows that differ in their rate or budget alone have in common, for a legend."""
     parts = []
-    for part in plain.split("+"):
+    for part in row.policy.split("+"):
         name, _, rest = part.partition(":")
         head, dash, number = name.rpartition("-")
         if dash and number.isdigit():
@@ -225,5 +229,4 @@ def family_of(policy: str) -> str:
         keys = ("kv_rate=", "kv_budget=", "rate=", "dense_below=", "recent=")
         shown = [p for p in rest.split(",") if p and not p.startswith(keys)]
         parts.append(f"{name}:{','.join(shown)}" if shown else name)
-    family = "+".join(parts) + at + dtype
-    return row_of_original(family) if is_of_original(policy) else family
+    return str(replace(row, policy="+".join(parts)))

@@ -43,8 +43,8 @@ def check(summary: Summary, directory: Path, keep_going: bool, save: bool) -> No
     """
     scores = [
         answer.score
-        for (task, _, _), answer in summary.answers(summary.yardstick).items()
-        if task != PERPLEXITY
+        for question, answer in summary.answers(summary.yardstick).items()
+        if question.task != PERPLEXITY
     ]
     if not scores:
         return

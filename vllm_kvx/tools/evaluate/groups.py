@@ -9,21 +9,21 @@ from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
 from vllm_kvx.server.measured_layers import check_alike
-from vllm_kvx.tools.evaluate.rows import dtype_of
+from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 
 # Each stage has block tables of its own: many of them fit no KV group size well.
 MAX_STAGES = 4
 
 
-def read_policies(names: Sequence[str], num_layers: int) -> dict[str, KVPolicy]:
-    """The policies, by the names that the user gave; `full` first, given or not.
+def read_policies(names: Sequence[str], num_layers: int) -> dict[Row, KVPolicy]:
+    """The policies, by the rows that the user's names mean; `full` first, given or not.
 
     A name may end in a KV cache dtype, `fier-512@fp8`, which the policy here is without.
 
     Raises:
         PolicyError: one does not parse, is not served or cannot run on such a model or KV cache.
     """
-    policies = {"full": KVPolicy()}
+    policies = {FULL_ROW: KVPolicy()}
     for name in names:
         plain, dtype = split_dtype(name)
         policy = parse_policy(plain)
@@ -31,8 +31,8 @@ def read_policies(names: Sequence[str], num_layers: int) -> dict[str, KVPolicy]:
         policy.check_model(num_layers)
         if "@" in name:
             _check_dtype(name, policy, dtype)
-            name = f"{plain}@{'fp8' if dtype == 'fp8_e4m3' else dtype}"
-        policies.setdefault(name, policy)
+        row = Row(plain, "fp8" if dtype == "fp8_e4m3" else dtype)
+        policies.setdefault(row, policy)
     return policies
 
 
@@ -51,19 +51,19 @@ def _check_dtype(name: str, policy: KVPolicy, dtype: str | None) -> None:
         )
 
 
-def grouped(policies: Mapping[str, KVPolicy], num_layers: int) -> list[list[str]]:
-    """The names, in groups that one engine serves; as few as make sense, in the order given."""
-    groups: list[tuple[list[str], list[KVPolicy]]] = []
-    for name, policy in policies.items():
-        for names, members in groups:
-            alike = dtype_of(names[0]) == dtype_of(name)
+def grouped(policies: Mapping[Row, KVPolicy], num_layers: int) -> list[list[Row]]:
+    """The rows, in groups that one engine serves; as few as make sense, in the order given."""
+    groups: list[tuple[list[Row], list[KVPolicy]]] = []
+    for row, policy in policies.items():
+        for rows, members in groups:
+            alike = rows[0].cache_dtype == row.cache_dtype
             if alike and _fit_together([*members, policy], num_layers):
-                names.append(name)
+                rows.append(row)
                 members.append(policy)
                 break
         else:
-            groups.append(([name], [policy]))
-    return [names for names, _ in groups]
+            groups.append(([row], [policy]))
+    return [rows for rows, _ in groups]
 
 
 def _measured_alike(policy: KVPolicy, other: KVPolicy) -> bool:

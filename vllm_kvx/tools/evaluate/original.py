@@ -9,10 +9,10 @@ from typing import Any
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.records.model_key import model_dir, model_key
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.tools.checkpoint.dense_decoder import load_config
 from vllm_kvx.tools.evaluate.groups import read_policies
-from vllm_kvx.tools.evaluate.rows import row_of_original
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.tasks.base import Sample
 from vllm_kvx.tools.tasks.prompts import encode
 
@@ -24,24 +24,24 @@ _PROBE = Sample("In 1865, x_1 = 3.14159;\n\treturn {'naïve': [10**6]}  # 你好
 class Model:
     """A model that is asked.
 
-    source: directory or hub name. config: transformers' own. rows: what it is asked under, by the
-    names of the report's rows.
+    source: directory or hub name. config: transformers' own. rows: the policies that it is asked
+    under, by the report's rows.
     """
 
     source: str
     revision: str | None
     config: Any
-    rows: Mapping[str, KVPolicy]
+    rows: Mapping[Row, KVPolicy]
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """What its records are found by."""
+        return ModelIdentity(self.source, self.config.to_dict(), self.revision)
 
     @cached_property
     def key(self) -> str:
-        """The key of its weights, as far as they are here."""
-        return model_key(self.config.to_dict(), model_dir(self.source, self.revision))
-
-    @property
-    def config_key(self) -> str:
-        """The key of its configuration alone."""
-        return model_key(self.config.to_dict(), None)
+        """The key of its weights, as far as they were here when the run began."""
+        return self.identity.key
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ def models_of(args: argparse.Namespace) -> list[Model]:
             f"{args.original} has {config.num_hidden_layers} layers and {args.model} {layers}: "
             "--original is the model whose weights were tuned"
         )
-    rows = {row_of_original(name): policy for name, policy in policies.items()}
+    rows = {row.of_original(): policy for row, policy in policies.items()}
     return [Model(args.original, args.original_revision, config, rows), model]
 
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from vllm_kvx.tools.evaluate.engine import Asked
+from vllm_kvx.tools.evaluate.engine import Prompt
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.time_left import duration
 
 # Seconds between two looks at the bar, on a terminal and in a file.
@@ -43,33 +44,35 @@ class TimeLeft:
     """
 
     def __init__(
-        self, rows: Mapping[str, Sequence[Asked]], clock: Callable[[], float] = time.monotonic
+        self, rows: Mapping[Row, Sequence[Prompt]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """rows: what each is yet to be asked."""
         self._clock = clock
         # Tokens of prompts that no answer has begun to, and answers without an end by their limit.
-        self._unread = {row: sum(len(a.token_ids) for a in asked) for row, asked in rows.items()}
+        self._unread = {row: sum(len(p.token_ids) for p in asked) for row, asked in rows.items()}
         self._open = {row: Counter(map(longest, asked)) for row, asked in rows.items()}
-        self._paces: dict[str, Pace] = defaultdict(Pace)
+        self._paces: dict[Row, Pace] = defaultdict(Pace)
         self._of_all = Pace()
         self._lengths: dict[int, list[int]] = defaultdict(list)
         self._starts: list[float] = []
         self.starts_left = 0
-        # Of the row that answers: its name, prompts that are not read, and tokens without an end.
-        self._row, self._coming, self._written, self._since = "", 0, 0, clock()
+        # The row that answers, its prompts that are not read, and its tokens without an end.
+        self._row: Row | None = None
+        self._coming, self._written, self._since = 0, 0, clock()
 
     def started(self, seconds: float) -> None:
         """An engine took so long to start."""
         self._starts.append(seconds)
         self.starts_left = max(self.starts_left - 1, 0)
 
-    def begin(self, row: str, count: int) -> None:
+    def begin(self, row: Row, count: int) -> None:
         """The engine is given so many prompts of a row."""
         self._row, self._coming, self._written = row, count, 0
         self._since = self._clock()
 
     def step(self, read: Sequence[int], written: int) -> None:
         """A step is done: answers began to prompts of so many tokens, and so many were written."""
+        assert self._row is not None
         now = self._clock()
         # While prompts come in, they are what a step's time is spent on.
         what, tokens = (_READ, sum(read)) if self._coming else (_WRITE, written)
@@ -80,13 +83,14 @@ class TimeLeft:
         self._written += written
         self._unread[self._row] -= sum(read)
 
-    def finish(self, asked: Asked, tokens: int) -> None:
+    def finish(self, prompt: Prompt, tokens: int) -> None:
         """An answer has ended after so many tokens."""
-        self._open[self._row][longest(asked)] -= 1
-        self._lengths[longest(asked)].append(tokens)
+        assert self._row is not None
+        self._open[self._row][longest(prompt)] -= 1
+        self._lengths[longest(prompt)].append(tokens)
         self._written = max(self._written - tokens, 0)
 
-    def drop(self, rows: Sequence[str]) -> int:
+    def drop(self, rows: Sequence[Row]) -> int:
         """Forgets what was to be asked of these rows; how many answers that is."""
         for row in rows:
             del self._unread[row]
@@ -116,15 +120,15 @@ class TimeLeft:
         return sum(known) / len(known) if known else float(most)
 
 
-def longest(asked: Asked) -> int:
+def longest(prompt: Prompt) -> int:
     """Tokens that an answer has at most."""
-    return len(asked.forced) or asked.max_tokens
+    return len(prompt.forced) or prompt.max_tokens
 
 
 class AnswersBar:
     """The bar of a run's answers, on stderr; engines tell it of every step."""
 
-    def __init__(self, rows: Mapping[str, Sequence[Asked]]) -> None:
+    def __init__(self, rows: Mapping[Row, Sequence[Prompt]]) -> None:
         """rows: what each is yet to be asked."""
         self._left = TimeLeft(rows)
         self._every = _EVERY_S if sys.stderr.isatty() else _EVERY_S_IN_A_FILE
@@ -132,31 +136,31 @@ class AnswersBar:
         self._bar = tqdm(total=sum(map(len, rows.values())), dynamic_ncols=True, bar_format=_FORMAT)
 
     @contextmanager
-    def starting(self, names: Sequence[str], engines: int) -> Iterator[None]:
+    def starting(self, rows: Sequence[Row], engines: int) -> Iterator[None]:
         """Within, an engine for these rows starts, the first of so many that are left."""
         self._left.starts_left = engines
-        self._show(f"starting an engine for {', '.join(names)}")
+        self._show(f"starting an engine for {', '.join(map(str, rows))}")
         begun = time.monotonic()
         yield
         self._left.started(time.monotonic() - begun)
 
-    def begin(self, row: str, count: int) -> None:
+    def begin(self, row: Row, count: int) -> None:
         """The engine is given so many prompts of a row."""
         self._left.begin(row, count)
-        self._show(row)
+        self._show(str(row))
 
     def step(self, read: Sequence[int], written: int) -> None:
         """As ``TimeLeft.step``."""
         self._left.step(read, written)
         self._show()
 
-    def finish(self, asked: Asked, tokens: int) -> None:
+    def finish(self, prompt: Prompt, tokens: int) -> None:
         """As ``TimeLeft.finish``."""
-        self._left.finish(asked, tokens)
+        self._left.finish(prompt, tokens)
         self._bar.n += 1
         self._show()
 
-    def drop(self, rows: Sequence[str]) -> None:
+    def drop(self, rows: Sequence[Row]) -> None:
         """These rows are not asked: their engine did not start."""
         self._bar.total -= self._left.drop(rows)
 

@@ -10,29 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.evaluate.engine import Asked
+from vllm_kvx.tools.evaluate.engine import Prompt
 from vllm_kvx.tools.evaluate.perplexity import passages
+from vllm_kvx.tools.evaluate.store import QuestionId
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY
 from vllm_kvx.tools.tasks.base import FixedTask, Sample, Task
-from vllm_kvx.tools.tasks.prompts import Prompt, encode, fitted, shortened
+from vllm_kvx.tools.tasks.prompts import EncodedSample, encode, fitted, shortened
 from vllm_kvx.tools.tasks.table import TASKS, tasks_named
 
 DEFAULT_SAMPLES = 8
 # Prompts for which another process is worth its start.
 _FEW = 16
 
-# Task, length and index.
-Key = tuple[str, int, int]
-
 
 @dataclass(frozen=True)
-class Posed:
+class PreparedPrompt:
     """A prompt and how its answer is judged.
 
     sample: None for perplexity, whose answer is forced.
     """
 
-    asked: Asked
+    prompt: Prompt
     task: Task | FixedTask | None = None
     sample: Sample | None = None
 
@@ -104,10 +102,12 @@ class Suite:
         """The tasks that `lengths` concern."""
         return [task for task in self.tasks if isinstance(task, Task) or not task.is_short]
 
-    def context(self, posed: Mapping[Key, Posed]) -> int:
+    def context(self, prepared: Mapping[QuestionId, PreparedPrompt]) -> int:
         """Tokens that an engine has to take: the longest prompt with its answer."""
-        asked = [each.asked for each in posed.values()]
-        found = max((len(a.token_ids) + max(a.max_tokens, len(a.forced)) for a in asked), default=1)
+        prompts = [each.prompt for each in prepared.values()]
+        found = max(
+            (len(p.token_ids) + max(p.max_tokens, len(p.forced)) for p in prompts), default=1
+        )
         if self._long or self.perplexity:
             return max(found, max(self.lengths) + self.longest_answer)
         return found
@@ -128,10 +128,10 @@ class Suite:
                 f"--lengths up to {context}"
             )
 
-    def pose(
+    def prepare(
         self, tokenizer_of: Callable[[], Any], progress: Callable[[int, int], None]
-    ) -> dict[Key, Posed]:
-        """The prompts by task, length and index.
+    ) -> dict[QuestionId, PreparedPrompt]:
+        """The prompts, by the questions that they ask.
 
         tokenizer_of: loads the tokenizer, in each process that makes prompts; it can be pickled.
         progress: called with how many prompts are made, of how many.
@@ -140,7 +140,7 @@ class Suite:
             ToolError: a task's shortest prompt is longer, or a data set cannot be read.
         """
         wanted = [
-            (task.name, length, index)
+            QuestionId(task.name, length, index)
             for length in self.lengths
             for task in self.generated
             for index in range(self._count)
@@ -148,35 +148,38 @@ class Suite:
         tokenizer = tokenizer_of()
         data = {task: task.samples()[: self.samples] for task in self.fixed}
         total = len(wanted) + sum(map(len, data.values()))
-        posed: dict[Key, Posed] = {}
-        for key, made in zip(wanted, self._made(wanted, tokenizer_of), strict=True):
-            posed[key] = made
-            progress(len(posed), total)
+        prepared: dict[QuestionId, PreparedPrompt] = {}
+        for question, made in zip(wanted, self._made(wanted, tokenizer_of), strict=True):
+            prepared[question] = made
+            progress(len(prepared), total)
         for task, samples in data.items():
             longest = 0 if task.is_short else max(self.lengths)
             for index, sample in enumerate(samples):
-                prompt = _fixed(task, sample, longest, tokenizer)
-                asked = Asked(prompt.token_ids, task.max_tokens)
-                posed[task.name, longest, index] = Posed(asked, task, sample)
-                progress(len(posed), total)
+                encoded = _fixed(task, sample, longest, tokenizer)
+                prompt = Prompt(encoded.token_ids, task.max_tokens)
+                question = QuestionId(task.name, longest, index)
+                prepared[question] = PreparedPrompt(prompt, task, sample)
+                progress(len(prepared), total)
         for length in self.lengths if self.perplexity else ():
             for index, passage in enumerate(passages(self.text, tokenizer, length, self._count)):
-                asked = Asked(passage.token_ids, 0, passage.continuation)
-                posed[PERPLEXITY, length, index] = Posed(asked)
-        return posed
+                prompt = Prompt(passage.token_ids, 0, passage.continuation)
+                prepared[QuestionId(PERPLEXITY, length, index)] = PreparedPrompt(prompt)
+        return prepared
 
-    def _made(self, wanted: Sequence[Key], tokenizer_of: Callable[[], Any]) -> Iterator[Posed]:
+    def _made(
+        self, wanted: Sequence[QuestionId], tokenizer_of: Callable[[], Any]
+    ) -> Iterator[PreparedPrompt]:
         workers = min(cpu_count() or 1, len(wanted) // _FEW)
         if workers < 2:
             _load(tokenizer_of, self.seed)
-            yield from map(_pose, wanted)
+            yield from map(_prepare, wanted)
             return
         start = get_context("spawn")
         with ProcessPoolExecutor(workers, start, _load, (tokenizer_of, self.seed)) as pool:
-            yield from pool.map(_pose, wanted, chunksize=4)
+            yield from pool.map(_prepare, wanted, chunksize=4)
 
 
-def _fixed(task: FixedTask, sample: Sample, longest: int, tokenizer: Any) -> Prompt:
+def _fixed(task: FixedTask, sample: Sample, longest: int, tokenizer: Any) -> EncodedSample:
     if task.is_short:
         return encode(sample, tokenizer, task.chat)
     return shortened(sample, longest, tokenizer, task.chat)
@@ -189,12 +192,12 @@ def _load(tokenizer_of: Callable[[], Any], seed: int) -> None:
     _LOADED.update(tokenizer=tokenizer_of(), seed=seed)
 
 
-def _pose(key: Key) -> Posed:
-    name, length, index = key
-    task = TASKS[name]
+def _prepare(question: QuestionId) -> PreparedPrompt:
+    task = TASKS[question.task]
     # Without the length: a longer prompt asks the same.
-    prompt = fitted(task, f"{_LOADED['seed']}-{name}-{index}", length, _LOADED["tokenizer"])
-    return Posed(Asked(prompt.token_ids, task.max_tokens), task, prompt.sample)
+    seed = f"{_LOADED['seed']}-{question.task}-{question.index}"
+    encoded = fitted(task, seed, question.length, _LOADED["tokenizer"])
+    return PreparedPrompt(Prompt(encoded.token_ids, task.max_tokens), task, encoded.sample)
 
 
 @lru_cache(maxsize=4)

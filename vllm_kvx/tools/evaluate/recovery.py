@@ -3,22 +3,21 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from vllm_kvx.policy.cache_dtype import FULL
 from vllm_kvx.tools.evaluate.intervals import Interval, of_recovery
-from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, row_of_original
-from vllm_kvx.tools.evaluate.store import Answer
-from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Asked, Bucket, Summary
+from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, FULL_ROW, Row
+from vllm_kvx.tools.evaluate.store import Answer, QuestionId
+from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Bucket, Summary
 from vllm_kvx.tools.tasks.table import group_of
 
-Wanted = Callable[[Asked, Answer], bool]
+Wanted = Callable[[QuestionId, Answer], bool]
 
 
 @dataclass(frozen=True)
 class Recovery:
     """A policy's recovery over some of the prompts that all three answered.
 
-    policy: as the user names it. over: a group of tasks, a task, a length or `all`. count: how
-    many prompts.
+    row: the policy on the tuned model. over: a group of tasks, a task, a length or `all`.
+    count: how many prompts.
     full, cut, tuned: mean scores of the original in full, of the original under the policy and of
     the tuned model under it; for perplexity nats a token.
     share: (tuned - cut) / (full - cut); None where the cut loses nothing significant.
@@ -27,7 +26,7 @@ class Recovery:
     None for perplexity, where every text's score changes a little.
     """
 
-    policy: str
+    row: Row
     over: str
     count: int
     full: float
@@ -46,14 +45,14 @@ def recoveries(summary: Summary, by_task: bool = False) -> list[Recovery]:
     Empty where no original was asked.
     """
     found = []
-    for policy in summary.policies:
-        if policy == FULL or row_of_original(policy) not in summary.policies:
+    for row in summary.rows:
+        if row == FULL_ROW or row.on_original or row.of_original() not in summary.rows:
             continue
         parts = [*_parts(summary)]
         if by_task:
             parts += [(task, _is(task)) for task in summary.scored]
         for over, wanted in parts:
-            recovery = _recovery(summary, policy, over, wanted)
+            recovery = _recovery(summary, row, over, wanted)
             if recovery is not None:
                 found.append(recovery)
     return found
@@ -61,25 +60,25 @@ def recoveries(summary: Summary, by_task: bool = False) -> list[Recovery]:
 
 def _parts(summary: Summary) -> Iterator[tuple[str, Wanted]]:
     """Names of what is looked at, and which prompts are of it."""
-    yield "all", lambda asked, _: asked[0] != PERPLEXITY
+    yield "all", lambda question, _: question.task != PERPLEXITY
     groups = list(dict.fromkeys(map(group_of, summary.scored)))
     for group in groups if len(groups) > 1 else ():
         yield group, _of(group)
     for bucket in summary.buckets if len(summary.buckets) > 1 else ():
         yield bucket_name(bucket), _within(bucket)
-    yield PERPLEXITY, lambda asked, _: asked[0] == PERPLEXITY
+    yield PERPLEXITY, lambda question, _: question.task == PERPLEXITY
 
 
 def _of(group: str) -> Wanted:
-    return lambda asked, _: group_of(asked[0]) == group
+    return lambda question, _: group_of(question.task) == group
 
 
 def _is(task: str) -> Wanted:
-    return lambda asked, _: asked[0] == task
+    return lambda question, _: question.task == task
 
 
 def _within(bucket: Bucket) -> Wanted:
-    return lambda asked, answer: asked[0] != PERPLEXITY and answer.tokens in bucket
+    return lambda question, answer: question.task != PERPLEXITY and answer.tokens in bucket
 
 
 def bucket_name(bucket: Bucket) -> str:
@@ -87,14 +86,12 @@ def bucket_name(bucket: Bucket) -> str:
     return f"{bucket.low:,}-{bucket.high:,} tokens"
 
 
-def _recovery(summary: Summary, policy: str, over: str, wanted: Wanted) -> Recovery | None:
-    full, cut, tuned = (
-        summary.answers(row) for row in (FULL_ORIGINAL, row_of_original(policy), policy)
-    )
+def _recovery(summary: Summary, row: Row, over: str, wanted: Wanted) -> Recovery | None:
+    full, cut, tuned = map(summary.answers, (FULL_ORIGINAL, row.of_original(), row))
     triples = [
-        (answer.score, cut[asked].score, tuned[asked].score)
-        for asked, answer in full.items()
-        if asked in cut and asked in tuned and wanted(asked, answer)
+        (answer.score, cut[question].score, tuned[question].score)
+        for question, answer in full.items()
+        if question in cut and question in tuned and wanted(question, answer)
     ]
     if not triples:
         return None
@@ -109,4 +106,4 @@ def _recovery(summary: Summary, policy: str, over: str, wanted: Wanted) -> Recov
         back = [min(max(c - b, 0.0), gone) for (_, b, c), gone in zip(triples, lost, strict=True)]
         newly = [max(min(a, b) - c, 0.0) for a, b, c in triples]
         parts = [sum(part) / count for part in (lost, back, newly)]
-    return Recovery(policy, over, count, means[0], means[1], means[2], share, *parts)
+    return Recovery(row, over, count, means[0], means[1], means[2], share, *parts)

@@ -5,7 +5,6 @@ from typing import Any
 
 from vllm_kvx.tools.evaluate.intervals import Interval
 from vllm_kvx.tools.evaluate.recovery import Recovery, bucket_name, recoveries
-from vllm_kvx.tools.evaluate.rows import is_of_original
 from vllm_kvx.tools.evaluate.summary import KEPT_ALL, PERPLEXITY, Cell, Summary, kept_all
 
 # What a recovery is made of, see ``Recovery``.
@@ -19,24 +18,24 @@ def table(summary: Summary) -> str:
     if len(lengths) != 1 or summary.has_short:
         lengths.append(None)
     head = ["policy", "kept", "read", *map(_length, lengths), "of full"]
-    rows = [head]
-    for policy in summary.policies:
-        whole = summary.cell(policy)
+    lines = [head]
+    for row in summary.rows:
+        whole = summary.cell(row)
         if whole is None:
             continue
-        cells = [summary.cell(policy, length=length) for length in lengths]
-        rows.append(
+        cells = [summary.cell(row, length=length) for length in lengths]
+        lines.append(
             [
-                policy,
+                str(row),
                 _percent(whole.kept, 1),
                 _percent(whole.read, 1),
                 *map(_score, cells),
-                "" if policy == summary.yardstick else _interval(whole.of_full),
+                "" if row == summary.yardstick else _interval(whole.of_full),
             ]
         )
     parts = []
-    if len(rows) > 1:
-        parts.append(_aligned(rows))
+    if len(lines) > 1:
+        parts.append(_aligned(lines))
         parts.append(
             "Right answers in %, 95% confidence interval, n prompts; tasks: "
             + ", ".join(summary.scored)
@@ -55,7 +54,7 @@ def table(summary: Summary) -> str:
 
 def notes(summary: Summary) -> list[str]:
     """The rows whose figures are those of `full`, since nothing of these prompts was dropped."""
-    cells = [(row, summary.cell(row)) for row in summary.policies]
+    cells = [(row, summary.cell(row)) for row in summary.rows]
     return [f"{row} {KEPT_ALL}." for row, cell in cells if cell is not None and kept_all(row, cell)]
 
 
@@ -65,28 +64,28 @@ def task_table(summary: Summary, length: int | None = None) -> str:
     same: answers that are the yardstick's word for word. loops: answers that end in a loop, of the
     tasks in which any answer is long enough.
     """
-    rows = [["policy", *summary.scored, "same"] + ["loops"] * bool(summary.looping)]
-    for policy in summary.policies:
-        cells = [summary.cell(policy, task, length) for task in summary.scored]
-        whole = summary.cell(policy, length=length)
-        row = [policy, *(_digits(c.score if c else None, 0) for c in cells)]
-        row.append(_digits(whole.same if whole else None, 0))
+    lines = [["policy", *summary.scored, "same"] + ["loops"] * bool(summary.looping)]
+    for row in summary.rows:
+        cells = [summary.cell(row, task, length) for task in summary.scored]
+        whole = summary.cell(row, length=length)
+        line = [str(row), *(_digits(c.score if c else None, 0) for c in cells)]
+        line.append(_digits(whole.same if whole else None, 0))
         if summary.looping:
-            row.append(_digits(whole.loops if whole else None, 1))
-        rows.append(row)
+            line.append(_digits(whole.loops if whole else None, 1))
+        lines.append(line)
     counts = [summary.cell(summary.yardstick, task, length) for task in summary.scored]
-    row = ["n", *("-" if c is None else str(c.count) for c in counts)]
-    rows.append(row + [""] * (len(rows[0]) - len(row)))
-    return _aligned(rows)
+    line = ["n", *("-" if c is None else str(c.count) for c in counts)]
+    lines.append(line + [""] * (len(lines[0]) - len(line)))
+    return _aligned(lines)
 
 
 def bucket_table(summary: Summary) -> str:
     """Policies by the tokens that prompts really have: right answers in percent, and n."""
-    rows = [["policy", *map(bucket_name, summary.buckets)]]
-    for policy in summary.policies:
-        cells = [summary.cell(policy, bucket=bucket) for bucket in summary.buckets]
-        rows.append([policy, *map(_score, cells)])
-    return _aligned(rows)
+    lines = [["policy", *map(bucket_name, summary.buckets)]]
+    for row in summary.rows:
+        cells = [summary.cell(row, bucket=bucket) for bucket in summary.buckets]
+        lines.append([str(row), *map(_score, cells)])
+    return _aligned(lines)
 
 
 def text(summary: Summary) -> str:
@@ -104,24 +103,24 @@ def as_json(summary: Summary, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of the run and every cell; scores and their intervals are shares, not percent."""
     cells = []
     lengths: Sequence[int | None] = [*summary.lengths, None]
-    for policy in summary.policies:
+    for row in summary.rows:
         for task in [*summary.tasks, None]:
             for length in lengths:
-                cell = summary.cell(policy, task, length)
+                cell = summary.cell(row, task, length)
                 if cell is not None:
-                    where = {"policy": policy, "task": task or "all", "length": length or "all"}
+                    where = {"policy": str(row), "task": task or "all", "length": length or "all"}
                     cells.append(where | _cell_json(cell))
     buckets = [
-        {"policy": policy, "tokens": [bucket.low, bucket.high]} | _cell_json(cell)
-        for policy in summary.policies
+        {"policy": str(row), "tokens": [bucket.low, bucket.high]} | _cell_json(cell)
+        for row in summary.rows
         for bucket in summary.buckets
-        if (cell := summary.cell(policy, bucket=bucket)) is not None
+        if (cell := summary.cell(row, bucket=bucket)) is not None
     ]
-    found = {**facts, "yardstick": summary.yardstick, "cells": cells, "by_tokens": buckets}
-    if is_of_original(summary.yardstick):
+    found = {**facts, "yardstick": str(summary.yardstick), "cells": cells, "by_tokens": buckets}
+    if summary.yardstick.on_original:
         found["recovery"] = [
             {
-                **{"policy": each.policy, "over": each.over, "n": each.count},
+                **{"policy": str(each.row), "over": each.over, "n": each.count},
                 **{"full": round(each.full, 5), "cut": round(each.cut, 5)},
                 **{"tuned": round(each.tuned, 5), "recovery": _rounded(each.share)},
                 **{name: part and round(part, 5) for name, part in _parts(each)},
@@ -160,7 +159,7 @@ def _recovery(recovered: Sequence[Recovery]) -> str:
         shown = [f"{mean:.4f}" if is_nats else f"{100 * mean:.1f}" for mean in means]
         share = "undefined" if each.share is None else _interval(each.share)
         parts = ["" if part is None else f"{100 * part:.1f}" for _, part in _parts(each)]
-        rows.append([each.policy, each.over, str(each.count), *shown, share, *parts])
+        rows.append([str(each.row), each.over, str(each.count), *shown, share, *parts])
     lines = [
         "Recovery: (tuned - cut) / (full - cut), by scores in %, and perplexity by nats a token;",
         "full and cut: the original in full and under the policy; tuned: the model under it;",
@@ -176,19 +175,19 @@ def _recovery(recovered: Sequence[Recovery]) -> str:
 
 
 def _perplexity(summary: Summary) -> str:
-    rows = [["policy", "nats a token", f"above {summary.yardstick}"]]
-    for policy in summary.policies:
-        cell = summary.cell(policy, PERPLEXITY)
+    lines = [["policy", "nats a token", f"above {summary.yardstick}"]]
+    for row in summary.rows:
+        cell = summary.cell(row, PERPLEXITY)
         if cell is None:
             continue
         apart = cell.of_full
         above = (
             ""
-            if apart is None or policy == summary.yardstick
+            if apart is None or row == summary.yardstick
             else (f"{apart.value:+.4f} [{apart.low:+.4f}, {apart.high:+.4f}]")
         )
-        rows.append([policy, f"{cell.score.value:.4f} (n={cell.count})", above])
-    return "Held-out text under the policy's cache:\n" + _aligned(rows)
+        lines.append([str(row), f"{cell.score.value:.4f} (n={cell.count})", above])
+    return "Held-out text under the policy's cache:\n" + _aligned(lines)
 
 
 def _length(length: int | None) -> str:

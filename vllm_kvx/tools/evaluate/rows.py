@@ -1,38 +1,51 @@
-"""Names of a report's rows: a policy on the model, or on the original that it was tuned from.
+"""Rows of a report: a policy over a KV cache, on the model or on the one that it was tuned from."""
 
-Either may name the KV cache dtype of its engine: `fier-512@fp8`, `full@fp8 (original)`.
-"""
+from dataclasses import dataclass, replace
 
-from vllm_kvx.policy.cache_dtype import FULL, split_dtype
+from vllm_kvx.policy.cache_dtype import FULL, at_dtype, split_dtype
 
 _ORIGINAL = " (original)"
 
 
-def row_of_original(policy: str) -> str:
-    """The row of a policy on the original; on the model itself a row is named as its policy."""
-    return policy + _ORIGINAL
+@dataclass(frozen=True)
+class Row:
+    """What answers are asked and compared under; `str` writes it, as in `fier-512@fp8 (original)`.
+
+    policy: as the user names it, without a KV cache dtype. cache_dtype: the KV cache dtype that the
+    row names; None where the engine's other options decide. on_original: whether the original is
+    asked, from which the model was tuned.
+    """
+
+    policy: str
+    cache_dtype: str | None = None
+    on_original: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Row":
+        """The row that `str` writes as `text`."""
+        name = text.removesuffix(_ORIGINAL)
+        return cls(*split_dtype(name), name != text)
+
+    def __str__(self) -> str:
+        dtype = f"@{self.cache_dtype}" if self.cache_dtype else ""
+        return f"{self.policy}{dtype}{_ORIGINAL if self.on_original else ''}"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is `full` and names no KV cache dtype, on either model."""
+        return self.policy == FULL and self.cache_dtype is None
+
+    def of_original(self) -> "Row":
+        """The same on the original."""
+        return replace(self, on_original=True)
+
+    def over(self, dtype: str | None) -> "Row":
+        """The row over an engine's KV cache, which it names if it named none.
+
+        Dtypes that lose nothing stay without a name.
+        """
+        return replace(self, cache_dtype=self.cache_dtype or at_dtype(dtype)[1:] or None)
 
 
-def is_of_original(row: str) -> bool:
-    """Whether a row is the original's."""
-    return row.endswith(_ORIGINAL)
-
-
-def policy_of(row: str) -> str:
-    """The policy of a row, as the user names it, with its KV cache dtype."""
-    return row.removesuffix(_ORIGINAL)
-
-
-def dtype_of(row: str) -> str | None:
-    """The KV cache dtype that a row asks for; None where the engine's other options say."""
-    return split_dtype(policy_of(row))[1]
-
-
-def with_dtype(row: str, dtype: str) -> str:
-    """The row over such a KV cache, `@fp8`; as it is, where it names one or `dtype` is empty."""
-    policy = policy_of(row)
-    named = policy if "@" in policy else policy + dtype
-    return row_of_original(named) if is_of_original(row) else named
-
-
-FULL_ORIGINAL = row_of_original(FULL)
+FULL_ROW = Row(FULL)
+FULL_ORIGINAL = FULL_ROW.of_original()

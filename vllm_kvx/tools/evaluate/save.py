@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.cache_dtype import FULL, split_dtype
+from vllm_kvx.policy.cache_dtype import FULL
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.answers import canonical, is_beside_unquantized, read, record_path
 from vllm_kvx.records.folder import WAY_OUT
-from vllm_kvx.tools.evaluate.rows import is_of_original
-from vllm_kvx.tools.evaluate.store import RESOLVED
+from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
+from vllm_kvx.tools.evaluate.store import resolved_of
 from vllm_kvx.tools.evaluate.summary import KEPT_ALL, Cell, Summary, kept_all
 
 
@@ -28,13 +28,13 @@ class Saved:
     """
 
     path: Path | None
-    names: Mapping[str, str]
-    needless: Mapping[str, str]
-    refused: Mapping[str, str]
+    names: Mapping[Row, str]
+    needless: Mapping[Row, str]
+    refused: Mapping[Row, str]
 
 
 def save(
-    key: str, summary: Summary, facts: Mapping[str, Any], rows: Sequence[str] | None = None
+    key: str, summary: Summary, facts: Mapping[str, Any], rows: Sequence[Row] | None = None
 ) -> Saved:
     """Stores what each policy kept, in the place of what was stored for that policy.
 
@@ -52,35 +52,35 @@ def save(
     if not isinstance(record.get("policies"), dict):
         record = {"key": key, "policies": {}}
     full = summary.cell(summary.yardstick)
-    original = facts["original"] if is_of_original(summary.yardstick) else None
-    full_dtype = split_dtype(facts[RESOLVED].get(summary.yardstick, FULL))[1]
-    names, needless, refused = dict[str, str](), dict[str, str](), dict[str, str]()
-    for name in summary.policies if rows is None else rows:
-        if name == FULL or is_of_original(name):
+    original = facts["original"] if summary.yardstick.on_original else None
+    resolved = resolved_of(facts)
+    full_dtype = resolved.get(summary.yardstick, FULL_ROW).cache_dtype
+    names, needless, refused = dict[Row, str](), dict[Row, str](), dict[Row, str]()
+    for row in summary.rows if rows is None else rows:
+        if row == FULL_ROW or row.on_original:
             continue
-        cell = summary.cell(name)
-        if cell is None or name not in facts[RESOLVED]:
-            refused[name] = _unanswered(summary, name)
+        cell, meant = summary.cell(row), resolved.get(row)
+        if cell is None or meant is None:
+            refused[row] = _unanswered(summary, row)
             continue
-        policy, dtype = split_dtype(facts[RESOLVED][name])
-        stored = canonical(parse_policy(policy), dtype)
+        stored = canonical(parse_policy(meant.policy), meant.cache_dtype)
         if stored == FULL:
-            needless[name] = "which is full itself"
+            needless[row] = "which is full itself"
         elif stored in names.values():
-            needless[name] = "which another row is, too"
+            needless[row] = "which another row is, too"
         elif full is None or cell.of_full is None:
-            refused[name] = _without_ratio(full, summary.yardstick)
-        elif kept_all(name, cell):
-            refused[name] = f"which {KEPT_ALL}"
+            refused[row] = _without_ratio(full, summary.yardstick)
+        elif kept_all(row, cell):
+            refused[row] = f"which {KEPT_ALL}"
         elif full_dtype and is_beside_unquantized(record["policies"].get(stored)):
-            refused[name] = f"which was compared with full that is not over {full_dtype}"
-        if name in needless or name in refused:
+            refused[row] = f"which was compared with full that is not over {full_dtype}"
+        if row in needless or row in refused:
             continue
         assert full is not None and cell.of_full is not None
-        names[name] = stored
+        names[row] = stored
         lengths = {}
         for length in summary.lengths:
-            part = summary.cell(name, length=length)
+            part = summary.cell(row, length=length)
             if part is not None and part.of_full is not None:
                 lengths[str(length)] = [round(value, 4) for value in part.of_full]
         record["policies"][stored] = {
@@ -109,14 +109,14 @@ def save(
     return Saved(path, names, needless, refused)
 
 
-def _unanswered(summary: Summary, name: str) -> str:
+def _unanswered(summary: Summary, row: Row) -> str:
     """Why a row has nothing to be saved, where it has no question that is right or wrong."""
-    if summary.answers(name) and not summary.scored:
+    if summary.answers(row) and not summary.scored:
         return "of which no answer is right or wrong: perplexity alone was asked"
     return "which answered nothing"
 
 
-def _without_ratio(full: Cell | None, yardstick: str) -> str:
+def _without_ratio(full: Cell | None, yardstick: Row) -> str:
     """Why a row is no share of what `full` has right."""
     if full is None:
         return f"because {yardstick} answered nothing"

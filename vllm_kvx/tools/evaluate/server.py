@@ -10,8 +10,8 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy, with_retrieval
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.tools.evaluate.engine import Answered, Asked, Progress
-from vllm_kvx.tools.evaluate.rows import dtype_of
+from vllm_kvx.tools.evaluate.engine import Answered, Progress, Prompt
+from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import Shares, shares_of
 
 _TIMEOUT_S = 1800.0
@@ -21,7 +21,7 @@ class RunningServer:
     """``vllm serve`` with a policy, reached over HTTP; its layout has room for all of ours."""
 
     def __init__(
-        self, url: str, policies: Mapping[str, KVPolicy], concurrency: int, model_key: str
+        self, url: str, policies: Mapping[Row, KVPolicy], concurrency: int, model_key: str
     ) -> None:
         """url: of the server, with or without ``/v1``. model_key: of the model it has to serve.
 
@@ -37,7 +37,7 @@ class RunningServer:
             limits=httpx.Limits(max_connections=concurrency),
         )
         self._concurrency = concurrency
-        self._requested = {name: str(with_retrieval(p)) for name, p in policies.items()}
+        self._requested = {row: str(with_retrieval(p)) for row, p in policies.items()}
         self._model = self._get("/v1/models")["data"][0]["id"]
         status = self._get("/v1/kv_policy")
         self.num_layers = int(status["num_layers"])
@@ -49,25 +49,25 @@ class RunningServer:
                 f"the server at {self._client.base_url} runs other weights ({self._model}) than "
                 "MODEL has: name the model that it serves"
             )
-        self._dtype = at_dtype(status.get("kv_cache_dtype"))
-        for name in policies:
-            if at_dtype(dtype_of(name)):
+        self._dtype = status.get("kv_cache_dtype")
+        for row in policies:
+            if at_dtype(row.cache_dtype):
                 raise ToolError(
-                    f"{name}: a server has one KV cache, for full too: leave --base-url out, and "
+                    f"{row}: a server has one KV cache, for full too: leave --base-url out, and "
                     "an engine of each dtype is started here"
                 )
             # Before hours of work.
-            self._answer(name, Asked([0], 1))
+            self._answer(row, Prompt([0], 1))
 
-    def answers(self, policy: str, asked: Sequence[Asked], progress: Progress) -> list[Answered]:
-        """Greedy answers under one policy, `concurrency` prompts at a time.
+    def answers(self, row: Row, prompts: Sequence[Prompt], progress: Progress) -> list[Answered]:
+        """Greedy answers under one row, `concurrency` prompts at a time.
 
         Raises:
             ToolError: the server fails, or a prompt wants forced tokens, which HTTP cannot carry.
         """
-        progress.begin(policy, len(asked))
+        progress.begin(row, len(prompts))
         with ThreadPoolExecutor(self._concurrency) as pool:
-            waiting = {pool.submit(self._answer, policy, each): each for each in asked}
+            waiting = {pool.submit(self._answer, row, prompt): prompt for prompt in prompts}
             try:
                 for answer in as_completed(waiting):
                     answer.result()
@@ -80,40 +80,40 @@ class RunningServer:
                     answer.cancel()
         return [answer.result() for answer in waiting]
 
-    def shares(self, policy: str, prompt_len: int) -> Shares:
-        """What the policy keeps of such a prompt, with the layers that the server measured."""
-        return shares_of(self._policy(policy), prompt_len, self.block_size, self.num_layers)
+    def shares(self, row: Row, prompt_len: int) -> Shares:
+        """What the row keeps of such a prompt, with the layers that the server measured."""
+        return shares_of(self._policy(row), prompt_len, self.block_size, self.num_layers)
 
-    def resolved(self, policy: str) -> str:
-        """The policy's name with the layers that the server measured, and its KV cache dtype."""
-        return str(self._policy(policy)) + self._dtype
+    def resolved(self, row: Row) -> Row:
+        """The row's policy with the layers that the server measured, and its KV cache dtype."""
+        return Row(str(self._policy(row))).over(self._dtype)
 
-    def _policy(self, name: str) -> KVPolicy:
-        return KVPolicy.of(map(self._measured.put_into, parse_policy(self._requested[name]).parts))
+    def _policy(self, row: Row) -> KVPolicy:
+        return KVPolicy.of(map(self._measured.put_into, parse_policy(self._requested[row]).parts))
 
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
 
-    def _answer(self, policy: str, asked: Asked) -> Answered:
-        if asked.forced:
+    def _answer(self, row: Row, prompt: Prompt) -> Answered:
+        if prompt.forced:
             raise ToolError(
                 "perplexity forces tokens, which a server does not take: leave --base-url out"
             )
         body = {
             "model": self._model,
-            "prompt": list(asked.token_ids),
-            "max_tokens": asked.max_tokens,
+            "prompt": list(prompt.token_ids),
+            "max_tokens": prompt.max_tokens,
             "temperature": 0,
             # A model's generation_config must not change what greedy means.
             **{"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1},
             **{"presence_penalty": 0, "frequency_penalty": 0},
-            "vllm_xargs": {POLICY_KEY: self._requested[policy]},
+            "vllm_xargs": {POLICY_KEY: self._requested[row]},
         }
-        choice = self._said(policy, "/v1/completions", body)["choices"][0]
+        choice = self._said(row, "/v1/completions", body)["choices"][0]
         return Answered(choice["text"], float("nan"))
 
-    def _said(self, policy: str, path: str, body: Mapping[str, Any]) -> Any:
+    def _said(self, row: Row, path: str, body: Mapping[str, Any]) -> Any:
         try:
             response = self._client.post(path, json=body)
         except self._errors as error:
@@ -123,7 +123,7 @@ class RunningServer:
                 reason = response.json()["error"]["message"]
             except (ValueError, KeyError, TypeError):
                 reason = response.text[:300]
-            raise ToolError(f"the server refuses {policy} ({response.status_code}): {reason}")
+            raise ToolError(f"the server refuses {row} ({response.status_code}): {reason}")
         return response.json()
 
     def _get(self, path: str) -> Any:
@@ -140,7 +140,7 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    url: str, policies: Mapping[str, KVPolicy], concurrency: int, model_key: str
+    url: str, policies: Mapping[Row, KVPolicy], concurrency: int, model_key: str
 ) -> Iterator[RunningServer]:
     """The server while the block runs."""
     server = RunningServer(url, policies, concurrency, model_key)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.cache_dtype import at_dtype
-from vllm_kvx.tools.evaluate.rows import with_dtype
+from vllm_kvx.tools.evaluate.rows import Row
 
 RUN_FILE, ANSWERS_FILE = "run.json", "answers.jsonl"
 RESOLVED = "resolved"
@@ -22,14 +21,13 @@ _UNTIL_THEN = {"model_key": "config_key", "original_key": "original_config_key"}
 
 
 @dataclass(frozen=True)
-class Question:
-    """One prompt under one policy: what an answer is stored under.
+class QuestionId:
+    """Names one question of a run, whoever answers it.
 
-    policy: the row it stands in, see ``rows``. length: tokens that the prompt was fitted or cut to,
-    0 for short questions. index: which sample, from 0.
+    length: tokens that the prompt was fitted or cut to, 0 for short questions. index: which sample,
+    from 0.
     """
 
-    policy: str
     task: str
     length: int
     index: int
@@ -37,19 +35,55 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came out.
+    """What came out of a question under a row.
 
     score: share that is right, 0 to 1; for perplexity the mean negative logprob in nats.
     tokens: of the prompt. kept: share of the prompt's KV entries that the cache holds after it.
     read: share of them that a decode step reads. text: the answer, or what was measured.
     """
 
-    question: Question
+    row: Row
+    question: QuestionId
     score: float
     tokens: int
     kept: float
     read: float
     text: str
+
+    @property
+    def key(self) -> tuple[Row, QuestionId]:
+        """What the answer is stored under."""
+        return self.row, self.question
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer as a line of the file has it."""
+        return {
+            "question": {"policy": str(self.row), **asdict(self.question)},
+            "score": self.score,
+            "tokens": self.tokens,
+            "kept": self.kept,
+            "read": self.read,
+            "text": self.text,
+        }
+
+    @classmethod
+    def of_json(cls, line: Any) -> "Answer":
+        """The answer in a line of the file.
+
+        Raises:
+            TypeError, KeyError: it is no answer.
+        """
+        fields = {**line}
+        question = {**fields.pop("question")}
+        row = question.pop("policy")
+        if not isinstance(row, str):
+            raise TypeError(f"its policy is {row!r}")
+        return cls(Row.parse(row), QuestionId(**question), **fields)
+
+
+def resolved_of(facts: Mapping[str, Any]) -> dict[Row, Row]:
+    """By row, what its policy's words and its engine's KV cache meant, as a run's facts have it."""
+    return {Row.parse(row): Row.parse(name) for row, name in facts[RESOLVED].items()}
 
 
 class Store:
@@ -62,7 +96,7 @@ class Store:
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
         """facts: what the run is; stored beside the answers."""
         self.directory = directory
-        self._answers: dict[Question, Answer] = {}
+        self._answers: dict[tuple[Row, QuestionId], Answer] = {}
         path = directory / RUN_FILE
         with self._writing():
             directory.mkdir(parents=True, exist_ok=True)
@@ -80,25 +114,32 @@ class Store:
                     f"{facts.get(name)!r}: choose another --output"
                 )
         for answer in answers:
-            self._answers[answer.question] = answer
+            self._answers[answer.key] = answer
         # What policies resolved to stays known when their answers are not asked for again.
         # Older runs have the KV cache dtype among their facts, and not in what names meant.
-        at = at_dtype(before.get("kv_cache_dtype"))
-        resolved = {row: with_dtype(name, at) for row, name in before.get(RESOLVED, {}).items()}
+        dtype = before.get("kv_cache_dtype")
+        resolved = {
+            row: str(Row.parse(name).over(dtype)) for row, name in before.get(RESOLVED, {}).items()
+        }
         known = {name: facts.get(name) or before.get(name) for name in IF_GIVEN}
         self.facts: dict[str, Any] = {**before, **facts, **known, RESOLVED: resolved}
         self._write_facts()
 
-    def note_resolved(self, policy: str, name: str) -> None:
-        """Keeps what the words in a policy's name meant when it answered.
+    @property
+    def resolved(self) -> dict[Row, Row]:
+        """By row, what it meant when it answered."""
+        return resolved_of(self.facts)
+
+    def note_resolved(self, row: Row, meant: Row) -> None:
+        """Keeps what the words in a row's name meant when it answered.
 
         Raises:
             ToolError: it meant something else for answers that are here, or cannot be written.
         """
-        known = self.facts[RESOLVED].setdefault(policy, name)
-        if known != name:
+        known = self.facts[RESOLVED].setdefault(str(row), str(meant))
+        if known != str(meant):
             raise ToolError(
-                f"{self.directory} holds answers under {known}, and {policy} is now {name}: choose "
+                f"{self.directory} holds answers under {known}, and {row} is now {meant}: choose "
                 "another --output"
             )
         self._write_facts()
@@ -115,8 +156,8 @@ class Store:
             finally:
                 partial.unlink(missing_ok=True)
 
-    def __contains__(self, question: Question) -> bool:
-        return question in self._answers
+    def __contains__(self, key: tuple[Row, QuestionId]) -> bool:
+        return key in self._answers
 
     def __iter__(self) -> Iterator[Answer]:
         return iter(self._answers.values())
@@ -127,11 +168,11 @@ class Store:
         Raises:
             ToolError: they cannot be written; earlier ones are kept.
         """
-        lines = [json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers]
+        lines = [json.dumps(answer.as_json(), ensure_ascii=False) + "\n" for answer in answers]
         with self._writing(), (self.directory / ANSWERS_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
         for answer in answers:
-            self._answers[answer.question] = answer
+            self._answers[answer.key] = answer
 
     def _load(self) -> Iterator[Answer]:
         path = self.directory / ANSWERS_FILE
@@ -149,8 +190,7 @@ class Store:
         # Only \n ends a line: an answer may hold other marks of a line's end.
         for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
             try:
-                fields = json.loads(line)
-                yield Answer(**{**fields, "question": Question(**fields["question"])})
+                yield Answer.of_json(json.loads(line))
             except (ValueError, TypeError, KeyError) as error:
                 raise ToolError(
                     f"{path}:{number} is no answer of this tool ({error}): delete the line, or "

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vllm_kvx.policy.cache_dtype import FULL, split_dtype
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.evaluate.intervals import Interval, of_mean, of_ratio, of_values
 from vllm_kvx.tools.evaluate.loops import can_loop, has_loop
-from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, policy_of
-from vllm_kvx.tools.evaluate.store import Answer, Question
+from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, FULL_ROW, Row
+from vllm_kvx.tools.evaluate.store import Answer, QuestionId
 
 PERPLEXITY = "perplexity"
 # The shortest bucket's prompts have up to so many tokens; each other one's up to twice as many.
@@ -18,9 +17,6 @@ SHORTEST_BUCKET = 512
 
 # What there is to say of a row of which `kept_all` holds.
 KEPT_ALL = "kept and read every entry of these prompts: ask longer ones to see what it loses"
-
-# A question, whoever answers it: task, length and index.
-Asked = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -47,13 +43,13 @@ class Cell:
     tokens: float
 
 
-def kept_all(row: str, cell: Cell) -> bool:
+def kept_all(row: Row, cell: Cell) -> bool:
     """Whether a policy dropped and skipped nothing of a cell's prompts, so that it was `full`.
 
     `full` itself, which may be over another KV cache, keeps all by its nature. One that propagates
     may change what it keeps, as SwiftKV does.
     """
-    policy = parse_policy(split_dtype(policy_of(row))[0])
+    policy = parse_policy(row.policy)
     may_be_full = not policy.is_full and policy.propagate is None
     return may_be_full and cell.kept >= 1 and cell.read >= 1
 
@@ -72,28 +68,27 @@ class Bucket:
 class Summary:
     """Cells of a run.
 
-    policies: rows of the report, see ``rows``. policies, tasks, lengths: those that have answers,
-    in the order that they were asked for. has_short: whether there are questions without a length.
+    rows, tasks, lengths: those that have answers, in the order that they were asked for.
+    has_short: whether there are questions without a length.
     """
 
-    def __init__(self, answers: Iterable[Answer], policies: Sequence[str] = ()) -> None:
+    def __init__(self, answers: Iterable[Answer], rows: Sequence[Row] = ()) -> None:
         self._answers = list(answers)
         questions = [answer.question for answer in self._answers]
-        found = dict.fromkeys(q.policy for q in questions)
-        self.policies = [p for p in policies if p in found] or list(found)
+        found = dict.fromkeys(answer.row for answer in self._answers)
+        self.rows = [row for row in rows if row in found] or list(found)
         self.tasks = list(dict.fromkeys(q.task for q in questions))
         self.lengths = sorted({q.length for q in questions if q.length})
         self.has_short = any(q.length == 0 for q in questions)
-        self._cells: dict[tuple[str, str | None, int | None, Bucket | None], Cell | None] = {}
-        self._by_row: dict[str, dict[Asked, Answer]] = {}
+        self._cells: dict[tuple[Row, str | None, int | None, Bucket | None], Cell | None] = {}
+        self._by_row: dict[Row, dict[QuestionId, Answer]] = {}
         for answer in self._answers:
-            q = answer.question
-            self._by_row.setdefault(q.policy, {})[q.task, q.length, q.index] = answer
+            self._by_row.setdefault(answer.row, {})[answer.question] = answer
 
     @property
-    def yardstick(self) -> str:
+    def yardstick(self) -> Row:
         """The row that others are compared with: `full`, of the original where there is one."""
-        return FULL_ORIGINAL if FULL_ORIGINAL in self._by_row else FULL
+        return FULL_ORIGINAL if FULL_ORIGINAL in self._by_row else FULL_ROW
 
     @property
     def scored(self) -> list[str]:
@@ -111,11 +106,9 @@ class Summary:
         return frozenset(found)
 
     @cached_property
-    def _looped(self) -> frozenset[Question]:
+    def _looped(self) -> frozenset[tuple[Row, QuestionId]]:
         return frozenset(
-            a.question
-            for a in self._answers
-            if a.question.task in self.looping and has_loop(a.text)
+            a.key for a in self._answers if a.question.task in self.looping and has_loop(a.text)
         )
 
     @property
@@ -129,25 +122,25 @@ class Summary:
             bucket = Bucket(bucket.high + 1, 2 * bucket.high)
         return found
 
-    def answers(self, policy: str) -> dict[Asked, Answer]:
+    def answers(self, row: Row) -> dict[QuestionId, Answer]:
         """The answers of a row, by what was asked."""
-        return self._by_row.get(policy, {})
+        return self._by_row.get(row, {})
 
     def cell(
         self,
-        policy: str,
+        row: Row,
         task: str | None = None,
         length: int | None = None,
         bucket: Bucket | None = None,
     ) -> Cell | None:
-        """The cell of a policy; over all scored tasks, lengths or buckets, where None is given."""
-        key = policy, task, length, bucket
+        """The cell of a row; over all scored tasks, lengths or buckets, where None is given."""
+        key = row, task, length, bucket
         if key not in self._cells:
             wanted = [
                 answer
-                for (name, fitted, _), answer in self.answers(policy).items()
-                if (name != PERPLEXITY if task is None else name == task)
-                and (length is None or fitted == length)
+                for question, answer in self.answers(row).items()
+                if (question.task != PERPLEXITY if task is None else question.task == task)
+                and (length is None or question.length == length)
                 and (bucket is None or answer.tokens in bucket)
             ]
             self._cells[key] = self._cell(wanted, task == PERPLEXITY)
@@ -158,19 +151,14 @@ class Summary:
             return None
         scores = [answer.score for answer in answers]
         full = self.answers(self.yardstick)
-        both = [
-            (answer, full[key])
-            for answer in answers
-            if (key := (answer.question.task, answer.question.length, answer.question.index))
-            in full
-        ]
+        both = [(answer, full[answer.question]) for answer in answers if answer.question in full]
         of_full = same = None
         if both and is_perplexity:
             of_full = of_values([first.score - second.score for first, second in both])
         elif both:
             of_full = of_ratio([(first.score, second.score) for first, second in both])
             same = of_mean([float(_plain(a.text) == _plain(b.text)) for a, b in both])
-        long = [a.question for a in answers if a.question.task in self.looping]
+        long = [a.key for a in answers if a.question.task in self.looping]
 
         def mean(value: Callable[[Answer], float]) -> float:
             return math.fsum(map(value, answers)) / len(answers)
@@ -180,7 +168,7 @@ class Summary:
             of_values(scores) if is_perplexity else of_mean(scores),
             of_full,
             same,
-            of_mean([float(question in self._looped) for question in long]) if long else None,
+            of_mean([float(key in self._looped) for key in long]) if long else None,
             mean(lambda answer: answer.kept),
             mean(lambda answer: answer.read),
             mean(lambda answer: float(answer.tokens)),

@@ -17,7 +17,7 @@ ESTIMATES = 6
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedSample:
     """A sample as the model sees it.
 
     token_ids: the templated prompt, generation prompt and the answer's beginning included.
@@ -42,7 +42,7 @@ class _Templated:
     special: bool
 
 
-def encode(sample: Sample, tokenizer: Any, chat: bool = True) -> Prompt:
+def encode(sample: Sample, tokenizer: Any, chat: bool = True) -> EncodedSample:
     """The prompt of a sample; without a chat template the text as it is, BOS included.
 
     tokenizer: a fast one of transformers. chat: whether to apply its chat template, if it has one.
@@ -69,7 +69,7 @@ def encode(sample: Sample, tokenizer: Any, chat: bool = True) -> Prompt:
         first = bisect_right(ends, span.begin + read.shift)
         last = bisect_left(begins, span.end + read.shift)
         evidence.update(real[first:last])
-    return Prompt(sample, tuple(encoded["input_ids"]), tuple(sorted(evidence)))
+    return EncodedSample(sample, tuple(encoded["input_ids"]), tuple(sorted(evidence)))
 
 
 def _templated(sample: Sample, tokenizer: Any, chat: bool) -> _Templated:
@@ -99,7 +99,7 @@ def _count(sample: Sample, tokenizer: Any) -> int:
     return len(ids)
 
 
-def fitted(task: Task, seed: str, longest: int, tokenizer: Any) -> Prompt:
+def fitted(task: Task, seed: str, longest: int, tokenizer: Any) -> EncodedSample:
     """A prompt of the task with at most `longest` tokens, and hardly fewer.
 
     It leaves at most UNUSED of them, or less than what one more unit of filler needs.
@@ -139,7 +139,7 @@ def fitted(task: Task, seed: str, longest: int, tokenizer: Any) -> Prompt:
     return encode(task.make(random.Random(seed), low), tokenizer)
 
 
-def shortened(sample: Sample, longest: int, tokenizer: Any, chat: bool = True) -> Prompt:
+def shortened(sample: Sample, longest: int, tokenizer: Any, chat: bool = True) -> EncodedSample:
     """The sample's prompt with at most `longest` tokens: a longer text loses its middle.
 
     As LongBench does, as many tokens are kept of the text's beginning as of its end, before the
