@@ -54,7 +54,7 @@ def test_a_file_of_other_speeds_is_refused_before_anything_is_asked() -> None:
         figures.check_speed("speeds.json", speed, list(map(Row.parse, rows)))
     with pytest.raises(ToolError, match=r"^--speed speeds.json has none of these policies, .* it "):
         figures.check_speed("speeds.json", speed, [Row("full"), Row("snapkv")])
-    with pytest.raises(ToolError, match=r"no result of benchmarks\.compare"):
+    with pytest.raises(ToolError, match=r"no result of benchmarks\.engine\.compare"):
         figures.read_speed("nowhere.json")
 
 

@@ -1,13 +1,13 @@
 """What happens beside a layer's attention in the step that brings a prompt in.
 
-It runs right after a layer's attention: the layer's keys are in the cache, its queries are at hand,
-and nobody needs the entries any more that retention is about to drop. So the scores, the choice of
-tokens and the compaction of a layer follow one another there, on the device and without a copy of
-the scores beyond the layer.
+It runs right after a layer's attention: the layer's keys are in the cache, its queries at hand, and
+nobody needs the entries any more that retention drops. So scores, the choice of tokens and the
+compaction of a layer follow one another there, on the device, without a copy of the scores.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,10 +27,10 @@ from vllm_kvx.scores.base import KeyScores, LayerView, Score, ScoredPrompts
 from vllm_kvx.scores.table import SCORES
 from vllm_kvx.worker.prefill.centrality import Centrality
 from vllm_kvx.worker.prefill.scoring import (
-    JobBatch,
     KeyScoring,
     PassPrompt,
     PositionMoves,
+    ScoringBatch,
     WindowRows,
 )
 from vllm_kvx.worker.timing import PhaseTimer, Shares, shares_of
@@ -146,7 +146,7 @@ class PassWork:
         self.prompts, self.windows = prompts, windows
         self.block_tables, self.memory = block_tables, memory
         self.chosen: dict[str, Tensor] = {}
-        self._batches: dict[tuple[KeyScoring, ...], list[JobBatch]] = {}
+        self._batches: dict[tuple[KeyScoring, ...], list[ScoringBatch]] = {}
         self._moves: dict[int, PositionMoves | None] = {}
         self._targets: dict[int, _Targets] = {}
         waiting = windows.by_policy.items() if windows is not None else ()
@@ -194,9 +194,8 @@ class PassWork:
                 for batch in self._batches_of(hook.index, hook.stage)
             ]
             moves = [(each, rows) for each, rows in decided if each is not None]
-            by_position = self._moves_of(hook.stage)
-            if by_position is not None:
-                fixed = by_position
+            fixed = self._moves_of(hook.stage)
+            if fixed is not None:
                 by_rule = _Moves(
                     table.index_select(0, fixed.indices),
                     fixed.sources,
@@ -249,15 +248,13 @@ class PassWork:
             self._targets[group] = _Targets(tables, sources, block)
         return self._targets[group]
 
-    def _batches_of(self, layer: int, stage: int) -> list[JobBatch]:
+    def _batches_of(self, layer: int, stage: int) -> list[ScoringBatch]:
         jobs = tuple(job for prompt in self.prompts for job in prompt.jobs(layer, stage))
         if jobs not in self._batches:
-            by_family = groupby(
-                sorted(jobs, key=lambda job: job.spec.family), key=lambda job: job.spec.family
-            )
-            memory = self.memory
+            family, memory = attrgetter("spec.family"), self.memory
+            by_family = groupby(sorted(jobs, key=family), key=family)
             self._batches[jobs] = [
-                JobBatch(list(same), memory.max_window, memory.device) for _, same in by_family
+                ScoringBatch(list(same), memory.max_window, memory.device) for _, same in by_family
             ]
         return self._batches[jobs]
 
@@ -275,7 +272,7 @@ class PassWork:
         return self._moves[stage]
 
     def _decide(
-        self, batch: JobBatch, prompts: ScoredPrompts, view: LayerView, targets: Tensor
+        self, batch: ScoringBatch, prompts: ScoredPrompts, view: LayerView, targets: Tensor
     ) -> _Moves | None:
         """Scores a layer's keys and does all that is decided by them but the moves."""
         memory, jobs = self.memory, batch.jobs
@@ -325,7 +322,7 @@ class PassWork:
         self,
         rated: KeyScores,
         total: KeyScores,
-        batch: JobBatch,
+        batch: ScoringBatch,
         prompts: ScoredPrompts,
         num_heads: int,
         target_tables: Tensor,
@@ -337,18 +334,17 @@ class PassWork:
                 for columns, job in zip(batch.columns, batch.jobs, strict=True):
                     if job.over_heads and mine is not None and of_all is not None:
                         mine[:, columns] = of_all[:, columns]
-        scores, unpooled = rated
         sources, targets, num_moves = select_moves(
-            scores,
+            rated.scores,
             prompts.num_keys,
             prompts.windows,
             batch.caps,
             prompts.offsets,
             batch.cap_offsets,
             batch.total_caps,
-            unpooled=unpooled,
+            unpooled=rated.unpooled,
         )
-        if scores.shape[0] < num_heads:  # One choice for all heads.
+        if rated.scores.shape[0] < num_heads:  # One choice for all heads.
             sources, targets, num_moves = (
                 choice.expand(num_heads, -1) for choice in (sources, targets, num_moves)
             )
@@ -362,10 +358,9 @@ class PassWork:
             target_tables.index_select(0, batch.indices),
         )
 
-    def _measure(self, batch: JobBatch, prompts: ScoredPrompts, view: LayerView) -> None:
+    def _measure(self, batch: ScoringBatch, prompts: ScoredPrompts, view: LayerView) -> None:
         measured = [f for f, job in enumerate(batch.jobs) if job.measures]
-        device = view.query.device
-        index = async_tensor_h2d(np.array(measured, dtype=np.int64), device=device)
+        index = async_tensor_h2d(np.array(measured, dtype=np.int64), device=view.query.device)
         with self.memory.detector_timer.of(_shares(batch.jobs[f] for f in measured)):
             heads = window_metrics(
                 prompts.window_queries(view)[index],

@@ -147,7 +147,7 @@ class WindowRows:
     by_policy: Mapping[int, int] = field(default_factory=dict)
 
 
-class JobBatch:
+class ScoringBatch:
     """The jobs of one family in a layer, with everything about them on the device.
 
     prompts: block tables apart, which differ by layer. caps: (F,) int32, cap_offsets: (F + 1,).
@@ -227,7 +227,7 @@ class Choice(NamedTuple):
     total: int
 
     @classmethod
-    def of(cls, batch: JobBatch) -> "Choice":
+    def of(cls, batch: ScoringBatch) -> "Choice":
         index, prompts = batch.longs(batch.selecting), batch.prompts
         counts = [batch.jobs[f].selects for f in batch.selecting]
         return cls(
