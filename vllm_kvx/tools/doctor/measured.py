@@ -3,8 +3,9 @@
 import re
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from vllm_kvx.config.settings import MEASURED_KEY
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.server import measure_at_start as at_start
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
@@ -35,7 +36,7 @@ def measured(context: Context) -> Iterator[Finding]:
         return  # The policy's section says so.
     left = left_to_measurement(config)
     for part in left:
-        yield from _layer(context, part, layers_for(context, config))
+        yield from _layer(context, part, layers_for(context, config)[MEASURED_KEY])
     if settings is None:
         yield note("no policy was asked for", "vllm-kvx doctor MODEL --kv-policy POLICY")
         return
@@ -59,7 +60,7 @@ def _command(line: str) -> str:
     return found[1] if found else ""
 
 
-def _layer(context: Context, part: Method, keys: dict[str, int]) -> Iterator[Finding]:
+def _layer(context: Context, part: Method, measured: dict[str, Any]) -> Iterator[Finding]:
     wanted, found = part.to_measure, known_layer(context, part)
     assert wanted is not None
     model, revision = context.request.model or "MODEL", context.request.revision
@@ -67,7 +68,7 @@ def _layer(context: Context, part: Method, keys: dict[str, int]) -> Iterator[Fin
     word = f"{wanted.parameter}={wanted.word}"
     if found is None:
         says = (
-            f"{part}: {word} was not measured for this model; above, layer {keys[wanted.key]} "
+            f"{part}: {word} was not measured for this model; above, layer {measured[wanted.parameter]} "
             "stands in for it."
         )
         yield _to_measure(context, says, command)
