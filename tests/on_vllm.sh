@@ -29,7 +29,7 @@ SMOKE=(
     "$ENGINES/test_fier_cache.py::test_prefixes"
     "$ENGINES/test_full_is_stock.py::test_server_of_full_alone_is_stock"
     "$ENGINES/test_prefill_cadence.py"
-    "$ENGINES/test_stock_pieces.py"
+    "$ENGINES/test_compiled_ranges.py"
     "$ENGINES/test_warm_up.py"
 )
 

@@ -291,7 +291,11 @@ def test_the_job_measures_what_the_servers_run() -> None:
             ["full@int8_per_token_head"],
         ),
         ({"policy": "fastkv", "prepare": {"calibrate": []}}, [], ["fastkv"]),
-        ({"policy": "fastkv", "additionalConfig": {"kv_tsp_layer": 15}}, [], ["fastkv"]),
+        (
+            {"policy": "fastkv", "additionalConfig": {"kv_measured": {"tsp_layer": 15}}},
+            [],
+            ["fastkv"],
+        ),
     ],
 )
 def test_the_job_measures_what_is_left_to_it(
@@ -325,7 +329,7 @@ def commands(script: str) -> Iterator[list[str]]:
 
 def test_the_jobs_engine_is_the_servers() -> None:
     """One of them, on the same weights, with what answers depend on."""
-    settings = {"kv_tsp_layer": 15, "kv_share": "off"}
+    settings = {"kv_measured": {"tsp_layer": 15}, "kv_share": "off"}
     values = {"policy": "fastkv", "additionalConfig": settings, "revision": "v1"}
     values |= {"tensorParallelSize": 2, "dataParallelSize": 4, "extraArgs": ["--dtype=float16"]}
     job = one(render(**values, prepare={"engineArgs": {"dtype": "float16"}}), "Job")
@@ -392,7 +396,7 @@ def test_the_jobs_commands_parse() -> None:
         ({"additionalConfig": {"KV_LAYOUT": []}}, "invalid propertyName 'KV_LAYOUT'"),
         ({"additionalConfig": {"kvShare": "off"}}, "invalid propertyName 'kvShare'"),
         ({"additionalConfig": {"kv_debug": "yes"}}, "want boolean"),
-        ({"additionalConfig": {"kv_tsp_layer": -1}}, "got -1, want 0"),
+        ({"additionalConfig": {"kv_measured": {"tsp_layer": -1}}}, "got -1, want 0"),
         ({"additionalConfig": {"kv_recall_every": 1.5}}, "kv_recall_every"),
         ({"additionalConfig": {"kv_stash_tokens": 4096}}, "is less than maxModelLen=32768"),
         ({"additionalConfig": {"kv_stash_tokens": 65536}}, "kv_stash_tokens has no effect"),

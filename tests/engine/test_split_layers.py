@@ -5,6 +5,7 @@ That answers are right either way the parity tests of each policy show: they run
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import inside
@@ -16,15 +17,12 @@ from support.prompts import prompts_of
 LENGTHS = (200, 33, 97, 150)
 TOTAL = sum(LENGTHS)
 DECODES = len(LENGTHS) * 3
+SPLIT_OFF = {"kv_disable": ["split_layers"]}
 
 
-def rows_by_layer(
-    model: Path, policy: str, monkeypatch: pytest.MonkeyPatch, switch: str | None = None
-) -> list[int]:
+def rows_by_layer(model: Path, policy: str, config: dict[str, Any] | None = None) -> list[int]:
     """Rows that each layer's MLP runs, in steps of 96 tokens with decodes between."""
-    if switch is not None:
-        monkeypatch.setenv("KVX_INNER_CUTS", switch)
-    with running(model, policy) as engine:
+    with running(model, policy, config=config or {}) as engine:
         rows = inside.watch_mlp_rows(engine)
         engine.generate(prompts_of(LENGTHS))
         computed = engine.stats()["policies"]
@@ -45,48 +43,38 @@ def rows_by_layer(
     ],
 )
 def test_rows_that_do_not_go_on_are_not_run(
-    tiny: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    first: int,
-    above: int,
+    tiny: Callable[..., Path], policy: str, first: int, above: int
 ) -> None:
     """first: the layer that is split."""
-    rows = rows_by_layer(tiny(), policy, monkeypatch)
+    rows = rows_by_layer(tiny(), policy)
     assert rows == [TOTAL + DECODES] * first + [above + DECODES] * (8 - first)
 
 
 @pytest.mark.usefixtures("dense_ops")
-def test_a_filter_layer_runs_no_row_of_a_prompt(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = rows_by_layer(tiny(), "gemfilter:layer=3,rate=0.4,kv_floor=0", monkeypatch)
+def test_a_filter_layer_runs_no_row_of_a_prompt(tiny: Callable[..., Path]) -> None:
+    rows = rows_by_layer(tiny(), "gemfilter:layer=3,rate=0.4,kv_floor=0")
     again = sum(int(n * 0.4) for n in LENGTHS)
     assert rows == [TOTAL + again + DECODES] * 3 + [again + DECODES] * 5
 
 
 @pytest.mark.parametrize("policy", ["swiftkv-5", "speed-1"])
-def test_layers_that_cannot_be_split(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
+def test_layers_that_cannot_be_split(tiny: Callable[..., Path], policy: str) -> None:
     """What is projected above layer K needs every row of K - 1, and below layer 0 is no state."""
     cutoff = int(policy[-1])
-    rows = rows_by_layer(tiny(), policy, monkeypatch)
+    rows = rows_by_layer(tiny(), policy)
     kept = len(LENGTHS) * (1 if cutoff == 5 else 2)
     assert rows == [TOTAL + DECODES] * cutoff + [kept + DECODES] * (8 - cutoff)
 
 
 @pytest.mark.usefixtures("dense_ops")
-def test_switched_off(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_by_layer(tiny(), "fastkv:kv_floor=0,tsp_layer=3", monkeypatch, "0")
+def test_switched_off(tiny: Callable[..., Path]) -> None:
+    rows = rows_by_layer(tiny(), "fastkv:kv_floor=0,tsp_layer=3", SPLIT_OFF)
     assert rows[2] == rows[3] == TOTAL + DECODES > rows[4]
 
 
 @pytest.mark.usefixtures("dense_ops")
 @pytest.mark.parametrize("arch", by_day(["llama", "mistral", "qwen2", "qwen3"], {3}))
-def test_answers_are_the_same(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, arch: str
-) -> None:
+def test_answers_are_the_same(tiny: Callable[..., Path], arch: str) -> None:
     """Policies of every kind beside each other, split at the same layer and at others."""
     names = [
         "fastkv:kv_floor=0,tsp_layer=3",
@@ -102,9 +90,9 @@ def test_answers_are_the_same(
     ]
     prompts = prompts_of([100 + 31 * i % 90 for i in range(len(names))])
     answers = []
-    for switch in ("1", "0"):
-        monkeypatch.setenv("KVX_INNER_CUTS", switch)
-        with running(tiny(arch), names[0], config={"kv_layout": names}, max_num_seqs=16) as engine:
+    for off in ({}, SPLIT_OFF):
+        config = {"kv_layout": names, **off}
+        with running(tiny(arch), names[0], config=config, max_num_seqs=16) as engine:
             answers.append(engine.generate(prompts, max_tokens=6, policies=names))
             engine.assert_idle()
     assert_close(*answers)

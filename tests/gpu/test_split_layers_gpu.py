@@ -1,7 +1,6 @@
 """Layers that are split, compiled and beside CUDA graphs. Skipped without a GPU.
 
-They are split in the other files here, too, whose policies have one; KVX_INNER_CUTS=0 runs those
-without.
+They are split in the other files here, too, whose policies have one.
 """
 
 import json
@@ -18,8 +17,6 @@ from support.gpu import COMPILED, EXACT, NEAR_TIE
 from support.models import LOOKUP
 from support.parity import ask, assert_parity, room_for
 from support.prompts import EDGES, lookups, prompts_of
-
-from vllm_kvx.config.environment import STOCK_PIECES, is_off
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,7 +35,7 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:
     with running(
         model, "fastkv:kv_floor=0,tsp_layer=3", max_num_seqs=32, config=room_for(kinds), **EXACT
     ) as engine:
-        assert inside.runs_stock_pieces(engine) or is_off(STOCK_PIECES)
+        assert inside.runs_compiled_ranges(engine)
         counts = inside.count_graph_replays(engine)
         answers = ask(engine, prompts, policies, max_tokens=24)
         engine.assert_idle()

@@ -167,8 +167,10 @@ def test_further_api_servers_need_not_measure(parser, llama: str, monkeypatch) -
         args = parser.parse_args(["--model", llama, "--skip-tokenizer-init", *flags])
         engine_args = AsyncEngineArgs.from_cli_args(args)
         engine_args._api_process_count, engine_args._api_process_rank = count, -1
-        assert engine_args.create_engine_config().additional_config["kv_tsp_layer"] == 5
-        found = {"kv_policy": "fastkv", "kv_tsp_layer": 5}
+        assert engine_args.create_engine_config().additional_config["kv_measured"] == {
+            "tsp_layer": 5
+        }
+        found = {"kv_policy": "fastkv", "kv_measured": {"tsp_layer": 5}}
         again = pickle.loads(pickle.dumps(args)).additional_config
         assert again == (found if count > 1 else {"kv_policy": "fastkv"})
 
@@ -241,7 +243,10 @@ def test_no_policy_is_set(config) -> None:
         ({"kv_policy": "speed-4", "kv-layout": ["speed-2"]}, "'kv-layout'.*'kv_layout'"),
         ({"kv_policy": "speed-4", "KV-Policy": "full"}, "'KV-Policy'.*'kv_policy'"),
         ({"kv_policy": "speed-4", "stash_tokens": 9}, "'stash_tokens'.*'kv_stash_tokens'"),
-        ({"kv_policy": "speed-4", "tsp-layer": 9}, "'tsp-layer'.*'kv_tsp_layer'"),
+        ({"kv_policy": "speed-4", "tsp-layer": 9}, "'tsp-layer' is no key.*fastkv:tsp_layer=15"),
+        ({"kv_policy": "fastkv", "kv_tsp_layer": 9}, "'kv_tsp_layer'.*fastkv:tsp_layer=15"),
+        ({"kv_policy": "structkv", "kv_pivot": 9}, "'kv_pivot'.*structkv:pivot=15"),
+        ({"kv_struct_reduction": "max"}, "'kv_struct_red.*structkv:struct_reduction=max"),
         ({"kv_policy": "speed-4", "KV-other": 1}, "'KV-other'.*kv_policy, kv_layout, kv_stash"),
         ({"kv_policies": ["speed-4"]}, "'kv_policies'.*'kv_policy'"),
         ({"kv_policy": "speed-4", "kv_other": 1}, "'kv_other'.*kv_policy, kv_layout, kv_stash"),

@@ -248,9 +248,15 @@ good_config = st.fixed_dictionaries(
     {"kv_policy": good},
     optional={
         "kv_layout": st.lists(good, max_size=3),
-        "kv_tsp_layer": st.integers(-1, 9),
-        "kv_pivot": st.integers(-1, 9),
-        "kv_tsp_reduction": st.sampled_from(["sum", "max", "mean"]),
+        "kv_measured": st.fixed_dictionaries(
+            {},
+            optional={
+                "tsp_layer": st.integers(-1, 9),
+                "pivot": st.integers(-1, 9),
+                "tsp_reduction": st.sampled_from(["sum", "max", "mean"]),
+            },
+        ),
+        "kv_disable": st.lists(st.sampled_from(["split_layers", "compiled_ranges", "both"])),
         "kv_stash_tokens": st.integers(500, 600),
         "kv_recall_every": st.integers(-1, 2),
         "kv_debug": st.booleans(),

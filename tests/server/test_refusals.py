@@ -442,7 +442,7 @@ def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> No
 
     monkeypatch.setattr(resolve, "layer_of", lambda *_: resolve.Found(5, "measured"))
     config = make_config("fastkv", dtype="float32")
-    assert config.additional_config == {"kv_policy": "fastkv", "kv_tsp_layer": 5}
+    assert config.additional_config == {"kv_policy": "fastkv", "kv_measured": {"tsp_layer": 5}}
     settings = KVSettings.from_vllm_config(config)
     assert settings is not None
     assert str(settings.policy) == "fastkv:tsp_layer=5" == str(settings.parse("fastkv"))

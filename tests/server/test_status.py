@@ -131,25 +131,27 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("config", "policy", "splits"),
     [
-        ({"kv_pivot": 3}, "structkv:pivot=3,kv_floor=0", [4]),
+        ({"kv_measured": {"pivot": 3}}, "structkv:pivot=3,kv_floor=0", [4]),
         (
-            {"kv_pivot": 3, "kv_tsp_layer": 5, "kv_layout": ["fastkv:kv_floor=0"]},
+            {"kv_measured": {"pivot": 3, "tsp_layer": 5}, "kv_layout": ["fastkv:kv_floor=0"]},
             "structkv:pivot=3,kv_floor=0",
             [4, 6],
         ),
-        ({"kv_pivot": 7}, "structkv:pivot=7,kv_floor=0", []),
+        ({"kv_measured": {"pivot": 7}}, "structkv:pivot=7,kv_floor=0", []),
     ],
 )
 def test_route_tells_what_was_measured(config: dict, policy: str, splits: list[int]) -> None:
+    measured = config["kv_measured"]
+
     async def main() -> None:
         client = await serve(Engine("structkv:kv_floor=0", **config))
         answer = (await client.get("/v1/kv_policy")).json()
         assert answer["measured"] == {
-            "pivot": config["kv_pivot"],
-            "tsp_layer": config.get("kv_tsp_layer"),
+            "pivot": measured["pivot"],
+            "tsp_layer": measured.get("tsp_layer"),
         }
         assert answer["policy"] == policy and answer["layout"]["splits"] == splits
-        assert answer["parameters"]["propagate"]["pivot"] == config["kv_pivot"]
+        assert answer["parameters"]["propagate"]["pivot"] == measured["pivot"]
 
     asyncio.run(main())
 

@@ -303,9 +303,9 @@ def profiled_scratch(engine: Any) -> int:
     return max(sizes, default=0)
 
 
-def runs_stock_pieces(engine: Any) -> bool:
+def runs_compiled_ranges(engine: Any) -> bool:
     """Whether prompts run the stock decoder's compiled pieces."""
-    return _state(engine).segmented.pieces is not None
+    return _state(engine).segmented.compiled_ranges is not None
 
 
 def limit_pass(engine: Any, tokens: int) -> None:

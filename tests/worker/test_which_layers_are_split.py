@@ -1,5 +1,6 @@
 """Which layers are split, and what attention is told of the rows that run one."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.worker import split_layers
 from vllm_kvx.worker.batch import PassBatch, unplanned
 from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.rows import DeviceRows, plan_rows
@@ -19,23 +19,24 @@ CPU = torch.device("cpu")
 
 
 def cuts(
-    *names: str, backend: str = "FLASH_ATTN", updates: bool = False, fused: bool = False
+    *names: str,
+    backend: str = "FLASH_ATTN",
+    updates: bool = False,
+    fused: bool = False,
+    disabled: Sequence[str] | None = None,
 ) -> Cuts:
     """Of a server with 8 layers.
 
     updates: whether its attention stores entries itself. fused: and quantizes its output.
+    disabled: what ``kv_disable`` names.
     """
     layout = layout_of(map(parse_policy, names), 8)
     its = SimpleNamespace(get_name=lambda: backend, forward_includes_kv_cache_update=updates)
     attention: Any = [SimpleNamespace(attn_backend=its)] * 8
     compiled = SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=fused))
-    config: Any = SimpleNamespace(compilation_config=compiled)
+    keys = {} if disabled is None else {"kv_disable": disabled}
+    config: Any = SimpleNamespace(compilation_config=compiled, additional_config=keys)
     return cuts_of(layout, attention, config)
-
-
-@pytest.fixture(autouse=True)
-def no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVX_INNER_CUTS", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -57,28 +58,24 @@ def test_the_layer_below_a_cut(names: list[str], firsts: tuple[int, ...], splits
 
 
 @pytest.mark.parametrize(
-    ("switch", "is_split"), [(None, True), ("1", True), ("0", False), ("", False)]
+    ("disabled", "is_split"),
+    [
+        (None, True),
+        ([], True),
+        (["compiled_ranges"], True),
+        (["split_layers"], False),
+        (["compiled_ranges", "split_layers"], False),
+    ],
 )
-def test_the_switch(switch: str | None, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if switch is not None:
-        monkeypatch.setenv("KVX_INNER_CUTS", switch)
-    assert cuts("speed-5") == (
+def test_disabled(disabled: list[str] | None, is_split: bool) -> None:
+    assert cuts("speed-5", disabled=disabled) == (
         Cuts((0, 4), frozenset({4})) if is_split else Cuts((0, 5), frozenset())
     )
 
 
-@pytest.mark.parametrize("switch", [None, "1"])
 @pytest.mark.parametrize("options", [{"backend": "FLASHINFER"}, {"updates": True}, {"fused": True}])
-def test_attention_that_cannot(
-    options: dict[str, Any], switch: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only who asks for it by name is warned."""
-    warned: list[str] = []
-    monkeypatch.setattr(split_layers.logger, "warning_once", lambda text, *_: warned.append(text))
-    if switch is not None:
-        monkeypatch.setenv("KVX_INNER_CUTS", switch)
+def test_attention_that_cannot(options: dict[str, Any]) -> None:
     assert cuts("speed-5", **options) == Cuts((0, 5), frozenset())
-    assert len(warned) == (switch is not None)
 
 
 def test_batches_that_are_too_long_to_plan() -> None:

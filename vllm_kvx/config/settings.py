@@ -8,16 +8,17 @@ kv_request_policies: what requests may name: "off", nothing but the server's pol
     default), any policy that fits; "list", those in kv_policy and kv_layout.
 kv_stash_tokens: how many prompt tokens the stash holds, which wait there until the last chunk of
     their prompt selects some (default: --max-model-len plus --max-num-batched-tokens).
-kv_tsp_layer: the layer that FastKV's ``tsp_layer=auto`` stands for with this model.
-kv_pivot: the layer that StructKV's ``pivot=calibrated`` stands for. The server sets both itself
-    where it knows them (``calibration/resolve.py``).
-kv_tsp_reduction, kv_struct_reduction: the reduction that goes with such a layer, if not ``sum``.
 kv_share: "on" (the default) or "off": whether prompts whose entries go once they are in read
     prefixes from vLLM's prefix cache and stay in it.
 kv_eviction: which cached blocks go where the cache cannot hold all that come back: "adaptive" (the
     default; see ``cache/eviction.py``) or "lru", as vLLM does.
 kv_recall_every: of the steps that retrieve, every n-th measures recall (default 0, none).
+kv_disable: a list of parts that do not run: "split_layers" (see ``worker/split_layers.py``),
+    "compiled_ranges" (see ``models/compiled_ranges.py``).
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
+kv_measured: internal. The server hands the layers that it found for ``tsp_layer=auto`` and
+    ``pivot=calibrated`` to its processes here (``server/measured_layers.py``): an object of
+    parameters and their values.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.config.environment import REPLACED, refuse_replaced
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.config.spelling import has_prefix, misspelling
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
@@ -46,17 +48,26 @@ DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
 SHARE_KEY = "kv_share"
 EVICTION_KEY = "kv_eviction"
-# The layers that methods leave to measurement; each has a key.
+DISABLE_KEY = "kv_disable"
+MEASURED_KEY = "kv_measured"
+# The layers that methods leave to measurement.
 MEASUREMENTS: tuple[Measurement, ...] = tuple(
     method.to_measure for method in METHODS.values() if method.to_measure is not None
 )
-_MEASURED_KEYS = tuple(m.key for m in MEASUREMENTS) + tuple(
-    m.reduction_key for m in MEASUREMENTS if m.reduction
-)
 KEYS = (
-    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, *_MEASURED_KEYS),
+    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, DISABLE_KEY),
     *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY),
 )
+# Keys of earlier versions, and the parameter of a policy that says the same.
+_REPLACED_KEYS = {
+    f"kv_{parameter}": f"{name}:{parameter}"
+    for name, method in METHODS.items()
+    if method.to_measure is not None
+    for parameter in (method.to_measure.parameter, method.to_measure.reduction)
+    if parameter
+}
+# What DISABLE_KEY may name.
+SPLIT_LAYERS, COMPILED_RANGES = PARTS = tuple(REPLACED.values())
 # What REQUESTS_KEY may be.
 NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
 REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
@@ -69,8 +80,8 @@ EVICTIONS = ("adaptive", "lru")
 class Measured:
     """Layers that stand for words in a policy's name, as far as they are known for this model.
 
-    layers: by key in ``additional_config``.
-    reductions: by key, what was measured to be better there than the method's default.
+    layers: by the parameter whose word a layer stands for.
+    reductions: by parameter, what was measured to be better there than the method's default.
     """
 
     layers: tuple[tuple[str, int], ...] = ()
@@ -84,42 +95,51 @@ class Measured:
         wanted = part.to_measure
         if wanted is None or getattr(part, wanted.parameter) != wanted.word:
             return part
-        layer = dict(self.layers).get(wanted.key)
+        layer = dict(self.layers).get(wanted.parameter)
         if layer is None:
             return part
         found: dict[str, Any] = {wanted.parameter: layer}
-        reduction = dict(self.reductions).get(wanted.reduction_key)
+        reduction = dict(self.reductions).get(wanted.reduction)
         if reduction is not None and wanted.chooses_reduction(part):
             found[wanted.reduction] = reduction
         return replace(part, **found)
 
     def as_dict(self) -> dict[str, int | None]:
         """By parameter, None where not known."""
-        return {m.parameter: dict(self.layers).get(m.key) for m in MEASUREMENTS}
+        return {m.parameter: dict(self.layers).get(m.parameter) for m in MEASUREMENTS}
 
-    def as_config(self) -> dict[str, int | str]:
+    def as_config(self) -> dict[str, dict[str, int | str]]:
         """The keys of ``additional_config`` that `of` makes this from."""
-        return {**dict(self.layers), **dict(self.reductions)}
+        values: dict[str, int | str] = {**dict(self.layers), **dict(self.reductions)}
+        return {MEASURED_KEY: values} if values else {}
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Measured":
         """The layers in ``additional_config``.
 
         Raises:
-            ValueError: one that is no layer's number.
+            ValueError: one that is no layer's number, or a parameter that nothing is measured for.
         """
-        found = [(m.key, config[m.key]) for m in MEASUREMENTS if config.get(m.key) is not None]
-        for key, value in found:
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{key} must be a layer's number, got {value!r}")
-        keys = [m.reduction_key for m in MEASUREMENTS if m.reduction]
-        reductions = [(key, config[key]) for key in keys if config.get(key) is not None]
-        for key, value in reductions:
-            if value not in WINDOW_REDUCTIONS:
+        values = config.get(MEASURED_KEY)
+        if values is None:
+            return cls()
+        layers = {m.parameter for m in MEASUREMENTS}
+        reductions = {m.reduction for m in MEASUREMENTS if m.reduction}
+        known = f"an object of {', '.join(sorted(layers | reductions))}, which the server sets"
+        if not isinstance(values, dict) or not set(values) <= layers | reductions:
+            raise ValueError(f"{MEASURED_KEY} must be {known}, got {values!r}")
+        for name, value in values.items():
+            if name in layers and (type(value) is not int or value < 0):
+                raise ValueError(f"{MEASURED_KEY}: {name} must be a layer's number, got {value!r}")
+            if name in reductions and value not in WINDOW_REDUCTIONS:
                 raise ValueError(
-                    f"{key} must be one of {', '.join(WINDOW_REDUCTIONS)}, got {value!r}"
+                    f"{MEASURED_KEY}: {name} must be one of {', '.join(WINDOW_REDUCTIONS)}, "
+                    f"got {value!r}"
                 )
-        return cls(tuple(found), tuple(reductions))
+        return cls(
+            tuple((name, values[name]) for name in sorted(layers & set(values))),
+            tuple((name, values[name]) for name in sorted(reductions & set(values))),
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -140,6 +160,7 @@ class KVSettings:
     shares: whether prompts that retention compacts share prefixes.
     keeps_by_reuse: whether the prefix cache keeps by reuse distance; else what was used last.
     request_policies: which policies requests may name, one of `REQUEST_POLICIES`.
+    disabled: the parts that do not run, some of `PARTS`.
     """
 
     policy: KVPolicy
@@ -154,6 +175,7 @@ class KVSettings:
     shares: bool = True
     keeps_by_reuse: bool = True
     request_policies: str = ANY_THAT_FITS
+    disabled: frozenset[str] = frozenset()
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
@@ -167,6 +189,7 @@ class KVSettings:
         if not policy_is_set(config):
             return None
         assert isinstance(config, dict)
+        refuse_replaced()
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         settings = cls.of(config, num_layers)
         if not settings.layout.stash:
@@ -219,6 +242,7 @@ class KVSettings:
             raise ValueError(
                 f'{LAYOUT_KEY} must be a list of policies, for example ["speed-24"], got {names!r}'
             )
+        disabled = disabled_parts(config)
         measured = Measured.of(config)
         policy = _policy(POLICY_KEY, config[POLICY_KEY], num_layers, measured)
         room = [
@@ -243,6 +267,7 @@ class KVSettings:
             shares=share == "on",
             keeps_by_reuse=eviction == "adaptive",
             request_policies=requests,
+            disabled=disabled,
         )
 
     def allows(self, policy: KVPolicy) -> bool:
@@ -288,6 +313,23 @@ class KVSettings:
         return _parse(name, self.measured) if isinstance(name, str) else parse_policy(name)
 
 
+def disabled_parts(config: Any) -> frozenset[str]:
+    """The parts that ``additional_config`` disables.
+
+    Raises:
+        ValueError: it disables something else.
+    """
+    value = config.get(DISABLE_KEY, []) if isinstance(config, dict) else []
+    if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
+        raise ValueError(f'{DISABLE_KEY} must be a list such as ["{PARTS[0]}"], got {value!r}')
+    if unknown := [part for part in value if part not in PARTS]:
+        raise ValueError(
+            f"{DISABLE_KEY} cannot disable {', '.join(map(repr, unknown))}; "
+            f"it may name {', '.join(PARTS)}"
+        )
+    return frozenset(value)
+
+
 def policy_is_set(config: Any) -> bool:
     """Whether ``additional_config`` sets a policy.
 
@@ -301,10 +343,15 @@ def policy_is_set(config: Any) -> bool:
         return False
     is_set = config.get(POLICY_KEY) is not None
     known = f"vllm-kvx knows {', '.join(KEYS)}"
+    for key in config:
+        if key in _REPLACED_KEYS:
+            raise ValueError(_in_the_policy(key, key))
     if found := misspelling(config, KEYS):
         raise ValueError(
             f"unknown key {found.key!r} in additional_config; did you mean {found.name!r}? {known}"
         )
+    if found := misspelling(config, tuple(_REPLACED_KEYS)):
+        raise ValueError(_in_the_policy(*found))
     for key in config if is_set else ():
         if isinstance(key, str) and key not in KEYS and has_prefix(key):
             raise ValueError(f"unknown key {key!r} in additional_config; {known}")
@@ -315,6 +362,16 @@ def policy_is_set(config: Any) -> bool:
             f"set {POLICY_KEY} too ('full' runs every request in full by default)"
         )
     return is_set
+
+
+def _in_the_policy(key: str, name: str) -> str:
+    """What to write in the place of `key`, which is `name` of `_REPLACED_KEYS` or resembles it."""
+    parameter = _REPLACED_KEYS[name]
+    example = "max" if parameter.endswith("_reduction") else "15"
+    return (
+        f"{key!r} is no key of additional_config: write it into the policy, "
+        f"as in {parameter}={example}"
+    )
 
 
 def merge_flags(

@@ -25,7 +25,7 @@ from vllm_kvx.models.stream import Out, Projected, Stream
 Decode = Callable[[Tensor, Tensor], Any]
 
 
-class StockPieces:
+class CompiledRanges:
     """Ranges of a decoder's layers, by its own compiled pieces."""
 
     def __init__(self, decoder: Any, decode: Decode) -> None:

@@ -4,8 +4,8 @@ Between two passes the rows whose layers end there leave the batch: what goes on
 next layers' attention runs on its own slots and metadata, and at the end the result is scattered
 back to the batch's rows. Which passes a step has, the worker says (``passes``). A step with no row
 to drop (every decode step) runs the stock decoder instead, with its own compiled graph and CUDA
-graphs. Passes run that decoder's compiled pieces (``pieces``); where it has none, segments of their
-own (``segment``), which round differently.
+graphs. Passes run ranges of that decoder's compiled code (``compiled_ranges``); where it has none,
+segments of their own (``segment``), which round differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
-from vllm_kvx.config.environment import STOCK_PIECES, is_off
-from vllm_kvx.models.compiled_ranges import StockPieces
+from vllm_kvx.config.settings import COMPILED_RANGES, disabled_parts
+from vllm_kvx.models.compiled_ranges import CompiledRanges
 from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
@@ -81,8 +81,9 @@ class SegmentedModel(nn.Module):
         self._dtype: torch.dtype = vllm_config.model_config.dtype  # type: ignore[assignment]
         self._captured_sizes: set[int] = set()
         # In the place of segments, once the stock decoder is compiled.
-        self.pieces: StockPieces | None = None
-        self._may_have_pieces = not (self.model.do_not_compile or is_off(STOCK_PIECES))
+        self.compiled_ranges: CompiledRanges | None = None
+        is_disabled = COMPILED_RANGES in disabled_parts(vllm_config.additional_config)
+        self._may_have_compiled_ranges = not (self.model.do_not_compile or is_disabled)
         self.begin_step(StepPlan())
 
     def attention_layers(self) -> list[Attention]:
@@ -222,7 +223,7 @@ class SegmentedModel(nn.Module):
         ):
             # Small prefills replay the first pieces, captured here: stock ones by the stock decoder
             # below, the first segment's beside them.
-            if self.pieces is None:
+            if self.compiled_ranges is None:
                 self.segments.first(input_ids, positions, None, None)
             self._captured_sizes.add(positions.shape[0])
         out = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
@@ -237,23 +238,25 @@ class SegmentedModel(nn.Module):
 
         After the stock decoder, whose compiled pieces are there then.
         """
-        if self.pieces is None and self._may_have_pieces:
-            self._may_have_pieces = False
+        if self.compiled_ranges is None and self._may_have_compiled_ranges:
+            self._may_have_compiled_ranges = False
             forward = super().forward
             why: object = "another rank has none"
             try:
-                self.pieces = StockPieces(self.model, lambda ids, at: forward(ids, at, None, None))
+                self.compiled_ranges = CompiledRanges(
+                    self.model, lambda ids, at: forward(ids, at, None, None)
+                )
             except UnknownForm as problem:
                 why = problem
             # Ranks run the same ranges, or would wait for each other for ever.
-            if _all_ranks(self.pieces is not None):
+            if _all_ranks(self.compiled_ranges is not None):
                 try:
                     return self._run_cuts(input_ids, positions)
                 except UnknownForm as problem:
                     why = problem
-            if self.pieces is not None:
-                self.pieces.give_back()
-                self.pieces = None
+            if self.compiled_ranges is not None:
+                self.compiled_ranges.give_back()
+                self.compiled_ranges = None
             logger.warning(
                 "Layers are compiled a second time, for prompts, and the server starts later: "
                 "the stock decoder's compiled pieces cannot be used, since %s.",
@@ -276,9 +279,9 @@ class SegmentedModel(nn.Module):
         return out
 
     @property
-    def _ranges(self) -> Segments | StockPieces:
+    def _ranges(self) -> Segments | CompiledRanges:
         """What runs ranges of layers."""
-        return self.segments if self.pieces is None else self.pieces
+        return self.segments if self.compiled_ranges is None else self.compiled_ranges
 
 
 def _all_ranks(has: bool) -> bool:

@@ -9,7 +9,6 @@ class Measurement:
     """A layer that has to be measured for a model before a method can run.
 
     parameter, word: the method's parameter, and its value that stands for the measured layer.
-    key: where ``additional_config`` holds the layer once it is known.
     reduction: the parameter that says how heads and window rows become one score. Where the layer
         is left to the word and this to its default, the measured reduction takes its place. Empty
         if there is no choice.
@@ -17,13 +16,7 @@ class Measurement:
 
     parameter: str
     word: str
-    key: str
     reduction: str = ""
-
-    @property
-    def reduction_key(self) -> str:
-        """Where ``additional_config`` holds the measured reduction, if it is not the default."""
-        return f"kv_{self.reduction}"
 
     def chooses_reduction(self, method: Any) -> bool:
         """Whether `method`, with its parameters, leaves its reduction to the measurement."""

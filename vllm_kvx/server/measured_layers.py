@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, policy_is_set
+from vllm_kvx.config.settings import LAYOUT_KEY, MEASURED_KEY, POLICY_KEY, Measured, policy_is_set
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.spec import PolicyError, parse_policy
@@ -88,28 +88,31 @@ def find_measured(
 
     Raises:
         PolicyError: a layer is not known and could not be measured.
+        ValueError: ``kv_measured`` is not as this function leaves it.
     """
     config = vllm_config.additional_config
     if not policy_is_set(config):
         return []
     assert isinstance(config, dict)
     lines = []
-    # By key, the policy that the layer there was found for.
+    measured: dict[str, Any] = Measured.of(config).as_config().get(MEASURED_KEY, {})
+    # By parameter, the policy that its layer was found for.
     found_for: dict[str, Method] = {}
     for part in parts_of(config):
         wanted = part.unmeasured
         if wanted is None:
             continue
-        if wanted.key in config:
-            if wanted.key in found_for:
-                check_alike(part, found_for[wanted.key], wanted)
+        if wanted.parameter in measured:
+            if wanted.parameter in found_for:
+                check_alike(part, found_for[wanted.parameter], wanted)
             continue
         found = _layer(vllm_config, identity, part, wanted, may_measure)
-        layer = config[wanted.key] = found.layer
-        found_for[wanted.key] = part
+        layer = measured[wanted.parameter] = found.layer
+        config[MEASURED_KEY] = measured
+        found_for[wanted.parameter] = part
         by = ""
         if found.reduction != WINDOW_REDUCTIONS[0]:
-            config[wanted.reduction_key] = found.reduction
+            measured[wanted.reduction] = found.reduction
             by = f" with {wanted.reduction}={found.reduction}"
         name, word = type(part).__name__, f"{wanted.parameter}={wanted.word}"
         lines.append(f"{name}: {word} is layer {layer}{by} ({found.source}).")

@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_kvx.config.environment import INNER_CUTS, is_off, is_on
+from vllm_kvx.config.settings import SPLIT_LAYERS, disabled_parts
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, ONE_PLAN
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.rows import SegmentRows
-
-logger = init_logger("vllm.kvx.split_layers")
 
 
 class Cuts(NamedTuple):
@@ -40,29 +37,27 @@ def cuts_of(layout: Layout, attention: Sequence[Attention], config: VllmConfig) 
     """The segments of a server. attention: the model's attention layers.
 
     A row cut is at the first layer that rows do not run. The layer below is split, unless it is
-    layer 0, below which there are no states, or the switch is off.
+    layer 0, below which there are no states, or the server disables splitting.
     """
-    obstacle = _obstacle(layout, attention, config)
-    if obstacle is not None and layout.row_cuts and is_on(INNER_CUTS):
-        logger.warning_once("%s has no effect: %s.", INNER_CUTS, obstacle)
-    if obstacle is not None or is_off(INNER_CUTS):
+    is_disabled = SPLIT_LAYERS in disabled_parts(config.additional_config)
+    if is_disabled or not _can_split(layout, attention, config):
         return Cuts((0, *layout.row_cuts), frozenset())
     split_layers = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
     whole = {cut for cut in layout.row_cuts if cut == 1}
     return Cuts((0, *sorted(split_layers | whole)), split_layers)
 
 
-def _obstacle(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> str | None:
-    """Why no layer can be split; None if they can."""
+def _can_split(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> bool:
+    """Whether layers can be split on this server."""
     if layout.projects:
-        return "swiftkv, for which this server has room, needs every row of the layer below its cut"
+        return False  # swiftkv needs every row of the layer below its cut.
     if config.compilation_config.pass_config.fuse_attn_quant:
-        return "a split layer writes attention's output unquantized, and fuse_attn_quant is on"
+        return False  # A split layer writes attention's output unquantized.
     for layer in attention:
         backend: Any = layer.attn_backend
         name = backend.get_name()
         if name not in ATTENTION_BACKENDS or backend.forward_includes_kv_cache_update:
-            return f"attention backend {name} does not store entries by themselves"
+            return False  # It does not store entries by themselves.
         if name in ONE_PLAN:
-            return f"attention backend {name} plans one batch a step"
-    return None
+            return False  # It plans one batch a step.
+    return True

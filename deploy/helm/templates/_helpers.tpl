@@ -35,13 +35,12 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $found := list -}}
 {{- $flags := dict "fastkv" (dict "window" "--window" "kernel" "--kernel" "tsp_rate" "--tsp-rate" "tsp_reduction" "--reduction") "structkv" (dict "window" "--window" "struct_rate" "--struct-rate" "decay" "--decay" "struct_reduction" "--reduction") -}}
 {{- $layers := dict "fastkv" "tsp_layer" "structkv" "pivot" -}}
-{{- $keys := dict "fastkv" "kv_tsp_layer" "structkv" "kv_pivot" -}}
 {{- $words := dict "fastkv" "auto" "structkv" "calibrated" -}}
 {{- range $part := splitList "+" (prepend .Values.layout .Values.policy | join "+") -}}
 {{- $name := splitList ":" $part | first -}}
 {{- if hasKey $layers $name -}}
 {{- $arguments := list "--method" $name -}}
-{{- $known := hasKey $.Values.additionalConfig (get $keys $name) -}}
+{{- $known := hasKey ($.Values.additionalConfig.kv_measured | default dict) (get $layers $name) -}}
 {{- range $parameter := splitList "," (trimPrefix $name $part | trimPrefix ":") -}}
 {{- $pair := splitList "=" $parameter -}}
 {{- if and (eq (first $pair) (get $layers $name)) (ne (last $pair) (get $words $name)) -}}{{- $known = true -}}{{- end -}}

@@ -144,18 +144,21 @@ def test_a_server_measures_before_its_first_start(
     assert record["prompts"]["source"] == "built-in" and record["prompts"]["count"] == 3
     pivot = record["pivot"]
     # Other processes look there, and nowhere else.
-    assert vllm_config.additional_config == {"kv_policy": "structkv", "kv_pivot": pivot}
+    assert vllm_config.additional_config == {
+        "kv_policy": "structkv",
+        "kv_measured": {"pivot": pivot},
+    }
     found = KVSettings.from_vllm_config(vllm_config)
     assert found is not None and found.measured.as_dict()["pivot"] == pivot
     assert str(found.policy) == f"structkv:pivot={pivot}" == str(found.parse("structkv"))
 
     # A second start.
-    assert make_config("structkv", **settings).additional_config["kv_pivot"] == pivot
+    assert make_config("structkv", **settings).additional_config["kv_measured"]["pivot"] == pivot
     again = make_config(**settings)
     again.additional_config = {"kv_policy": "structkv:kv_rate=0.5"}
     line = f"StructKV: pivot=calibrated is layer {pivot} (calibrated by answers: {path})."
     assert find_measured(again, identity_of(again))[0] == line
-    assert again.additional_config["kv_pivot"] == pivot
+    assert again.additional_config["kv_measured"]["pivot"] == pivot
     assert find_measured(again, identity_of(again)) == []
     assert len(process.ran) == 1
 
@@ -168,7 +171,10 @@ def test_another_model_is_measured_too(
     fewer = copy_of_lookup(tmp_path / "fewer", num_hidden_layers=6)
     config, _ = find(fewer)
     assert tool.ran[1:] == [["calibrate", str(fewer), *tool.ran[0][2:]]]
-    assert record_of(fewer)[1]["layers"] == 6 and config["kv_pivot"] == record_of(fewer)[1]["pivot"]
+    assert (
+        record_of(fewer)[1]["layers"] == 6
+        and config["kv_measured"]["pivot"] == record_of(fewer)[1]["pivot"]
+    )
 
     tuned = copy_of_lookup(tmp_path / "tuned")
     weights = load_file(tuned / "model.safetensors")
@@ -181,7 +187,7 @@ def test_another_model_is_measured_too(
     assert len(records) == 3 == len([*cache.rglob("*.json")])
     tuned.rename(tmp_path / "renamed")
     for each in (model, fewer, tmp_path / "renamed"):
-        assert find(each)[0]["kv_pivot"] == record_of(each)[1]["pivot"]
+        assert find(each)[0]["kv_measured"]["pivot"] == record_of(each)[1]["pivot"]
     assert len(tool.ran) == 3
 
 
@@ -213,7 +219,7 @@ def test_the_policys_parameters_are_measured(
         assert len(tool.ran) == before + 1
         record = record_of(model)[1]
         assert changed.items() <= record.items()
-        assert config["kv_pivot"] == record["pivot"]
+        assert config["kv_measured"]["pivot"] == record["pivot"]
     # Retention and the weights of Eq. 8 have no part in it.
     find(model, "structkv:struct_rate=0.5,decay=0.8,kv_rate=0.4,entropy_weight=0.1")
     assert len(tool.ran) == 4
@@ -225,8 +231,10 @@ def test_fastkv_is_measured_too(tool: Tool, find: Callable[..., Any], model: Pat
     assert ran[:4] == ["calibrate", str(model), "--method", "fastkv"]
     assert ran[4:] == ["--window", "8", "--kernel", "7", "--tsp-rate", "0.2", "--no-plot"]
     # Its layers 0 to 3 find the answer, and the third one shows where it stands.
-    assert config["kv_tsp_layer"] == 3 and line.startswith("FastKV: tsp_layer=auto is layer 3 (")
-    assert find(model, "full", kv_layout=["fastkv:kv_rate=0.3"])[0]["kv_tsp_layer"] == 3
+    assert config["kv_measured"]["tsp_layer"] == 3 and line.startswith(
+        "FastKV: tsp_layer=auto is layer 3 ("
+    )
+    assert find(model, "full", kv_layout=["fastkv:kv_rate=0.3"])[0]["kv_measured"]["tsp_layer"] == 3
     assert len(tool.ran) == 1
 
 
@@ -235,7 +243,7 @@ def test_the_papers_layer_is_said_to_be_the_papers(
 ) -> None:
     monkeypatch.setattr(resolve, "paper_tsp_layer", lambda _: 5)
     config, lines = find(model, "fastkv", load_format="dummy")
-    assert config["kv_tsp_layer"] == 5
+    assert config["kv_measured"]["tsp_layer"] == 5
     assert lines[0] == "FastKV: tsp_layer=auto is layer 5 (the paper's)."
     assert "not measured by answers on these weights" in lines[1]
 
@@ -249,13 +257,13 @@ def test_the_measured_reduction_goes_with_the_layer(
     assert len(tool.ran) == 1 and line.startswith(
         "FastKV: tsp_layer=auto is layer 3 with tsp_reduction=max (calibrated by answers"
     )
-    assert config["kv_tsp_layer"] == 3 and config["kv_tsp_reduction"] == "max"
+    assert config["kv_measured"] == {"tsp_layer": 3, "tsp_reduction": "max"}
     settings = KVSettings.of(config, 8)
     assert str(settings.policy) == "fastkv:tsp_layer=3,tsp_reduction=max"
     # A layer that is given stands for itself.
     assert str(settings.parse("fastkv:tsp_layer=3")) == "fastkv:tsp_layer=3"
-    with pytest.raises(ValueError, match="kv_tsp_reduction must be one of sum, max"):
-        KVSettings.of({**config, "kv_tsp_reduction": "mean"}, 8)
+    with pytest.raises(ValueError, match="tsp_reduction must be one of sum, max"):
+        KVSettings.of({**config, "kv_measured": {"tsp_reduction": "mean"}}, 8)
 
 
 def test_one_server_measures_for_one_set_of_parameters(
@@ -264,7 +272,7 @@ def test_one_server_measures_for_one_set_of_parameters(
     with pytest.raises(PolicyError, match=r"another tsp_rate.*write tsp_layer=<int> in one"):
         find(model, "fastkv", kv_layout=["fastkv:tsp_rate=0.4"])
     config, _ = find(model, "fastkv", kv_layout=["fastkv:tsp_rate=0.4,tsp_layer=3", "fastkv"])
-    assert config["kv_tsp_layer"] == 3
+    assert config["kv_measured"]["tsp_layer"] == 3
 
 
 def test_policies_that_the_server_makes_room_for(
@@ -272,7 +280,7 @@ def test_policies_that_the_server_makes_room_for(
 ) -> None:
     config, lines = find(model, "full", kv_layout=["structkv:kv_rate=0.2", "structkv", "no policy"])
     assert len(tool.ran) == len(lines) == 1
-    assert config["kv_pivot"] == record_of(model)[1]["pivot"]
+    assert config["kv_measured"]["pivot"] == record_of(model)[1]["pivot"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +289,7 @@ def test_policies_that_the_server_makes_room_for(
         ("structkv:pivot=3", {}),
         ("structkv:pivot=online", {}),
         ("structkv:struct_rate=1", {}),
-        ("structkv", {"kv_pivot": 3}),
+        ("structkv", {"kv_measured": {"pivot": 3}}),
         ("speed-4", {}),
     ],
 )

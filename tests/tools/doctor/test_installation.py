@@ -10,8 +10,9 @@ import vllm
 import vllm.triton_utils  # The platform is resolved once, before a test changes variables.
 
 import vllm_kvx
+from vllm_kvx.config.environment import REPLACED
 from vllm_kvx.tools.doctor import installation, machine
-from vllm_kvx.tools.doctor.surroundings import SCRIPT_VARIABLES, VARIABLES
+from vllm_kvx.tools.doctor.surroundings import BUILD_VARIABLES, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -112,16 +113,19 @@ def test_flags_that_a_cpu_needs(doctor) -> None:
 
 
 def test_variables(doctor, monkeypatch) -> None:
-    monkeypatch.delenv("KVX_SOAK_OUTPUT", raising=False)  # CI sets it, for the soak.
     monkeypatch.setenv("KVX_RETREIVAL_OPS", "triton")
     monkeypatch.setenv("kvx_cache_rot", "1")
     monkeypatch.setenv("KVX_SOMETHING", "1")
-    monkeypatch.setenv("KVX_VENV", "1")
+    monkeypatch.setenv("KVX_INNER_CUTS", "0")
+    monkeypatch.setenv("KVX_STOCK_PIECES", "1")
     found = doctor()("variables")
     near = {each.says.split()[0]: each.mend for each in found if each.status == "problem"}
     assert near == {
         "KVX_RETREIVAL_OPS": "unset KVX_RETREIVAL_OPS; export KVX_RETRIEVAL_OPS=triton",
         "kvx_cache_rot": "unset kvx_cache_rot; export KVX_CACHE_ROOT=1",
+        "KVX_INNER_CUTS": "unset KVX_INNER_CUTS, and write "
+        '{"kv_disable": ["split_layers"]} in --additional-config',
+        "KVX_STOCK_PIECES": "unset KVX_STOCK_PIECES: that is the default",
     }
     (unknown,) = [each.says for each in found if each.status == "note"]
     assert unknown.startswith("KVX_SOMETHING is no variable")
@@ -138,7 +142,7 @@ def test_all_variables_are_known() -> None:
     ]
     files = [path for path in files if path.is_file() and path.name != "surroundings.py"]
     named = {name for f in files for name in re.findall(r"\bKVX_[A-Z_]+[A-Z]", f.read_text())}
-    assert named == {*VARIABLES, *SCRIPT_VARIABLES}
+    assert named == {*VARIABLES, *BUILD_VARIABLES, *REPLACED}
 
 
 def test_another_vllm(doctor, monkeypatch) -> None:

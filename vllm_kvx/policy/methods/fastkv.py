@@ -54,9 +54,7 @@ class FastKV(Propagate, SnapKV):
     needs: ClassVar[str] = (
         "the model's TSP layer, which `vllm-kvx calibrate` or a first start measures"
     )
-    to_measure: ClassVar[Measurement] = Measurement(
-        "tsp_layer", "auto", "kv_tsp_layer", "tsp_reduction"
-    )
+    to_measure: ClassVar[Measurement] = Measurement("tsp_layer", "auto", "tsp_reduction")
 
     tsp_layer: int | str = integer("auto", at_least=0, words=("auto",))
     tsp_rate: float = rate(0.2)

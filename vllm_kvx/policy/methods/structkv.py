@@ -91,9 +91,7 @@ class StructKV(Propagate, Retain):
     paper: ClassVar[str] = "arXiv 2604.06746"
     saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
     needs: ClassVar[str] = "the model's pivot, which `vllm-kvx calibrate` or a first start measures"
-    to_measure: ClassVar[Measurement] = Measurement(
-        "pivot", "calibrated", "kv_pivot", "struct_reduction"
-    )
+    to_measure: ClassVar[Measurement] = Measurement("pivot", "calibrated", "struct_reduction")
 
     pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))
     struct_rate: float = rate(0.2)

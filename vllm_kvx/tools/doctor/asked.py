@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, merge_flags, policy_is_set
+from vllm_kvx.config.settings import (
+    LAYOUT_KEY,
+    MEASURED_KEY,
+    POLICY_KEY,
+    KVSettings,
+    merge_flags,
+    policy_is_set,
+)
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
@@ -28,11 +35,13 @@ def left_to_measurement(config: dict[str, Any]) -> list[Method]:
     """The methods in `config` whose layer has to be measured, one for each such layer."""
     if config.get(POLICY_KEY) is None:
         return []
+    measured = config.get(MEASURED_KEY)
+    measured = measured if isinstance(measured, dict) else {}
     found: dict[str, Method] = {}
     for part in parts_of(config):
         wanted = part.unmeasured
-        if wanted is not None and wanted.key not in config:
-            found.setdefault(wanted.key, part)
+        if wanted is not None and wanted.parameter not in measured:
+            found.setdefault(wanted.parameter, part)
     return list(found.values())
 
 
@@ -55,25 +64,31 @@ def known_layer(context: Context, part: Method) -> Found | None:
 
 
 def layers_for(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """Keys of ``additional_config`` for the layers that `config` leaves to measurement.
+    """The key of ``additional_config`` for the layers that `config` leaves to measurement.
 
     One that is known is what a server would find. For one that is not, the middle layer stands in:
     a check of the flags needs some layer, and measuring takes the weights. It is 0 where the number
     of layers is not known.
     """
-    keys: dict[str, Any] = {}
-    if "layers" in context.missing:
-        return {part.to_measure.key: 0 for part in left_to_measurement(config) if part.to_measure}
-    for part in left_to_measurement(config):
-        wanted, found = part.to_measure, known_layer(context, part)
+    left = left_to_measurement(config)
+    measured = config.get(MEASURED_KEY) or {}
+    if not left or not isinstance(measured, dict):
+        return {}
+    measured = dict(measured)
+    for part in left:
+        wanted = part.to_measure
         assert wanted is not None
-        if found is None:
-            keys[wanted.key] = (context.text_config["num_hidden_layers"] - 1) // 2
+        if "layers" in context.missing:
+            measured[wanted.parameter] = 0
             continue
-        keys[wanted.key] = found.layer
+        found = known_layer(context, part)
+        if found is None:
+            measured[wanted.parameter] = (context.text_config["num_hidden_layers"] - 1) // 2
+            continue
+        measured[wanted.parameter] = found.layer
         if found.reduction != WINDOW_REDUCTIONS[0]:
-            keys[wanted.reduction_key] = found.reduction
-    return keys
+            measured[wanted.reduction] = found.reduction
+    return {MEASURED_KEY: measured}
 
 
 def settings_of(context: Context) -> KVSettings | None:
@@ -85,5 +100,5 @@ def settings_of(context: Context) -> KVSettings | None:
     config = additional_config(context)
     if not policy_is_set(config):
         return None
-    config = {**layers_for(context, config), **config}
+    config = {**config, **layers_for(context, config)}
     return KVSettings.of(config, context.text_config["num_hidden_layers"])

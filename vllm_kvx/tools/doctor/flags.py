@@ -33,7 +33,7 @@ def flags(context: Context) -> Iterator[Finding]:
     context.kv_cache_dtype = str(engine_args.kv_cache_dtype)
     try:
         # Doctor does not measure; the server would, which takes the weights.
-        engine_args.additional_config = {**layers_for(context, config), **config}
+        engine_args.additional_config = {**config, **layers_for(context, config)}
         context.vllm_config = _engine_config(engine_args)
         context.kv_cache_dtype = dtype_of_engine(context.vllm_config)
     except Exception as error:  # vLLM's own checks raise what they like.

@@ -3,7 +3,9 @@
 import re
 import shlex
 from collections.abc import Iterator
+from typing import Any
 
+from vllm_kvx.config.settings import MEASURED_KEY
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.server import measure_at_start as at_start
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
@@ -31,7 +33,7 @@ def measured(context: Context) -> Iterator[Finding]:
         return  # The policy's section says so.
     left = left_to_measurement(config)
     for part in left:
-        yield from _layer(context, part, layers_for(context, config))
+        yield from _layer(context, part, layers_for(context, config)[MEASURED_KEY])
     if settings is None:
         yield note("no policy was asked for", "vllm-kvx doctor MODEL --kv-policy POLICY")
         return
@@ -55,7 +57,7 @@ def _command(line: str) -> str:
     return found[1] if found else ""
 
 
-def _layer(context: Context, part: Method, keys: dict[str, int]) -> Iterator[Finding]:
+def _layer(context: Context, part: Method, measured: dict[str, Any]) -> Iterator[Finding]:
     wanted, found = part.to_measure, known_layer(context, part)
     assert wanted is not None
     model, revision = context.request.model or "MODEL", context.request.revision
@@ -63,8 +65,8 @@ def _layer(context: Context, part: Method, keys: dict[str, int]) -> Iterator[Fin
     word = f"{wanted.parameter}={wanted.word}"
     if found is None:
         says = (
-            f"{part}: {word} was not measured for this model; above, layer {keys[wanted.key]} "
-            "stands in for it."
+            f"{part}: {word} was not measured for this model; above, layer "
+            f"{measured[wanted.parameter]} stands in for it."
         )
         yield _to_measure(context, says, command)
     elif found.source == PAPER:

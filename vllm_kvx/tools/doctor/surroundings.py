@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_kvx.config.environment import REPLACED, instead_of
 from vllm_kvx.config.spelling import misspelling
 from vllm_kvx.records.folder import CACHE_VARIABLE, CacheFolderError, cache_root
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem
@@ -15,23 +16,24 @@ VARIABLES = (
     "KVX_ALLOW_UNTESTED_VLLM",
     "KVX_CACHE_ROOT",
     "KVX_CALIBRATION_LIMIT",
-    "KVX_INNER_CUTS",
     "KVX_CPU",
     "KVX_RETRIEVAL_OPS",
-    "KVX_STOCK_PIECES",
 )
-# Read where the package is built, or set by the scripts of deploy/ themselves.
-SCRIPT_VARIABLES = ("KVX_BUILD_OPS", "KVX_PYTHON", "KVX_ROOT", "KVX_VENV")
+# Read where the package is built.
+BUILD_VARIABLES = ("KVX_BUILD_OPS",)
 
 
 def variables(_: Context) -> Iterator[Finding]:
     """Which variables of ours are set, and which resemble one and have no effect."""
-    known = (*VARIABLES, *SCRIPT_VARIABLES)
+    known = (*VARIABLES, *BUILD_VARIABLES)
     is_set = [name for name in VARIABLES if os.environ.get(name)]
     for name in is_set:
         yield ok(f"{name}={os.environ[name]}")
     for name in sorted(os.environ):
         if name in known or "KVX" not in name.upper():
+            continue
+        if name in REPLACED:
+            yield problem(f"{name} is no longer read", instead_of(name))
             continue
         near = misspelling([name], known)
         if near is not None:

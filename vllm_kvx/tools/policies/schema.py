@@ -10,11 +10,14 @@ from typing import Any
 
 from vllm_kvx.config.settings import (
     DEBUG_KEY,
+    DISABLE_KEY,
     EVICTION_KEY,
     EVICTIONS,
     KEYS,
     LAYOUT_KEY,
+    MEASURED_KEY,
     MEASUREMENTS,
+    PARTS,
     RECALL_KEY,
     REQUEST_POLICIES,
     REQUESTS_KEY,
@@ -45,7 +48,11 @@ def additional_config() -> dict[str, Any]:
 
     It uses the definitions of ``policy.schema``.
     """
-    layer = {"type": ["integer", "null"], "minimum": 0}
+    measured: dict[str, Any] = {}
+    for measurement in MEASUREMENTS:
+        measured[measurement.parameter] = {"type": "integer", "minimum": 0}
+        if measurement.reduction:
+            measured[measurement.reduction] = {"enum": list(WINDOW_REDUCTIONS)}
     values: dict[str, dict[str, Any]] = {
         POLICY_KEY: _or_null(_POLICY),
         LAYOUT_KEY: {"type": "array", "items": _POLICY},
@@ -55,11 +62,14 @@ def additional_config() -> dict[str, Any]:
         RECALL_KEY: {"type": "integer", "minimum": 0},
         SHARE_KEY: {"enum": list(SHARES), "description": _QUOTES},
         EVICTION_KEY: {"enum": list(EVICTIONS)},
+        DISABLE_KEY: {"type": "array", "items": {"enum": list(PARTS)}},
+        MEASURED_KEY: {
+            "type": ["object", "null"],
+            "properties": measured,
+            "additionalProperties": False,
+            "description": "internal: the server sets it; write the layer into the policy",
+        },
     }
-    for measurement in MEASUREMENTS:
-        values[measurement.key] = layer
-        if measurement.reduction:
-            values[measurement.reduction_key] = {"enum": [*WINDOW_REDUCTIONS, None]}
     properties = {key: values[key] for key in KEYS}
     return {"type": "object", "properties": properties, "propertyNames": _keys(KEYS)}
 

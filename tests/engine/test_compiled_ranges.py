@@ -22,7 +22,7 @@ from support.prompts import prompts_of
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
-from vllm_kvx.models.compiled_ranges import StockPieces
+from vllm_kvx.models.compiled_ranges import CompiledRanges
 from vllm_kvx.models.segment import DecoderSegment
 from vllm_kvx.models.stream import Stream
 
@@ -84,8 +84,8 @@ def model_of(engine: Engine) -> Any:
     return model
 
 
-def pieces_of(engine: Engine) -> StockPieces | None:
-    found: StockPieces | None = model_of(engine).pieces
+def ranges_of(engine: Engine) -> CompiledRanges | None:
+    found: CompiledRanges | None = model_of(engine).compiled_ranges
     return found
 
 
@@ -106,7 +106,7 @@ def test_parity(tiny: Callable[..., Path], kind: str) -> None:
     prompts = prompts_of((*LENGTHS, *LENGTHS))
     with running(model, "full", config=room_for(kinds), **COMPILED) as engine:
         answers = ask(engine, prompts, policies, max_tokens=6)
-        assert pieces_of(engine) is not None
+        assert ranges_of(engine) is not None
         engine.assert_idle()
     assert_parity(model, answers, policies, most=0)
 
@@ -130,12 +130,12 @@ def test_same_answers_as_without_a_compiler(
     model, prompts = tiny(arch), prompts_of(LENGTHS)
     with running(model, policy) as engine:
         eager = engine.generate(prompts, max_tokens=6)
-        assert pieces_of(engine) is None
+        assert ranges_of(engine) is None
     with running(model, policy, **COMPILED) as engine:
-        engine_pieces = pieces_of(engine)
+        engine_ranges = ranges_of(engine)
         answers = engine.generate(prompts, max_tokens=6)
         engine.assert_idle()
-    assert engine_pieces is not None
+    assert engine_ranges is not None
     assert_close(answers, eager)
 
 
@@ -147,13 +147,13 @@ def test_from_the_cache_of_an_earlier_start(tiny: Callable[..., Path]) -> None:
         with running(model, "speed-4", **COMPILED) as engine:
             answers.append(engine.generate(prompts, max_tokens=4))
             loaded.append(model_of(engine).model.was_aot_compile_fn_loaded_from_disk)
-            assert pieces_of(engine) is not None
+            assert ranges_of(engine) is not None
     assert loaded == [False, True]
     assert_close(*answers)
 
 
-@pytest.mark.parametrize("switch", ["KVX_STOCK_PIECES", "VLLM_USE_AOT_COMPILE"])
-def test_segments_where_there_are_no_pieces(
+@pytest.mark.parametrize("switch", ["kv_disable", "VLLM_USE_AOT_COMPILE"])
+def test_segments_where_there_are_no_compiled_ranges(
     tiny: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     switch: str,
@@ -162,14 +162,16 @@ def test_segments_where_there_are_no_pieces(
 
     said: list[str] = []
     monkeypatch.setattr(decoder.logger, "warning", lambda text, *of: said.append(text % of))
-    monkeypatch.setenv(switch, "0")
+    config = {"kv_disable": ["compiled_ranges"]} if switch == "kv_disable" else {}
+    if not config:
+        monkeypatch.setenv(switch, "0")
     model, prompts = tiny(), prompts_of(LENGTHS)
-    with running(model, "speed-4", **COMPILED) as engine:
-        assert pieces_of(engine) is None
+    with running(model, "speed-4", config=config, **COMPILED) as engine:
+        assert ranges_of(engine) is None
         answers = engine.generate(prompts, max_tokens=4)
         engine.assert_idle()
     assert_parity(model, answers, Speed(4), most=0)
-    if switch == "KVX_STOCK_PIECES":
+    if config:
         assert not said
     else:
         assert len(said) == 1 and "VLLM_USE_AOT_COMPILE" in said[0]
@@ -209,8 +211,8 @@ def run_segments(model: Any, edges: Sequence[int], ids: Tensor, positions: Tenso
 def test_ranges(tiny: Callable[..., Path], arch: str) -> None:
     with running(tiny(arch), "speed-4", **COMPILED) as engine:
         model = model_of(engine)
-        pieces, config = pieces_of(engine), engine.llm.llm_engine.vllm_config
-        assert pieces is not None
+        ranges, config = ranges_of(engine), engine.llm.llm_engine.vllm_config
+        assert ranges is not None
         for layer in model.attention_layers():
             layer.impl.forward = attend
         for count in (96, 33, 2, 1):
@@ -218,10 +220,10 @@ def test_ranges(tiny: Callable[..., Path], arch: str) -> None:
             at = torch.arange(7, 7 + count)
             context = set_forward_context(None, config, num_tokens=count, slot_mapping={})
             with torch.inference_mode(), context:
-                check_ranges(model, pieces, ids, at)
+                check_ranges(model, ranges, ids, at)
 
 
-def check_ranges(model: Any, pieces: StockPieces, ids: Tensor, at: Tensor) -> None:
+def check_ranges(model: Any, ranges: CompiledRanges, ids: Tensor, at: Tensor) -> None:
     stock = model.model(ids, at, None, None)
 
     # One after the other, they are the stock decoder.
@@ -229,15 +231,15 @@ def check_ranges(model: Any, pieces: StockPieces, ids: Tensor, at: Tensor) -> No
         out: Any = None
         for first, last in pairwise(edges):
             taken = out
-            out = pieces.run(first, last, None if first else ids, at, taken)
+            out = ranges.run(first, last, None if first else ids, at, taken)
             assert taken is None or (taken.terms == () and taken.projected is None)
         assert torch.equal(out, stock)
     assert torch.equal(model.model(ids, at, None, None), stock)
 
     # From the sum of states, without what the next layer takes of them.
-    below = pieces.run(0, 5, ids, at, None)
+    below = ranges.run(0, 5, ids, at, None)
     assert isinstance(below, Stream)
-    out = pieces.run(5, 8, None, at, Stream((below.sum(),)))
+    out = ranges.run(5, 8, None, at, Stream((below.sum(),)))
     torch.testing.assert_close(out, stock, atol=1e-5, rtol=1e-5)
 
     # Rows leave at two cuts.
@@ -245,10 +247,10 @@ def check_ranges(model: Any, pieces: StockPieces, ids: Tensor, at: Tensor) -> No
     layers = run_segments(model, [0, 3, 6, 8], ids, at)
     expected, now, out = next(layers), at, None
     for (first, last), kept in zip(pairwise([0, 3, 6]), rows, strict=True):
-        out = pieces.run(first, last, None if first else ids, now, out)
+        out = ranges.run(first, last, None if first else ids, now, out)
         torch.testing.assert_close(out.sum(), sum(expected), atol=1e-5, rtol=1e-5)
         assert torch.equal(out.sum(kept), out.sum()[kept])
         out, now, expected = out.select(kept), now[kept], layers.send(kept)
-    out = pieces.run(6, 8, None, now, out)
+    out = ranges.run(6, 8, None, now, out)
     assert len(out) == len(now)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
