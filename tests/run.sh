@@ -4,6 +4,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
-cd "$KVX_ROOT"
+cd "$kvx_root"
 # A file runs in one process, which keeps what its tests share; -n 0 runs all in this one.
-exec "$KVX_PYTHON" -m pytest -n 2 --dist loadfile "$@"
+exec "$kvx_python" -m pytest -n 2 --dist loadfile "$@"

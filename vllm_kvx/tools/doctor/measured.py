@@ -68,8 +68,8 @@ def _layer(context: Context, part: Method, measured: dict[str, Any]) -> Iterator
     word = f"{wanted.parameter}={wanted.word}"
     if found is None:
         says = (
-            f"{part}: {word} was not measured for this model; above, layer {measured[wanted.parameter]} "
-            "stands in for it."
+            f"{part}: {word} was not measured for this model; above, layer "
+            f"{measured[wanted.parameter]} stands in for it."
         )
         yield _to_measure(context, says, command)
     elif found.source == PAPER:
