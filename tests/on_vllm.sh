@@ -9,7 +9,7 @@ VERSION="${1:?usage: bash tests/on_vllm.sh VERSION [arguments of pytest]}"
 shift
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
-cd "$KVX_ROOT"
+cd "$kvx_root"
 
 # The methods and routes that we depend on, our schedulers over random traffic, what is refused, and
 # engines for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock
@@ -33,7 +33,7 @@ SMOKE=(
     "$ENGINES/test_warm_up.py"
 )
 
-"$KVX_PYTHON" deploy/lay_over.py "$VERSION" ".venv-$VERSION" || kvx_fail \
+"$kvx_python" deploy/lay_over.py "$VERSION" ".venv-$VERSION" || kvx_fail \
     "vLLM $VERSION was not laid over, and no test ran on it; the reason is above."
 [ $# -gt 0 ] || set -- "${SMOKE[@]}"
 exec ".venv-$VERSION/bin/python" -m pytest -n 2 --dist loadfile "$@"

@@ -4,7 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
-cd "$KVX_ROOT"
+cd "$kvx_root"
 # A file runs in one process, which keeps what its tests share; -n 0 runs all in this one. Long
 # files are first, see conftest.py.
-exec "$KVX_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+exec "$kvx_python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -12,14 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # In the place of the parts: they say what they were called with, and end as they are told.
 SETUP = f"""
-KVX_ROOT="$(cd "$(dirname "${{BASH_SOURCE[0]}}")/.." && pwd)"
-KVX_PYTHON="{sys.executable}"
+kvx_root="$(cd "$(dirname "${{BASH_SOURCE[0]}}")/.." && pwd)"
+kvx_python="{sys.executable}"
 kvx_setup() {{ echo "set up: $1"; }}
 """
 RUN = """
-echo "$KVX_NIGHTLY ${KVX_SOAK_REQUESTS-} ${KVX_SOAK_OUTPUT-} ${KVX_SIM_TURNS-} $*" >>called
-case "${KVX_SOAK_REQUESTS-}" in
-?*) echo "FAILED tests/soak/test_x.py::test_y - blocks"; exit "${SOAK:-0}" ;;
+echo "$*" >>called
+case "$*" in
+*--soak-output*) echo "FAILED tests/soak/test_x.py::test_y - blocks"; exit "${SOAK:-0}" ;;
 *) echo "FAILED tests/a.py::test_b"; exit "${TESTS_END:-0}" ;;
 esac
 """
@@ -58,8 +58,9 @@ def test_a_good_night(clone: Path) -> None:
     (folder,) = (clone / "build/nightly").iterdir()
     assert status == 0 and said.startswith("set up: test\n") and "FAILED" not in said
     tests, soak, fuzz = called
-    assert tests == "1   1000 tests --ignore=tests/soak"
-    assert soak == f"1 1000 {folder}/soak.json  -n 0 tests/soak"
+    assert tests == "--nightly tests --ignore=tests/soak"
+    soaks = f"--requests 1000 --soak-output {folder}/soak.json tests/soak"
+    assert soak == f"-n 0 --nightly {soaks}"
     today = time.time() // 86400
     _, servers, seeds, first, out = fuzz.split()
     assert (servers, seeds, out) == ("all", "50", f"{folder}/fuzz.json")
@@ -102,19 +103,20 @@ def test_a_part_that_names_nothing_shows_its_end(clone: Path) -> None:
 
 def test_a_small_night(clone: Path) -> None:
     folder = clone / "night"
-    sizes = {"REQUESTS": 8, "SERVERS": "fastkv", "SEEDS": 2, "FIRST": 11}
-    variables = {f"KVX_NIGHT_{name}": value for name, value in sizes.items()}
+    sizes = ["--requests", "8", "--servers", "fastkv", "--seeds", "2", "--first", "11"]
     tests = "-n 0 tests/policy -k spec"
-    status, _, called = night(clone, str(folder), KVX_NIGHT_TESTS=tests, **variables)
+    status, _, called = night(clone, *sizes, str(folder), "--", *tests.split())
     assert status == 0
-    assert called[0].endswith(f" {tests}") and called[1].startswith(f"1 8 {folder}/soak.json")
+    assert called[0] == f"--nightly {tests}"
+    assert f"--requests 8 --soak-output {folder}/soak.json" in called[1]
     assert called[2] == f"fuzz fastkv 2 11 {folder}/fuzz.json"
 
 
-def test_the_figures_it_asks_for_are_those_of_the_soak() -> None:
-    """And every variable that its head explains is one that it reads."""
+def test_the_options_it_gives_are_those_of_the_tests() -> None:
+    """And every option that its head explains is one that it reads."""
     text = (ROOT / "tests/nightly.sh").read_text()
-    for name in ("TESTS", "REQUESTS", "SERVERS", "SEEDS", "FIRST"):
-        assert f"${{KVX_NIGHT_{name}:-" in text and f"#   KVX_NIGHT_{name} " in text
-    for name in ("KVX_SOAK_REQUESTS", "KVX_SOAK_OUTPUT"):
-        assert name in (ROOT / "tests/soak/report.py").read_text()
+    for name in ("requests", "servers", "seeds", "first"):
+        assert f"#   --{name} " in text
+        assert f"--{name} |" in text or f"--{name})" in text
+    for name in ("--nightly", "--requests", "--soak-output"):
+        assert f'"{name}"' in (ROOT / "tests/support/options.py").read_text()

@@ -1,9 +1,8 @@
 """Sessions of many turns on a real engine, in a pool too small for them, against cold runs.
 
-`KVX_TURNS` sets how many turns.
+`--turns` sets how many turns.
 """
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 from reference.fastkv import Keep
 from reference.structkv import Struct
-from support import inside
+from support import inside, options
 from support.engine import BLOCK, Answer, running
 from support.expected import FULL, Policy, named
 from support.parity import ATOL, ask, assert_parity, room_for
 from support.prompts import prompt_of
 
-TURNS = int(os.environ.get("KVX_TURNS", 30))
+TURNS = options.turns(30, at_night=300)
 SESSIONS, LONGEST = 20, 480
 POLICIES: list[Policy] = [
     Keep(tsp_layer=3, tsp_rate=0.4, kv_rate=0.2),

@@ -1,20 +1,20 @@
 """Sessions of many turns in a pool too small for them: nothing is lost, and nothing is left.
 
 Every entry that a request sees is held against what a cold run would see, so its answer is a cold
-run's. `KVX_SIM_TURNS` sets how many turns, `KVX_SIM_SEEDS` how many runs of a server.
+run's. `--turns` sets how many turns, `--seeds` how many runs of a server.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import options
 
 from simulation.servers import SERVERS
 from simulation.sessions import Sessions
 
-TURNS = int(os.environ.get("KVX_SIM_TURNS", 40))
-SEEDS = int(os.environ.get("KVX_SIM_SEEDS", 1))
+TURNS = options.turns(40, at_night=1000)
+SEEDS = options.seeds() or 1
 
 
 @pytest.mark.parametrize("name", ["fastkv", "block", "pyramid", "speed"])

@@ -1,17 +1,17 @@
-"""Every server of the simulation over a few seeds; `KVX_SIM_SEEDS` sets how many.
+"""Every server of the simulation over a few seeds; `--seeds` sets how many.
 
 See `fuzz` for runs that go on after a failure.
 """
 
-import os
 from pathlib import Path
 
 import pytest
+from support import options
 
 from simulation.run import Simulation
 from simulation.servers import SERVERS
 
-SEEDS = os.environ.get("KVX_SIM_SEEDS")
+SEEDS = options.seeds()
 # Where the first two seeds miss what others find: blocks re-linked by a stale output (3), blocks
 # lost that a preempted request had set aside (7), anchors that are published too early (3).
 TELLING = {"block": (3, 7), "speed1": (1, 3)}
@@ -20,7 +20,7 @@ TELLING = {"block": (3, 7), "speed1": (1, 3)}
 @pytest.mark.parametrize("name", SERVERS)
 def test_all_read_what_they_should(name: str, tmp_path: Path, one_thread: None) -> None:
     config = SERVERS[name].config(tmp_path)
-    for seed in range(int(SEEDS)) if SEEDS else TELLING.get(name, (0, 1)):
+    for seed in range(SEEDS) if SEEDS else TELLING.get(name, (0, 1)):
         try:
             outcome = Simulation(SERVERS[name], config, seed).run()
         except Exception as error:

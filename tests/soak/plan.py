@@ -4,7 +4,6 @@ Everything follows from a seed. A conversation's next prompt holds the prompt an
 it, so it is known once each request was run alone.
 """
 
-import os
 import random
 from dataclasses import dataclass, field
 
@@ -33,11 +32,6 @@ POLICIES = (
     "snapkv:kv_rate=0.5,kv_floor=0+fier-64:dense_below=0",
 )
 SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
-
-
-def requests_wanted() -> int:
-    """KVX_SOAK_REQUESTS: how many requests, 120 unless told: two minutes of one core."""
-    return int(os.environ.get("KVX_SOAK_REQUESTS", "120"))
 
 
 @dataclass

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from support import options
+
 from benchmarks.common.about import about
 
 WHAT = "The soak test: what was done to an engine and a server, and what came of it."
 # What tests/run.sh gives pytest before its own arguments.
-_RUN = ["-n", "2", "--dist", "loadfile"]
+_RUN = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 class Report:
@@ -56,11 +58,11 @@ def add_failure(test: str) -> None:
 
 
 def write(argv: Sequence[str]) -> None:
-    """Writes all figures to KVX_SOAK_OUTPUT, if that is set.
+    """Writes all figures to the file of `--soak-output`, if there is one.
 
     argv: of the pytest that was called.
     """
-    path = os.environ.get("KVX_SOAK_OUTPUT")
+    path = options.soak_output()
     if path and (_OF_THIS_PROCESS.parts or _OF_THIS_PROCESS.failed):
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
         _OF_THIS_PROCESS.write(Path(path), run, command_of(argv))
@@ -68,11 +70,15 @@ def write(argv: Sequence[str]) -> None:
 
 def command_of(argv: Sequence[str]) -> str:
     """The command that gives these figures; of files elsewhere it has the names."""
-    variables = {"KVX_SOAK_REQUESTS": os.environ.get("KVX_SOAK_REQUESTS", "300")}
-    variables["KVX_SOAK_OUTPUT"] = Path(os.environ.get("KVX_SOAK_OUTPUT", "")).name
-    words = [Path(word).name if Path(word).is_absolute() else word for word in argv[1:]]
+    words = [_without_folder(word) for word in argv[1:]]
     if words[: len(_RUN)] == _RUN:
         command = ["bash", "tests/run.sh", *words[len(_RUN) :]]
     else:
         command = ["python", "-m", "pytest", *words]
-    return shlex.join([f"{name}={value}" for name, value in variables.items()] + command)
+    return shlex.join(command)
+
+
+def _without_folder(word: str) -> str:
+    """An argument, of whose absolute path the name is left."""
+    option, equals, path = word.rpartition("=")
+    return f"{option}{equals}{Path(path).name}" if Path(path).is_absolute() else word

@@ -38,13 +38,21 @@ def test_another_run_begins_anew(tmp_path: Path, run: str | None) -> None:
     assert "engine" not in found and found["failed"] == []
 
 
-def test_the_command_is_the_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVX_SOAK_REQUESTS", "1000")
-    monkeypatch.setenv("KVX_SOAK_OUTPUT", "/somewhere/else/soak.json")
-    variables = "KVX_SOAK_REQUESTS=1000 KVX_SOAK_OUTPUT=soak.json"
-    called = ["/somewhere/pytest/__main__.py", "-n", "2", "--dist", "loadfile", "tests/soak"]
-    assert command_of(called) == f"{variables} bash tests/run.sh tests/soak"
-    alone = ["pytest", "-q", "tests/soak/test_soak_engine.py", "-k", "a or b"]
+def test_the_command_is_the_one_that_ran() -> None:
+    given = ["--requests", "1000", "--soak-output", "/somewhere/else/soak.json"]
+    said = "--requests 1000 --soak-output soak.json"
+    called = [
+        "/somewhere/pytest/__main__.py",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        *given,
+        "tests/soak",
+    ]
+    assert command_of(called) == f"bash tests/run.sh {said} tests/soak"
+    alone = ["pytest", "-q", "--soak-output=/else/a.json", "tests/soak/test_x.py", "-k", "a or b"]
     assert command_of(alone) == (
-        f"{variables} python -m pytest -q tests/soak/test_soak_engine.py -k 'a or b'"
+        "python -m pytest -q --soak-output=a.json tests/soak/test_x.py -k 'a or b'"
     )

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from support import inside, interpreter
+from support import inside, interpreter, options
 from support.engine import Engine, greedy, keep_in_process, running
 from support.models import LOOKUP
 
@@ -25,7 +25,6 @@ from soak.plan import (
     Comparison,
     Turn,
     conversations,
-    requests_wanted,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
@@ -85,7 +84,7 @@ def give_back() -> None:
 
 
 def test_answers_are_those_of_requests_alone() -> None:
-    count = requests_wanted()
+    count = options.requests()
     talks = conversations(count, SEED)
     run_alone(talks)
     began = time.monotonic()

@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from support import options
 
 from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
 from soak import report
@@ -33,7 +34,6 @@ from soak.plan import (
     Comparison,
     Turn,
     conversations,
-    requests_wanted,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
@@ -158,7 +158,7 @@ def held(http: httpx.Client) -> int:
 
 
 def test_answers_are_those_of_requests_alone(url: str, log: Path) -> None:
-    count = max(requests_wanted() // SHARE, 8)
+    count = max(options.requests() // SHARE, 8)
     talks = conversations(count, SEED)
     compared, rng = Comparison(), random.Random(SEED)
     left = refused = 0
@@ -215,7 +215,7 @@ def test_answers_are_those_of_requests_alone(url: str, log: Path) -> None:
 
 def test_memory_does_not_grow(url: str, log: Path) -> None:
     """Over as many requests as the engine's test has, which are short here, and bad ones."""
-    count, rng, left = requests_wanted(), random.Random(SEED + 2), 0
+    count, rng, left = options.requests(), random.Random(SEED + 2), 0
     began, memory = time.monotonic(), Series(count, tree(url))
     with httpx.Client(base_url=url, timeout=300) as http, ThreadPoolExecutor(CLIENTS) as pool:
 

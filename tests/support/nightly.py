@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from vllm_kvx.config.environment import is_on
-
-# KVX_NIGHTLY=1 runs them too.
-nightly = pytest.mark.skipif(not is_on("KVX_NIGHTLY"), reason="nightly: set KVX_NIGHTLY=1")
+# `--nightly` runs them too.
+nightly = pytest.mark.nightly
 
 
 def by_day(cases: Sequence[Any], days: Container[int]) -> list[Any]:

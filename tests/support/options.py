@@ -1,0 +1,54 @@
+"""Options of our own that pytest takes; ``tests/conftest.py`` reads them before any test module.
+
+Processes of pytest-xdist get the same options as the first one.
+"""
+
+from typing import Any
+
+import pytest
+
+_given: dict[str, Any] = {}
+
+
+def add(parser: pytest.Parser) -> None:
+    group = parser.getgroup("vllm-kvx")
+    group.addoption("--nightly", action="store_true", help="run longer repetitions, too")
+    group.addoption("--seeds", type=int, metavar="N", help="of each server of the simulation")
+    group.addoption("--turns", type=int, metavar="N", help="of sessions, simulated or on an engine")
+    group.addoption("--requests", type=int, metavar="N", help="of the soak (default: 120)")
+    group.addoption("--soak-output", metavar="FILE", help="where the soak writes its figures")
+
+
+def read(config: pytest.Config) -> None:
+    """Keeps what `config` was called with."""
+    for name in ("nightly", "seeds", "turns", "requests", "soak_output"):
+        _given[name] = config.getoption(name)
+
+
+def nightly() -> bool:
+    """Whether longer repetitions run, too."""
+    return bool(_given.get("nightly"))
+
+
+def seeds() -> int | None:
+    """How many runs each server of the simulation has; None: what the tests choose."""
+    return _given.get("seeds")
+
+
+def turns(by_day: int, at_night: int) -> int:
+    """How many turns sessions have; unless told, more of them with ``--nightly``."""
+    found: int | None = _given.get("turns")
+    if found is not None:
+        return found
+    return at_night if nightly() else by_day
+
+
+def requests() -> int:
+    """How many requests the soak sends, 120 unless told: two minutes of one core."""
+    found: int | None = _given.get("requests")
+    return 120 if found is None else found
+
+
+def soak_output() -> str | None:
+    """Where the soak's figures go; None: nowhere."""
+    return _given.get("soak_output")
