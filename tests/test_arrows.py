@@ -43,7 +43,7 @@ RULES = {
     "scores": Rule(("ops", "equations", "policy"), "the device half of propagate and retain"),
     "indexes": Rule(("ops", "equations", "policy"), "the device half of retrieve"),
     "models": Rule(
-        ("config.environment",),
+        ("config.environment", "config.disabled"),
         "a model runs passes and knows no policy; the worker tells it what to run",
     ),
     "cache": Rule(

@@ -174,7 +174,7 @@ def _merge_flags_into(args: Namespace) -> None:
     requests = getattr(args, "kv_request_policies", None)
     layout = getattr(args, "kv_layout", None)
     if any(given is not None for given in (flag, requests, layout)):
-        from vllm_kvx.config.settings import merge_flags
+        from vllm_kvx.config.flags import merge_flags
 
         with refusing():
             config = getattr(args, "additional_config", None)

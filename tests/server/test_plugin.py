@@ -213,7 +213,8 @@ INERT = """
         ours = {name for name in sys.modules if name.startswith("vllm_kvx")}
         return {name.removeprefix("vllm_kvx").lstrip(".") for name in ours}
 
-    idle = {"", "plugin", "cpu_mode", "environment", "errors", "wrapping"}
+    idle = {"", "plugin", "config", "config.environment", "errors", "compat"}
+    idle |= {f"compat.{name}" for name in ("cpu_mode", "serve_command", "wrapping")}
     assert imported() <= idle, imported()
     # An HTTP server adds what looks at bodies, and no route.
     app = FastAPI()
@@ -221,9 +222,9 @@ INERT = """
         endpoint.attach_router(app)
     assert len(app.routes) == len(FastAPI().routes) and not app.user_middleware
     looks = {"server", *(f"server.{name}" for name in (
-        "without_policy", "bodies", "misplaced", "refused"
+        "without_policy", "bodies", "misplaced", "request_errors"
     ))}
-    assert imported() <= {*idle, *looks, "spelling", "quoting"}, imported()
+    assert imported() <= {*idle, *looks, "config.spelling", "config.quoting"}, imported()
     try:
         config(kv_policy="speed-4")
     except ValueError as error:

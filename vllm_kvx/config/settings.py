@@ -21,13 +21,13 @@ kv_measured: internal. The server hands the layers that it found for ``tsp_layer
     parameters and their values.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvx.config.environment import REPLACED, refuse_replaced
+from vllm_kvx.config.disabled import DISABLE_KEY, disabled_parts
+from vllm_kvx.config.environment import refuse_replaced
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.config.spelling import has_prefix, misspelling
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
@@ -48,7 +48,6 @@ DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
 SHARE_KEY = "kv_share"
 EVICTION_KEY = "kv_eviction"
-DISABLE_KEY = "kv_disable"
 MEASURED_KEY = "kv_measured"
 # The layers that methods leave to measurement.
 MEASUREMENTS: tuple[Measurement, ...] = tuple(
@@ -66,8 +65,6 @@ _REPLACED_KEYS = {
     for parameter in (method.to_measure.parameter, method.to_measure.reduction)
     if parameter
 }
-# What DISABLE_KEY may name.
-SPLIT_LAYERS, COMPILED_RANGES = PARTS = tuple(REPLACED.values())
 # What REQUESTS_KEY may be.
 NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
 REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
@@ -313,23 +310,6 @@ class KVSettings:
         return _parse(name, self.measured) if isinstance(name, str) else parse_policy(name)
 
 
-def disabled_parts(config: Any) -> frozenset[str]:
-    """The parts that ``additional_config`` disables.
-
-    Raises:
-        ValueError: it disables something else.
-    """
-    value = config.get(DISABLE_KEY, []) if isinstance(config, dict) else []
-    if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
-        raise ValueError(f'{DISABLE_KEY} must be a list such as ["{PARTS[0]}"], got {value!r}')
-    if unknown := [part for part in value if part not in PARTS]:
-        raise ValueError(
-            f"{DISABLE_KEY} cannot disable {', '.join(map(repr, unknown))}; "
-            f"it may name {', '.join(PARTS)}"
-        )
-    return frozenset(value)
-
-
 def policy_is_set(config: Any) -> bool:
     """Whether ``additional_config`` sets a policy.
 
@@ -372,55 +352,6 @@ def _in_the_policy(key: str, name: str) -> str:
         f"{key!r} is no key of additional_config: write it into the policy, "
         f"as in {parameter}={example}"
     )
-
-
-def merge_flags(
-    flag: str | None, requests: str | None, config: Any, layout: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """`config`, the user's ``--additional-config``, with what the flags say in it.
-
-    flag: of ``--kv-policy``; requests: of ``--kv-request-policies``; layout: of ``--kv-layout``;
-    None where not given.
-
-    Raises:
-        ValueError: a flag and `config` differ, or `config` is not a JSON object.
-    """
-    config = {} if config is None else config
-    if not isinstance(config, dict):
-        raise ValueError(f"--additional-config must be a JSON object, got {config!r}")
-    if requests is not None:
-        if config.get(REQUESTS_KEY, requests) != requests:
-            raise ValueError(
-                f"--kv-request-policies {requests} and --additional-config with {REQUESTS_KEY} "
-                f"{config[REQUESTS_KEY]!r} differ; drop one of them"
-            )
-        config = {**config, REQUESTS_KEY: requests}
-    if layout is not None:
-        other = config.get(LAYOUT_KEY)
-        if other is not None and not _same_policies(other, layout):
-            raise ValueError(
-                f"--kv-layout {' '.join(layout)} and --additional-config with {LAYOUT_KEY} "
-                f"{other!r} name different policies; drop one of them"
-            )
-        config = {**config, LAYOUT_KEY: list(layout)}
-    if flag is None:
-        return config
-    other = config.get(POLICY_KEY)
-    if other is not None and other != flag and parse_policy(other) != parse_policy(flag):
-        raise ValueError(
-            f"--kv-policy {flag} and --additional-config with {POLICY_KEY} {other!r} name "
-            "different policies; drop one of them"
-        )
-    return {**config, POLICY_KEY: flag}
-
-
-def _same_policies(names: Any, others: Sequence[str]) -> bool:
-    """Whether `names`, of a configuration, are the policies of `others`, in whatever order."""
-    if not isinstance(names, (list, tuple)):
-        return False
-    with suppress(PolicyError):
-        return set(map(parse_policy, names)) == set(map(parse_policy, others))
-    return False
 
 
 def request_policy(settings: KVSettings, sampling_params: "SamplingParams | None") -> KVPolicy:

@@ -28,7 +28,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
-from vllm_kvx.config.settings import COMPILED_RANGES, disabled_parts
+from vllm_kvx.config.disabled import COMPILED_RANGES, disabled_parts
 from vllm_kvx.models.compiled_ranges import CompiledRanges
 from vllm_kvx.models.passes import (
     BatchRows,

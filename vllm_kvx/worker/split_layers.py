@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_kvx.config.settings import SPLIT_LAYERS, disabled_parts
+from vllm_kvx.config.disabled import SPLIT_LAYERS, disabled_parts
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, ONE_PLAN
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.worker.rows import SegmentRows

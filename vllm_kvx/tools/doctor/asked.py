@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from vllm_kvx.config.settings import (
-    LAYOUT_KEY,
-    MEASURED_KEY,
-    POLICY_KEY,
-    KVSettings,
-    merge_flags,
-    policy_is_set,
-)
+from vllm_kvx.config.flags import merge_flags
+from vllm_kvx.config.settings import LAYOUT_KEY, MEASURED_KEY, POLICY_KEY, KVSettings, policy_is_set
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy

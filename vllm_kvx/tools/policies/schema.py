@@ -8,16 +8,15 @@ share. ``policy.schema`` says what of a policy's name a schema leaves to `parse_
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from vllm_kvx.config.disabled import DISABLE_KEY, PARTS
 from vllm_kvx.config.settings import (
     DEBUG_KEY,
-    DISABLE_KEY,
     EVICTION_KEY,
     EVICTIONS,
     KEYS,
     LAYOUT_KEY,
     MEASURED_KEY,
     MEASUREMENTS,
-    PARTS,
     RECALL_KEY,
     REQUEST_POLICIES,
     REQUESTS_KEY,
