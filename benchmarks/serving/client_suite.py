@@ -188,7 +188,7 @@ class Suite:
 
     def tool(self) -> str:
         chosen = {"type": "function", "function": {"name": "look_up"}}
-        reply = self._chat(tools=[TOOL], tool_choice=chosen, max_tokens=64)
+        reply = self._chat(tools=[TOOL], tool_choice=chosen, max_tokens=96)
         message = reply.choices[0].message
         check(len(message.tool_calls or ()) == 1, f"no call: {message.content!r}")
         call = message.tool_calls[0]
@@ -199,7 +199,7 @@ class Suite:
     def tool_stream(self) -> str:
         chosen = {"type": "function", "function": {"name": "look_up"}}
         said = ""
-        for chunk in self._stream(tools=[TOOL], tool_choice=chosen, max_tokens=64):
+        for chunk in self._stream(tools=[TOOL], tool_choice=chosen, max_tokens=96):
             for choice in chunk.choices:
                 said += "".join(c.function.arguments or "" for c in choice.delta.tool_calls or ())
         is_object(said)
@@ -208,7 +208,7 @@ class Suite:
     def _schema(self, messages: Any) -> str:
         form = {"name": "answer", "schema": SCHEMA, "strict": True}
         form = {"type": "json_schema", "json_schema": form}
-        text = self._chat(messages, response_format=form, max_tokens=64).choices[0].message.content
+        text = self._chat(messages, response_format=form, max_tokens=96).choices[0].message.content
         is_object(text)
         return str(text)
 
