@@ -51,8 +51,9 @@ def test_groups_lose_the_ends_of_a_prompt_first() -> None:
     pool = BlockPool(31, enable_caching=True, hash_block_size=BLOCK)
     groups = managers(3, pool)
     for manager in groups:
-        storage = storage_of(parse_policy("speed-4"), 40, 0, BLOCK, 8)
-        manager.add_request("a", RequestKV(storage, reads=True, publishes=None))
+        policy = parse_policy("speed-4")
+        storage = storage_of(policy, 40, 0, BLOCK, 8)
+        manager.add_request("a", RequestKV(storage, policy, reads=True, publishes=None))
         grow(manager, 40)
         names = publish(manager, pool)
     for manager in groups:
@@ -67,8 +68,8 @@ def test_what_is_written_over_takes_along_what_stands_behind_it() -> None:
     """A compacted prompt's later blocks would stay in the cache longest, and nobody finds them."""
     pool = BlockPool(31, enable_caching=True, hash_block_size=BLOCK)
     (manager,) = managers(1, pool)
-    storage = storage_of(parse_policy("snapkv:kv_rate=0.4,kv_floor=0,window=3"), 38, 0, BLOCK, 8)
-    kv = RequestKV(storage, reads=True, publishes=None)
+    policy = parse_policy("snapkv:kv_rate=0.4,kv_floor=0,window=3")
+    kv = RequestKV(storage_of(policy, 38, 0, BLOCK, 8), policy, reads=True, publishes=None)
     manager.add_request("a", kv)
     grow(manager, 32)
     names = publish(manager, pool)

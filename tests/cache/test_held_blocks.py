@@ -8,12 +8,12 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_kvx.cache import scheduler_stats as facts_module
+from vllm_kvx.cache import scheduler_stats
 from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
-from vllm_kvx.cache.scheduler_stats import FACTS, PolicySchedulerStats, RunInFull
+from vllm_kvx.cache.scheduler_stats import PolicySchedulerStats, RunInFull
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
@@ -24,7 +24,7 @@ SPEED, OTHER = "speed-4", "speed-4:tail=3"
 
 
 class Server:
-    """A pool with a group of lower and one of upper layers, and requests that hold blocks of it."""
+    """A pool with one KV group in each of two stages, and requests that hold blocks of it."""
 
     def __init__(self) -> None:
         self.pool = BlockPool(POOL + 1, enable_caching=True, hash_block_size=BLOCK)
@@ -35,16 +35,16 @@ class Server:
             kv_cache_group_id=0,
             scheduler_block_size=BLOCK,
         )
-        self.lower = FirstStageKVCacheManager(FirstStageAttentionSpec(**sizes), **common)
-        upper = LaterStageAttentionSpec(**sizes, stage=1, start_layer=4)
-        self.upper = LaterStageKVCacheManager(upper, **common)
+        self.first_stage = FirstStageKVCacheManager(FirstStageAttentionSpec(**sizes), **common)
+        spec = LaterStageAttentionSpec(**sizes, stage=1, start_layer=4)
+        self.later_stage = LaterStageKVCacheManager(spec, **common)
         waits: Any = SimpleNamespace(stash_waits=2, stash_wait_seconds=0.5)
         settings = KVSettings.of({"kv_policy": SPEED, "kv_debug": True}, num_layers=LAYERS)
-        self.facts = PolicySchedulerStats(
+        self.stats = PolicySchedulerStats(
             settings,
             self.pool,
-            [self.lower],
-            [self.upper],
+            [self.first_stage],
+            [self.later_stage],
             waits,
         )
         self.requests: dict[str, Any] = {}
@@ -60,33 +60,34 @@ class Server:
 
         moves_out: what retention keeps goes to new blocks.
         """
-        for manager in (self.lower, self.upper):
+        for manager in (self.first_stage, self.later_stage):
             start = manager.start_layer
-            storage = storage_of(parse_policy(policy), PROMPT, start, BLOCK, LAYERS)
-            kv = RequestKV(storage, row=self.facts.row_of(policy), moves_out=moves_out)
+            parsed = parse_policy(policy)
+            storage = storage_of(parsed, PROMPT, start, BLOCK, LAYERS)
+            kv = RequestKV(storage, parsed, row=self.stats.row_of(policy), moves_out=moves_out)
             manager.add_request(name, kv)
         if prefix:
-            self.lower.add_local_computed_blocks(name, prefix, PREFIX, 0)
-            self.upper.add_local_computed_blocks(name, [], PREFIX, 0)
-        for manager in (self.lower, self.upper):
+            self.first_stage.add_local_computed_blocks(name, prefix, PREFIX, 0)
+            self.later_stage.add_local_computed_blocks(name, [], PREFIX, 0)
+        for manager in (self.first_stage, self.later_stage):
             manager.allocate_new_blocks(name, PROMPT, PROMPT)
         self.requests[name] = SimpleNamespace(num_computed_tokens=PROMPT)
-        return self.lower.req_to_blocks[name][: PREFIX // BLOCK]
+        return self.first_stage.req_to_blocks[name][: PREFIX // BLOCK]
 
     def compact(self, name: str) -> None:
         """After the step that brought its prompt in: what retention dropped is given back."""
-        for manager in (self.lower, self.upper):
+        for manager in (self.first_stage, self.later_stage):
             self.pool.free_blocks(manager.shrink(name, PROMPT).values())
 
     def end(self, name: str) -> None:
-        for manager in (self.lower, self.upper):
+        for manager in (self.first_stage, self.later_stage):
             manager.free(name)
             manager.remove_request(name)
         del self.requests[name]
 
     def blocks(self) -> tuple[dict[str, int], dict[str, int]]:
         """By policy: held and saved. What is held are the blocks that are not free."""
-        told = self.facts.as_dict(self.requests)
+        told = self.stats.as_dict(self.requests)
         assert sum(told["held"].values()) == POOL - self.pool.get_num_free_blocks() <= POOL
         return told["held"], told["saved"]
 
@@ -162,24 +163,22 @@ def test_less_than_nothing_is_saved_of_a_prefix_that_is_another_policys(server: 
     assert sum(saved.values()) == 2 * 28 - (28 + 7)
 
 
-def test_facts_ride_when_there_is_news(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_ride_when_there_is_news(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once what is counted; blocks every so often, and when nobody holds one any more."""
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def told() -> Any:
-        output: Any = SimpleNamespace()
-        server.facts.tell(output, server.requests)
-        return getattr(output, FACTS, None)
+        return server.stats.news(server.requests)
 
     server.start("a")
     assert told()["held"] == {SPEED: 29}
     server.start("b")
     assert told() is None
-    now[0] += facts_module.EVERY_S
+    now[0] += scheduler_stats.EVERY_S
     assert told()["held"] == {SPEED: 58}
-    server.facts.add_unshared(SPEED)
-    server.facts.add_run_in_full(RunInFull.SESSION)
+    server.stats.add_unshared(SPEED)
+    server.stats.add_run_in_full(RunInFull.SESSION)
     news = told()
     assert news["unshared"] == {SPEED: 1} and news["held"] == {SPEED: 58}
     assert news["run_in_full"] == {"session": 1, "misfit": 0}
@@ -194,4 +193,4 @@ def test_debug_finds_blocks_that_nobody_counts(server: Server) -> None:
     server.start("a")
     server.pool.get_new_blocks(1)
     with pytest.raises(RuntimeError, match="30 KV blocks are not free, 29 are counted as held"):
-        server.facts.as_dict(server.requests)
+        server.stats.as_dict(server.requests)

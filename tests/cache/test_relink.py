@@ -47,7 +47,9 @@ class Blocks:
     def add(self, name: str) -> None:
         storage = storage_of(POLICY, PROMPT, self.manager.start_layer, BLOCK, 8)
         assert cdiv(storage.kept, BLOCK) == len(KEPT)
-        self.manager.add_request(name, RequestKV(storage, reads=False, publishes=0, by_block=True))
+        self.manager.add_request(
+            name, RequestKV(storage, POLICY, reads=False, publishes=0, by_block=True)
+        )
 
     def grow(self, num_tokens: int, name: str = "a") -> list[int]:
         """Blocks of the request, by number, with room for these tokens."""
@@ -90,7 +92,7 @@ class Blocks:
         assert all(b.ref_cnt == (b.block_id in held) for b in self.pool.blocks[1:])
 
 
-@pytest.fixture(params=[True, False], ids=["lower", "upper"])
+@pytest.fixture(params=[True, False], ids=["first stage", "later stage"])
 def blocks(request: pytest.FixtureRequest) -> Blocks:
     return Blocks(request.param)
 

@@ -15,8 +15,8 @@ def check_blocks(scheduler: Any) -> None:
         Mismatch: it is not so.
     """
     pool = scheduler.kv_cache_manager.block_pool
-    facts = scheduler.facts.as_dict(scheduler.requests)
-    held, saved = (sum(facts[key].values()) for key in ("held", "saved"))
+    stats = scheduler.policy_stats.as_dict(scheduler.requests)
+    held, saved = (sum(stats[key].values()) for key in ("held", "saved"))
     managers, stock = scheduler.first_stage_managers, 0
     for manager in managers:
         held_ids: list[int] = []
@@ -30,10 +30,10 @@ def check_blocks(scheduler: Any) -> None:
     # The first stage's groups may have come by different blocks of one prefix.
     stock *= (len(managers) + len(scheduler.later_stage_managers)) / len(managers)
     given_out = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    rounding = len(facts["held"]) if len(managers) > 1 else 0
+    rounding = len(stats["held"]) if len(managers) > 1 else 0
     if (
         held != given_out
         or abs(held + saved - stock) > rounding
-        or min(facts["held"].values(), default=0) < 0
+        or min(stats["held"].values(), default=0) < 0
     ):
-        raise Mismatch(f"{given_out} blocks held, {stock} in stock; counted: {facts}")
+        raise Mismatch(f"{given_out} blocks held, {stock} in stock; counted: {stats}")

@@ -30,8 +30,7 @@ from simulation.state import (
     input_batch,
 )
 from simulation.traffic import VOCAB, Text
-from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
-from vllm_kvx.cache.states import STATE_BLOCKS
+from vllm_kvx.cache.messages import PolicyResult, PolicyStep, attach_result, step_of
 from vllm_kvx.config.settings import request_policy
 from vllm_kvx.models.passes import StepPlan
 
@@ -123,9 +122,10 @@ class Worker:
             self.counts["copies"] += 1
         if not output.num_scheduled_tokens:
             return ModelRunnerOutput([], {})
-        self.state.memory.private = private = getattr(output, PRIVATE_BLOCKS, {})
-        self.counts["moved out"] += len(private)
-        self.state.prefix_states.in_step = getattr(output, STATE_BLOCKS, {})
+        step = step_of(output) or PolicyStep()
+        self.state.memory.private = step.private
+        self.counts["moved out"] += len(step.private)
+        self.state.prefix_states.in_step = step.states
         return self._step(output.num_scheduled_tokens)
 
     def _states_in(self, rows: Ints, blocks: Sequence[int]) -> None:
@@ -197,8 +197,7 @@ class Worker:
             sampled.append(self._sample(one, final))
             self._check_lens(one)
         output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
-        if kept:
-            setattr(output, KEPT_BLOCKS, kept)
+        attach_result(output, PolicyResult(kept))
         return output
 
     def _plan(self, batch: InputBatch) -> tuple[StepPlan, Batch]:

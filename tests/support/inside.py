@@ -145,13 +145,13 @@ def forecast_more_room(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Requests are believed to have room for so many tokens more than they have."""
     from vllm_kvx.cache.managers import PolicyKVCacheManager
 
-    stock = PolicyKVCacheManager.quiet_until
+    stock = PolicyKVCacheManager.fast_path_until
 
-    def quiet_until(self: Any, request_id: str, num_tokens: int) -> tuple[int, int]:
+    def fast_path_until(self: Any, request_id: str, num_tokens: int) -> tuple[int, int]:
         room, full_at = stock(self, request_id, num_tokens)
         return room + tokens, full_at + tokens
 
-    monkeypatch.setattr(PolicyKVCacheManager, "quiet_until", quiet_until)
+    monkeypatch.setattr(PolicyKVCacheManager, "fast_path_until", fast_path_until)
 
 
 def limit_prefix_hits(engine: Any, tokens: int) -> bool:

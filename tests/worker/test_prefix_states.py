@@ -7,7 +7,8 @@ import pytest
 import torch
 from support import inside
 
-from vllm_kvx.cache.states import StateBlocks, StateRows
+from vllm_kvx.cache.messages import StateBlocks
+from vllm_kvx.cache.states import StateRows
 from vllm_kvx.worker.prefill.prefix_states import PrefixStates
 from vllm_kvx.worker.prefill.stash import Stash
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.storage import storage_of
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step
@@ -31,7 +32,8 @@ def test_totals_never_fall(name: str, computed: Any, length: int) -> None:
     cut = policy.selection(length, LAYERS).after + 1  # type: ignore[union-attr]
     stats = PolicyStats((cut, LAYERS - cut))
     row = stats.row_of(policy)
-    state = PromptState.of("a", policy, length, (0, cut), BLOCK, LAYERS)
+    storages = [storage_of(policy, length, start, BLOCK, LAYERS) for start in (0, cut)]
+    state = PromptState.of("a", policy, length, (0, cut), storages, LAYERS)
     assert state is not None
     requests: Any = SimpleNamespace(policy_rows=np.array([row]), prompt_lens=np.array([length]))
     seen = []

@@ -50,7 +50,7 @@ class PromptAdmission:
 
     A chunk ends at the end of the prompt, if it reaches it: there entries go. It does not end
     within the window if it can end before, so that the window's queries are in one chunk. Where
-    the selected tokens take several passes through the upper layers, the window is a chunk of its
+    the selected tokens take several passes through the later stages, the window is a chunk of its
     own: else these passes would come on top of a chunk as long as any other, and running requests
     would wait for both.
 

@@ -78,7 +78,7 @@ class DecodeFastPath:
             return
         tokens, kv.room, kv.full_at = request.num_computed_tokens, 0, 0
         if tokens >= request.num_prompt_tokens:
-            ends = [group.quiet_until(request.request_id, tokens) for group in self._groups]
+            ends = [group.fast_path_until(request.request_id, tokens) for group in self._groups]
             kv.room, kv.full_at = (min(each) for each in zip(*ends, strict=True))
 
     def _check(self, request: Request, ask: Callable[[], KVCacheBlocks | None]) -> None:

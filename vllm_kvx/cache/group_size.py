@@ -54,8 +54,8 @@ def blocks_per_token(
 def choose_group_size(stage_sizes: Sequence[int]) -> GroupChoice:
     """How many layers a KV group holds, given the layers of each stage, lowest first.
 
-    Every group holds the same number of layers, and a stage's last group is padded. The lower
-    layers hold nearly all KV of a long prompt, so padding costs most there; every group costs a
+    Every group holds the same number of layers, and a stage's last group is padded. The first
+    stage holds nearly all KV of a long prompt, so padding costs most there; every group costs a
     block table. Hence: of the sizes that give at most 8 groups with padding of at most 5% of the
     first stage's layers in that stage, the one with the fewest padding layers over all
     stages; if no size does, the one with the fewest padding layers of all sizes. Ties go to

@@ -53,7 +53,7 @@ def without_bucket(spec: KVCacheSpec) -> KVCacheSpec:
 class LaterStageAttentionSpec(AttentionSpec):
     """KV of one layer of a stage whose entries follow the request's policy.
 
-    Not a ``FullAttentionSpec``: vLLM would merge such layers with the lower stage's.
+    Not a ``FullAttentionSpec``: vLLM would merge such layers with the first stage's.
 
     Attributes:
         stage: index of the KV stage, 1 or higher.

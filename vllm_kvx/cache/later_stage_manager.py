@@ -13,7 +13,7 @@ from vllm_kvx.cache.request_kv import RequestKV
 class LaterStageKVCacheManager(PolicyKVCacheManager):
     """Blocks of one KV group above the first stage, sized by stored entries.
 
-    On a prefix hit in the lower layers the anchors are not computed, but their entries up here
+    On a prefix hit in the first stage the anchors are not computed, but their entries up here
     depend on their own tokens alone. So the first block of a request that did compute them is
     published under the anchors' tokens, and a request with a hit copies it into its own. The
     first block of a request that stores every token here begins with them as well.

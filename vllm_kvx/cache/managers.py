@@ -15,7 +15,8 @@ from vllm.v1.request import Request
 
 from vllm_kvx.cache.block_owners import BlockOwners
 from vllm_kvx.cache.eviction import forget
-from vllm_kvx.cache.request_kv import NEVER, PrivateBlocks, RequestKV
+from vllm_kvx.cache.messages import PrivateBlocks
+from vllm_kvx.cache.request_kv import NEVER, RequestKV
 from vllm_kvx.cache.shared_blocks import copies_to_come
 
 
@@ -36,18 +37,18 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         self.siblings: Sequence[PolicyKVCacheManager] = (self,)
         # Requests with blocks here, whose prompt is to be compacted in them or out of them.
         self._compacting: dict[str, RequestKV] = {}
-        self._ledger: BlockOwners | None = None
+        self._owners: BlockOwners | None = None
         self._group = 0
 
-    def watch(self, ledger: BlockOwners, group: int) -> None:
-        """From now on tells the ledger what it takes, as KV group `group`."""
-        self._ledger, self._group = ledger, group
+    def watch(self, owners: BlockOwners, group: int) -> None:
+        """From now on tells `owners` what it takes, as KV group `group`."""
+        self._owners, self._group = owners, group
 
     def _took(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks that were free are the request's."""
         kv = self.requests.get(request_id)
-        if self._ledger is not None and kv is not None:
-            self._ledger.take(blocks, self._group, kv.row)
+        if self._owners is not None and kv is not None:
+            self._owners.take(blocks, self._group, kv.row)
 
     def add_request(self, request_id: str, kv: RequestKV) -> None:
         self.requests[request_id] = kv
@@ -55,7 +56,7 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
     def remove_request(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
 
-    def quiet_until(self, request_id: str, num_tokens: int) -> tuple[int, int]:
+    def fast_path_until(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """See ``RequestKV.room`` and ``full_at``, of this group; 0 where it cannot be said.
 
         num_tokens: computed ones, the prompt among them: every further one adds one entry.

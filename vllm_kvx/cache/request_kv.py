@@ -1,4 +1,4 @@
-"""What managers know of a request, and what steps carry about its blocks."""
+"""What managers know of a request."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,27 +6,11 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
+from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage
 
-# Attribute of a step's output, where prompts came in that keep whole blocks: by request and
-# stage, which of their blocks stay, ascending.
-KEPT_BLOCKS = "kv_kept_blocks"
-# Attribute of a step: of prompts that come in and move out of their blocks, by request id a list
-# by KV group, each `PrivateBlocks` or None.
-PRIVATE_BLOCKS = "kv_private_blocks"
 # More tokens than there will be.
 NEVER = 1 << 62
-
-
-@dataclass(frozen=True)
-class PrivateBlocks:
-    """Where a prompt's kept entries go in one KV group, so that blocks others may read stay as is.
-
-    places: ascending, places in the request's list of blocks. blocks: ids of those that take them.
-    """
-
-    places: tuple[int, ...]
-    blocks: tuple[int, ...]
 
 
 @dataclass
@@ -35,6 +19,7 @@ class RequestKV:
 
     Attributes:
         storage: what it stores in the manager's stage.
+        policy: the policy that it runs under, parsed once, when it arrives.
         reads: a prefix hit must bring the blocks of this group; else it never needs them.
         publishes: leading tokens whose blocks others may read; None if all.
         anchors: leading tokens whose entries a prefix hit must bring along.
@@ -58,6 +43,7 @@ class RequestKV:
     """
 
     storage: Storage
+    policy: KVPolicy
     reads: bool = True
     publishes: int | None = None
     anchors: int = 0

@@ -8,7 +8,6 @@ from typing import Any
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
@@ -20,8 +19,6 @@ from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
 from vllm_kvx.config.settings import KVSettings
 
-# Attribute of a step's output.
-FACTS = "kv_policy_facts"
 # Blocks are counted no more often: it takes a look at every running request.
 EVERY_S = 0.25
 
@@ -46,17 +43,17 @@ class PolicySchedulerStats:
         self,
         settings: KVSettings,
         pool: BlockPool,
-        lower: Sequence[FirstStageKVCacheManager],
-        upper: Sequence[LaterStageKVCacheManager],
+        first_stage: Sequence[FirstStageKVCacheManager],
+        later_stages: Sequence[LaterStageKVCacheManager],
         admission: PromptAdmission,
     ) -> None:
-        """lower, upper: the managers of all KV groups."""
+        """first_stage, later_stages: the managers of all KV groups."""
         self._policies, self._debug = settings.counted_policies(), settings.debug
-        self._lower, self._managers = lower, [*lower, *upper]
+        self._first_stage, self._managers = first_stage, [*first_stage, *later_stages]
         self._admission = admission
-        self.ledger = BlockOwners(pool, len(self._managers), self._policies.size)
+        self.owners = BlockOwners(pool, len(self._managers), self._policies.size)
         for group, manager in enumerate(self._managers):
-            manager.watch(self.ledger, group)
+            manager.watch(self.owners, group)
         self._unshared: dict[int, int] = {}
         self._hits: dict[int, int] = {}
         self._cached: dict[int, int] = {}
@@ -106,16 +103,17 @@ class PolicySchedulerStats:
         self._latencies.end(request)
         self._changed = True
 
-    def tell(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Puts the facts on a step's output, if it is time.
+    def news(self, requests: Mapping[str, Request]) -> dict[str, Any] | None:
+        """What a step's output is to carry; None if it is not time.
 
         requests: all that have not ended, by id.
         """
         now = time.monotonic()
-        is_idle = not any(manager.req_to_blocks for manager in self._lower)
+        is_idle = not any(manager.req_to_blocks for manager in self._first_stage)
         if self._changed or is_idle or now - self._told_at >= EVERY_S:
             self._changed, self._told_at = False, now
-            setattr(output, FACTS, self.as_dict(requests))
+            return self.as_dict(requests)
+        return None
 
     def as_dict(self, requests: Mapping[str, Request]) -> dict[str, Any]:
         """JSON-able; by policy name what is counted by policy."""
@@ -145,24 +143,24 @@ class PolicySchedulerStats:
         That is for the same tokens of the same requests, who share the same prefixes: all groups
         would share what the first stage's do.
         """
-        ledger, managers = self.ledger, self._managers
-        if self._debug and ledger.total != ledger.given_out:
+        owners, managers = self.owners, self._managers
+        if self._debug and owners.total != owners.given_out:
             raise RuntimeError(
-                f"{ledger.given_out} KV blocks are not free, {ledger.total} are counted as held"
+                f"{owners.given_out} KV blocks are not free, {owners.total} are counted as held"
             )
         stock, listed = ([0] * self._policies.size for _ in range(2))
-        for manager in self._lower:
+        for manager in self._first_stage:
             for kv, _, blocks in _holders(manager, requests):
                 listed[kv.row] += len(blocks) + len(kv.undecided) + len(kv.private)
-        for kv, request, _ in _holders(self._lower[0], requests):
+        for kv, request, _ in _holders(self._first_stage[0], requests):
             tokens = request.num_computed_tokens
             stock[kv.row] += sum(cdiv(tokens, manager.block_size) for manager in managers)
-        groups, lower = range(len(managers)), range(len(self._lower))
+        groups, first_stage = range(len(managers)), range(len(self._first_stage))
         held, saved = ([0] * self._policies.size for _ in range(2))
         for _, row in self._policies.names:
-            held[row] = sum(ledger.held(group, row) for group in groups)
-            once = sum(ledger.held(group, row) for group in lower)
-            shared = (listed[row] - once) * len(managers) // len(self._lower)
+            held[row] = sum(owners.held(group, row) for group in groups)
+            once = sum(owners.held(group, row) for group in first_stage)
+            shared = (listed[row] - once) * len(managers) // len(first_stage)
             saved[row] = stock[row] - shared - held[row]
         return held, saved
 

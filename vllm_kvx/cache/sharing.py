@@ -22,8 +22,9 @@ from vllm_kvx.cache.admission import in_both
 from vllm_kvx.cache.eviction import Recency, Rivals
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import PolicyKVCacheManager
-from vllm_kvx.cache.request_kv import PrivateBlocks, RequestKV, anchor_hash
-from vllm_kvx.cache.states import StateBlocks, StateCache, StateRows, overlays
+from vllm_kvx.cache.messages import PrivateBlocks, StateBlocks
+from vllm_kvx.cache.request_kv import RequestKV, anchor_hash
+from vllm_kvx.cache.states import StateCache, StateRows, overlays
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
@@ -80,7 +81,7 @@ class PrefixSharing:
                 )
 
     def add_request(self, request: Request, policy: KVPolicy, row: int) -> list[Storage]:
-        """Tells the managers what the request stores and shares; returns what it stores in each.
+        """Tells the managers what the request stores and shares; returns what each stage stores.
 
         row: the policy's, by which blocks are counted.
         """
@@ -94,11 +95,13 @@ class PrefixSharing:
         if shares and selection is not None:
             self._resumes[request.request_id] = selection.resumes_at
             self.restart(request.request_id)
-        storages = []
+        size = self._block_size
+        storages = {
+            start: storage_of(policy, prompt_len, start, size, num_layers) for start in self._ends
+        }
         for manager in self._managers:
-            size = manager.block_size
-            storage = storage_of(policy, prompt_len, manager.start_layer, size, num_layers)
-            kv = RequestKV(storage, by_block=by_block, row=row)
+            storage = storages[manager.start_layer]
+            kv = RequestKV(storage, policy, by_block=by_block, row=row)
             # Whether every prompt token is computed in the manager's layers.
             is_whole = not (storage.prefill.size or storage.prefill.grows)
             end = self._ends[manager.start_layer]
@@ -117,8 +120,7 @@ class PrefixSharing:
                 kv.anchor_hash = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
                 kv.first_hash = next(iter(self._hashes(request)), None)
             manager.add_request(request.request_id, kv)
-            storages.append(storage)
-        return storages
+        return list(storages.values())
 
     def publishes(self, request: Request, policy: KVPolicy) -> bool:
         """Whether others may read what such a request computes in full."""

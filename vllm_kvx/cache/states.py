@@ -1,7 +1,7 @@
 """Hidden states of cached prompts: what the layers above a selection need of tokens they skip.
 
-Selected tokens run the upper layers from their states below them, which the stash holds. A request
-that takes a prefix from the cache does not run the lower layers over it, so their states have to
+Selected tokens run the later stages from their states below them, which the stash holds. A request
+that takes a prefix from the cache does not run the first stage over it, so their states have to
 come from the cache too. They lie in blocks of the same pool: a block's pages in all layers of a
 KV group hold the states of as many tokens as fit. Such a block is published under the tokens it
 covers, evicted like any other, and held by nobody: the step that schedules it fills it, and a
@@ -17,8 +17,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
-# Attribute of a step: by request id, the `StateBlocks` that it reads and fills.
-STATE_BLOCKS = "kv_state_blocks"
+from vllm_kvx.cache.messages import StateBlocks
+
 # Groups take part in the keys of vLLM's cache; states are of the first.
 _GROUP = 0
 
@@ -58,19 +58,6 @@ def overlays(cache_dtype: str) -> bool:
     GPU fills all free blocks with NaN, and no logprob changes. No backend ran with e5m2 there.
     """
     return cache_dtype != "fp8_e5m2"
-
-
-@dataclass(frozen=True)
-class StateBlocks:
-    """Blocks of one request's states in a step.
-
-    read: of the tokens from the prompt's first on. write: to be filled, with the states of the
-    `places`, ascending, counted in blocks.
-    """
-
-    read: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
-    write: tuple[int, ...] = ()
 
 
 class StateCache:

@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from vllm_kvx.cache.request_kv import PrivateBlocks
+from vllm_kvx.cache.messages import PrivateBlocks
 from vllm_kvx.policy.storage import Storage
 
 

@@ -69,10 +69,11 @@ class Requests:
         self, index: int, req_id: str, policy: KVPolicy, prompt_len: int, block_size: int, row: int
     ) -> None:
         """row: the policy's in the counters. block_size: entries of a KV cache block."""
-        gaps = [
-            storage_of(policy, prompt_len, start, block_size, self.num_layers).prefill
+        storages = [
+            storage_of(policy, prompt_len, start, block_size, self.num_layers)
             for start in self.starts
         ]
+        gaps = [storage.prefill for storage in storages]
         self.gap_starts.np[:, index] = [gap.start for gap in gaps]
         self.gap_sizes.np[:, index] = [gap.size for gap in gaps]
         self.grows[:, index] = [gap.grows for gap in gaps]
@@ -96,7 +97,7 @@ class Requests:
         if projects_from is not None:
             self._projecting.add(index)
         prompt = PromptState.of(
-            req_id, policy, prompt_len, self.starts, block_size, self.num_layers, self._split_layers
+            req_id, policy, prompt_len, self.starts, storages, self.num_layers, self._split_layers
         )
         if prompt is not None:
             prompt.stats_row = row

@@ -1,14 +1,12 @@
 """Workers that load the segmented model; everything else is vLLM's."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvx.cache.request_kv import KEPT_BLOCKS, PRIVATE_BLOCKS
-from vllm_kvx.cache.scheduler_stats import FACTS
-from vllm_kvx.cache.states import STATE_BLOCKS
+from vllm_kvx.cache.messages import PolicyResult, PolicyStep, attach_result, step_of
 from vllm_kvx.compat.vllm_signatures import check_engine
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.models.decoder import Build
@@ -22,8 +20,11 @@ from vllm_kvx.worker.split_layers import cuts_of
 from vllm_kvx.worker.status import stats_of
 from vllm_kvx.worker.warm_up import warm_up
 
+# A mixin's `self` is one of vLLM's workers, which only a type checker has to know.
+_Base = Worker if TYPE_CHECKING else object
 
-class _PolicyWorking:
+
+class _PolicyWorking(_Base):
     """Mixin over vLLM's workers."""
 
     _kept_blocks: dict[str, dict[int, np.ndarray]]
@@ -32,7 +33,7 @@ class _PolicyWorking:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         check_engine(type(self))
-        config = self.vllm_config  # type: ignore[attr-defined]
+        config = self.vllm_config
         settings = KVSettings.from_vllm_config(config)
         assert settings is not None
         layout = settings.layout
@@ -42,8 +43,8 @@ class _PolicyWorking:
 
         build = Build(PolicyModelState, row_cuts, layout.online_cuts)
         use_segmented_model(config.model_config, build)
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
-        runner = self.model_runner  # type: ignore[attr-defined]
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
         self._sleeping, self._asleep_stats = SleepingBuffers(), None
         if layout.online_cuts:
             attention = runner.model_state.hooks.layers[0].layer
@@ -60,15 +61,15 @@ class _PolicyWorking:
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         self._save_buffers()
-        super().sleep(*args, **kwargs)  # type: ignore[misc]
+        super().sleep(*args, **kwargs)
 
     def discard(self, tags: tuple[str, ...]) -> None:
         if "weights" in tags:
             self._save_buffers()
-        super().discard(tags)  # type: ignore[misc]
+        super().discard(tags)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        super().wake_up(tags)  # type: ignore[misc]
+        super().wake_up(tags)
         if tags is None or "weights" in tags:
             self._sleeping.restore()
             self._asleep_stats = None
@@ -77,39 +78,39 @@ class _PolicyWorking:
         # What counts on the device cannot be read there until it is back.
         if self._asleep_stats is None:
             self._asleep_stats = self.kv_policy_stats()
-        self._sleeping.save(self.model_runner.model_state)  # type: ignore[attr-defined]
+        self._sleeping.save(self.model_runner.model_state)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        super().reload_weights(*args, **kwargs)
         self._weights_are_new()
 
     def finish_weight_update(self) -> None:
-        super().finish_weight_update()  # type: ignore[misc]
+        super().finish_weight_update()
         self._weights_are_new()
 
     def _weights_are_new(self) -> None:
-        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            self.model_runner.model_state.hooks.read_weights()  # type: ignore[attr-defined]
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.model_state.hooks.read_weights()
 
     def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        self.model_runner.model_state.reset_counters()  # type: ignore[attr-defined]
+        times = super().compile_or_warm_up_model()
+        self.model_runner.model_state.reset_counters()
         return times
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        state: PolicyModelState = self.model_runner.model_state  # type: ignore[attr-defined]
-        facts = getattr(scheduler_output, FACTS, None)
-        if facts is not None:
-            state.stats.scheduler = facts
-        state.memory.private = getattr(scheduler_output, PRIVATE_BLOCKS, {})
-        state.prefix_states.in_step = getattr(scheduler_output, STATE_BLOCKS, {})
-        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        self.model_runner.model_state.after_forward()  # type: ignore[attr-defined]
-        self._kept_blocks = self.model_runner.model_state.relink_blocks()  # type: ignore[attr-defined]
+        state: PolicyModelState = self.model_runner.model_state
+        step = step_of(scheduler_output) or PolicyStep()
+        if step.stats is not None:
+            state.stats.scheduler = step.stats
+        state.memory.private = step.private
+        state.prefix_states.in_step = step.states
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        state.after_forward()
+        self._kept_blocks = state.relink_blocks()
         return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        output = super().sample_tokens(*args, **kwargs)
         kept, self._kept_blocks = self._kept_blocks, {}
         if kept and output is not None:
             # The output's own copies, queued after these, are waited for in `get_output`.
@@ -121,7 +122,7 @@ class _PolicyWorking:
                     request: {stage: blocks.tolist() for stage, blocks in by_stage.items()}
                     for request, by_stage in kept.items()
                 }
-                setattr(result, KEPT_BLOCKS, lists)
+                attach_result(result, PolicyResult(lists))
                 return result
 
             output.get_output = get_output
@@ -134,7 +135,7 @@ class _PolicyWorking:
         """
         if self._asleep_stats is not None:
             return self._asleep_stats
-        return stats_of(self.model_runner.model_state)  # type: ignore[attr-defined]
+        return stats_of(self.model_runner.model_state)
 
 
 def _keep_prompts_off_graphs(runner: Any) -> None:

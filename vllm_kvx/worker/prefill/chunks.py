@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_kvx.policy.axes import Positions, Retain, ScoreSpec, Selection
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.storage import Storage, storage_of
+from vllm_kvx.policy.storage import Storage
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
 from vllm_kvx.worker.prefill.scoring import PassPrompt, WindowRows
@@ -48,17 +48,14 @@ class PromptState:
         policy: KVPolicy,
         prompt_len: int,
         starts: Sequence[int],
-        block_size: int,
+        storages: list[Storage],
         num_layers: int,
         split_layers: frozenset[int] = frozenset(),
     ) -> "PromptState | None":
         """The state of a request; None if its policy changes nothing once the prompt is in.
 
-        block_size: entries of a KV cache block. split_layers: layers.
+        storages: what it stores, by stage. split_layers: the layers that are split.
         """
-        storages = [
-            storage_of(policy, prompt_len, start, block_size, num_layers) for start in starts
-        ]
         if not any(s.changes for s in storages):
             return None
         selection = policy.selection(prompt_len, num_layers)

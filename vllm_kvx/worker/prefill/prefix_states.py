@@ -10,7 +10,8 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvx.cache.states import StateBlocks, StateRows
+from vllm_kvx.cache.messages import StateBlocks
+from vllm_kvx.cache.states import StateRows
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.stash import Stash
 

@@ -17,7 +17,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvx.cache.request_kv import PrivateBlocks
+from vllm_kvx.cache.messages import PrivateBlocks
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
 from vllm_kvx.ops.prompt.move import copy_blocks, move_entries
