@@ -31,7 +31,10 @@ logger = init_logger("vllm.kvx.scheduler")
 
 
 # A mixin's `self` is one of vLLM's schedulers, which only a type checker has to know.
-_Base = Scheduler if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = Scheduler
+else:
+    _Base = object
 
 
 class _PolicyScheduling(_Base):
@@ -189,8 +192,7 @@ class _PolicyScheduling(_Base):
         looked_up, self.sharing.looked_up = self.sharing.looked_up, {}
         self.sharing.begin_prompts(scheduled, self.requests)
         for request_id, (hit, cached) in looked_up.items():
-            request = self.requests.get(request_id)
-            if request_id in scheduled and not request.num_preemptions:
+            if request_id in scheduled and not self.requests[request_id].num_preemptions:
                 policy = self._policy_of(request_id)
                 self.policy_stats.add_prefix(str(policy), hit, cached)
         for request_id, blocks in states.items():

@@ -48,8 +48,7 @@ class PrefixSharing:
         self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
         self._max_tokens = config.scheduler_config.max_num_batched_tokens
         self._is_on = kv_cache_manager.enable_caching
-        starts = (*settings.layout.stage_starts, settings.num_layers)
-        self._ends = dict(pairwise(starts))
+        self._ends = dict(pairwise((*settings.layout.stage_starts, settings.num_layers)))
         # The first layer above the one that selects, of each running request that does.
         self._resumes: dict[str, int] = {}
         # Of these, in the order of arrival, those whose prompt is not in.

@@ -1,6 +1,6 @@
 """Counters of what each policy computed and skipped, kept on the host."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class PolicyStats:
         self.pivots: dict[int, dict[int, int]] = {}
         self._retrieval = np.zeros((size, 5), dtype=np.int64)
         self._steps: list[tuple[np.ndarray, ...]] = []
-        self.scheduler: dict[str, Any] = {}
+        self.scheduler: Mapping[str, Any] = {}
 
     def row_of(self, policy: KVPolicy) -> int:
         """The policy's row in the counters."""

@@ -21,12 +21,17 @@ from vllm_kvx.worker.status import stats_of
 from vllm_kvx.worker.warm_up import warm_up
 
 # A mixin's `self` is one of vLLM's workers, which only a type checker has to know.
-_Base = Worker if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = Worker
+else:
+    _Base = object
 
 
 class _PolicyWorking(_Base):
     """Mixin over vLLM's workers."""
 
+    # vLLM names the class of Model Runner V1 here; ours is V2.
+    model_runner: Any
     _kept_blocks: dict[str, dict[int, np.ndarray]]
     _sleeping: SleepingBuffers
     _asleep_stats: dict[str, Any] | None
