@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from support import options
 
 from deploy.server import CHECKPOINT, cpu_environment, log_tail, serving
 from soak import report
