@@ -48,6 +48,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--time-limit", type=float, help="seconds, after which the engine is stopped")
     add("--starts", action="store_true", help="start each twice: with empty caches, and with them")
     add("--layout", nargs="+", default=[], help="policies that servers with one make room for, too")
+    add("--disable", nargs="+", default=[], help="parts that servers with a policy turn off")
     add("--commit", help="what is measured, where the tree is no git checkout")
     add("--dtype", default="bfloat16", choices=_DTYPE_BYTES)
     add("--max-model-len", type=int, help="default: the model's, at most 131072")
@@ -334,6 +335,7 @@ def main(argv: list[str]) -> int:
         for index, name in enumerate(args.engines):
             report = f"{folder}/engine{index}.json"
             options = {"engine": model, "report": report, "repeats": args.repeats}
+            options["disable"] = args.disable
             options["cases"] = cases_of(name, args.cases)
             if args.resume:
                 options["cases"] = results.missing(name, options["cases"])

@@ -110,7 +110,8 @@ class Bench:
         if policy is not None:
             check_plugin()
             room = {"kv_layout": self.spec["layout"]} if self.spec.get("layout") else {}
-            options["additional_config"] = {"kv_policy": policy, **room}
+            off = {"kv_disable": self.spec["disable"]} if self.spec.get("disable") else {}
+            options["additional_config"] = {"kv_policy": policy, **room, **off}
         from vllm import LLM
 
         self.llm = cast(Any, LLM(disable_log_stats=False, cudagraph_metrics=True, **options))
