@@ -14,7 +14,7 @@ from vllm_kvx.config.environment import REPLACED
 from vllm_kvx.tools.doctor import installation, machine
 from vllm_kvx.tools.doctor.surroundings import BUILD_VARIABLES, VARIABLES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
