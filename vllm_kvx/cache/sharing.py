@@ -250,10 +250,8 @@ class PrefixSharing:
         """
         groups = [m.kv_cache_group_id for m in self._managers if m.stage == 0]
         hashes, get = self._hashes(request), self._pool.get_cached_block
-        end, before = (
-            (request.num_tokens - 1) // self._block_size,
-            self._runs.get(request.request_id, 0),
-        )
+        end = (request.num_tokens - 1) // self._block_size
+        before = self._runs.get(request.request_id, 0)
         count = known
         if known < before <= end and get(hashes[before - 1], groups) is not None:
             count = before
