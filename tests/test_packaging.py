@@ -124,7 +124,7 @@ def test_the_wheel_is_pure(wheel: Path) -> None:
     shipped = tracked() | {f"vllm_kvx/{name}" for name in sources()}
     assert {name for name in names if ".dist-info/" not in name} == shipped
     data = {"vllm_kvx/py.typed", "vllm_kvx/compat/vllm_signatures.json"}
-    assert data | {"csrc/binding.cpp"} < names
+    assert data | {"vllm_kvx/csrc/binding.cpp"} < names
     assert header(wheel, "WHEEL")["Root-Is-Purelib"] == ["true"]
 
 
