@@ -1,6 +1,6 @@
 """Compiles the kernels of policies ahead, for a Hopper GPU that is not there; prints their names.
 
-python -m world.compiles_ahead CACHE_DTYPE POLICY...
+python -m support.compiles_ahead CACHE_DTYPE POLICY...
 """
 
 import json
