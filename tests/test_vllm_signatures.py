@@ -113,7 +113,9 @@ def test_every_function_in_the_place_of_one_of_vllms_is_compared() -> None:
 
 
 def test_what_is_listed_as_called_is_called() -> None:
-    source = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "vllm_signatures.py")
+    source = "\n".join(
+        p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "vllm_signatures.py"
+    )
     names = {path.replace(":", ".").split(".")[-1] for p in seams.CALLED.values() for path in p}
     assert {name for name in names if not re.search(rf"\b{name}\(", source)} == set()
 

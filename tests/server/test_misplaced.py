@@ -171,6 +171,7 @@ def test_beside_the_body(post: Any, path: str) -> None:
         ({"kv_rate": 0.2}, 'in the policy\'s name, such as "kv_policy": "snapkv:kv_rate=..."'),
         ({"kv_policy": "snapkv", "KV-Floor": 9}, '"kv_policy": "snapkv:kv_floor=..."'),
         ({"kv_layout": ["speed-4"]}, "kv_layout is set when the server starts"),
+        ({"kv_pivot": 3}, 'policy\'s name, such as "kv_policy": "structkv:pivot=..."'),
         ({"kv_request_policies": None}, "kv_request_policies is set when the server starts"),
         ({"kv_cache_policy": 1}, "unknown key 'kv_cache_policy' in vllm_xargs: of keys with kv_"),
         ({"kv-other": 1, "kv_policy": None}, "unknown key 'kv-other'"),

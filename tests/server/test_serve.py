@@ -138,7 +138,9 @@ def server(log: Path) -> Iterator[Server]:
         **{"loss": "self-distillation", "data": {}, "training": {}, "versions": {}},
         **{"agreement": {"before": figures, "after": figures}, "command": "c", "date": "d"},
     ).write(model)
-    with serving([str(model), *FLAGS[1:]], log, cpu_environment()) as url:
+    # Tests of tools that ran before in this process may have made vLLM's log quiet.
+    loud = cpu_environment() | {"VLLM_LOGGING_LEVEL": "INFO"}
+    with serving([str(model), *FLAGS[1:]], log, loud) as url:
         yield Server(url)
 
 

@@ -58,7 +58,7 @@ KEYS = (
     *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY),
 )
 # Keys of earlier versions, and the parameter of a policy that says the same.
-_REPLACED_KEYS = {
+REPLACED_KEYS = {
     f"kv_{parameter}": f"{name}:{parameter}"
     for name, method in METHODS.items()
     if method.to_measure is not None
@@ -324,13 +324,13 @@ def policy_is_set(config: Any) -> bool:
     is_set = config.get(POLICY_KEY) is not None
     known = f"vllm-kvx knows {', '.join(KEYS)}"
     for key in config:
-        if key in _REPLACED_KEYS:
+        if key in REPLACED_KEYS:
             raise ValueError(_in_the_policy(key, key))
     if found := misspelling(config, KEYS):
         raise ValueError(
             f"unknown key {found.key!r} in additional_config; did you mean {found.name!r}? {known}"
         )
-    if found := misspelling(config, tuple(_REPLACED_KEYS)):
+    if found := misspelling(config, tuple(REPLACED_KEYS)):
         raise ValueError(_in_the_policy(*found))
     for key in config if is_set else ():
         if isinstance(key, str) and key not in KEYS and has_prefix(key):
@@ -345,8 +345,8 @@ def policy_is_set(config: Any) -> bool:
 
 
 def _in_the_policy(key: str, name: str) -> str:
-    """What to write in the place of `key`, which is `name` of `_REPLACED_KEYS` or resembles it."""
-    parameter = _REPLACED_KEYS[name]
+    """What to write in the place of `key`, which is `name` of `REPLACED_KEYS` or resembles it."""
+    parameter = REPLACED_KEYS[name]
     example = "max" if parameter.endswith("_reduction") else "15"
     return (
         f"{key!r} is no key of additional_config: write it into the policy, "

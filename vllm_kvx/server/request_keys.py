@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vllm_kvx.config.quoting import quoted
-from vllm_kvx.config.settings import KEYS
+from vllm_kvx.config.settings import KEYS, REPLACED_KEYS
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.server.misplaced import XARGS, refusal
@@ -80,6 +80,9 @@ def _stray(key: Any) -> Stray | None:
     if name in _PARAMETERS:
         example = f'"{POLICY_KEY}": "{_PARAMETERS[name]}:{name}=..."'
         return Stray(key, f"parameters stand in the policy's name, such as {example}")
+    if name in REPLACED_KEYS:
+        example = f'"{POLICY_KEY}": "{REPLACED_KEYS[name]}=..."'
+        return Stray(key, f"it is part of a policy's name, such as {example}")
     if name in _SERVER_KEYS:
         return Stray(
             key,
