@@ -103,13 +103,17 @@ class Suite:
         )
         return {name: getattr(self, name) for name in names}
 
-    def _chat(self, messages: Any = SHORT, **more: Any) -> Any:
+    def _raw(self, messages: Any = SHORT, **more: Any) -> Any:
+        """The reply with its headers."""
         more = {"max_tokens": 16, "temperature": 0, **more}
         raw = self._client.chat.completions.with_raw_response.create(
             model=NAME, messages=messages, extra_body=self._extra(), **more
         )
         check(raw.headers.get("x-kv-policy"), "no header x-kv-policy")
-        return raw.parse()
+        return raw
+
+    def _chat(self, messages: Any = SHORT, **more: Any) -> Any:
+        return self._raw(messages, **more).parse()
 
     def _extra(self) -> dict[str, Any]:
         return {"vllm_xargs": {"kv_policy": self._policy}}
@@ -220,10 +224,7 @@ class Suite:
 
     def responses_header(self) -> str:
         """The policy that the header names is the one that was asked for."""
-        raw = self._client.chat.completions.with_raw_response.create(
-            model=NAME, messages=SHORT, max_tokens=1, extra_body=self._extra()
-        )
-        named = raw.headers["x-kv-policy"]
+        named = self._raw(max_tokens=1).headers["x-kv-policy"]
         check(named.split(":")[0] == self._policy.split(":")[0], f"says {named}")
         return str(named)
 
@@ -262,6 +263,10 @@ def main(argv: list[str]) -> int:
     flags += ["--kv-policy", "full", "--kv-layout", *[p for p in args.policies if p != "full"]]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     command = (sys.executable, "-m", "vllm_kvx.cli")
+    # Before it is asked: the commit may be another one afterwards.
+    what = "Every kind of request that OpenAI's client makes, by policy, with full's beside it."
+    line = command_line("benchmarks.serving.client_suite", argv)
+    head = about(what, line, packages=("openai", "transformers"))
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(flags, Path(folder) / "log", cpu_environment(), 600, command) as url,
@@ -271,9 +276,6 @@ def main(argv: list[str]) -> int:
     failed = [f"{p}: {k}" for p, by in found.items() for k, r in by.items() if not r["passed"]]
     print(f"failed: {', '.join(failed) or 'none'}")
     if args.output:
-        what = "Every kind of request that OpenAI's client makes, by policy, with full's beside it."
-        line = command_line("benchmarks.serving.client_suite", argv)
-        head = about(what, line, packages=("openai", "transformers"))
         model = {"name": args.model.name, "failed": failed, "policies": found}
         write_json(args.output, {"about": head, "models": [model]})
     return bool(failed)

@@ -186,7 +186,6 @@ class KVSettings:
         if not policy_is_set(config):
             return None
         assert isinstance(config, dict)
-        refuse_replaced()
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         settings = cls.of(config, num_layers)
         if not settings.layout.stash:
@@ -317,7 +316,8 @@ def policy_is_set(config: Any) -> bool:
 
     Raises:
         ValueError: a key that is or resembles one of ours, yet sets no policy; with a policy set,
-            any other key that begins with ``kv_`` or ``kv-``.
+            any other key that begins with ``kv_`` or ``kv-``, a part that cannot be disabled, or
+            a variable that earlier versions read.
     """
     if not isinstance(config, dict):
         return False
@@ -341,6 +341,10 @@ def policy_is_set(config: Any) -> bool:
             f"{' and '.join(without)} without {POLICY_KEY}, by flag or in additional_config: "
             f"set {POLICY_KEY} too ('full' runs every request in full by default)"
         )
+    if is_set:
+        # Here, and not with the other values: before a server measures layers for minutes.
+        refuse_replaced()
+        disabled_parts(config)
     return is_set
 
 

@@ -4,8 +4,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx import __version__
-from vllm_kvx.config.disabled import disabled_parts
-from vllm_kvx.config.environment import refuse_replaced
 from vllm_kvx.config.settings import (
     LAYOUT_KEY,
     POLICY_KEY,
@@ -55,9 +53,6 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     config: Any = vllm_config.additional_config
     if not policy_is_set(config):
         return vllm_config
-    # Before anything is measured, which may take minutes.
-    refuse_replaced()
-    disabled_parts(config)
     identity = identity_of(vllm_config)
     rows = applying(ALWAYS, vllm_config)
     if not _is_full_alone(config):

@@ -1,4 +1,7 @@
-"""What `vllm-kvx evaluate --save` writes: a record that servers of the model read."""
+"""What `vllm-kvx evaluate --save` writes: a record that servers of the model read.
+
+``records/answers.py`` is its path and its reader; ``server/evaluation_notice.py`` says it at start.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
