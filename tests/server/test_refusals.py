@@ -19,7 +19,6 @@ from vllm_kvx.config.settings import dtype_of_engine
 from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.refusal import applying, reasons
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
@@ -27,6 +26,7 @@ from vllm_kvx.server.start_checks import (
     WITH_RETRIEVAL,
     WITH_SELECTION,
 )
+from vllm_kvx.server.start_refusal import applying, reasons
 from vllm_kvx.server.validate import WORKERS, machinery_rows
 
 

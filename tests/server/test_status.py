@@ -13,6 +13,7 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
+from vllm_kvx.config.settings import Measured
 from vllm_kvx.server import route, stats
 from vllm_kvx.server.route import KVPolicyEndpoint
 
@@ -150,6 +151,8 @@ def test_route_tells_what_was_measured(config: dict, policy: str, splits: list[i
             "pivot": measured["pivot"],
             "tsp_layer": measured.get("tsp_layer"),
         }
+        assert answer["measured_config"] == {f"kv_{name}": measured[name] for name in measured}
+        assert Measured.of_status(answer["measured_config"]) == Measured.of(config)
         assert answer["policy"] == policy and answer["layout"]["splits"] == splits
         assert answer["parameters"]["propagate"]["pivot"] == measured["pivot"]
 

@@ -8,7 +8,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from simulation.client import AMPLE, Client
 from simulation.servers import SERVERS
 from simulation.traffic import VOCAB
-from vllm_kvx.cache.eviction import Rivals
+from vllm_kvx.cache.prefix_eviction import Rivals
 
 FIER = "fier-64:dense_below=0"
 

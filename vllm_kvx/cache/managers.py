@@ -14,8 +14,8 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.block_owners import BlockOwners
-from vllm_kvx.cache.eviction import forget
 from vllm_kvx.cache.messages import PrivateBlocks
+from vllm_kvx.cache.prefix_eviction import forget
 from vllm_kvx.cache.request_kv import NEVER, RequestKV
 from vllm_kvx.cache.shared_blocks import copies_to_come
 

@@ -14,11 +14,11 @@ from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.decode_fast_path import DecodeFastPath
-from vllm_kvx.cache.eviction import forget
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager, PolicyKVCacheManager
 from vllm_kvx.cache.messages import PolicyStep, StateBlocks, attach, result_of
 from vllm_kvx.cache.pool import pool_tokens
+from vllm_kvx.cache.prefix_eviction import forget
 from vllm_kvx.cache.scheduler_stats import PolicySchedulerStats, RunInFull
 from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.cache.sharing import PrefixSharing

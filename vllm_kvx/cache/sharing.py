@@ -19,10 +19,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, resolve_block_h
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvx.cache.admission import in_both
-from vllm_kvx.cache.eviction import Recency, Rivals
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import PolicyKVCacheManager
 from vllm_kvx.cache.messages import PrivateBlocks, StateBlocks
+from vllm_kvx.cache.prefix_eviction import Recency, Rivals
 from vllm_kvx.cache.request_kv import RequestKV, anchor_hash
 from vllm_kvx.cache.states import StateCache, StateRows, overlays
 from vllm_kvx.config.settings import KVSettings

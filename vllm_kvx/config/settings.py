@@ -11,7 +11,7 @@ kv_stash_tokens: how many prompt tokens the stash holds, which wait there until 
 kv_share: "on" (the default) or "off": whether prompts whose entries go once they are in read
     prefixes from vLLM's prefix cache and stay in it.
 kv_eviction: which cached blocks go where the cache cannot hold all that come back: "adaptive" (the
-    default; see ``cache/eviction.py``) or "lru", as vLLM does.
+    default; see ``cache/prefix_eviction.py``) or "lru", as vLLM does.
 kv_recall_every: of the steps that retrieve, every n-th measures recall (default 0, none).
 kv_disable: a list of parts that do not run: "split_layers" (see ``worker/split_layers.py``),
     "compiled_ranges" (see ``models/compiled_ranges.py``).
@@ -109,6 +109,16 @@ class Measured:
         """The keys of ``additional_config`` that `of` makes this from."""
         values: dict[str, int | str] = {**dict(self.layers), **dict(self.reductions)}
         return {MEASURED_KEY: values} if values else {}
+
+    def as_status(self) -> dict[str, int | str]:
+        """What ``GET /v1/kv_policy`` calls ``measured_config``: flat, each name after ``kv_``."""
+        values = self.as_config().get(MEASURED_KEY, {})
+        return {f"kv_{name}": value for name, value in values.items()}
+
+    @classmethod
+    def of_status(cls, status: dict[str, Any]) -> "Measured":
+        """What `as_status` told; raises ValueError as `of` does."""
+        return cls.of({MEASURED_KEY: {k.removeprefix("kv_"): v for k, v in status.items()}})
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Measured":

@@ -125,7 +125,7 @@ class PolicyStatus:
             "parameters": settings.policy.parameters(),
             "request_policies": settings.request_policies,
             "measured": settings.measured.as_dict(),
-            "measured_config": settings.measured.as_config(),
+            "measured_config": settings.measured.as_status(),
             "model_key": self.evaluation_notice.model_key,
             "kv_cache_dtype": self.kv_cache_dtype,
             "answers_kept": {str(p): self.evaluation_notice.as_json(p) for p in settings.policies},

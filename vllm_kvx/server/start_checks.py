@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED
-from vllm_kvx.server.refusal import BACKEND, CACHE_DTYPE, MODEL, NO_POLICY, RAY, Refusal
+from vllm_kvx.server.start_refusal import BACKEND, CACHE_DTYPE, MODEL, NO_POLICY, RAY, Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

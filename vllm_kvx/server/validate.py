@@ -15,7 +15,6 @@ from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import find_measured
-from vllm_kvx.server.refusal import ARCHITECTURE, Refusal, applying, told
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
@@ -23,6 +22,7 @@ from vllm_kvx.server.start_checks import (
     WITH_RETRIEVAL,
     WITH_SELECTION,
 )
+from vllm_kvx.server.start_refusal import ARCHITECTURE, Refusal, applying, told
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ slots and lengths on the device and plans the step on the host. ``prepare_attn``
 stage's attention metadata and hands the passes to the model. Nothing is read back from the device.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -29,17 +29,16 @@ from vllm_kvx.config.settings import KVSettings, request_policy
 from vllm_kvx.models.decoder import SegmentedModel
 from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
-from vllm_kvx.worker.batch import PassBatch, unplanned
+from vllm_kvx.worker.attn_metadata import StepAttention
 from vllm_kvx.worker.blocks import cut_tables, relink, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
-from vllm_kvx.worker.prefill.passes import PassMaker, lens_to_device, run_in_turn
+from vllm_kvx.worker.prefill.passes import PassMaker, run_in_turn
 from vllm_kvx.worker.prefill.prefix_states import PrefixStates
 from vllm_kvx.worker.prefill.score_and_move import PrefillBuffers
 from vllm_kvx.worker.prefill.stash import Stash
-from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows
 from vllm_kvx.worker.shared_attn_metadata import AttentionGroups, SharedAttnMetadata, only
@@ -110,7 +109,7 @@ class PolicyModelState(DefaultModelState):
         self.block_tables = block_tables
         self.kv_cache_config = kv_cache_config
         groups = kv_cache_config.kv_cache_groups
-        self.alike = SharedAttnMetadata(groups)
+        self.shared = SharedAttnMetadata(groups)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
         self._groups = torch.arange(len(groups), dtype=torch.int32, device=self.device)
         self._stages = torch.tensor(self.group_stages, dtype=torch.int32, device=self.device)
@@ -220,98 +219,29 @@ class PolicyModelState(DefaultModelState):
         step, self._step = self._step, None
         if step is not None and step.batch is not input_batch:
             step = None  # A dummy batch, which no preprocess_state preceded.
-        # A FULL graph runs every row of the batch; its rows are decodes or one-token chunks,
-        # for which slots and lengths alone are exact (``needs_python`` keeps others away).
-        rows: list[DeviceRows | None] = [None] * len(self.passes.segments)
-        counts = [np.zeros(0, dtype=np.int64)] * len(rows)
-        if step is not None:
-            counts = [step.counts] * len(rows)
-            if cudagraph_mode != CUDAGraphMode.FULL:
-                counts = [step.counts if r is None else r.counts for r in step.rows]
-                rows = [
-                    None
-                    if r is None
-                    else DeviceRows.of(r, input_batch, block_tables, slot_mappings, self.device)
-                    for r in step.rows
-                ]
+        attn = StepAttention(
+            super().prepare_attn,
+            self.shared,
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            (kv_cache_config, for_capture, ubatch_idx, model_specific_attn_metadata),
+            self.max_num_reqs,
+        )
+        rows, counts = self._rows(step, attn)
         retrieves = self._retrieval_pass(
             step, cudagraph_mode, for_capture, input_batch, block_tables
         )
-
-        def build(
-            batch: InputBatch, groups: AttentionGroups, cut: DeviceRows | None
-        ) -> AttnMetadata:
-            tables, slots = block_tables, slot_mappings
-            if cut is not None:
-                if cut.num_rows == 0:
-                    return {}
-                batch = cut.of_stage(batch)
-                tables, slots = cut.batch.block_tables, cut.batch.slot_mappings
-            return self.alike.build(
-                super(PolicyModelState, self).prepare_attn,
-                batch,
-                cudagraph_mode,
-                tables,
-                slots,
-                groups,
-                kv_cache_config,
-                for_capture,
-                ubatch_idx,
-                model_specific_attn_metadata,
-            )
-
-        metadata: AttnMetadata = {}
-        for stage, stored_lens in enumerate(self.stored_lens):
-            batch = of_stage(input_batch, stage, stored_lens, step)
-            groups = only(attn_groups, self.passes.groups_of(stage))
-            cut = rows[self.stage_segments[stage]]
-            metadata.update(build(batch, groups, cut))
-            if retrieves is not None and retrieves.modes[stage] is Mode.MIXED:
-                assert self.retrieval is not None
-                retrieval_step = step.retrieval if step is not None else None
-                batch, groups = self.retrieval.stock_batch(
-                    retrieval_step, stage, batch, groups, attn_groups
-                )
-                metadata.update(build(batch, groups, cut))
+        metadata = self._by_stage(step, attn, rows, retrieves)
         if step is None:
             plan = StepPlan(hooks=self.hooks.during(None, retrieves), is_dummy=True)
         elif step.is_decode:
             plan = StepPlan(hooks=self.hooks.during(None, retrieves))
             self.stats.add_decodes(step, self.requests)
         else:
-
-            def metadata_of(
-                batch: PassBatch, ends: np.ndarray, groups: Collection[int], is_prefill: bool = True
-            ) -> AttnMetadata:
-                prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
-                lens, bounds = lens_to_device(ends, self.device), torch.from_numpy(ends)
-                its = only(attn_groups, groups)
-                with unplanned(its if len(ends) > self.max_num_reqs else ()):
-                    return self.alike.build(
-                        super(PolicyModelState, self).prepare_attn,
-                        batch.of(input_batch, lens, bounds, prefilling),
-                        CUDAGraphMode.NONE,
-                        batch.block_tables,
-                        batch.slot_mappings,
-                        its,
-                        kv_cache_config,
-                    )
-
-            here = StepBatch(
-                step.requests,
-                np.cumsum(step.counts),
-                step.begins,
-                step.counts,
-                step.stored_lens,
-                input_batch.positions,
-                block_tables,
-                slot_mappings,
-                metadata,
-                metadata_of,
-                step.projected,
-                step.retrieval if retrieves is not None else None,
-            )
-            plan = self._plan(step, here, rows, counts, retrieves)
+            plan = self._plan(step, attn, metadata, rows, counts, retrieves)
             sizes = [last - first for first, last in self.passes.segments]
             self.stats.add_step(step, self.requests, zip(sizes, counts, strict=True))
             for chunk in step.chunks:
@@ -342,10 +272,55 @@ class PolicyModelState(DefaultModelState):
         chosen = self.memory.centrality.take_blocks()
         return relink(self.block_tables, chosen, self.requests.index, self.group_stages)
 
+    def _rows(
+        self, step: Step | None, attn: StepAttention
+    ) -> tuple[list[DeviceRows | None], list[np.ndarray]]:
+        """By segment of the decoder, the rows that it runs and how many each request has.
+
+        None stands for all rows. A FULL graph runs all of the batch: they are decodes or one-token
+        chunks, for which slots and lengths alone are exact (``needs_python`` keeps others away).
+        """
+        num_segments = len(self.passes.segments)
+        if step is None:
+            return [None] * num_segments, [np.zeros(0, dtype=np.int64)] * num_segments
+        if attn.mode == CUDAGraphMode.FULL:
+            return [None] * num_segments, [step.counts] * num_segments
+        rows = [
+            None
+            if r is None
+            else DeviceRows.of(r, attn.batch, attn.block_tables, attn.slot_mappings, self.device)
+            for r in step.rows
+        ]
+        return rows, [step.counts if r is None else r.counts for r in step.rows]
+
+    def _by_stage(
+        self,
+        step: Step | None,
+        attn: StepAttention,
+        rows: Sequence[DeviceRows | None],
+        retrieves: RetrievalPass | None,
+    ) -> AttnMetadata:
+        """Metadata of all layers, each with its stage's lengths; rows: by segment."""
+        metadata: AttnMetadata = {}
+        for stage, stored_lens in enumerate(self.stored_lens):
+            batch = of_stage(attn.batch, stage, stored_lens, step)
+            groups = only(attn.attn_groups, self.passes.groups_of(stage))
+            cut = rows[self.stage_segments[stage]]
+            metadata.update(attn.of_rows(batch, groups, cut))
+            if retrieves is not None and retrieves.modes[stage] is Mode.MIXED:
+                assert self.retrieval is not None
+                retrieval_step = step.retrieval if step is not None else None
+                batch, groups = self.retrieval.stock_batch(
+                    retrieval_step, stage, batch, groups, attn.attn_groups
+                )
+                metadata.update(attn.of_rows(batch, groups, cut))
+        return metadata
+
     def _plan(
         self,
         step: Step,
-        here: StepBatch,
+        attn: StepAttention,
+        metadata: AttnMetadata,
         rows: Sequence[DeviceRows | None],
         counts: Sequence[np.ndarray],
         retrieves: RetrievalPass | None,
@@ -354,6 +329,7 @@ class PolicyModelState(DefaultModelState):
         if step.chunks:
             self.memory.timer.collect()
             self.memory.detector_timer.collect()
+        here = attn.step_batch(step, metadata, retrieves is not None)
         if all(cut is None for cut in rows) and step.projected is None:
             work = self.passes.work(step.chunks, here, step.counts) if step.chunks else None
             return StepPlan(hooks=self.hooks.during(work, retrieves))

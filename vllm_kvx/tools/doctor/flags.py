@@ -93,8 +93,8 @@ def _engine_config(engine_args: Any) -> Any:
 
 def _without_policy(vllm_config: Any) -> Iterator[Finding]:
     """What would keep policies from running beside these flags."""
-    from vllm_kvx.server.refusal import applying, told
     from vllm_kvx.server.start_checks import ALWAYS
+    from vllm_kvx.server.start_refusal import applying, told
     from vllm_kvx.server.validate import machinery_rows
 
     problems = told([*applying(ALWAYS, vllm_config), *machinery_rows(vllm_config)])

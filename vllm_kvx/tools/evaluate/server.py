@@ -43,7 +43,7 @@ class RunningServer:
         self.num_layers = int(status["num_layers"])
         groups = status["layout"].get("groups", ())
         self.block_size = int(groups[0]["block_size"]) if groups else 16
-        self._measured = Measured.of(status.get("measured_config", {}))
+        self._measured = Measured.of_status(status.get("measured_config", {}))
         if status.get("model_key") != model_key:
             raise ToolError(
                 f"the server at {self._client.base_url} runs other weights ({self._model}) than "

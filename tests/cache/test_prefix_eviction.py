@@ -7,8 +7,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from vllm_kvx.cache import eviction
-from vllm_kvx.cache.eviction import Recency, Rivals, forget
+from vllm_kvx.cache.prefix_eviction import Recency, Rivals, forget
 
 
 class Cache:
@@ -171,10 +170,10 @@ def test_after_a_night_nothing_is_held_against_anybody() -> None:
     cache = Cache(2)
     cache.hits_in(list("abc" * 6))
     assert cache.recency.is_strict
-    cache.seconds += eviction._IDLE / 2
+    cache.seconds += prefix_eviction._IDLE / 2
     cache.ask("a")
     assert cache.recency.is_strict
-    cache.seconds += eviction._IDLE + 1
+    cache.seconds += prefix_eviction._IDLE + 1
     cached = cache.has("abc")
     cache.ask(cached)  # All others were used before it.
     lost = min(set("abc") - set(cached))

@@ -1,0 +1,100 @@
+"""The attention metadata of one step: of its batch, stage by stage, and of passes of their own."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_kvx.models.passes import AttnMetadata
+from vllm_kvx.worker.batch import PassBatch, unplanned
+from vllm_kvx.worker.prefill.passes import lens_to_device
+from vllm_kvx.worker.prefill.step_batch import StepBatch
+from vllm_kvx.worker.rows import DeviceRows
+from vllm_kvx.worker.shared_attn_metadata import AttentionGroups, SharedAttnMetadata, only
+from vllm_kvx.worker.step import Step
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """What vLLM hands over to build a step's attention metadata from.
+
+    Attributes:
+        prepare_attn: vLLM's own, bound. shared: the KV groups that one plan serves.
+        batch: the step's; R requests, padded. mode: how the step runs.
+        block_tables: (R, B) int32 by KV group. slot_mappings: (G, T) int64.
+        attn_groups: by KV group.
+        more: what else `prepare_attn` takes after the groups, the KV cache's config first.
+        max_num_reqs: the most requests that attention backends have planned room for.
+    """
+
+    prepare_attn: Callable[..., AttnMetadata]
+    shared: SharedAttnMetadata
+    batch: InputBatch
+    mode: CUDAGraphMode
+    block_tables: tuple[Tensor, ...]
+    slot_mappings: Tensor
+    attn_groups: AttentionGroups
+    more: tuple[Any, ...]
+    max_num_reqs: int
+
+    def of_rows(
+        self, batch: InputBatch, groups: AttentionGroups, rows: DeviceRows | None
+    ) -> AttnMetadata:
+        """Metadata of `batch`, the step's with a stage's lengths, by layer name.
+
+        Args:
+            groups: by KV group; nothing is built for the groups of an empty one.
+            rows: those that the layers run on; None stands for all of the batch.
+        """
+        tables, slots = self.block_tables, self.slot_mappings
+        if rows is not None:
+            if rows.num_rows == 0:
+                return {}
+            batch = rows.of_stage(batch)
+            tables, slots = rows.batch.block_tables, rows.batch.slot_mappings
+        return self.shared.build(
+            self.prepare_attn, batch, self.mode, tables, slots, groups, *self.more
+        )
+
+    def of_pass(
+        self, batch: PassBatch, ends: np.ndarray, groups: Collection[int], is_prefill: bool = True
+    ) -> AttnMetadata:
+        """Metadata of a pass with rows of its own; see ``step_batch.MetadataOf``."""
+        prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
+        lens, bounds = lens_to_device(ends, self.slot_mappings.device), torch.from_numpy(ends)
+        wanted = only(self.attn_groups, groups)
+        with unplanned(wanted if len(ends) > self.max_num_reqs else ()):
+            return self.shared.build(
+                self.prepare_attn,
+                batch.of(self.batch, lens, bounds, prefilling),
+                CUDAGraphMode.NONE,
+                batch.block_tables,
+                batch.slot_mappings,
+                wanted,
+                self.more[0],
+            )
+
+    def step_batch(self, step: Step, metadata: AttnMetadata, retrieves: bool) -> StepBatch:
+        """What passes need to know of the batch of `step`, whose layers have `metadata`.
+
+        retrieves: whether decode tokens of this step may read less than all.
+        """
+        return StepBatch(
+            step.requests,
+            np.cumsum(step.counts),
+            step.begins,
+            step.counts,
+            step.stored_lens,
+            self.batch.positions,
+            self.block_tables,
+            self.slot_mappings,
+            metadata,
+            self.of_pass,
+            step.projected,
+            step.retrieval if retrieves else None,
+        )
