@@ -7,6 +7,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
+from vllm_kvx.cache import prefix_eviction
 from vllm_kvx.cache.prefix_eviction import Recency, Rivals, forget
 
 
