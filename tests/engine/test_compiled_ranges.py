@@ -194,9 +194,9 @@ def run_segments(model: Any, edges: Sequence[int], ids: Tensor, positions: Tenso
     states: Any = (None, None)
     for first, last in pairwise(edges):
         segment = DecoderSegment(
-            vllm_config=model.model.vllm_config, decoder=model.model, start=first, end=last
+            vllm_config=model.model.vllm_config, ranges=model.ranges, start=first, end=last
         )
-        with torch._dynamo.config.patch(disable=True):
+        with torch._dynamo.config.patch(disable=True), model.ranges.as_stage(first, last):
             out = segment.run(ids, positions, *states)
         if last < len(model.model.layers):
             rows = yield out

@@ -305,7 +305,7 @@ def profiled_scratch(engine: Any) -> int:
 
 def runs_compiled_ranges(engine: Any) -> bool:
     """Whether prompts run the stock decoder's compiled pieces."""
-    return _state(engine).segmented.compiled_ranges is not None
+    return _state(engine).hooked.compiled_ranges is not None
 
 
 def limit_pass(engine: Any, tokens: int) -> None:
@@ -317,7 +317,7 @@ def watch_passes(engine: Any) -> list[int]:
     """Grows by the number of passes of selected tokens with every forward pass."""
     counts: list[int] = []
     state = _state(engine)
-    begin_step, resumed = state.segmented.begin_step, state.passes.resumed
+    begin_step, resumed = state.hooked.begin_step, state.passes.resumed
 
     def began(plan: Any) -> None:
         if plan.passes is None:
@@ -329,7 +329,7 @@ def watch_passes(engine: Any) -> list[int]:
         counts.append(len(passes))
         return passes
 
-    state.segmented.begin_step, state.passes.resumed = began, made
+    state.hooked.begin_step, state.passes.resumed = began, made
     return counts
 
 
@@ -344,9 +344,11 @@ def watch_rows(engine: Any, cutoff: int) -> tuple[list[int], list[int]]:
             if part == 0:
                 rows[0].append(positions.shape[0])
                 rows[1].append(0)
-            else:
+            # A layer of which entries are projected ends where its attention is called.
+            out = forward(positions, *args, **kwargs)
+            if part:
                 rows[1][-1] = positions.shape[0]
-            return forward(positions, *args, **kwargs)
+            return out
 
         layer.forward = counted
     return rows

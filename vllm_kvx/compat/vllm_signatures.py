@@ -41,10 +41,6 @@ CLASSES = {
         "vllm_kvx.cache.decode_fast_path:NoBlocks",
         "vllm_kvx.cache.kv_cache_specs:FirstStageAttentionSpec",
         "vllm_kvx.cache.kv_cache_specs:LaterStageAttentionSpec",
-        "vllm_kvx.models.decoder:SegmentedLlamaForCausalLM",
-        "vllm_kvx.models.decoder:SegmentedMistralForCausalLM",
-        "vllm_kvx.models.decoder:SegmentedQwen2ForCausalLM",
-        "vllm_kvx.models.decoder:SegmentedQwen3ForCausalLM",
         "vllm_kvx.worker.model_state:PolicyModelState",
     ),
     # The one that runs, too: the other's module may not be importable there.

@@ -14,13 +14,15 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.compilation.codegen import generate_execution_code
 
-from vllm_kvx.models.projection import attention_of, projected_of
+from vllm_kvx.models.layer_ranges import LayerRanges, NoRanges
 from vllm_kvx.models.stitching import PIECES, PROGRAM, Stitching, UnknownForm
 from vllm_kvx.models.stream import Out, Projected, Stream
 
+# Rows by which the residual stream is told from other tensors.
+_CHECKED = 8
 # Runs the stock decoder on (N,) ids and positions.
 Decode = Callable[[Tensor, Tensor], Any]
 
@@ -28,22 +30,21 @@ Decode = Callable[[Tensor, Tensor], Any]
 class CompiledRanges:
     """Ranges of a decoder's layers, by its own compiled pieces."""
 
-    def __init__(self, decoder: Any, decode: Decode) -> None:
+    def __init__(self, ranges: LayerRanges, decode: Decode) -> None:
         """Takes over the program of a decoder that vLLM has compiled by now.
 
         Raises:
             UnknownForm: it was compiled in another way, or its program is of another form.
         """
-        compiled = _compiled_function(decoder)
+        compiled = _compiled_function(ranges.decoder)
         stock: Any = compiled.optimized_call
         if not isinstance(stock, partial) or PIECES not in stock.keywords:
             raise UnknownForm("its compiled pieces are called in another way")
-        self._layers: list[nn.Module] = list(decoder.layers)
-        self._attention = [attention_of(layer) for layer in self._layers]
+        self._ranges, self._attention = ranges, ranges.attention
         self._program = Stitching(_source_of(compiled, stock.func.__code__))
         cuts = len(self._program.cuts)
-        if cuts != len(self._layers):
-            raise UnknownForm(f"{cuts} of its {len(self._layers)} layers have attention outside")
+        if cuts != ranges.num_layers:
+            raise UnknownForm(f"{cuts} of its {ranges.num_layers} layers have attention outside")
         self._compiled = compiled
         self._decode, self._stock, self._pieces = decode, stock, stock.keywords[PIECES]
         self._scope: dict[str, Any] = stock.func.__globals__
@@ -72,16 +73,17 @@ class CompiledRanges:
         assert ids is not None
         is_new = (first, last) not in self._parts
         out = self._run_part(first, last, ids, positions, live)
-        if last == len(self._layers):
+        if last == self._ranges.num_layers:
             assert isinstance(out, Tensor)
             return out
         if is_new:
-            self._check(last, out, len(positions))
+            self._check(last, out, positions)
         cut = self._program.cuts[last]
         return Stream((out[cut.residual],), Projected(out[cut.query], out[cut.key], out[cut.value]))
 
-    def _check(self, layer: int, live: dict[str, Tensor], rows: int) -> None:
+    def _check(self, layer: int, live: dict[str, Tensor], positions: Tensor) -> None:
         """Raises UnknownForm if what lives below `layer` is not what a pass would begin with."""
+        rows = len(positions)
         cut, attention = self._program.cuts[layer], self._attention[layer]
         heads, kv_heads = attention.num_heads, attention.num_kv_heads
         shapes = {
@@ -99,6 +101,11 @@ class CompiledRanges:
                 f"below layer {layer} lives {list(residual.shape)} of {residual.dtype}, and its "
                 f"attention writes {output.dtype}"
             )
+        made = Projected(*(live[name][:_CHECKED] for name in (cut.query, cut.key, cut.value)))
+        try:
+            self._ranges.check(layer, residual[:_CHECKED], positions[:_CHECKED], made)
+        except NoRanges as error:
+            raise UnknownForm(str(error)) from error
 
     def _run_part(
         self, first: int, last: int, ids: Tensor, positions: Tensor, live: dict[str, Tensor]
@@ -135,7 +142,7 @@ class CompiledRanges:
         residual, made = stream.sum(), stream.projected
         stream.release()
         if made is None:
-            made = projected_of(self._layers[layer], residual, positions)
+            made = self._ranges.projected(layer, (residual,), positions)
         cut, attention = self._program.cuts[layer], self._attention[layer]
         shape = len(residual), attention.num_heads, attention.head_size_v
         return {

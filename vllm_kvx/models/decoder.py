@@ -8,11 +8,10 @@ graphs. Passes run ranges of that decoder's compiled code (``compiled_ranges``);
 segments of their own (``segment``), which round differently.
 """
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +20,21 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
 from vllm_kvx.config.disabled import COMPILED_RANGES, disabled_parts
 from vllm_kvx.models.compiled_ranges import CompiledRanges
+from vllm_kvx.models.hooked import HookedModel
+from vllm_kvx.models.layer_ranges import LayerRanges
 from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
     Previous,
     Stashed,
-    StepPlan,
     ToEntries,
     TokenIds,
     ToStash,
 )
-from vllm_kvx.models.projection import attention_of, queries_of, store_entries, write_entries
 from vllm_kvx.models.segment import Segments
 from vllm_kvx.models.stitching import UnknownForm
 from vllm_kvx.models.stream import Out, Stream, rows_of
@@ -48,63 +42,36 @@ from vllm_kvx.models.stream import Out, Stream, rows_of
 logger = init_logger("vllm.kvx.models")
 
 
-class Build(NamedTuple):
-    """What the worker that loads a segmented model says of it.
-
-    model_state: the class of vLLM's model state that goes with it.
-    row_cuts: the layers where segments begin, of the model's attention layers; see ``Segments``.
-    online_cuts: the same for passes that find their pivot meanwhile.
-    """
-
-    model_state: Callable[..., Any]
-    row_cuts: Callable[[Sequence[Attention]], Sequence[int]]
-    online_cuts: tuple[int, ...]
-
-
-class SegmentedModel(nn.Module):
-    """Mixin over a vLLM ``*ForCausalLM`` that runs ``self.model`` in passes.
-
-    build: set before a model is loaded; vLLM makes the model itself.
-    """
-
-    build: ClassVar[Build]
-    model: Any
-    _plan: StepPlan
-    _is_dummy_step: bool
+class SegmentedModel(HookedModel):
+    """Mixin over a vLLM model whose decoder runs in passes over ranges of its layers."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
-        build = SegmentedModel.build
-        self._model_state = build.model_state
-        row_cuts = build.row_cuts(self.attention_layers())
-        self.segments = Segments(self.model, row_cuts, build.online_cuts, vllm_config, prefix)
+        build = HookedModel.build
         self._dtype: torch.dtype = vllm_config.model_config.dtype  # type: ignore[assignment]
+        hidden_size, attention = vllm_config.model_config.get_hidden_size(), self.attention_layers()
+        self.ranges = LayerRanges(self, attention, hidden_size, self._dtype)
+        row_cuts = build.row_cuts(attention)
+        self.segments = Segments(self.ranges, row_cuts, build.online_cuts, vllm_config, prefix)
         self._captured_sizes: set[int] = set()
         # In the place of segments, once the stock decoder is compiled.
         self.compiled_ranges: CompiledRanges | None = None
         is_disabled = COMPILED_RANGES in disabled_parts(vllm_config.additional_config)
-        self._may_have_compiled_ranges = not (self.model.do_not_compile or is_disabled)
-        self.begin_step(StepPlan())
+        do_not_compile = getattr(self.ranges.decoder, "do_not_compile", True)
+        self._may_have_compiled_ranges = not (do_not_compile or is_disabled)
 
-    def attention_layers(self) -> list[Attention]:
-        """The attention layer of every decoder layer, in order."""
-        return [attention_of(layer) for layer in self.model.layers]
+    def weights_are_loaded(self) -> None:
+        """Finds what the residual stream is.
 
-    def output_projections(self) -> list[nn.Module]:
-        """What projects the output of each layer's attention, in order."""
-        return [layer.self_attn.o_proj for layer in self.model.layers]
-
-    def begin_step(self, plan: StepPlan) -> None:
-        """Says what the next forward pass runs.
-
-        Whether it is a dummy step holds until the next one begins: vLLM warms up and captures with
-        one preparation.
+        Raises:
+            NoRanges: it cannot be told.
         """
-        # Past ``nn.Module``, which would look among its parameters for both, in every step.
-        self.__dict__.update(_plan=plan, _is_dummy_step=plan.is_dummy)
+        firsts = sorted({first for edges in self.segments.edges for first in edges[1:-1]})
+        device = next(self.parameters()).device
+        self.ranges.find_residual(firsts, self._dtype, device)
 
-    def get_model_state_cls(self) -> Callable[..., Any]:
-        return self._model_state
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(
         self,
@@ -114,8 +81,7 @@ class SegmentedModel(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """(T,) ids and positions -> (T, H) final states; rows dropped on the way are 0."""
-        # Consumed once: a dummy run that prepares no attention must not see an old plan.
-        plan, self._plan = self._plan, StepPlan()
+        plan = self.take_plan()
         if plan.passes is None:
             with plan.hooks:
                 return self._run_stock(input_ids, positions, intermediate_tensors, inputs_embeds)
@@ -153,7 +119,7 @@ class SegmentedModel(nn.Module):
         if now.attn_metadata is not None:
             context = replace(context, attn_metadata=now.attn_metadata)
         with nullcontext() if captured else override_forward_context(context):
-            return self._ranges.run(now.first, now.last, ids, at, stream)
+            return self._runs.run(now.first, now.last, ids, at, stream)
 
     def _write(self, now: Pass, out: Out, output: Tensor | None, num_tokens: int) -> Tensor | None:
         """Puts the pass's output where it goes; the step's output so far, None before any."""
@@ -183,27 +149,30 @@ class SegmentedModel(nn.Module):
         states = asked = None
         with nullcontext() if wanted is None else wanted.hooks:
             for number in range(sink.first, sink.last):
-                above = self.model.layers[number]
-                slots = sink.slot_mapping[attention_of(above).layer_name]
+                attention = self.ranges.attention[number]
+                slots = sink.slot_mapping[attention.layer_name]
                 made = out.projected if number == layer else None
                 if made is not None:
                     key, value = (rows_of(part, sink.rows) for part in (made.key, made.value))
-                    write_entries(above, key, value, slots)
+                    write_entries(attention, key, value, slots)
                 else:
                     states = out.sum(sink.rows) if states is None else states
-                    store_entries(above, states, sink.positions, slots)
+                    of_rows = self.ranges.projected(number, (states,), sink.positions)
+                    write_entries(attention, of_rows.key, of_rows.value, slots)
                 if wanted is None:
                     continue
                 if made is not None and made.query.dtype == self._dtype:
                     query = made.query.index_select(0, wanted.rows)
                 else:
                     asked = out.sum(wanted.rows) if asked is None else asked
-                    query = queries_of(above, asked, wanted.positions)
+                    query = self.ranges.projected(
+                        number, (asked,), wanted.positions, quantizes=False
+                    ).query
                 wanted.run(number, query)
 
     def _zeros(self, positions: Tensor) -> Tensor:
-        hidden = self.model.config.hidden_size
-        return torch.zeros(positions.shape[0], hidden, dtype=self._dtype, device=positions.device)
+        shape = positions.shape[0], self.ranges.hidden_size
+        return torch.zeros(shape, dtype=self._dtype, device=positions.device)
 
     def _run_stock(
         self,
@@ -224,7 +193,7 @@ class SegmentedModel(nn.Module):
             # Small prefills replay the first pieces, captured here: stock ones by the stock decoder
             # below, the first segment's beside them.
             if self.compiled_ranges is None:
-                self.segments.first(input_ids, positions, None, None)
+                self.segments.run_first(input_ids, positions)
             self._captured_sizes.add(positions.shape[0])
         out = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         if is_profiling and input_ids is not None:
@@ -244,7 +213,7 @@ class SegmentedModel(nn.Module):
             why: object = "another rank has none"
             try:
                 self.compiled_ranges = CompiledRanges(
-                    self.model, lambda ids, at: forward(ids, at, None, None)
+                    self.ranges, lambda ids, at: forward(ids, at, None, None)
                 )
             except UnknownForm as problem:
                 why = problem
@@ -271,7 +240,7 @@ class SegmentedModel(nn.Module):
             stream: Stream | None = None
             for first, last in pairwise(edges):
                 ids = None if first else input_ids
-                out = self._ranges.run(first, last, ids, positions, stream)
+                out = self._runs.run(first, last, ids, positions, stream)
                 if isinstance(out, Stream):
                     stream = out.select(rows)
                     out.release()
@@ -279,9 +248,14 @@ class SegmentedModel(nn.Module):
         return out
 
     @property
-    def _ranges(self) -> Segments | CompiledRanges:
+    def _runs(self) -> Segments | CompiledRanges:
         """What runs ranges of layers."""
         return self.segments if self.compiled_ranges is None else self.compiled_ranges
+
+
+def write_entries(attention: Any, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Writes keys and values, (n, KV heads, D), that a layer has made, into its KV cache."""
+    attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
 
 
 def _all_ranks(has: bool) -> bool:
@@ -305,19 +279,3 @@ def _without_graphs(slot_mapping: dict[str, Tensor]) -> ForwardContext:
         batch_descriptor=None,
         is_padding=None,
     )
-
-
-class SegmentedLlamaForCausalLM(SegmentedModel, LlamaForCausalLM):
-    """Llama in segments."""
-
-
-class SegmentedMistralForCausalLM(SegmentedModel, MistralForCausalLM):
-    """Mistral in segments."""
-
-
-class SegmentedQwen2ForCausalLM(SegmentedModel, Qwen2ForCausalLM):
-    """Qwen2 and Qwen2.5 in segments."""
-
-
-class SegmentedQwen3ForCausalLM(SegmentedModel, Qwen3ForCausalLM):
-    """Qwen3 in segments."""

@@ -10,27 +10,32 @@ from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 
+from vllm_kvx.models.layer_ranges import LayerRanges
 from vllm_kvx.models.stream import Out, Stream
 
-# States and residual, of which the sum is the residual stream; after the last layer normed states.
-_SegmentOut = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# What a decoder hands from stage to stage; after the last layer normed states.
+_SegmentOut = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
 class DecoderSegment(nn.Module):
     """Layers ``[start, end)`` of a decoder; the first embeds, the last normalises."""
 
-    layers: list[nn.Module]
-    embed: nn.Module | None
-    norm: nn.Module | None
+    ranges: LayerRanges
+    start: int
+    end: int
 
     def __init__(
-        self, *, vllm_config: VllmConfig, prefix: str = "", decoder: Any, start: int, end: int
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        ranges: LayerRanges,
+        start: int,
+        end: int,
     ) -> None:
         super().__init__()
         # Plain references: the decoder stays the owner of its modules and of their names.
-        self.__dict__["layers"] = list(decoder.layers[start:end])
-        self.__dict__["embed"] = decoder.embed_tokens if start == 0 else None
-        self.__dict__["norm"] = decoder.norm if end == len(decoder.layers) else None
+        self.__dict__.update(ranges=ranges, start=start, end=end)
 
     def run(
         self,
@@ -39,16 +44,12 @@ class DecoderSegment(nn.Module):
         hidden_states: torch.Tensor | None,
         residual: torch.Tensor | None,
     ) -> _SegmentOut:
-        """(N,) ids or (N, hidden) states -> states and residual, or normed states at the end."""
-        if self.embed is not None:
-            hidden_states = self.embed(input_ids)
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual)
-        if self.norm is not None:
-            normed, _ = self.norm(hidden_states, residual)
-            return normed
-        assert hidden_states is not None and residual is not None
-        return hidden_states, residual
+        """(N,) ids or (N, hidden) states -> states and residual, or normed states at the end.
+
+        The decoder has to be the stage of these layers.
+        """
+        out: _SegmentOut = self.ranges.forward(input_ids, positions, hidden_states, residual)
+        return out
 
 
 def compiled_segment(name: str) -> type[DecoderSegment]:
@@ -84,14 +85,14 @@ class Segments(nn.Module):
 
     def __init__(
         self,
-        decoder: Any,
+        ranges: LayerRanges,
         row_cuts: Sequence[int],
         online_cuts: Sequence[int],
         vllm_config: VllmConfig,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.num_layers = len(decoder.layers)
+        self.num_layers, self.ranges = ranges.num_layers, ranges
         # By first layer: end, and place in the list.
         self._from: dict[int, list[tuple[int, int]]] = {}
         self._paths: dict[tuple[int, int], list[DecoderSegment]] = {}
@@ -111,7 +112,7 @@ class Segments(nn.Module):
                     segment = compiled_segment(f"Segment{place}")(
                         vllm_config=vllm_config,
                         prefix=f"{prefix}.segments.{index}",
-                        decoder=decoder,
+                        ranges=ranges,
                         start=start,
                         end=end,
                     )
@@ -121,11 +122,6 @@ class Segments(nn.Module):
 
     def __bool__(self) -> bool:
         return bool(len(self.all))
-
-    @property
-    def first(self) -> DecoderSegment:
-        """The segment that a step's direct pass begins with."""
-        return self.all[0]  # type: ignore[return-value]
 
     def run(
         self,
@@ -141,18 +137,24 @@ class Segments(nn.Module):
         """
         states: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if stream is not None:
-            hidden, *rest = stream.terms
-            # A compiled segment wants both terms.
-            states = hidden, rest[0] if rest else torch.zeros_like(hidden)
+            states = self.ranges.entering(stream.terms)
             stream.release()
         for segment in self.path(first, last):
-            out = segment(ids, positions, *states)
+            with self.ranges.as_stage(segment.start, segment.end):
+                out = segment(ids, positions, *states)
             ids = None
             if isinstance(out, torch.Tensor):
                 return out
             states = out
-        assert isinstance(out, tuple)
-        return Stream(out)
+        hidden, residual = states
+        assert hidden is not None
+        return Stream(self.ranges.leaving(hidden, residual))
+
+    def run_first(self, ids: torch.Tensor | None, positions: torch.Tensor) -> None:
+        """Runs the segment that a step's direct pass begins with, of (N,) ids and positions."""
+        segment: DecoderSegment = self.all[0]  # type: ignore[assignment]
+        with self.ranges.as_stage(segment.start, segment.end):
+            segment(ids, positions, None, None)
 
     def path(self, first: int, last: int) -> list[DecoderSegment]:
         """The fewest segments that make up layers [first, last).

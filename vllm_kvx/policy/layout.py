@@ -108,6 +108,11 @@ class Layout:
         return (0, *self.later_starts)
 
     @property
+    def propagates(self) -> bool:
+        """Whether some rows skip some layers, so that the model has to run in ranges of layers."""
+        return bool(self.row_cuts or self.online_cuts)
+
+    @property
     def selects(self) -> bool:
         """Whether tokens that a score selects may run in passes of their own.
 

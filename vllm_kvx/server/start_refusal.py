@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # What several rows are about, whose ways out would overlap: see `told`.
-NO_POLICY, ARCHITECTURE, MODEL = "no policy runs", "architecture", "model"
+NO_POLICY, MODEL, RANGES = "no policy runs", "model", "ranges of layers"
 BACKEND, CACHE_DTYPE, RAY = "--attention-backend", "--kv-cache-dtype", "ray"
 
 
@@ -31,19 +31,13 @@ def applying(table: Iterable[Refusal], vllm_config: "VllmConfig") -> list[Refusa
 def told(rows: Sequence[Refusal]) -> list[str]:
     """The reasons of `rows`, so that one start shows them all, and none that another makes vain.
 
-    Where no policy runs at all, nothing else is worth changing. A model of another architecture
-    brings all that is about the model. Of rows about one setting the last is told: those of the
-    narrower tables, which come later, leave fewer values.
+    Where no policy runs at all, nothing else is worth changing. Of rows about one setting the last
+    is told: those of the narrower tables, which come later, leave fewer values.
     """
     if found := [row.reason for row in rows if row.about == NO_POLICY]:
         return found
-    vain = {MODEL} if any(row.about == ARCHITECTURE for row in rows) else set()
     last = {row.about: row for row in rows}
-    return [
-        row.reason
-        for row in rows
-        if row.about not in vain and (row.about in ("", MODEL) or last[row.about] is row)
-    ]
+    return [row.reason for row in rows if row.about in ("", MODEL) or last[row.about] is row]
 
 
 def reasons(table: Iterable[Refusal], vllm_config: "VllmConfig") -> list[str]:

@@ -18,11 +18,13 @@ from vllm_kvx.server.measured_layers import find_measured
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
+    WITH_PROPAGATION,
     WITH_RETENTION,
     WITH_RETRIEVAL,
+    WITH_SCORES,
     WITH_SELECTION,
 )
-from vllm_kvx.server.start_refusal import ARCHITECTURE, Refusal, applying, told
+from vllm_kvx.server.start_refusal import Refusal, applying, told
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 if TYPE_CHECKING:
@@ -123,6 +125,10 @@ def _retention_problems(
     rows: list[Refusal] = []
     if layout.retain or layout.window or layout.sidecar:
         rows += applying(WITH_RETENTION, vllm_config)
+    if layout.propagates:
+        rows += applying(WITH_PROPAGATION, vllm_config)
+    if layout.window or layout.sidecar:
+        rows += applying(WITH_SCORES, vllm_config)
     if layout.selects:
         rows += applying(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:
@@ -192,17 +198,7 @@ def _block_size_problems(vllm_config: "VllmConfig", group: int, stock: int) -> l
 
 def machinery_rows(vllm_config: "VllmConfig") -> list[Refusal]:
     """What keeps any policy but `full` from running in this configuration, whatever it is."""
-    from vllm_kvx.models.registry import SEGMENTED
-
     rows = applying(WITH_POLICY, vllm_config)
-    architecture = vllm_config.model_config.architecture
-    if architecture not in SEGMENTED:
-        hint = " or --model-impl vllm" if architecture.startswith("Transformers") else ""
-        reason = (
-            f"{architecture} cannot be run in segments: serve a model of one of "
-            f"{', '.join(SEGMENTED)}{hint}, or drop the KV policy"
-        )
-        rows.insert(0, Refusal(lambda _: True, reason, ARCHITECTURE))
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in WORKERS:
         # vLLM's own is that of another platform, which no flag has asked for.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvx.models.decoder import SegmentedModel
+from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN, PagedKV
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows, attend_chosen
 from vllm_kvx.policy.axes import DENSE_LAYERS
@@ -120,7 +120,7 @@ class LayerHooks:
     """
 
     def __init__(
-        self, model: SegmentedModel, stages: Sequence[int], dtype: torch.dtype, layout: Layout
+        self, model: HookedModel, stages: Sequence[int], dtype: torch.dtype, layout: Layout
     ) -> None:
         """stages: the KV stage of each layer."""
         attention = model.attention_layers()

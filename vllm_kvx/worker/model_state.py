@@ -26,7 +26,9 @@ from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
 from vllm_kvx.cache.pool import stage_of
 from vllm_kvx.config.settings import KVSettings, request_policy
+from vllm_kvx.models.attention import check_softmax
 from vllm_kvx.models.decoder import SegmentedModel
+from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.worker.attn_metadata import StepAttention
@@ -62,15 +64,18 @@ class PolicyModelState(DefaultModelState):
         assert settings is not None
         self.settings, layout = settings, settings.layout
         self.checks_blocks = settings.debug
-        self.segmented, self.starts = cast(SegmentedModel, model), layout.stage_starts
+        self.hooked, self.starts = cast(HookedModel, model), layout.stage_starts
         dtype = cast(torch.dtype, self.dtype)
-        attention = self.segmented.attention_layers()
+        attention = self.hooked.attention_layers()
+        check_softmax(attention, layout)
+        if isinstance(model, SegmentedModel):
+            model.weights_are_loaded()
         self.cuts = cuts_of(layout, attention, vllm_config)
         # The segment of the decoder that each KV stage begins in.
         self.stage_segments = [self.cuts.segment_of(start) for start in layout.stage_starts]
         policy_kv_cache_specs(attention, settings)
         stages = [layout.stage_of(layer) for layer in range(len(attention))]
-        self.hooks = LayerHooks(self.segmented, stages, dtype, layout)
+        self.hooks = LayerHooks(self.hooked, stages, dtype, layout)
         num_windows = num_split_windows(vllm_config.scheduler_config)
         policies = settings.counted_policies()
         self.stats = PolicyStats(layout.stage_sizes(settings.num_layers), policies)
@@ -247,7 +252,7 @@ class PolicyModelState(DefaultModelState):
             for chunk in step.chunks:
                 if chunk.is_last:
                     self.requests.prompt_is_over(int(step.requests[chunk.batch_index]))
-        self.segmented.begin_step(plan)
+        self.hooked.begin_step(plan)
         return metadata
 
     def prepare_inputs(

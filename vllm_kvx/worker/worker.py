@@ -1,4 +1,4 @@
-"""Workers that load the segmented model; everything else is vLLM's."""
+"""Workers that load the model with our hooks; everything else is vLLM's."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +9,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_kvx.cache.messages import PolicyResult, PolicyStep, attach_result, step_of
 from vllm_kvx.compat.vllm_signatures import check_engine
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.models.decoder import Build
-from vllm_kvx.models.registry import use_segmented_model
+from vllm_kvx.models.hooked import Build
+from vllm_kvx.models.registry import use_policy_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
@@ -46,8 +46,8 @@ class _PolicyWorking(_Base):
         def row_cuts(attention: Any) -> tuple[int, ...]:
             return cuts_of(layout, attention, config).firsts[1:]
 
-        build = Build(PolicyModelState, row_cuts, layout.online_cuts)
-        use_segmented_model(config.model_config, build)
+        build = Build(PolicyModelState, settings.num_layers, row_cuts, layout.online_cuts)
+        use_policy_model(config.model_config, build, layout.propagates)
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         self._sleeping, self._asleep_stats = SleepingBuffers(), None

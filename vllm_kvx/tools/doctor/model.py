@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvx.models.registry import SEGMENTED
+from vllm_kvx.models.support import limits_of
 from vllm_kvx.records.model_key import architecture_of, model_dir, weight_files
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
 
@@ -65,13 +65,14 @@ def _architecture(context: Context, architecture: str | None) -> Iterator[Findin
     if not isinstance(layers, int) or layers < 1:
         context.missing["layers"] = "config.json has no number of layers"
         yield note("config.json has no num_hidden_layers, so no policy's layout can be told")
-    if architecture in SEGMENTED:
-        yield ok(f"{architecture} of {layers} layers: policies run it")
-    else:
-        yield note(
-            f"{architecture}: of the policies only full runs it",
-            f"serve a model of one of {', '.join(SEGMENTED)}",
-        )
+    if "vllm" in context.missing or architecture is None:
+        yield note(f"{architecture} of {layers} layers")
+        return
+    limits = list(limits_of(architecture, context.text_config))
+    if not limits:
+        yield ok(f"{architecture} of {layers} layers: every policy runs it")
+    for limit in limits:
+        yield note(f"{architecture}: {limit.reason}", f"name {limit.remain}")
 
 
 def _weights(directory: Path) -> Iterator[Finding]:

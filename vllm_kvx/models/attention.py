@@ -1,0 +1,117 @@
+"""The attention layers of whatever model vLLM has loaded, and what policies cannot do with some."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_kvx.policy.layout import Layout
+
+# Attributes that one layer's attention must share with all others: scores and moves run on all
+# layers of a step at once.
+_SHAPE = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype")
+
+
+def attention_layers(config: VllmConfig, num_layers: int) -> list[Attention]:
+    """The attention of each of the model's layers, in order.
+
+    Raises:
+        ValueError: a layer has none, or several, or another kind; it says what the model has.
+    """
+    layers_by_name = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+    others = [name for name, layer in layers_by_name.items() if not isinstance(layer, Attention)]
+    if others:
+        raise _cannot(f"{len(others)} of its layers, such as {others[0]}, are not plain attention")
+    found: dict[int, Attention] = {}
+    for name, layer in get_layers_from_vllm_config(config, Attention).items():
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if len(numbers) != 1 or numbers[0] in found:
+            raise _cannot(f"it has more than one attention a layer ({name})")
+        if layer.attn_type != AttentionType.DECODER:
+            raise _cannot(f"its attention is of type {layer.attn_type}")
+        found[numbers[0]] = layer
+    if sorted(found) != list(range(num_layers)):
+        raise _cannot(f"{len(found)} of its {num_layers} layers have attention")
+    layers = [found[number] for number in range(num_layers)]
+    for name, said in _CANNOT_BE.items():
+        if any(getattr(layer, name) is not None for layer in layers):
+            raise _cannot(said)
+    for name in _SHAPE:
+        if len(values := {getattr(layer, name) for layer in layers}) > 1:
+            raise _cannot(f"its layers have unequal {name}: {', '.join(map(str, values))}")
+    if layers[0].head_size != layers[0].head_size_v:
+        raise _cannot(
+            f"its keys have {layers[0].head_size} dimensions and its values {layers[0].head_size_v}"
+        )
+    return layers
+
+
+_CANNOT_BE = {
+    "sliding_window": "its attention slides over a window",
+    "kv_sharing_target_layer_name": "some of its layers read other layers' keys and values",
+}
+
+
+def check_softmax(layers: Sequence[Attention], layout: Layout) -> None:
+    """Refuses what attention does to its logits and the policies of `layout` do not know.
+
+    Raises:
+        ValueError: attention has a soft cap, sinks or ALiBi, and a policy computes attention, or
+            stores entries elsewhere than ALiBi counts them.
+    """
+    for what, is_distance in dict(_unusual(layers)).items():
+        scores = bool(layout.window or layout.sidecar or layout.selects)
+        if scores or (is_distance and (layout.retain or layout.row_cuts)):
+            raise _cannot(
+                f"its attention has {what}, which policies that score or retrieve do not compute"
+                if not is_distance
+                else f"its attention has {what}, which counts stored entries and not positions"
+            )
+
+
+def _unusual(layers: Sequence[Attention]) -> Iterator[tuple[str, bool]]:
+    """What is done to logits, and whether it depends on distances."""
+    for layer in layers:
+        impl: Any = layer.impl
+        if getattr(impl, "logits_soft_cap", None):
+            yield "a soft cap of its logits", False
+        if getattr(layer, "has_sink", False) or getattr(impl, "sinks", None) is not None:
+            yield "attention sinks", False
+        if getattr(impl, "alibi_slopes", None) is not None:
+            yield "ALiBi", True
+
+
+def output_projections(model: nn.Module, layers: Sequence[Attention]) -> list[nn.Module]:
+    """What projects the output of each layer's attention, in order.
+
+    It is the row-parallel linear layer in the module that has the attention.
+
+    Raises:
+        ValueError: a module has none, or several.
+    """
+    parents = {
+        id(child): module
+        for module in model.modules()
+        for child in module.children()
+        if isinstance(child, Attention)
+    }
+    found: list[nn.Module] = []
+    for layer in layers:
+        beside = parents[id(layer)].children() if id(layer) in parents else ()
+        linear = [each for each in beside if isinstance(each, RowParallelLinear)]
+        if len(linear) != 1:
+            raise _cannot(
+                "the projection of its attention's output is not known, by whose weights "
+                "criticalkv rates values"
+            )
+        found += linear
+    return found
+
+
+def _cannot(reason: str) -> ValueError:
+    return ValueError(f"this model cannot run under the server's KV policies: {reason}")

@@ -1,0 +1,253 @@
+"""Ranges of any decoder's layers, by its own forward: each as if it were a pipeline stage.
+
+A vLLM decoder that supports pipeline parallelism runs layers [start_layer, end_layer) on
+``IntermediateTensors``. It embeds if its pipeline group says that it is first, and normalises if
+that says that it is last. Here it is asked for any range, and nothing has to be known of its
+architecture: neither what its layers take, nor what it multiplies embeddings with.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.sequence import IntermediateTensors
+
+from vllm_kvx.models.stream import Projected
+
+_HIDDEN, _RESIDUAL = "hidden_states", "residual"
+# What a decoder asks whether it is the first or the last stage.
+_ASKED = "get_pp_group"
+# How far entries of one stream in two forms may be apart, of their largest: 16-bit rounding.
+_ROUNDING = 0.05
+
+
+class Residual(Enum):
+    """How the tensors between two layers make up the residual stream."""
+
+    SUM = "hidden states and residual add up to it"
+    HIDDEN = "it is the hidden states; a residual beside them is not read"
+
+
+class NoRanges(ValueError):
+    """The decoder cannot be asked for a range of its layers; the text says why."""
+
+
+class _Group(NamedTuple):
+    """What a decoder asks of its pipeline group."""
+
+    is_first_rank: bool
+    is_last_rank: bool
+
+
+class _Taken(BaseException):
+    """Ends a layer where it calls its attention; `args` are what that takes."""
+
+
+class LayerRanges:
+    """Ranges of one decoder's layers."""
+
+    def __init__(
+        self, model: nn.Module, attention: Sequence[Attention], hidden_size: int, dtype: torch.dtype
+    ) -> None:
+        """attention: of each layer, in order. hidden_size: H of the states between two layers.
+
+        Raises:
+            NoRanges: the model's decoder does not run as a pipeline stage.
+        """
+        self.decoder = decoder_of(model)
+        self.attention, self.num_layers = attention, len(attention)
+        self.hidden_size = hidden_size
+        # Past the wrapper that torch.compile puts around a decoder's call.
+        self._forward: Callable[..., Any] = inspect.unwrap(type(self.decoder).forward)
+        # A decoder's forward may call that of a base class, from another module.
+        forwards = [
+            each.__dict__["forward"]
+            for each in type(self.decoder).__mro__[:-1]
+            if "forward" in each.__dict__
+        ]
+        scopes = {
+            id(scope): scope
+            for each in forwards
+            if _ASKED in (scope := inspect.unwrap(each).__globals__)
+        }
+        self._scopes: list[dict[str, Any]] = list(scopes.values())
+        name = type(self.decoder).__name__
+        if not self._scopes:
+            raise NoRanges(f"{name} does not ask for its place in a pipeline")
+        if (self.decoder.start_layer, self.decoder.end_layer) != (0, self.num_layers):
+            raise NoRanges(f"{name} has {self.decoder.end_layer} layers of {self.num_layers}")
+        # Of the decoder, or of the model around it alone.
+        owner: Any = self.decoder if hasattr(self.decoder, _MAKE_EMPTY) else model
+        made = getattr(owner, _MAKE_EMPTY)(0, dtype, torch.device("cpu"))
+        self._has_residual = _RESIDUAL in made.tensors
+        if not set(made.tensors) <= {_HIDDEN, _RESIDUAL}:
+            raise NoRanges(f"{name} hands {', '.join(made.tensors)} from stage to stage")
+        self.residual = Residual.SUM if self._has_residual else Residual.HIDDEN
+
+    @contextmanager
+    def as_stage(self, first: int, last: int) -> Iterator[None]:
+        """Inside, the decoder is a stage of layers [first, last)."""
+        own, stock = self.decoder.__dict__, [scope[_ASKED] for scope in self._scopes]
+        group = _Group(first == 0, last == self.num_layers)
+        before = own["start_layer"], own["end_layer"]
+        for scope in self._scopes:
+            scope[_ASKED] = lambda: group
+        own["start_layer"], own["end_layer"] = first, last
+        try:
+            yield
+        finally:
+            for scope, before_us in zip(self._scopes, stock, strict=True):
+                scope[_ASKED] = before_us
+            own["start_layer"], own["end_layer"] = before
+
+    def forward(
+        self,
+        ids: Tensor | None,
+        positions: Tensor,
+        hidden: Tensor | None,
+        residual: Tensor | None,
+    ) -> Any:
+        """The stage that `as_stage` has set, of (N,) ids or (N, H) states.
+
+        Returns:
+            (N, H) final states; or hidden states and residual, None where there is none.
+        """
+        given = None
+        if hidden is not None:
+            tensors = {_HIDDEN: hidden}
+            if residual is not None:
+                tensors[_RESIDUAL] = residual
+            given = IntermediateTensors(tensors)
+        out = self._forward(self.decoder, ids, positions, given, None)
+        if not isinstance(out, IntermediateTensors):
+            return out
+        return out[_HIDDEN], out[_RESIDUAL] if self._has_residual else None
+
+    def entering(self, terms: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+        """Hidden states and residual, as the decoder takes them, of a stream's terms."""
+        hidden, *rest = terms
+        if not self._has_residual:
+            return hidden, None
+        return hidden, rest[0] if rest else torch.zeros_like(hidden)
+
+    def leaving(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
+        """The stream's terms, of what a stage puts out."""
+        if self.residual is Residual.HIDDEN or residual is None:
+            return (hidden,)
+        return hidden, residual
+
+    def projected(
+        self,
+        layer: int,
+        terms: tuple[Tensor, ...],
+        positions: Tensor,
+        *,
+        quantizes: bool = True,
+    ) -> Projected:
+        """What the attention of `layer` takes: the layer's own code runs up to it, and no further.
+
+        Args:
+            terms: of the stream below the layer, (n, H) each. positions: (n,) int64.
+            quantizes: whether the query is quantized where the attention backend wants that.
+        """
+        attention: Any = self.attention[layer]
+
+        def take(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+            raise _Taken(query, key, value)
+
+        attention.__dict__["forward"] = take
+        try:
+            with self.as_stage(layer, layer + 1):
+                self.forward(None, positions, *self.entering(terms))
+            raise NoRanges(f"layer {layer} runs without calling its attention")
+        except _Taken as taken:
+            query, key, value = taken.args
+        finally:
+            del attention.__dict__["forward"]
+        if quantizes and attention.query_quant is not None:
+            query, _ = attention.query_quant(query, attention._q_scale)
+        return Projected(
+            query.reshape(-1, attention.num_heads, attention.head_size),
+            key.reshape(-1, attention.num_kv_heads, attention.head_size),
+            value.reshape(-1, attention.num_kv_heads, attention.head_size_v),
+        )
+
+    @torch.no_grad()
+    def find_residual(
+        self, layers: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Finds what makes up the residual stream, by the keys that `layers` make of it.
+
+        Once the weights are loaded: without them all forms look alike.
+
+        Raises:
+            NoRanges: below one of them it is neither the sum nor the hidden states alone.
+        """
+        if not self._has_residual:
+            return
+        found = {self._residual_below(layer, dtype, device) for layer in layers}
+        if len(found) > 1:
+            raise NoRanges(f"the residual stream of {type(self.decoder).__name__} changes its form")
+        if found:
+            self.residual = found.pop()
+
+    def _residual_below(self, layer: int, dtype: torch.dtype, device: torch.device) -> Residual:
+        make = torch.Generator().manual_seed(0)
+        hidden, other = (
+            torch.randn(8, self.hidden_size, generator=make).to(device, dtype) for _ in range(2)
+        )
+        positions, zeros = torch.arange(8, device=device), torch.zeros_like(hidden)
+
+        def keys(*terms: Tensor) -> Tensor:
+            return self.projected(layer, terms, positions).key.float()
+
+        both, alone, of_sum = keys(hidden, other), keys(hidden, zeros), keys(hidden + other, zeros)
+        room = _ROUNDING * float(of_sum.abs().max())
+        is_sum = bool((both - of_sum).abs().max() < room)
+        is_hidden = bool((both - alone).abs().max() < room)
+        if is_sum == is_hidden:
+            raise NoRanges(
+                f"the residual stream of {type(self.decoder).__name__} below layer {layer} is not "
+                "known: neither is it its hidden states, nor do they and the residual add up to it"
+            )
+        return Residual.SUM if is_sum else Residual.HIDDEN
+
+    @torch.no_grad()
+    def check(self, layer: int, stream: Tensor, positions: Tensor, made: Projected) -> None:
+        """Compares `made`, which attention of `layer` takes, with what the layer makes of `stream`.
+
+        Args:
+            stream: (n, H), what is taken for the residual stream below the layer.
+
+        Raises:
+            NoRanges: it is another tensor.
+        """
+        own = self.projected(layer, (stream,), positions)
+        for ours, theirs in zip(vars(own).values(), vars(made).values(), strict=True):
+            ours, theirs = ours.float(), theirs.float()
+            if (ours - theirs).abs().max() > _ROUNDING * ours.abs().max():
+                raise NoRanges(f"below layer {layer} lives another tensor than the residual stream")
+
+
+_MAKE_EMPTY = "make_empty_intermediate_tensors"
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The module of `model` that runs its layers, as a pipeline stage would.
+
+    Raises:
+        NoRanges: there is none, or there are several.
+    """
+    found = [
+        each
+        for each in model.modules()
+        if hasattr(each, "start_layer") and hasattr(each, "end_layer")
+    ]
+    if len(found) != 1:
+        raise NoRanges(f"{type(model).__name__} has {len(found)} decoders that run as stages")
+    return found[0]

@@ -1,0 +1,66 @@
+"""Which policies a model can run under, as far as its configuration tells.
+
+What a policy needs of a model decides, never the model's name. Retention and retrieval need vLLM's
+own attention in every layer. Propagation also needs ranges of layers, which every decoder that
+supports pipeline parallelism can run. What attention does to its logits is known for certain once
+the model is loaded: see ``attention.check_softmax``.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+FULL_ALONE = "full alone"
+NO_PROPAGATION = "policies that retain or retrieve, such as snapkv or fier"
+NO_SCORES = "full, knorm, streamingllm or speed"
+
+
+class Limit(NamedTuple):
+    """What keeps some policies from a model, and those that remain."""
+
+    reason: str
+    remain: str
+
+
+def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Limit]:
+    """What a model of this architecture and configuration cannot do; nothing if all policies run.
+
+    Args:
+        architecture: as in config.json. text_config: of its language model.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    if text_config.get("kv_lora_rank"):
+        yield Limit("its attention is multi-head latent (kv_lora_rank)", FULL_ALONE)
+        return
+    if _slides(text_config):
+        yield Limit("its attention slides over a window", FULL_ALONE)
+        return
+    registered = ModelRegistry.models.get(architecture)
+    if registered is None:
+        yield Limit(
+            "vLLM has no model of this name, and runs it by Transformers' code if it can, which "
+            "cannot be asked for a range of its layers",
+            NO_PROPAGATION,
+        )
+    else:
+        info = registered.inspect_model_cls()
+        if info.is_attention_free or info.is_hybrid:
+            yield Limit("some of its layers keep a state in the place of keys", FULL_ALONE)
+            return
+        if info.supports_multimodal:
+            yield Limit("it reads images or sound, which policies do not yet", FULL_ALONE)
+            return
+        if not info.supports_pp:
+            yield Limit("its code does not support pipeline parallelism", NO_PROPAGATION)
+    if text_config.get("attn_logit_softcapping"):
+        yield Limit("its attention caps its logits (attn_logit_softcapping)", NO_SCORES)
+
+
+def _slides(text_config: Mapping[str, Any]) -> bool:
+    """Whether a layer's attention has a window, which a configuration may name and not use."""
+    if not text_config.get("sliding_window"):
+        return False
+    types = text_config.get("layer_types")
+    if types is not None:
+        return "sliding_attention" in types
+    return bool(text_config.get("use_sliding_window", True))
