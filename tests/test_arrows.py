@@ -56,11 +56,11 @@ RULES = {
     ),
     "server": Rule(
         (
-            *("policy", "records", "cache", "config", "errors", "models.registry"),
+            *("policy", "records", "cache", "config", "errors"),
             *("compat.wrapping", "compat.cpu_mode"),
             *("ops.retrieval.backends", "ops.retrieval.cuda", "ops.paged"),
         ),
-        "says at start what runs: architectures by name, and which operators there are",
+        "says at start what runs, and which operators there are",
     ),
     "plugin": Rule(
         ("policy", "config", "server", "compat", "errors"), "what vLLM loads: it only wires"
@@ -100,7 +100,7 @@ RULES = {
     "tools.doctor": Rule(
         (
             *("policy", "config", "compat", "plugin", "records", "server", "cache.group_size"),
-            *("indexes", "models.registry", "ops.retrieval.backends", "ops.retrieval.costs"),
+            *("indexes", "models.support", "ops.retrieval.backends", "ops.retrieval.costs"),
             "ops.retrieval.crossover",
         ),
         "asks what servers and tools ask, before either runs",

@@ -19,6 +19,7 @@ from vllm_kvx.config.settings import dtype_of_engine
 from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
@@ -69,6 +70,8 @@ CASES = [
     ("model_config.is_encoder_decoder", True, "encoder-decoder"),
     ("model_config.enable_prompt_embeds", True, "--enable-prompt-embeds"),
     ("model_config.use_mla", True, "latent attention"),
+    ("model_config.is_hybrid", True, "keep a state"),
+    ("model_config.hf_text_config.attention_chunk_size", 64, "within chunks"),
     ("model_config.hf_text_config.dual_chunk_attention_config", {"a": 1}, "dual_chunk"),
     ("model_config.model_class_overrides", {"a": "b"}, "--model-class-overrides"),
     ("cache_config.sliding_window", 64, "--disable-sliding-window"),
@@ -555,7 +558,7 @@ def test_full_alone_refuses_little(make_config) -> None:
 
 
 def model(kind: str, **changes: Any) -> dict[str, Any]:
-    return {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), **changes}
+    return {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()} | changes
 
 
 @pytest.mark.parametrize(
@@ -566,45 +569,59 @@ def model(kind: str, **changes: Any) -> dict[str, Any]:
         # Qwen2 checkpoints name a window and do not use it.
         model("Qwen2", sliding_window=64, use_sliding_window=False, max_window_layers=4),
         model("Qwen3", head_dim=32),
+        model("Gemma", head_dim=32),
+        model("Qwen3Moe", model_type="qwen3_moe", head_dim=32, num_experts=4),
     ],
 )
 def test_models_that_work(make_config, model_dir, changes: dict) -> None:
     assert make_config("speed-4", model=model_dir(**changes)).scheduler_config.scheduler_cls
 
 
+PROPAGATION_CASES = [
+    ("model_config._model_info.architecture", "TransformersForCausalLM", "--model-impl vllm"),
+    ("model_config._model_info.supports_pp", False, "SupportsPP"),
+    ("compilation_config.fast_moe_cold_start", True, "fast_moe_cold_start"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "names"), PROPAGATION_CASES)
+def test_what_propagation_needs(stock, path: str, value: Any, names: str) -> None:
+    """And retention and retrieval do not."""
+    config = Changed(changed(stock, path, value))
+    if "architecture" in path:
+        config = Changed(stock, model_config=Changed(stock.model_config))
+        config.model_config.using_transformers_backend = lambda: True
+    (reason,) = reasons(WITH_PROPAGATION, config)
+    assert names in reason
+    assert not reasons(WITH_POLICY, config)
+
+
+def test_experts_of_several_engines(stock) -> None:
+    config = changed(several_engines(stock, "mp"), "model_config.is_moe", True)
+    (reason,) = reasons(WITH_PROPAGATION, config)
+    assert "--data-parallel-size 1" in reason and "snapkv" in reason
+    assert not reasons(WITH_PROPAGATION, several_engines(stock, "mp"))
+    assert not reasons(WITH_POLICY, config)
+
+
 @pytest.mark.parametrize(
-    ("changes", "names"),
+    ("policy", "changes", "says"),
     [
-        (model("GPT2", n_layer=8, n_embd=128, n_head=4), "GPT2LMHeadModel|GPT2.*LlamaForCausalLM"),
-        (model("Gemma2", head_dim=32), "Gemma2ForCausalLM.*LlamaForCausalLM"),
-        (model("Mistral", sliding_window=64), "--disable-sliding-window"),
+        ("speed-4", model("Mistral", sliding_window=64), "--disable-sliding-window"),
+        ("snapkv", model("Mistral", sliding_window=64), "--disable-sliding-window"),
+        ("speed-4", model("Gemma2", head_dim=32), "sliding-window attention"),
+        ("snapkv", model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8), "caps its"),
+        ("fier-64", model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8), "caps its"),
     ],
 )
-def test_models_that_do_not(make_config, model_dir, changes: dict, names: str) -> None:
-    if changes["model_type"] == "gpt2":
-        changes = changes | {"architectures": ["GPT2LMHeadModel"]}
-    with pytest.raises(ValueError, match=names):
-        make_config("speed-4", model=model_dir(**changes))
+def test_models_that_do_not(make_config, model_dir, policy: str, changes: dict, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make_config(policy, model=model_dir(**changes), dtype="float32")
+    assert len(lines(error)) == 1 and says in lines(error)[0]
 
 
 def lines(error: Any) -> list[str]:
     return [line[4:] for line in str(error.value).splitlines() if line.startswith("  - ")]
-
-
-@pytest.mark.parametrize(
-    "policy", ["speed-4", "speed-24", "fastkv", "fastkv:tsp_layer=99", "snapkv", "fier-64"]
-)
-def test_a_model_that_is_not_served_is_one_reason(make_config, model_dir, policy: str) -> None:
-    """A window, heads or layers of it, and what is not measured of it, need no advice."""
-    window = model("Gemma2", head_dim=80, sliding_window=64, layer_types=["sliding_attention"] * 8)
-    directory = model_dir(**window)
-    with pytest.raises(ValueError) as error:
-        make_config(policy, model=directory, dtype="float32", attention_backend="CPU_ATTN")
-    (found,) = lines(error)
-    assert found.startswith("Gemma2ForCausalLM cannot be run in segments: serve a model of one of")
-    with pytest.raises(ValueError) as error:
-        make_config(policy, model=directory, dtype="float32", enable_lora=True)
-    assert len(lines(error)) == 2 and "--enable-lora" in lines(error)[1]
 
 
 @pytest.mark.parametrize(

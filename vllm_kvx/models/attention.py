@@ -10,8 +10,6 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_kvx.policy.layout import Layout
-
 # Attributes that one layer's attention must share with all others: scores and moves run on all
 # layers of a step at once.
 _SHAPE = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype")
@@ -57,21 +55,21 @@ _CANNOT_BE = {
 }
 
 
-def check_softmax(layers: Sequence[Attention], layout: Layout) -> None:
-    """Refuses what attention does to its logits and the policies of `layout` do not know.
+def check_softmax(layers: Sequence[Attention], computes: bool, moves: bool) -> None:
+    """Refuses what attention does to its logits and the server's policies do not know.
+
+    Args:
+        computes: whether a policy computes attention beside vLLM's: it scores, or retrieves.
+        moves: whether entries may be stored elsewhere than their positions say.
 
     Raises:
-        ValueError: attention has a soft cap, sinks or ALiBi, and a policy computes attention, or
-            stores entries elsewhere than ALiBi counts them.
+        ValueError: attention has a soft cap, sinks or ALiBi, and that matters.
     """
     for what, is_distance in dict(_unusual(layers)).items():
-        scores = bool(layout.window or layout.sidecar or layout.selects)
-        if scores or (is_distance and (layout.retain or layout.row_cuts)):
-            raise _cannot(
-                f"its attention has {what}, which policies that score or retrieve do not compute"
-                if not is_distance
-                else f"its attention has {what}, which counts stored entries and not positions"
-            )
+        if computes:
+            raise _cannot(f"its attention has {what}, which neither scores nor retrieval compute")
+        if moves and is_distance:
+            raise _cannot(f"its attention has {what}, which counts stored entries, not positions")
 
 
 def _unusual(layers: Sequence[Attention]) -> Iterator[tuple[str, bool]]:

@@ -105,7 +105,7 @@ class CompiledRanges:
         try:
             self._ranges.check(layer, residual[:_CHECKED], positions[:_CHECKED], made)
         except NoRanges as error:
-            raise UnknownForm(str(error)) from error
+            raise UnknownForm(error.why) from error
 
     def _run_part(
         self, first: int, last: int, ids: Tensor, positions: Tensor, live: dict[str, Tensor]

@@ -36,6 +36,13 @@ class Residual(Enum):
 class NoRanges(ValueError):
     """The decoder cannot be asked for a range of its layers; the text says why."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"policies that propagate cannot run on this model, and those that only retain or "
+            f"retrieve can: {why}"
+        )
+        self.why = why
+
 
 class _Group(NamedTuple):
     """What a decoder asks of its pipeline group."""

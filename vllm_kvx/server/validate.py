@@ -15,13 +15,12 @@ from vllm_kvx.policy.spec import PolicyError, parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import find_measured
+from vllm_kvx.server.model_checks import WITH_PROPAGATION, WITH_SCORES
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
-    WITH_PROPAGATION,
     WITH_RETENTION,
     WITH_RETRIEVAL,
-    WITH_SCORES,
     WITH_SELECTION,
 )
 from vllm_kvx.server.start_refusal import Refusal, applying, told

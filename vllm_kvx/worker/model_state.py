@@ -67,7 +67,8 @@ class PolicyModelState(DefaultModelState):
         self.hooked, self.starts = cast(HookedModel, model), layout.stage_starts
         dtype = cast(torch.dtype, self.dtype)
         attention = self.hooked.attention_layers()
-        check_softmax(attention, layout)
+        computes = bool(layout.window or layout.sidecar)
+        check_softmax(attention, computes, layout.retain or layout.propagates)
         if isinstance(model, SegmentedModel):
             model.weights_are_loaded()
         self.cuts = cuts_of(layout, attention, vllm_config)

@@ -84,13 +84,32 @@ def test_no_model_and_no_policy(doctor) -> None:
 
 
 def test_a_model_that_policies_do_not_run(doctor, tmp_path: Path) -> None:
-    write_config(tmp_path, architectures=["GemmaForCausalLM"], model_type="gemma")
+    write_config(
+        tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=8
+    )
     asked = doctor("speed-4", model=tmp_path, serve_args=ON_CPU)
-    notes = lines(asked("model"), "note")
-    assert notes[0] == "GemmaForCausalLM: of the policies only full runs it"
+    (note,) = (each for each in asked("model") if "slides" in each.says)
+    assert note.says == "MistralForCausalLM: its attention slides over a window"
+    assert note.mend == "name full alone"
     (problem,) = asked("flags")
     # The server's own words.
-    assert "GemmaForCausalLM cannot be run in segments: serve a model of one of" in problem.says
+    assert "sliding-window attention is not supported yet" in problem.says
+
+
+def test_a_model_that_some_policies_run(doctor, tmp_path: Path) -> None:
+    write_config(
+        tmp_path,
+        architectures=["Gemma2ForCausalLM"],
+        model_type="gemma2",
+        layer_types=["full_attention"] * 8,
+    )
+    asked = doctor("fier-64", model=tmp_path, serve_args=ON_CPU)
+    (note,) = (each for each in asked("model") if "caps" in each.says)
+    assert note.mend == "name full, knorm, streamingllm or speed"
+    (problem,) = asked("flags")
+    assert "attn_logit_softcapping" in problem.says
+    asked = doctor("speed-4", model=tmp_path, serve_args=ON_CPU)
+    assert lines(asked("model", "flags"), "problem") == []
 
 
 def test_nothing_is_measured_where_layers_are_unknown(doctor, tmp_path: Path) -> None:
@@ -98,8 +117,6 @@ def test_nothing_is_measured_where_layers_are_unknown(doctor, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config | {"n_embd": 64, "n_head": 2}))
     asked = doctor("fastkv", model=tmp_path, serve_args=ON_CPU)
     assert any("no num_hidden_layers" in line for line in lines(asked("model"), "note"))
-    (problem,) = asked("flags")
-    assert "GPT2LMHeadModel cannot be run in segments" in problem.says
     assert "layout is not told" in asked("policy")[-1].says
 
 
@@ -139,14 +156,6 @@ def test_flags_that_are_refused_are_all_named(doctor) -> None:
 def test_flags_that_vllm_refuses(doctor, flags: tuple[str, ...], says: str) -> None:
     (problem,) = doctor("speed-4", serve_args=(*flags, *ON_CPU))("model", "flags")
     assert problem.status == "problem" and says in problem.says, problem
-
-
-def test_a_model_that_is_not_served_is_one_reason(doctor, tmp_path: Path) -> None:
-    changes = {"model_type": "gemma2", "sliding_window": 64, "head_dim": 80}
-    write_config(tmp_path, architectures=["Gemma2ForCausalLM"], **changes)
-    (_, refused) = doctor(model=tmp_path, serve_args=ON_CPU)("model", "flags")
-    assert refused.status == "note" and refused.says.count("\n- ") == 1, refused.says
-    assert "\n- Gemma2ForCausalLM cannot be run in segments" in refused.says
 
 
 def test_two_policies_are_refused_as_the_server_does(doctor) -> None:

@@ -65,7 +65,7 @@ def _architecture(context: Context, architecture: str | None) -> Iterator[Findin
     if not isinstance(layers, int) or layers < 1:
         context.missing["layers"] = "config.json has no number of layers"
         yield note("config.json has no num_hidden_layers, so no policy's layout can be told")
-    if "vllm" in context.missing or architecture is None:
+    if {"torch", "vllm"} & context.missing.keys() or architecture is None:
         yield note(f"{architecture} of {layers} layers")
         return
     limits = list(limits_of(architecture, context.text_config))

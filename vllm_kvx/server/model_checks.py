@@ -1,0 +1,105 @@
+"""What a server refuses of a model: for what its layers are, and never for its name.
+
+What only shows once a model is loaded, ``models/attention`` and ``models/layer_ranges`` refuse.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvx.server.start_refusal import MODEL, RANGES, Refusal
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Under any policy but `full`.
+OF_MODEL: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.model_config.is_multimodal_model,
+        "multimodal models are not supported yet: serve a text model, or drop the KV policy",
+        MODEL,
+    ),
+    Refusal(
+        lambda c: c.model_config.is_encoder_decoder,
+        "encoder-decoder models are not supported: serve a decoder-only model",
+        MODEL,
+    ),
+    Refusal(
+        lambda c: c.model_config.use_mla,
+        "multi-head latent attention is not supported yet: serve another model",
+        MODEL,
+    ),
+    Refusal(
+        lambda c: _slides(c),
+        "sliding-window attention is not supported yet: set --disable-sliding-window (which caps "
+        "the context at the window) or serve another model",
+        MODEL,
+    ),
+    Refusal(
+        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
+        "layers that keep a state in the place of keys and values are not supported yet: serve a "
+        "model with attention in every layer, or drop the KV policy",
+        MODEL,
+    ),
+    Refusal(
+        lambda c: getattr(c.model_config.hf_text_config, "attention_chunk_size", None),
+        "attention within chunks is not supported yet: serve another model, or drop the KV policy",
+        MODEL,
+    ),
+    Refusal(
+        lambda c: getattr(c.model_config.hf_text_config, "dual_chunk_attention_config", None),
+        "dual chunk attention is not supported: remove dual_chunk_attention_config from the "
+        "model's config.json",
+        MODEL,
+    ),
+)
+
+_OTHERS = (
+    "drop the policies that propagate (speed, fastkv, structkv, gemfilter, swiftkv, selfonly) from "
+    "the KV policy and kv_layout; those that only retain or retrieve (snapkv, criticalkv, fier and "
+    "others) run on this model"
+)
+
+# Where rows leave the batch between two layers, so that the decoder runs in ranges of layers.
+WITH_PROPAGATION: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.model_config.using_transformers_backend(),
+        "vLLM runs this model by Transformers' own code, which cannot be asked for a range of its "
+        f"layers: set --model-impl vllm, if vLLM has this model, or {_OTHERS}",
+        RANGES,
+    ),
+    Refusal(
+        lambda c: not c.model_config._model_info.supports_pp,
+        "vLLM's code of this model does not support pipeline parallelism (SupportsPP), so that it "
+        f"cannot be asked for a range of its layers: {_OTHERS}",
+        RANGES,
+    ),
+    Refusal(
+        lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config.is_moe,
+        "experts run in lockstep over data-parallel ranks, which drop different rows: set "
+        f"--data-parallel-size 1, or {_OTHERS}",
+    ),
+    Refusal(
+        lambda c: c.compilation_config.fast_moe_cold_start,
+        "with fast_moe_cold_start vLLM counts a forward pass's experts from its first layer, and "
+        "ranges of layers begin elsewhere: set --compilation-config "
+        "'{\"fast_moe_cold_start\": false}'",
+    ),
+)
+
+
+# Where attention is computed beside vLLM's: scores of a window, retrieval, chosen tokens.
+WITH_SCORES: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: getattr(c.model_config.hf_text_config, "attn_logit_softcapping", None),
+        "this model's attention caps its logits (attn_logit_softcapping), which neither scores of "
+        "attention nor retrieval compute: full, knorm, streamingllm and speed run on it",
+        MODEL,
+    ),
+)
+
+
+def _slides(c: "VllmConfig") -> bool:
+    """Whether any layer's attention has a window; a window that no layer uses is fine."""
+    if c.cache_config.sliding_window is not None:
+        return True
+    layer_types = getattr(c.model_config.hf_text_config, "layer_types", None) or ()
+    return c.model_config.get_sliding_window() is not None and "sliding_attention" in layer_types
