@@ -23,8 +23,9 @@ from benchmarks.common.about import about, command_line, gpu
 from benchmarks.common.files import ROOT, write_json
 from benchmarks.common.names import STOCK, baseline_of, file_name, split_name
 from benchmarks.engine import composed
-from benchmarks.engine.ideal import SHAPES, Case, Shape, case_ratio, entry_bytes, pool_ratio
+from benchmarks.engine.ideal import Case, case_ratio, entry_bytes, pool_ratio
 from benchmarks.engine.plot import table
+from benchmarks.engine.shapes import SHAPES, Shape
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -180,14 +181,16 @@ def derive(results: dict[str, Any], shape: Shape) -> None:
     Where only stock over another cache was, `stock@fp8`, it is that one: see `baseline_of`.
     """
     settings = results["settings"]["engine"]
-    weight_bytes: float = _DTYPE_BYTES[settings["dtype"]]
+    model_bytes: float = _DTYPE_BYTES[settings["dtype"]]
+    is_fp8 = str(settings.get("quantization", "")).startswith("fp8")
+    weight_bytes = 1 if is_fp8 else model_bytes
     of_all = settings.get("kv_cache_dtype")
     baseline = baseline_of(results["engines"]) or STOCK
     stock = results["engines"].get(baseline, {})
-    stock_bytes = entry_bytes(split_name(baseline)[1] or of_all, weight_bytes)
+    stock_bytes = entry_bytes(split_name(baseline)[1] or of_all, model_bytes)
     for name, engine in results["engines"].items():
         policy, dtype = split_name(name)
-        kv_bytes = entry_bytes(dtype or of_all, weight_bytes)
+        kv_bytes = entry_bytes(dtype or of_all, model_bytes)
         pool, stock_pool = engine.get("pool"), stock.get("pool")
         if pool and stock_pool:
             ratio, ideal = pool["tokens"] / stock_pool["tokens"], pool_ratio(shape, policy)

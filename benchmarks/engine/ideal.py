@@ -1,16 +1,15 @@
 """What is measured, and what a policy could gain at best: FLOPs, bytes, KV entries.
 
-The model is a dense decoder with grouped-query attention and a gated MLP. Counted are matrix
-products and the bytes of weights and KV cache; norms, activations and biases are left out, far
-below a percent at the shapes measured here. A policy enters through `Work` alone, which is
+The model is a decoder with grouped-query attention and gated MLPs, dense or experts. Counted are
+matrix products and the bytes of weights and KV cache; norms, activations and biases are left out,
+far below a percent at the shapes measured here. A policy enters through `Work` alone, which is
 counted from what its methods answer.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
+from benchmarks.engine.shapes import Shape
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import PolicyError, parse_policy
@@ -23,109 +22,6 @@ KINDS = ("ttft", "tpot", "itl", "pool_decode", "decode")
 # store scales; they are left out, and so have no ideal.
 KV_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _CASE = re.compile(r"(?P<kind>[a-z_]+):((?P<batch>\d+)x)?(?P<length>\d+)(@(?P<policy>.+))?")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The dimensions of a model, by the names of its config.json."""
-
-    model_type: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    max_position: int
-    rope_theta: float = 500000.0
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def layer_weights(self) -> int:
-        """Elements of one layer's matrices: q, k, v and o projections; gate, up and down."""
-        attention = 2 * self.heads + 2 * self.kv_heads
-        return self.hidden * (attention * self.head_dim + 3 * self.intermediate)
-
-    @property
-    def head_weights(self) -> int:
-        """Elements of the output projection; the embedding is looked up, not multiplied."""
-        return self.hidden * self.vocab
-
-    def config(self) -> dict[str, Any]:
-        """The config.json of a model of this shape."""
-        name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-        return {
-            "architectures": [f"{name[self.model_type]}ForCausalLM"],
-            "model_type": self.model_type,
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.max_position,
-            "rope_theta": self.rope_theta,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            **self.extra,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Shape":
-        """The shape of a checkpoint, from its config.json."""
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return cls(
-            model_type=config["model_type"],
-            layers=config["num_hidden_layers"],
-            hidden=hidden,
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            max_position=config["max_position_embeddings"],
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-}
-SHAPES: dict[str, Shape] = {
-    "llama-3.1-8b": Shape(
-        "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, extra={"rope_scaling": _LLAMA3_ROPE}
-    ),
-    "qwen2.5-7b": Shape(
-        "qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e6, {"rms_norm_eps": 1e-6}
-    ),
-    "qwen2.5-14b": Shape(
-        "qwen2", 48, 5120, 40, 8, 128, 13824, 152064, 131072, 1e6, {"rms_norm_eps": 1e-6}
-    ),
-    "qwen2.5-32b": Shape(
-        "qwen2", 64, 5120, 40, 8, 128, 27648, 152064, 131072, 1e6, {"rms_norm_eps": 1e-6}
-    ),
-    # Its config says 40960; longer prompts need YaRN, which changes no shape.
-    "qwen3-8b": Shape(
-        "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 131072, 1e6, {"rms_norm_eps": 1e-6}
-    ),
-    "tiny": Shape("llama", 8, 64, 4, 2, 32, 128, 512, 4096),
-}
-
-
-def shape_of(model: Mapping[str, Any]) -> Shape:
-    """The shape of a result's `model`."""
-    names = [each.name for each in fields(Shape)]
-    return Shape(**{name: model[name] for name in names if name in model})
 
 
 @dataclass(frozen=True)
@@ -252,8 +148,9 @@ def attention_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
 def prefill_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
     """FLOPs of 16-bit products from prompt to first token.
 
-    sum over layers of 2 W rows, and attention, plus 2 h V once; W elements of a layer's matrices,
-    h hidden size, V vocabulary. A projected entry costs 2 h 2 G d, with G KV heads of size d.
+    sum over layers of 2 W rows, and attention, plus 2 h V once; W elements of a layer's matrices
+    that a token uses, h hidden size, V vocabulary. A projected entry costs 2 h 2 G d, with G KV
+    heads of size d.
     """
     linear = 2 * shape.layer_weights * sum(work.rows)
     attention = attention_flops(shape, work, kv_bytes)
@@ -273,9 +170,10 @@ def decode_bytes(
     """Bytes that one decode step of `batch` requests has to read.
 
     (L W + h V) weight_bytes + batch * sum over layers of (read + generated) * 2 G d kv_bytes, with
-    G KV heads; `generated` tokens are in the cache of every layer. A sidecar keeps its 16 bits.
+    G KV heads; `generated` tokens are in the cache of every layer. A sidecar keeps its 16 bits. Of
+    experts those are read that some token of the batch chooses.
     """
-    weights = shape.layers * shape.layer_weights + shape.head_weights
+    weights = shape.layers * shape.weights_read(batch) + shape.head_weights
     entries = (sum(work.read) + generated * shape.layers) * kv_bytes
     entries += sum(work.sidecar) * (2 - kv_bytes)
     return weights * weight_bytes + batch * entries * 2 * shape.kv_heads * shape.head_dim

@@ -20,7 +20,8 @@ import numpy as np
 
 from benchmarks.common.names import STOCK
 from benchmarks.engine import ideal
-from benchmarks.engine.ideal import Shape, Work, shape_of
+from benchmarks.engine.ideal import Work
+from benchmarks.engine.shapes import Shape, shape_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 

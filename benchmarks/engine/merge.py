@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.files import kind_of, write_json
 from benchmarks.engine.compare import derive
-from benchmarks.engine.ideal import shape_of
+from benchmarks.engine.shapes import shape_of
 
 # By kind: where its engines are, and what of an engine is merged one by one.
 _PARTS = {"compare": ("engines", "cases"), "serving": ("servers", "settings")}

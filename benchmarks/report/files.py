@@ -11,7 +11,7 @@ from benchmarks.common.files import kind_of
 from benchmarks.common.names import STOCK, baseline_of, split_name
 from benchmarks.engine.compare import derive
 from benchmarks.engine.composed import lines_of
-from benchmarks.engine.ideal import shape_of
+from benchmarks.engine.shapes import shape_of
 from benchmarks.serving.figures import Setting, is_whole
 from vllm_kvx.policy.spec import PolicyError, parse_policy
 

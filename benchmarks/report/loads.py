@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.names import STOCK
-from benchmarks.engine.ideal import shape_of
+from benchmarks.engine.shapes import shape_of
 from benchmarks.report.cells import MISSING, gain, notes, order, reference, table
 from benchmarks.report.files import Load
 from benchmarks.serving.figures import PRESETS, Setting, figures, saturation_ratio

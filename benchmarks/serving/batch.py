@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.common.about import about, command_line
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
-from benchmarks.engine.ideal import SHAPES
+from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving.load import MODEL
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.common.names import split_name
 from benchmarks.engine.ideal import (
-    Shape,
     Work,
     decode_bytes,
     entry_bytes,
@@ -15,6 +14,7 @@ from benchmarks.engine.ideal import (
     prefill_flops,
     work_of,
 )
+from benchmarks.engine.shapes import Shape
 
 _SETTING = re.compile(
     r"(?P<prompts>\d+)x(?P<input>\d+)/(?P<output>\d+)@"
@@ -155,7 +155,7 @@ def _least_time(
     request = sum(work.stored) + setting.output * shape.layers
     batch = max(1.0, min(most, pool / request))
     step = decode_bytes(shape, work, 1, setting.output / 2, 2, kv)
-    weights = (shape.layers * shape.layer_weights + shape.head_weights) * 2
+    weights = (shape.layers * shape.weights_read(1) + shape.head_weights) * 2
     prefill = prefill_flops(shape, work, kv) / peaks[0]
     return prefill + setting.output * (weights / batch + step - weights) / peaks[1]
 

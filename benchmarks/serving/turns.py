@@ -34,7 +34,7 @@ from benchmarks.common.about import about, check_plugin, command_line
 from benchmarks.common.files import RESULTS, write_json
 from benchmarks.common.names import STOCK
 from benchmarks.engine.compare import prepare_model
-from benchmarks.engine.ideal import SHAPES
+from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving.turns_figures import Load, Turn, curves, summarise
 from vllm_kvx.tools.plots import draw
 

@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.engine import compare
 from benchmarks.engine.composed import PRESETS, composed, table
-from benchmarks.engine.ideal import SHAPES, Case, Shape
+from benchmarks.engine.ideal import Case
 from benchmarks.engine.measure import Bench, Step, percentile, waits_during
+from benchmarks.engine.shapes import SHAPES, Shape
 from benchmarks.report.cells import words
 from vllm_kvx.policy.layout import check_fits, layout_of
 from vllm_kvx.policy.spec import parse_policy

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.engine import ideal
+from benchmarks.engine import ideal, shapes
 
-LLAMA = ideal.SHAPES["llama-3.1-8b"]
+LLAMA = shapes.SHAPES["llama-3.1-8b"]
 
 
 @pytest.mark.parametrize(
@@ -19,15 +19,29 @@ LLAMA = ideal.SHAPES["llama-3.1-8b"]
     ],
 )
 def test_shapes_have_the_weights_of_their_models(name: str, weights: float) -> None:
-    shape = ideal.SHAPES[name]
+    shape = shapes.SHAPES[name]
     count = shape.layers * shape.layer_weights + 2 * shape.head_weights
     assert count == pytest.approx(weights, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ideal.SHAPES)
+def test_experts_that_are_read() -> None:
+    """Qwen3-30B-A3B: 30.5 billion weights, of which a token uses 3.3 billion."""
+    shape = shapes.SHAPES["qwen3-30b-a3b"]
+    used = shape.layers * shape.layer_weights + 2 * shape.head_weights
+    assert used == pytest.approx(3.35e9, rel=1e-2)
+    assert shape.weights_read(1) == pytest.approx(shape.layer_weights)
+    every = shape.layers * shape.weights_read(100_000) + 2 * shape.head_weights
+    assert every == pytest.approx(30.53e9, rel=1e-3)
+    # Sixteen tokens of 8 experts each choose 64% of 128.
+    experts = 3 * shape.hidden * shape.expert_size * shape.experts
+    more = shape.weights_read(16) - shape.weights_read(1)
+    assert more / experts == pytest.approx(0.6439 - 1 / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
 def test_shape_survives_its_config(name: str) -> None:
-    shape = ideal.SHAPES[name]
-    again = ideal.Shape.from_config(shape.config())
+    shape = shapes.SHAPES[name]
+    again = shapes.Shape.from_config(shape.config())
     assert {**again.as_dict(), "extra": {}, "rope_theta": 0.0} == {
         **shape.as_dict(),
         "extra": {},
@@ -36,7 +50,7 @@ def test_shape_survives_its_config(name: str) -> None:
 
 
 def test_prefill_flops_by_hand() -> None:
-    shape = ideal.Shape("llama", 2, 8, 2, 1, 4, 16, 10, 64)
+    shape = shapes.Shape("llama", 2, 8, 2, 1, 4, 16, 10, 64)
     weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16  # q; k and v; o; gate, up, down
     pairs = 1 + 2 + 3
     expected = 2 * (3 * 2 * weights + 4 * 2 * 4 * pairs) + 2 * 8 * 10
@@ -130,7 +144,7 @@ def test_a_sidecar_is_not_smaller_in_an_fp8_cache() -> None:
     [("llama-3.1-8b", "speed-24"), ("qwen2.5-7b", "speed-24"), ("qwen3-8b", "speed-12")],
 )
 def test_pool_ratio_is_layers_over_cutoff(model: str, policy: str) -> None:
-    shape = ideal.SHAPES[model]
+    shape = shapes.SHAPES[model]
     cutoff = int(policy.removeprefix("speed-"))
     assert ideal.pool_ratio(shape, policy) == pytest.approx(shape.layers / cutoff, rel=1e-4)
 
@@ -236,7 +250,7 @@ def test_structkv_counts_as_fastkv_does() -> None:
 
 @pytest.mark.parametrize(("model", "pivot"), [("qwen2.5-7b", 12), ("qwen2.5-32b", 28)])
 def test_ratios_of_structkv_at_other_depths(model: str, pivot: int) -> None:
-    shape, policy = ideal.SHAPES[model], f"structkv:pivot={pivot}"
+    shape, policy = shapes.SHAPES[model], f"structkv:pivot={pivot}"
     length, layers, lower = 100000, shape.layers, pivot + 1
     rows = pivot * length + (layers - pivot) * length // 5
     pairs = (pivot + 1 / 5 + (layers - lower) / 25) * length**2 / 2

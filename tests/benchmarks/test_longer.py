@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import ideal, longer
+from benchmarks.engine import ideal, longer, shapes
 
-SHAPE = ideal.Shape("llama", 4, 64, 4, 2, 16, 128, 1000, 1 << 20)
+SHAPE = shapes.Shape("llama", 4, 64, 4, 2, 16, 128, 1000, 1 << 20)
 ENTRY = 2 * SHAPE.kv_heads * SHAPE.head_dim * 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import merge
-from benchmarks.engine.ideal import SHAPES
+from benchmarks.engine.shapes import SHAPES
 
 RUN = {
     "command": "python -m benchmarks.engine.compare",

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.common.files import kind_of
 from benchmarks.engine.compare import derive
-from benchmarks.engine.ideal import SHAPES
+from benchmarks.engine.shapes import SHAPES
 from benchmarks.report import page as report
 from benchmarks.report import readme, tables
 from benchmarks.report.files import File, read, same_method

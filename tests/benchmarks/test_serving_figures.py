@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.common import names
 from benchmarks.common.word_tokenizer import write_tokenizer
-from benchmarks.engine.ideal import SHAPES
+from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving import load as serving
 from benchmarks.serving.figures import (
     PRESETS,
