@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .fastkv import Context, KeptResult, block, decode, load, log_softmax, saliency, top
+from .fastkv import Context, KeptResult, block, decode, load, saliency, top
+from .masked import embed, layers_of, log_softmax, output_weight
 
 EPSILON = 1e-4  # added to a mean weight of attention
 
@@ -56,14 +57,14 @@ def score(
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: list[int], policy: Critical) -> tuple[Context, Tensor]:
     """The context after `prompt`, and the log-softmax (1, V) of its last token."""
-    layers: Any = model.model.layers
+    layers: Any = layers_of(model)
     total = len(prompt)
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
-    hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
+    hidden = embed(model, prompt)  # (rows, hidden)
     for index, layer in enumerate(layers):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
-        rows, slack = retain(probs, value, layer.self_attn.o_proj.weight, total, policy)
+        rows, slack = retain(probs, value, output_weight(layer), total, policy)
         context.slack = min(context.slack, slack)
         context.retained.append(positions[rows].tolist())
         gather = rows[:, :, None].expand(-1, -1, key.shape[2])

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from .masked import attention, causal, embed, layers_of, log_softmax, run_layer
 from .speed import Result, load
 
 
@@ -127,14 +127,14 @@ class Context:
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: list[int], keep: Keep) -> tuple[Context, Tensor]:
     """The context after `prompt`, and the log-softmax (1, V) of its last token."""
-    layers: Any = model.model.layers
+    layers: Any = layers_of(model)
     total = len(prompt)
     for bound, last in ((keep.cutoff, len(layers)), (keep.tsp_layer, len(layers) - 1)):
         if bound is not None and not 0 <= bound <= last:
             raise ValueError(f"{keep}: {bound} is not within the {len(layers)} layers")
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
-    hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
+    hidden = embed(model, prompt)  # (rows, hidden)
     for index, layer in enumerate(layers):
         if index == keep.cutoff:
             full_depth = (positions < keep.anchors) | (positions >= total - keep.tail)
@@ -164,9 +164,9 @@ def prefill(model: PreTrainedModel, prompt: list[int], keep: Keep) -> tuple[Cont
 def decode(model: PreTrainedModel, context: Context, tokens: list[int]) -> Tensor:
     """Run generated `tokens` and store them; their log-softmax (len(tokens), V)."""
     positions = torch.arange(context.length, context.length + len(tokens))
+    hidden = embed(model, tokens, context.length)
     context.length += len(tokens)
-    hidden = model.model.embed_tokens(torch.tensor(tokens))
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(layers_of(model)):
         past = context.stored[index]
         hidden, key, value, _ = block(model, layer, hidden, positions, past)
         context.stored[index] = key, value
@@ -185,27 +185,18 @@ def block(
     hidden (n, hidden), positions (n,), past keys and values (G, p, D) -> hidden (n, hidden),
     keys and values (G, p + n, D), attention probabilities (H, n, p + n), all float32.
     """
-    attn, count = layer.self_attn, hidden.shape[0]
-    normed = layer.input_layernorm(hidden)
-    query, key, value = (
-        proj(normed).view(count, -1, attn.head_dim)  # (n, heads, D)
-        for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
-    )
-    if hasattr(attn, "q_norm"):
-        query, key = attn.q_norm(query), attn.k_norm(key)
-    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    cos, sin = model.model.rotary_emb(hidden[None], positions[None])
-    query, key = (x[0] for x in apply_rotary_pos_emb(query[None], key[None], cos, sin))
-    if past is not None:
-        key, value = torch.cat([past[0], key], dim=1), torch.cat([past[1], value], dim=1)
+    caught = []
 
-    shared = query.shape[0] // key.shape[0]
-    logits = query @ key.repeat_interleave(shared, 0).transpose(1, 2) * attn.scaling
-    seen = torch.ones(logits.shape[1:], dtype=torch.bool).tril(key.shape[1] - count)
-    probs = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-    mixed = (probs @ value.repeat_interleave(shared, 0)).transpose(0, 1).reshape(count, -1)
-    hidden = hidden + attn.o_proj(mixed)
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), key, value, probs
+    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if past is not None:
+            key, value = torch.cat([past[0], key], dim=1), torch.cat([past[1], value], dim=1)
+        seen = causal(query.shape[1], key.shape[1])
+        mixed, probs = attention(query, key, value, scale, seen)
+        caught.append((key, value, probs))
+        return mixed
+
+    hidden = run_layer(model, layer, hidden, positions, attend)
+    return hidden, *caught[0]
 
 
 def retain(
@@ -283,8 +274,3 @@ def top(
     slack = min(slack, among)
     tail = torch.arange(len(scores), len(scores) + window)
     return torch.cat([order[:count].sort().values, tail]), slack
-
-
-def log_softmax(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """(n, V) float32 over the whole vocabulary, from the last layer's output (n, hidden)."""
-    return model.lm_head(model.model.norm(hidden)).log_softmax(dim=-1)

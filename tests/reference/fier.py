@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from . import fastkv, speed, structkv, swiftkv
-from .fastkv import Keep, KeptResult, load, log_softmax
+from .fastkv import Keep, KeptResult, load
+from .masked import embed, layers_of, log_softmax, run_layer
 from .structkv import Struct
 from .swiftkv import Swift
 
@@ -195,34 +195,28 @@ class Store:
     def step(self, model: PreTrainedModel, token: int, retrieve: Retrieve) -> Tensor:
         """Run and store a generated token; its log-softmax (1, V)."""
         start, position = len(self.choices), self.context.length + len(self.choices)
-        hidden = model.model.embed_tokens(torch.tensor([token]))  # (1, hidden)
-        cos, sin = model.model.rotary_emb(hidden[None], torch.tensor([[position]]))
+        at = torch.tensor([position])
+        hidden = embed(model, [token], position)  # (1, hidden)
         self.choices.append([])
-        for index, layer in enumerate(model.model.layers):
-            attn, normed = layer.self_attn, layer.input_layernorm(hidden)
-            query, key, value = (
-                proj(normed).view(-1, 1, attn.head_dim)  # (heads, 1, D)
-                for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
-            )
-            if hasattr(attn, "q_norm"):
-                query, key = attn.q_norm(query), attn.k_norm(key)
-            query, key = (x[0] for x in apply_rotary_pos_emb(query[None], key[None], cos, sin))
+
+        def attend(index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             self.keys[index] = torch.cat([self.keys[index], key], dim=1)
             self.values[index] = torch.cat([self.values[index], value], dim=1)
-
             mixed = []
             self.choices[-1].append([])
             for head, queries in enumerate(query[:, 0].chunk(key.shape[0])):
                 keys, values = self.keys[index][head], self.values[index][head]
                 budgeted = retrieve if index >= retrieve.dense_layers else None
-                read, margin, slack = choose(queries, keys, budgeted, attn.scaling)
+                read, margin, slack = choose(queries, keys, budgeted, scale)
                 of = self.slots[index][head] + list(range(position - start, position + 1))
                 positions = sorted(of[entry] for entry in read.tolist())
                 self.choices[-1][-1].append(Choice(read.tolist(), positions, margin, slack))
-                probs = (queries @ keys[read].T * attn.scaling).softmax(dim=-1)
+                probs = (queries @ keys[read].T * scale).softmax(dim=-1)
                 mixed.append(probs @ values[read])
-            hidden = hidden + attn.o_proj(torch.cat(mixed).reshape(1, -1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            return torch.cat(mixed)[:, None]
+
+        for layer in layers_of(model):
+            hidden = run_layer(model, layer, hidden, at, attend)
         return log_softmax(model, hidden)
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .fastkv import Context, KeptResult, block, decode, load, log_softmax, saliency, top
+from .fastkv import Context, KeptResult, block, decode, load, saliency, top
+from .masked import embed, layers_of, log_softmax
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ def score(
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: list[int], gem: Filter) -> tuple[Context, Tensor]:
     """The context after `prompt`, and the log-softmax (1, V) of its last token."""
-    layers: Any = model.model.layers
+    layers: Any = layers_of(model)
     if not 0 <= gem.layer < len(layers):
         raise ValueError(f"{gem}: the filter is not one of the {len(layers)} layers")
-    embedded = model.model.embed_tokens(torch.tensor(prompt))  # (N, hidden)
+    embedded = embed(model, prompt)  # (N, hidden)
     positions, slack = select(model, embedded, gem)
     context = Context([], len(prompt), [], positions.tolist(), slack)
     hidden = embedded[positions]
@@ -69,7 +70,7 @@ def select(model: PreTrainedModel, hidden: Tensor, gem: Filter) -> tuple[Tensor,
 
     hidden (N, hidden) is the embedded prompt.
     """
-    layers: Any = model.model.layers
+    layers: Any = layers_of(model)
     total = len(hidden)
     positions, most = torch.arange(total), gem.most(total)
     if total <= most:

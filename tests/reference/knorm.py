@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .fastkv import Context, KeptResult, block, decode, load, log_softmax
+from .fastkv import Context, KeptResult, block, decode, load
+from .masked import embed, layers_of, log_softmax
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ def score(
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: list[int], norm: Norm) -> tuple[Context, Tensor]:
     """The context after `prompt`, and the log-softmax (1, V) of its last token."""
-    layers: Any = model.model.layers
+    layers: Any = layers_of(model)
     total = len(prompt)
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
-    hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
+    hidden = embed(model, prompt)  # (rows, hidden)
     for layer in layers:
         hidden, key, value, _ = block(model, layer, hidden, positions, None)
         rows, slack = retain(key, total, norm)

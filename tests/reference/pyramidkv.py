@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .fastkv import Context, Keep, KeptResult, block, decode, load, log_softmax, retain
+from .fastkv import Context, Keep, KeptResult, block, decode, load, retain
+from .masked import embed, layers_of, log_softmax
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ def score(
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: list[int], pyramid: Pyramid) -> tuple[Context, Tensor]:
     """The context after `prompt`, and the log-softmax (1, V) of its last token."""
-    layers: Any = model.model.layers
+    layers: Any = layers_of(model)
     total = len(prompt)
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
-    hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
+    hidden = embed(model, prompt)  # (rows, hidden)
     for layer, cap in zip(layers, pyramid.caps(len(layers), total), strict=True):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
         keep = Keep(kv_budget=cap, window=pyramid.window, kernel=pyramid.kernel)

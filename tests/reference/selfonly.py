@@ -1,4 +1,4 @@
-"""Dense reference for SelfOnly-K: transformers' layers, one additive mask below and one above.
+"""Dense reference for SelfOnly-K: a transformers model, one visibility below and one above.
 
 Below the cutoff attention is full. From the cutoff on every token sees the anchors, the first
 prompt tokens, that are not after it, and itself. Positions are never renumbered.
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import masked
 from .speed import Result, load
 
 
@@ -30,30 +31,17 @@ def score(
     return Result(list(generated), rows[len(prompt) - 1 :])
 
 
-@torch.no_grad()
 def forward(model: PreTrainedModel, sequence: list[int], prompt_len: int, alone: Alone) -> Tensor:
     """(n, V) float32 log-softmax of all rows.
 
     Prompt tokens between anchors and the last one are computed too; nobody reads them.
     """
-    if not 0 < alone.cutoff < len(model.model.layers) or alone.anchors < 0:
-        raise ValueError(f"{alone} does not suit {len(model.model.layers)} layers")
+    count = len(masked.layers_of(model))
+    if not 0 < alone.cutoff < count or alone.anchors < 0:
+        raise ValueError(f"{alone} does not suit {count} layers")
     total = len(sequence)
     row, column = torch.arange(total)[:, None], torch.arange(total)[None]
     is_anchor = column < min(alone.anchors, prompt_len)
     sees = (column <= row) & (is_anchor | (column == row))
-    lower, upper = (
-        torch.zeros(total, total).masked_fill(~seen, float("-inf"))[None, None]
-        for seen in (column <= row, sees)
-    )
-    positions = torch.arange(total)[None]
-    hidden = model.model.embed_tokens(torch.tensor([sequence]))  # (1, n, hidden)
-    rotary = model.model.rotary_emb(hidden, positions)
-    for index, layer in enumerate(model.model.layers):
-        hidden = layer(
-            hidden,
-            attention_mask=lower if index < alone.cutoff else upper,
-            position_ids=positions,
-            position_embeddings=rotary,
-        )
-    return model.lm_head(model.model.norm(hidden)[0]).log_softmax(dim=-1)
+    lower = column <= row
+    return masked.forward(model, sequence, lambda layer: lower if layer < alone.cutoff else sees)

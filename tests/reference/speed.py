@@ -1,4 +1,4 @@
-"""Dense reference for `full` and SPEED-K: a transformers model, one additive mask per layer.
+"""Dense reference for `full` and SPEED-K: a transformers model, one visibility per layer.
 
 Below the cutoff every token sees every token at or before it. From the cutoff on, only full-depth
 tokens exist: the anchors (first prompt tokens), the tail (last prompt tokens) and whatever was
@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from . import masked
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,6 @@ def full_depth(prompt_len: int, anchors: int, tail: int) -> Tensor:
     return (position < anchors) | (position >= prompt_len - tail)
 
 
-@torch.no_grad()
 def forward(
     model: PreTrainedModel,
     sequence: list[int],
@@ -119,27 +120,21 @@ def forward(
 
     `visible` is (prompt_len,) bool; what follows the prompt is visible in every layer.
     """
-    if cutoff is not None and not 0 <= cutoff <= len(model.model.layers):
-        raise ValueError(f"cutoff={cutoff} is not within the {len(model.model.layers)} layers")
+    count = len(masked.layers_of(model))
+    if cutoff is not None and not 0 <= cutoff <= count:
+        raise ValueError(f"cutoff={cutoff} is not within the {count} layers")
     start = cache.get_seq_length() if cache is not None else 0
     total = len(sequence)
     generated = torch.ones(total - len(visible), dtype=torch.bool)
     causal = torch.ones(total, total, dtype=torch.bool).tril()
     # Hidden rows are computed too, reading themselves so that no row is empty; nobody reads them.
     sparse = causal & torch.cat([visible, generated]) | torch.eye(total, dtype=torch.bool)
-    lower, upper = (
-        torch.zeros(total - start, total).masked_fill(~seen[start:], float("-inf"))[None, None]
-        for seen in (causal, sparse)
+    lower, upper = causal[start:], sparse[start:]
+    return masked.forward(
+        model,
+        sequence[start:],
+        lambda layer: lower if cutoff is None or layer < cutoff else upper,
+        start=start,
+        last=last,
+        cache=cache,
     )
-    positions = torch.arange(start, total)[None]
-    hidden = model.model.embed_tokens(torch.tensor([sequence[start:]]))  # (1, rows, hidden)
-    rotary = model.model.rotary_emb(hidden, positions)
-    for index, layer in enumerate(model.model.layers):
-        hidden = layer(
-            hidden,
-            attention_mask=lower if cutoff is None or index < cutoff else upper,
-            position_ids=positions,
-            position_embeddings=rotary,
-            past_key_values=cache,
-        )
-    return model.lm_head(model.model.norm(hidden)[0, total - start - last :]).log_softmax(dim=-1)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .fastkv import Context, KeptResult, block, decode, load, log_softmax, saliency, top
+from .fastkv import Context, KeptResult, block, decode, load, saliency, top
+from .masked import embed, layers_of, log_softmax
 
 WEIGHTS = (0.2, 0.3, 0.5)  # of entropy, sparsity and variance in Eq. 8
 METRICS = ("entropy", "sparsity", "variance")
@@ -99,13 +100,13 @@ def score(
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[Context, Tensor]:
     """The context after `prompt`, and the log-softmax (1, V) of its last token."""
-    layers: Any = model.model.layers
+    layers: Any = layers_of(model)
     total, window, most = len(prompt), struct.window, struct.most(len(prompt))
     if not 0 <= struct.pivot < len(layers):
         raise ValueError(f"{struct}: the pivot is not one of the {len(layers)} layers")
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
-    hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
+    hidden = embed(model, prompt)  # (rows, hidden)
     # By layer: what centrality adds up, and what tokens are retained by.
     central, saliencies = [], []
     for index, layer in enumerate(layers):
@@ -212,8 +213,8 @@ def metrics(
     for prompt in prompts:
         by_layer: dict[str, list[Tensor]] = {name: [] for name in METRICS}
         positions = torch.arange(len(prompt))
-        hidden = model.model.embed_tokens(torch.tensor(prompt))
-        for layer in model.model.layers:
+        hidden = embed(model, prompt)
+        for layer in layers_of(model):
             hidden, _, _, probs = block(model, layer, hidden, positions, None)
             for name, value in zip(METRICS, measure(probs, window), strict=True):
                 by_layer[name].append(value)

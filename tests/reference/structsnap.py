@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import fastkv
-from .fastkv import Context, Keep, KeptResult, block, decode, load, log_softmax, top
+from .fastkv import Context, Keep, KeptResult, block, decode, load, top
+from .masked import embed, layers_of, log_softmax
 from .structkv import Struct, local_saliency
 
 # Of a layer's rows: attention probabilities (H, n, n), rotated keys (G, n, D) and positions (n,);
@@ -67,13 +68,13 @@ def score(
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompt: list[int], snap: StructSnap) -> tuple[Context, Tensor]:
     """The context after `prompt`, and the log-softmax (1, V) of its last token."""
-    layers: Any = model.model.layers
+    layers: Any = layers_of(model)
     total, window, most = len(prompt), snap.window, snap.struct.most(len(prompt))
     if not 0 <= snap.pivot < len(layers):
         raise ValueError(f"{snap}: the pivot is not one of the {len(layers)} layers")
     context = Context([], total, [], list(range(total)), float("inf"))
     positions = torch.arange(total)
-    hidden = model.model.embed_tokens(torch.tensor(prompt))  # (rows, hidden)
+    hidden = embed(model, prompt)  # (rows, hidden)
     centrality = torch.zeros(max(total - window, 0), dtype=torch.float64)
     for index, layer in enumerate(layers):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import PreTrainedModel
 
 from .fastkv import Context
+from .masked import attention, causal, embed, layers_of, log_softmax, run_layer
 from .speed import Result, load
 
 
@@ -24,28 +24,6 @@ class Swift:
     """Layers from `cutoff` on take the prompt's keys and values from the state before them."""
 
     cutoff: int
-
-
-class _Replaced(DynamicCache):
-    """What attention reads: in layers of `entries` the prompt's keys and values are these.
-
-    read: by layer, all keys and values (1, G, n, D).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: dict[int, tuple[Tensor, Tensor]] = {}
-        self.read: list[tuple[Tensor, Tensor]] = []
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if layer_idx in self.entries:
-            key, value = self.entries[layer_idx]
-            key_states = torch.cat([key, key_states[:, :, key.shape[2] :]], dim=2)
-            value_states = torch.cat([value, value_states[:, :, value.shape[2] :]], dim=2)
-        self.read.append((key_states, value_states))
-        return key_states, value_states
 
 
 def score(
@@ -87,37 +65,40 @@ def forward(
 
     Rows before that of the last prompt token mean nothing.
     """
-    layers: Any = model.model.layers
+    layers = layers_of(model)
     if not 0 < swift.cutoff < len(layers):
         raise ValueError(f"{swift} does not lie within the {len(layers)} layers")
-    total = len(sequence)
-    seen = torch.ones(total, total, dtype=torch.bool).tril()
-    mask = torch.zeros(total, total).masked_fill(~seen, float("-inf"))[None, None]
-    positions, cache = torch.arange(total)[None], _Replaced()
-    hidden = model.model.embed_tokens(torch.tensor([sequence]))  # (1, n, hidden)
-    rotary = model.model.rotary_emb(hidden, positions)
+    positions, hidden = torch.arange(len(sequence)), embed(model, sequence)  # (n, hidden)
+    entries: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, of the prompt
+    read: list[tuple[Tensor, Tensor]] = []
+
+    def attend(index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if index in entries:
+            above = key[:, prompt_len:], value[:, prompt_len:]
+            key, value = (
+                torch.cat(parts, dim=1) for parts in zip(entries[index], above, strict=True)
+            )
+        read.append((key[None], value[None]))
+        return attention(query, key, value, scale, causal(len(sequence), len(sequence)))[0]
+
     for index, layer in enumerate(layers):
         if index == swift.cutoff:
-            prompt_rotary = tuple(part[:, :prompt_len] for part in rotary)
             for above in range(index, len(layers)):
-                cache.entries[above] = project(layers[above], hidden[:, :prompt_len], prompt_rotary)
-        hidden = layer(
-            hidden,
-            attention_mask=mask,
-            position_ids=positions,
-            position_embeddings=rotary,
-            past_key_values=cache,
-        )
-    return model.lm_head(model.model.norm(hidden)[0]).log_softmax(dim=-1), cache.read
+                part = hidden[:prompt_len], positions[:prompt_len]
+                entries[above] = project(model, layers[above], *part)
+        hidden = run_layer(model, layer, hidden, positions, attend)
+    return log_softmax(model, hidden), read
 
 
-def project(layer: Any, hidden: Tensor, rotary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Keys, rotated, and values (1, G, n, D) that `layer` would make of hidden (1, n, hidden)."""
-    attention, normed = layer.self_attn, layer.input_layernorm(hidden)
-    shape = (1, hidden.shape[1], -1, attention.head_dim)
-    key, value = attention.k_proj(normed).view(shape), attention.v_proj(normed).view(shape)
-    if hasattr(attention, "k_norm"):
-        key = attention.k_norm(key)
-    key, value = key.transpose(1, 2), value.transpose(1, 2)
-    _, key = apply_rotary_pos_emb(key, key, *rotary)
-    return key, value
+def project(
+    model: PreTrainedModel, layer: Any, hidden: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys, rotated, and values (G, n, D) that `layer` would make of hidden (n, hidden)."""
+    made = []
+
+    def take(_index: int, query: Tensor, key: Tensor, value: Tensor, _scale: float) -> Tensor:
+        made.append((key, value))
+        return torch.zeros_like(query)
+
+    run_layer(model, layer, hidden, positions, take)
+    return made[0]

@@ -1,0 +1,242 @@
+"""Any decoder of transformers under other attention, with nothing known of its architecture.
+
+transformers lets a model's attention be replaced by a function of its queries, keys and values,
+after rotary embeddings and after norms of heads. With that and the model's own forward, a decoder
+runs under any visibility (`forward`), or a layer at a time on any rows (`embed`, `run_layer`,
+`log_softmax`). Embedding multipliers, learned positions, experts, norms after sublayers, layers
+without rotary embeddings, residual and logits multipliers are all the model's own.
+
+What it asks of a model: a `ModuleList` of as many layers as the config has, in its base model, and
+attention that goes through transformers' `AttentionInterface` once a layer. Windows, soft caps and
+sinks are refused: the function does not apply them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+NAME = "vllm_kvx_reference"
+# Layer index, query (H, n, D), key and value (G, t, D) and the scale of logits -> (H, n, D). There
+# are t > n keys only if the call has a transformers cache.
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+# Layer index -> bool (n, t), or (H, n, t) for each query head: what rows see. It is asked when the
+# layer attends, after all lower layers have.
+Sees = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What a layer attended with, float32."""
+
+    query: Tensor  # (H, n, D), rotated
+    key: Tensor  # (G, t, D), rotated
+    value: Tensor  # (G, t, D)
+    probs: Tensor  # (H, n, t)
+
+
+def layers_of(model: PreTrainedModel) -> Any:
+    """The decoder's layers, from the lowest. Raises ValueError where they cannot be told."""
+    count = model.config.num_hidden_layers
+    lists = [
+        child
+        for child in model.base_model.children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) == count
+    ]
+    if len(lists) != 1:
+        raise ValueError(f"{type(model).__name__} has {len(lists)} lists of {count} modules")
+    return lists[0]
+
+
+def output_weight(layer: Any) -> Tensor:
+    """(hidden, H * D): the weight of a layer's projection of what its heads read."""
+    attention = next(child for child in layer.children() if hasattr(child, "layer_idx"))
+    for name in ("o_proj", "c_proj", "dense", "out_proj"):
+        if hasattr(attention, name):
+            linear = getattr(attention, name)
+            return linear.weight.T if isinstance(linear, Conv1D) else linear.weight
+    raise ValueError(f"{type(attention).__name__} has no output projection of a known name")
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What heads read (H, n, D) and by which weights (H, n, t).
+
+    query (H, n, D), key and value (G, t, D), seen bool (n, t) or (H, n, t).
+    """
+    shared = query.shape[0] // key.shape[0]
+    logits = query @ key.repeat_interleave(shared, 0).transpose(1, 2) * scale
+    probs = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return probs @ value.repeat_interleave(shared, 0), probs
+
+
+def causal(rows: int, total: int) -> Tensor:
+    """(rows, total) bool: the last `rows` of `total` tokens see all up to themselves."""
+    return torch.ones(rows, total, dtype=torch.bool).tril(total - rows)
+
+
+@torch.no_grad()
+def forward(
+    model: PreTrainedModel,
+    tokens: list[int],
+    sees: Sees,
+    *,
+    start: int = 0,
+    last: int = 0,
+    cache: Cache | None = None,
+    caught: list[Attended] | None = None,
+) -> Tensor:
+    """(last, V) float32 log-softmax of the last rows, all if 0, in one pass over all layers.
+
+    tokens: those at positions `start` and above; with a cache, it holds what is below.
+    caught: gets an entry a layer, if given.
+    """
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        out, probs = attention(query, key, value, scale, sees(layer))
+        if caught is not None:
+            caught.append(Attended(query, key, value, probs))
+        return out
+
+    positions = torch.arange(start, start + len(tokens))
+    with _attending(model, attend):
+        logits = _call(model, torch.tensor(tokens), positions, cache, logits_to_keep=last)
+    return logits.log_softmax(dim=-1)
+
+
+def embed(model: PreTrainedModel, tokens: list[int], start: int = 0) -> Tensor:
+    """(n, hidden) float32: what enters the lowest layer for tokens at `start` and above."""
+
+    def take(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        raise _Taken(hidden[0])
+
+    positions = torch.arange(start, start + len(tokens))
+    with _replaced(layers_of(model)[:1], take):
+        return _taken(model, torch.tensor(tokens), positions)
+
+
+def run_layer(
+    model: PreTrainedModel, layer: Any, hidden: Tensor, positions: Tensor, attend: Attend
+) -> Tensor:
+    """(n, hidden) after `layer`, one of `layers_of(model)`.
+
+    hidden (n, hidden) float32 are rows of tokens at positions (n,) int64, any ascending ones.
+    `attend` gets the keys and values of these rows alone: what else they see is its own matter.
+    """
+    layers = layers_of(model)
+    index = [other is layer for other in layers].index(True)
+    stock = layer.forward
+
+    def run(_embedded: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        after = stock(hidden[None], *args, **kwargs)
+        raise _Taken((after[0] if isinstance(after, tuple) else after)[0])
+
+    with (
+        _attending(model, attend),
+        _replaced(layers[:index], _pass),
+        _replaced([layer], run),
+    ):
+        return _taken(model, torch.zeros(len(hidden), dtype=torch.int64), positions)
+
+
+@torch.no_grad()
+def log_softmax(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(n, V) float32 over the whole vocabulary, from the last layer's output (n, hidden)."""
+
+    def end(_embedded: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return hidden[None]
+
+    count = len(hidden)
+    with _replaced(layers_of(model), end):
+        tokens, positions = torch.zeros(count, dtype=torch.int64), torch.arange(count)
+        return _call(model, tokens, positions, None).log_softmax(dim=-1)
+
+
+class _Taken(Exception):
+    """Ends a forward pass of which only `hidden` (n, hidden) is wanted."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("not an error: the rest of the forward pass is not needed")
+        self.hidden = hidden
+
+
+def _call(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Cache | None, **options: Any
+) -> Tensor:
+    """(n, V) logits of the model's own forward on tokens (n,) at positions (n,)."""
+    return model(
+        tokens[None],
+        position_ids=positions[None],
+        past_key_values=cache,
+        use_cache=cache is not None,
+        **options,
+    ).logits[0]
+
+
+@torch.no_grad()
+def _taken(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
+    try:
+        _call(model, tokens, positions, None)
+    except _Taken as taken:
+        return taken.hidden
+    raise AssertionError(f"{type(model).__name__} ran without the layer that was to end it")
+
+
+def _pass(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return hidden
+
+
+@contextmanager
+def _replaced(layers: Any, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Every layer's forward is `forward` while the block runs."""
+    for layer in layers:
+        layer.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["forward"]
+
+
+# The innermost block of `_attending` is the one in force.
+_in_force: list[Attend] = []
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
+    """The model's attention is `attend` while the block runs."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    _in_force.append(attend)
+    try:
+        yield
+    finally:
+        _in_force.pop()
+        model.config._attn_implementation = before
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: (1, heads, n, D) each -> (1, n, H, D)."""
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} has {name}, which the reference ignores")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _in_force[-1](module.layer_idx, query[0], key[0], value[0], scale)
+    return out.transpose(0, 1)[None], None
+
+
+AttentionInterface.register(NAME, _attention)
