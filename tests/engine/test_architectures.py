@@ -1,0 +1,107 @@
+"""Every architecture under every kind of policy, against the dense references.
+
+One server of each runs chunks, mixed batches and prompts that come back; another has too small a
+pool. Models that vLLM runs by Transformers' own code have no ranges of layers: they retain and
+retrieve.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from reference import fastkv, structkv
+from reference.criticalkv import Critical
+from reference.fier import Retrieve
+from reference.zoo import ZOO, build
+from support.engine import running
+from support.expected import FULL, Policy, Read, Speed
+from support.nightly import by_day
+from support.parity import ask, assert_parity, room_for
+from support.prompts import prompts_of
+
+KEEPS: list[Policy] = [
+    FULL,
+    fastkv.Keep(kv_rate=0.2),
+    Critical(kv_rate=0.3),
+    Read(Retrieve(64)),
+    Read(Retrieve(64), fastkv.Keep(kv_rate=0.5)),
+]
+PROPAGATES: list[Policy] = [
+    Speed(4),
+    fastkv.Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=0.2),
+    structkv.Struct(3, struct_rate=0.3, kv_rate=0.2),
+    Read(Retrieve(64), fastkv.Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.5)),
+]
+# Run by Transformers' own code, which criticalkv's projections are not known of.
+WITHOUT_RANGES = ("olmo2", "olmo3", "starcoder2", "smollm3", "seed_oss")
+# What one of each kind stands for every day: experts behind a dense layer, states alone that are
+# the stream, norms behind the sublayers, learned positions, Transformers' code.
+DAILY = {"qwen3_moe", "glm4_moe", "granite", "glm4", "gpt2", "smollm3"}
+LENGTHS = (97, 33, 200, 5, 161, 64, 130, 250, 48)
+
+
+def policies_of(name: str) -> list[Policy]:
+    if name in WITHOUT_RANGES:
+        return [policy for policy in KEEPS if not isinstance(policy, Critical)]
+    return KEEPS + PROPAGATES
+
+
+def in_turn(policies: Sequence[Policy], count: int) -> list[Policy]:
+    return [policies[i % len(policies)] for i in range(count)]
+
+
+names = list(ZOO)
+every = by_day(names, {names.index(name) for name in DAILY})
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = build(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", every)
+def test_parity(zoo: Callable[[str], Path], name: str) -> None:
+    """In chunks beside each other, and again with what their prompts left in the prefix cache."""
+    model, each = zoo(name), policies_of(name)
+    prompts, policies = prompts_of(LENGTHS), in_turn(each, len(LENGTHS))
+    with running(
+        model,
+        "full",
+        config=room_for(each),
+        enable_prefix_caching=True,
+        max_model_len=512,
+        max_num_seqs=16,
+    ) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=6)
+        longer = [prompt + [7, 8, 9] for prompt in prompts]
+        again = ask(engine, longer, policies, max_tokens=4)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert_parity(model, [*answers, *again], policies * 2)
+
+
+@pytest.mark.parametrize("name", by_day(names, {names.index("qwen3_moe")}))
+def test_preempted(zoo: Callable[[str], Path], name: str) -> None:
+    """A pool that is too small: prompts come in anew, and generated tokens after them."""
+    model, each = zoo(name), policies_of(name)
+    prompts = prompts_of((180, 150, 200, 170, 90, 129, 200, 155, 140))
+    policies = in_turn(each, len(prompts))
+    with running(
+        model,
+        "full",
+        config=room_for(each),
+        num_gpu_blocks_override=60,
+        max_model_len=384,
+        max_num_seqs=6,
+    ) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=70)
+        assert engine.preempted, "the pool was meant to be too small"
+        engine.assert_idle()
+    assert_parity(model, answers, policies, most=2)
