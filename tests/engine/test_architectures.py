@@ -80,7 +80,7 @@ def test_parity(zoo: Callable[[str], Path], name: str) -> None:
         max_num_seqs=16,
     ) as engine:
         answers = ask(engine, prompts, policies, max_tokens=6)
-        longer = [prompt + [7, 8, 9] for prompt in prompts]
+        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
         again = ask(engine, longer, policies, max_tokens=4)
         engine.assert_idle()
     assert any(answer.cached for answer in again)
