@@ -145,7 +145,9 @@ ZOO: dict[str, Entry] = {
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.1,
-            }
+            },
+            # Where vLLM reads it: checkpoints in Mistral's own format have it there.
+            "llama_4_scaling": {"original_max_position_embeddings": 64, "beta": 0.1},
         }
     ),
     "seed_oss": Entry({"attention_dropout": 0.0, "residual_dropout": 0.0}),
