@@ -81,7 +81,6 @@ def causal(rows: int, total: int) -> Tensor:
     return torch.ones(rows, total, dtype=torch.bool).tril(total - rows)
 
 
-@torch.no_grad()
 def forward(
     model: PreTrainedModel,
     tokens: list[int],
@@ -95,7 +94,7 @@ def forward(
     """(last, V) float32 log-softmax of the last rows, all if 0, in one pass over all layers.
 
     tokens: those at positions `start` and above; with a cache, it holds what is below.
-    caught: gets an entry a layer, if given.
+    caught: gets an entry a layer, if given. Gradients flow where the caller lets them.
     """
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -31,6 +31,7 @@ def score(
     return Result(list(generated), rows[len(prompt) - 1 :])
 
 
+@torch.no_grad()
 def forward(model: PreTrainedModel, sequence: list[int], prompt_len: int, alone: Alone) -> Tensor:
     """(n, V) float32 log-softmax of all rows.
 

@@ -107,6 +107,7 @@ def full_depth(prompt_len: int, anchors: int, tail: int) -> Tensor:
     return (position < anchors) | (position >= prompt_len - tail)
 
 
+@torch.no_grad()
 def forward(
     model: PreTrainedModel,
     sequence: list[int],

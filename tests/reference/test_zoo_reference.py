@@ -67,6 +67,7 @@ def stock(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 @every
+@torch.no_grad()
 def test_full_is_transformers(model: PreTrainedModel) -> None:
     tokens = prompt_of(PROMPT)
     seen, expected = masked.causal(PROMPT, PROMPT), stock(model, tokens)
@@ -113,6 +114,7 @@ def test_row_by_row_is_dense(model: PreTrainedModel, cutoff: int | None) -> None
     assert change(rows, dense).max() < ATOL and change(kept, dense).max() < ATOL
 
 
+@torch.no_grad()
 def by_masks(model: PreTrainedModel, prompt: list[int], result: KeptResult, last: int) -> Tensor:
     """(S, V) log-softmax behind `result` by visibility alone, in one pass over all tokens.
 

@@ -4,6 +4,9 @@ Every decoder here has full attention in all layers, dense or MoE. `models.py` b
 most tests use; its docstring says how weights are scaled and why. Routers are scaled so that rows
 choose clearly between experts. InternLM3 is not here: transformers 5.19 has no such model.
 BailingMoE has none either.
+
+A config must hold no field of another architecture: a Cohere config with `rms_norm_eps` gets RMS
+norms in vLLM, and layer norms in transformers.
 """
 
 import math
