@@ -13,9 +13,14 @@ cd "$kvx_root"
 
 # The methods and routes that we depend on, our schedulers over random traffic, what is refused, and
 # engines for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock
-# alone.
+# alone. What differs between our policies alone runs on .venv's vLLM. Long files first.
 ENGINES=tests/engine
+RANGES="$ENGINES/test_compiled_ranges.py"
 SMOKE=(
+    "$RANGES::test_parity"
+    "$RANGES::test_from_the_cache_of_an_earlier_start"
+    "$RANGES::test_segments_where_there_are_no_compiled_ranges"
+    "$RANGES::test_ranges"
     tests/test_vllm_signatures.py
     tests/cache
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[fastkv]"
@@ -29,11 +34,10 @@ SMOKE=(
     "$ENGINES/test_fier_cache.py::test_prefixes"
     "$ENGINES/test_full_is_stock.py::test_server_of_full_alone_is_stock"
     "$ENGINES/test_prefill_cadence.py"
-    "$ENGINES/test_compiled_ranges.py"
     "$ENGINES/test_warm_up.py"
 )
 
 "$kvx_python" deploy/lay_over.py "$VERSION" ".venv-$VERSION" || kvx_fail \
     "vLLM $VERSION was not laid over, and no test ran on it; the reason is above."
 [ $# -gt 0 ] || set -- "${SMOKE[@]}"
-exec ".venv-$VERSION/bin/python" -m pytest -n 2 --dist loadfile "$@"
+exec ".venv-$VERSION/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -63,6 +63,7 @@ METHODS: dict[str, list[Policy]] = {
     ],
 }
 SERVED = [policy for policies in METHODS.values() for policy in policies if is_served(policy)]
+ONE_OF_EACH = [policies[0] for policies in METHODS.values() if is_served(policies[0])]
 BESIDE = [FULL, Keep(kv_rate=0.2), Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=0.2)]
 
 
@@ -72,20 +73,30 @@ def is_filter(policy: Policy) -> bool:
 
 
 pytestmark = pytest.mark.skipif(not SERVED, reason="none of them is served")
-each = pytest.mark.parametrize(
-    "policies",
-    [
-        pytest.param(
-            policies,
-            id=name,
-            # Heads' scores by their greatest, and floors, are in the other kinds' tests, too.
-            marks=[
-                pytest.mark.skipif(not all(map(is_served, policies)), reason="is not served"),
-                *([nightly] if name in ("max", "kv_floor") else []),
-            ],
-        )
-        for name, policies in METHODS.items()
-    ],
+# Floors, and heads' scores by their greatest, are in the other kinds' tests, too.
+KINDS = [name for name in METHODS if name not in ("max", "kv_floor")]
+
+
+def each(*days: str) -> pytest.MarkDecorator:
+    """Of all methods, of which others than `days` wait for the night."""
+    return pytest.mark.parametrize(
+        "policies",
+        [
+            pytest.param(
+                policies,
+                id=name,
+                marks=[
+                    pytest.mark.skipif(not all(map(is_served, policies)), reason="is not served"),
+                    *([] if name in days else [nightly]),
+                ],
+            )
+            for name, policies in METHODS.items()
+        ],
+    )
+
+
+served = pytest.mark.parametrize(
+    "served", by_day([SERVED, ONE_OF_EACH], {1}), ids=["all", "one of each"]
 )
 
 
@@ -105,7 +116,7 @@ def engine(tiny: Callable[..., Path]) -> Iterator[Engine]:
 class TestOneServer:
     """Whose engine the tests share."""
 
-    @each
+    @each(*KINDS)
     def test_lengths_around_every_edge(
         self, engine: Engine, tiny: Callable[..., Path], policies: list[Policy]
     ) -> None:
@@ -122,7 +133,7 @@ class TestOneServer:
         # The second time each reads its own prefix; GemFilter's prompts are written over.
         assert (alone[1].cached > 0) != is_filter(mixed[picked[1]])
 
-    @each
+    @each("criticalkv", "gemfilter", "structkv+snapkv")
     def test_chunks_of_one_token(
         self,
         engine: Engine,
@@ -137,7 +148,7 @@ class TestOneServer:
         engine.assert_idle()
         assert_parity(tiny(), answers, mixed)
 
-    @each
+    @each("pyramidkv", "knorm", "fastkv+criticalkv")
     def test_thrown_out_at_any_time(
         self, engine: Engine, tiny: Callable[..., Path], policies: list[Policy]
     ) -> None:
@@ -155,8 +166,11 @@ class TestOneServer:
             engine.assert_idle()
         assert_parity(tiny(), undisturbed, policies)
 
-    def test_aborted_prompts_leave_nothing(self, engine: Engine, tiny: Callable[..., Path]) -> None:
-        names = [named(policy) for policy in SERVED]
+    @served
+    def test_aborted_prompts_leave_nothing(
+        self, engine: Engine, tiny: Callable[..., Path], served: list[Policy]
+    ) -> None:
+        names = [named(policy) for policy in served]
         for steps in range(0, 12, 2):
             prompts = distinct_prompts([60 + 41 * i % 170 for i in range(len(names))], seed=steps)
             ids = engine.submit(prompts, 8, names)
@@ -165,30 +179,32 @@ class TestOneServer:
             engine.assert_idle()
         inside.assert_no_centrality(engine)
         prompts = distinct_prompts([80 + 9 * i for i in range(len(names))], seed=99)
-        answers = ask(engine, prompts, SERVED)
+        answers = ask(engine, prompts, served)
         engine.assert_idle()
-        assert_parity(tiny(), answers, SERVED)
+        assert_parity(tiny(), answers, served)
 
+    @served
     def test_full_shares_no_entry_that_was_dropped(
-        self, engine: Engine, tiny: Callable[..., Path]
+        self, engine: Engine, tiny: Callable[..., Path], served: list[Policy]
     ) -> None:
         """One prompt under all policies in turn, and `full` after each."""
         (prompt,) = distinct_prompts((150,), seed=2)
-        policies = [policy for each in SERVED for policy in (each, FULL)]
+        policies = [policy for each in served for policy in (each, FULL)]
         answers = [ask(engine, [prompt], [policy])[0] for policy in policies]
         engine.assert_idle()
         assert not any(a.cached for a, p in zip(answers, policies, strict=True) if is_filter(p))
-        assert sum(answer.cached > 0 for answer in answers) > len(SERVED)
+        assert sum(answer.cached > 0 for answer in answers) > len(served)
         assert_parity(tiny(), answers, policies)
 
 
-def test_mixed_batch_by_the_kernels(tiny: Callable[..., Path]) -> None:
+@served
+def test_mixed_batch_by_the_kernels(tiny: Callable[..., Path], served: list[Policy]) -> None:
     """Side by side with `full`, SnapKV and FastKV, each prompt in one step, by the real kernels."""
-    policies = [*SERVED, *BESIDE]
+    policies = [*served, *BESIDE]
     prompts = distinct_prompts([70 + 37 * i % 90 for i in range(len(policies))], seed=3)
     with running(
         tiny(),
-        named(SERVED[0]),
+        named(served[0]),
         config=room_for(policies),
         max_num_seqs=16,
         max_num_batched_tokens=2304,

@@ -3,7 +3,7 @@
 Requests with a cache salt of their own run cold on the same server.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -40,29 +40,24 @@ SERVERS = {"retain": RETAIN, "select": SELECT, "blocks": BLOCKS}
 NAMES = [named(policy) for policy in RETAIN]
 
 
-def cases(chosen: Sequence[tuple[str, Policy]], days: Container[Policy] | None = None) -> Any:
+def cases(chosen: Sequence[tuple[str, Policy]], *days: Policy) -> Any:
     """These policies of these servers; tests of one server share its engine.
 
-    days: those that do not wait for the night, if some do.
+    days: those that do not wait for the night. Each kind of score and of what is kept has some of
+    the tests by day: by attention, by norms, by position, by groups of layers, with hidden states,
+    in whole blocks, and all.
     """
-    by = {i for i, (_, policy) in enumerate(chosen) if days is None or policy in days}
+    policies = [policy for _, policy in chosen]
     return pytest.mark.parametrize(
         ("engine", "policy"),
-        by_day(chosen, by),
+        by_day(chosen, {policies.index(policy) for policy in days}),
         indirect=["engine"],
         ids=[f"{server}-{named(policy)}" for server, policy in chosen],
     )
 
 
-# By day one of each kind of score and of what is kept: by attention, by norms, by groups of layers,
-# with hidden states, in whole blocks, and all.
-each = cases(
-    [(server, policy) for server, policies in SERVERS.items() for policy in policies],
-    [RETAIN[0], RETAIN[1], RETAIN[4], FULL, SELECT[0], SELECT[2], BLOCKS[0]],
-)
-some = cases(
-    [("retain", RETAIN[2]), ("retain", RETAIN[4]), ("select", SELECT[0]), ("blocks", BLOCKS[0])]
-)
+EACH = [(server, policy) for server, policies in SERVERS.items() for policy in policies]
+SOME = [("retain", RETAIN[2]), ("retain", RETAIN[4]), ("select", SELECT[0]), ("blocks", BLOCKS[0])]
 
 
 _RUNS = count()
@@ -117,7 +112,7 @@ def engine(tiny: Callable[..., Path], request: pytest.FixtureRequest) -> Iterato
             yield engine
 
 
-@each
+@cases(EACH, FULL, RETAIN[4], SELECT[0])
 def test_the_next_turn_reads_the_prompt_of_the_last(
     engine: Engine, tiny: Callable[..., Path], policy: Policy
 ) -> None:
@@ -138,7 +133,7 @@ def test_the_next_turn_reads_the_prompt_of_the_last(
     engine.assert_idle()
 
 
-@each
+@cases(EACH, RETAIN[0], RETAIN[1], SELECT[2], BLOCKS[0])
 def test_hits_end_everywhere(engine: Engine, policy: Policy) -> None:
     """In the middle of a block, before and in the window, at the whole prompt and beyond it."""
     name = named(policy)
@@ -154,7 +149,7 @@ def test_hits_end_everywhere(engine: Engine, policy: Policy) -> None:
     assert [answer.cached for answer in hits] == [floor(n, engine, policy) for n in ends]
 
 
-@some
+@cases(SOME, RETAIN[2], SELECT[0])
 def test_chunks_of_one_token(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
@@ -170,7 +165,7 @@ def test_chunks_of_one_token(
     assert_close(hits, alone)
 
 
-@some
+@cases(SOME, RETAIN[4], BLOCKS[0])
 def test_thrown_out_at_every_step_of_a_hit(engine: Engine, policy: Policy) -> None:
     name = named(policy)
     text = text_of(policy, 90)
@@ -190,7 +185,7 @@ def test_thrown_out_at_every_step_of_a_hit(engine: Engine, policy: Policy) -> No
         engine.assert_idle()
 
 
-@some
+@cases(SOME, RETAIN[2], SELECT[0])
 def test_several_answers_to_one_prompt(engine: Engine, policy: Policy) -> None:
     """They race for its prefix in one step, and find it in the next turn."""
     name, text = named(policy), text_of(policy, 130)

@@ -11,7 +11,7 @@ from reference.structkv import Struct
 from support import inside
 from support.engine import running
 from support.expected import FULL, Policy, named
-from support.nightly import nightly
+from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import EDGES, prompts_of
 
@@ -236,42 +236,46 @@ def test_architectures(tiny: Callable[..., Path], arch: str, heads: int, kv_head
     assert_parity(model, answers, policies)
 
 
-def test_mixed_batch(tiny: Callable[..., Path]) -> None:
-    """All policies with different windows and rates side by side, by the real kernels.
+MIXED: list[Policy] = [
+    STRUCT,
+    FULL,
+    Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, decay=0.6),
+    Struct(1, struct_rate=0.3, kv_rate=0.8, window=1),
+    FAST,
+    OWN,
+    Keep(tsp_layer=5, tsp_rate=0.4, kv_rate=0.2, window=4, kernel=13),
+    PAPER,
+    Keep(kv_rate=0.3, window=4, kernel=13),
+    STREAM,
+    Keep(cutoff=6),
+    Struct(7, kv_rate=0.25, window=24),
+    Struct(5, struct_rate=0.3, kv_rate=1),
+    Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, heads="own", kernel=3),
+]
+
+
+@pytest.mark.parametrize(("policies",), by_day([(MIXED,), (MIXED[:6],)], {1}), ids=["all", "six"])
+def test_mixed_batch(tiny: Callable[..., Path], policies: list[Policy]) -> None:
+    """Policies with different windows and rates side by side, by the real kernels.
 
     The server has four segments, so that centrality runs over several of them, and beside it
     FastKV scores by one layer and each KV head by itself.
     """
     model = tiny()
-    policies = [
-        STRUCT,
-        FAST,
-        Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, decay=0.6),
-        FULL,
-        Keep(tsp_layer=5, tsp_rate=0.4, kv_rate=0.2, window=4, kernel=13),
-        Keep(kv_rate=0.3, window=4, kernel=13),
-        Struct(1, struct_rate=0.3, kv_rate=0.8, window=1),
-        STREAM,
-        Keep(cutoff=6),
-        Struct(7, kv_rate=0.25, window=24),
-        Struct(5, struct_rate=0.3, kv_rate=1),
-        PAPER,
-        OWN,
-        Struct(5, struct_rate=0.5, kv_rate=0.3, window=16, heads="own", kernel=3),
-    ]
-    prompts = prompts_of((150, 130, 160, 75, 90, 140, 110, 120, 100, 150, 125, 135, 155, 145))
+    lengths = (150, 75, 160, 110, 130, 155, 90, 145, 140, 120, 100, 150, 125, 135)
+    prompts = prompts_of(lengths[: len(policies)])
     with running(
         model, "structkv:pivot=3,kv_floor=0", config=room_for(policies), max_num_seqs=16
     ) as engine:
         chunked = ask(engine, prompts, policies, max_tokens=6)
         alone = [
-            ask(engine, prompts[i : i + 1], policies[i : i + 1], max_tokens=6)[0] for i in (2, 6)
+            ask(engine, prompts[i : i + 1], policies[i : i + 1], max_tokens=6)[0] for i in (2, 3)
         ]
         segments = {group["segment"] for group in engine.stats()["layout"]["groups"]}
         engine.assert_idle()
     assert segments == {0, 1, 2, 3}
     assert_parity(model, chunked, policies)
-    assert_close(alone, [chunked[2], chunked[6]])
+    assert_close(alone, chunked[2:4])
 
 
 @pytest.mark.usefixtures("dense_ops")

@@ -17,9 +17,18 @@ from reference.swiftkv import Swift
 from support import inside
 from support.engine import running
 from support.expected import FULL, Policy, Read, Speed, is_served, named
+from support.interpreter import QUICK_WORKER
 from support.nightly import nightly
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import distinct_prompts, prompts_of
+
+TWO_RANKS: dict[str, Any] = dict(tensor_parallel_size=2, worker_extension_cls=QUICK_WORKER)
+
+
+@pytest.fixture(autouse=True)
+def a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM binds one rank to a NUMA node unless told which cores to take."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
 
 
 def counters_by_rank(engine: Any) -> list[dict[str, dict[str, Any]]]:
@@ -35,13 +44,11 @@ def counters_by_rank(engine: Any) -> list[dict[str, dict[str, Any]]]:
 
 
 @nightly
-def test_tp2_equals_reference(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    # vLLM binds one rank to a NUMA node unless told which cores to take.
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+def test_tp2_equals_reference(tiny: Callable[..., Path]) -> None:
     model = tiny()
     prompts = prompts_of((2, 33, 97, 200))
     policies = [None, "full", None, None]
-    with running(model, "speed-4", tensor_parallel_size=2, enable_prefix_caching=True) as engine:
+    with running(model, "speed-4", enable_prefix_caching=True, **TWO_RANKS) as engine:
         answers = engine.generate(prompts, policies=policies)
         again = engine.generate([prompts[3] + [5, 6, 7]])
         engine.assert_idle()
@@ -51,9 +58,8 @@ def test_tp2_equals_reference(tiny: Callable[..., Path], monkeypatch: pytest.Mon
 
 
 def test_tp2_selects_retains_and_reads_what_one_rank_does(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Path],
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = tiny()
     prompts = prompts_of((2, 33, 97, 200, 150, 301, 110, 240))
     names = [None, "full", None, None, "snapkv:kv_rate=0.3,kv_floor=0", None]
@@ -66,8 +72,8 @@ def test_tp2_selects_retains_and_reads_what_one_rank_does(
         model,
         "fastkv:kv_floor=0,tsp_layer=3",
         config=config,
-        tensor_parallel_size=2,
         enable_prefix_caching=True,
+        **TWO_RANKS,
     ) as engine:
         answers = engine.generate([*prompts, *beyond], policies=names + reads + [cut] * 2)
         again = engine.generate([[*beyond[1], 5, 6, 7]], policies=[cut])
@@ -105,15 +111,12 @@ MORE: list[Policy] = [
 
 @nightly
 @pytest.mark.skipif(not any(map(is_served, MORE)), reason="none of them is served")
-def test_tp2_of_further_methods(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tp2_of_further_methods(tiny: Callable[..., Path]) -> None:
     """Scores that ranks have to add up, and scores that each has for its own KV heads."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = tiny()
     policies = [*filter(is_served, MORE), FULL] * 2
     prompts = distinct_prompts([90 + 23 * i for i in range(len(policies))])
-    with running(
-        model, named(policies[0]), config=room_for(policies), tensor_parallel_size=2
-    ) as engine:
+    with running(model, named(policies[0]), config=room_for(policies), **TWO_RANKS) as engine:
         answers = ask(engine, prompts, policies)
         counters = counters_by_rank(engine)
         engine.assert_idle()

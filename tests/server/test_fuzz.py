@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import options
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.worker.gpu.sample.logits_processor import (
@@ -27,7 +28,8 @@ from vllm_kvx.server.request_errors import RefusedError
 
 LAYERS = 8
 fuzz = settings(
-    max_examples=800,
+    # Those of the day are the first ones of the night.
+    max_examples=800 if options.nightly() else 400,
     deadline=None,
     derandomize=True,
     database=None,

@@ -21,6 +21,7 @@ import torch
 import vllm
 from openai import BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from soak import drain
 from support.nightly import nightly
 from transformers import AutoTokenizer
 
@@ -46,7 +47,7 @@ FLAGS = [
     *("--max-model-len", "2048"),
     *("--kv-layout", "fier-64", "speed-4+fier-64"),
     *("--additional-config", '{"kv_recall_every": 1}'),
-    "--enforce-eager",
+    *("--enforce-eager", *drain.FLAGS),
 ]
 FULL = {"vllm_xargs": {"kv_policy": "full"}}
 POLICIES = [{}, FULL]
@@ -57,10 +58,12 @@ class Server:
     """A running server, as a client sees it."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self.http = httpx.Client(base_url=url, timeout=60)
         self.openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         self.tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
         self._seed = 0
+        self.was_asked_to_end = False
 
     def question(self, length: int = LENGTH) -> tuple[str, str]:
         """A document that no request had before, and its answer."""
@@ -151,6 +154,8 @@ def server_log(request: pytest.FixtureRequest) -> Iterator[None]:
     if "server" not in request.fixturenames:
         return
     server = request.getfixturevalue("server")
+    if server.was_asked_to_end:
+        return
     try:
         server.http.get("/health").raise_for_status()
     except httpx.HTTPError as error:
@@ -655,6 +660,12 @@ def test_odd_policies_leave_the_servers_own_alone(server: Server) -> None:
     assert series.count("vllm_kvx:requests_total") == MAX_POLICIES + 5
     bounds = max(len(FIRST_TOKEN_BOUNDS), len(PER_TOKEN_BOUNDS)) + 1
     assert max(map(series.count, series)) <= (MAX_POLICIES + 5) * max(LAYERS, bounds)
+
+
+def test_sigterm_lets_answers_end(server: Server, log: Path) -> None:
+    """It stands after all that needs the server."""
+    server.was_asked_to_end = True
+    drain.end_by_sigterm(server.url, log)
 
 
 def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:

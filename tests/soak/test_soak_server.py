@@ -14,21 +14,21 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from support import options
+from support.interpreter import QUICK_WORKER
+from support.nightly import nightly
 
 from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
-from soak import report
+from soak import drain, report
+from soak.client import MODEL, ask, body, run_alone, samples, short_turn, tree
 from soak.memory import Series
 from soak.plan import (
     BLOCK,
     MAX_LEN,
-    POLICIES,
     ROOM,
     SERVER_POLICY,
     Comparison,
@@ -38,11 +38,9 @@ from soak.plan import (
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
 
-MODEL, SEED, CLIENTS = "lookup", 1, 12
+SEED, CLIENTS = 1, 12
 # Of the engine's requests, since they take so much longer here.
 SHARE = 10
-# Policies that choose nothing of a short prompt: interpreted, scores take most of a request's time.
-QUICK = [name for name in POLICIES if "_rate=" not in name]
 # Lines of the batch that is cut short, whose answers are compared.
 COMPARED = 10
 FLAGS = [
@@ -51,9 +49,8 @@ FLAGS = [
     *("--num-gpu-blocks-override", "46", "--max-num-seqs", "8", "--max-num-batched-tokens", "192"),
     *("--no-scheduler-reserve-full-isl", "--max-model-len", str(MAX_LEN)),
     *("--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"),
+    *("--worker-extension-cls", QUICK_WORKER),
 ]
-# What a server that drains gives its answers at most; those of the test take a part of it.
-DRAIN_S = 120
 # Bodies that no server should answer with 200, or be hurt by.
 MALFORMED: tuple[bytes, ...] = (
     b"{",
@@ -80,76 +77,10 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(log: Path) -> Iterator[str]:
-    with serving(FLAGS, log, cpu_environment(), timeout_s=500.0) as url:
+    tests = str(Path(__file__).parents[1])
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with serving(FLAGS, log, cpu_environment() | {"PYTHONPATH": path}, timeout_s=500.0) as url:
         yield url
-
-
-def body(turn: Turn, salt: str | None = None) -> dict[str, Any]:
-    found = {"model": MODEL, "prompt": turn.prompt, "temperature": 0, "ignore_eos": True}
-    found |= {"max_tokens": turn.max_tokens, "return_token_ids": True, "logprobs": 2}
-    found |= {"vllm_xargs": {"kv_policy": turn.policy}}
-    return found | ({} if salt is None else {"cache_salt": salt})
-
-
-def run_alone(http: httpx.Client, talks: list[list[Turn]]) -> None:
-    """Fills in prompts and answers: one request at a time, and no prefix that another left."""
-    for number, talk in enumerate(talks):
-        said: list[int] = []
-        for depth, turn in enumerate(talk):
-            turn.prompt = said + turn.adds
-            reply = http.post("/v1/completions", json=body(turn, f"alone-{number}-{depth}"))
-            (choice,) = reply.raise_for_status().json()["choices"]
-            turn.answer = choice["token_ids"]
-            for top in choice["logprobs"]["top_logprobs"]:
-                best, second = sorted(top.values(), reverse=True)[:2]
-                turn.gaps.append(best - second)
-            said = turn.prompt + turn.answer
-
-
-def ask(http: httpx.Client, turn: Turn) -> list[int] | None:
-    """The tokens of the streamed answer; None if the client left before its end."""
-    tokens: list[int] = []
-    with http.stream("POST", "/v1/completions", json=body(turn) | {"stream": True}) as response:
-        assert response.status_code == 200, response.read()
-        if turn.abort_after == 0:
-            return None
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                tokens += choice["token_ids"] or []
-            if turn.abort_after is not None and len(tokens) >= turn.abort_after:
-                return None
-    return tokens
-
-
-def samples(http: httpx.Client, name: str) -> float:
-    """A metric, added up over its labels."""
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(http.get("/metrics").text)
-        for sample in family.samples
-        if sample.name == name
-    )
-
-
-def tree(url: str) -> list[int]:
-    """The server's processes: those that have its socket's port in their ancestors' command."""
-    port, parents, roots = url.rpartition(":")[2], {}, []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(fields[1])
-            if f"--port\0{port}\0".encode() in (folder / "cmdline").read_bytes():
-                roots.append(int(folder.name))
-        except OSError:
-            continue
-    found = set(roots)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found)
 
 
 def held(http: httpx.Client) -> int:
@@ -245,75 +176,18 @@ def test_memory_does_not_grow(url: str, log: Path) -> None:
     memory.assert_still()
 
 
-def short_turn(rng: random.Random) -> Turn:
-    """A prompt of random tokens, of one or two blocks, and an answer of a token or two."""
-    policy = rng.choice(POLICIES if rng.random() < 0.2 else QUICK)
-    turn = Turn([], policy, rng.randint(1, 2), 0 if rng.random() < 0.1 else None)
-    turn.prompt = [rng.randint(10, 500) for _ in range(rng.randint(8, 2 * BLOCK))]
-    return turn
-
-
+@nightly
 def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
-    """As in an update: what streams is answered to its end, nothing new is, and the server goes.
+    """By a server of its own, which ends here. By day that of `tests/server/test_serve.py` does.
 
-    By a server of its own, which ends here. Interpreted kernels are not needed for that.
+    Interpreted kernels are not needed for that.
     """
     log, flags = tmp_path / "server.log", [*FLAGS[:2], MODEL, "--kv-policy", "speed-4"]
     flags += ["--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"]
-    flags += ["--max-model-len", str(MAX_LEN), "--shutdown-timeout", str(DRAIN_S)]
-    rng = random.Random(SEED + 3)
-    turns = [short_turn(rng) for _ in range(3)]
-    for turn, policy in zip(turns, ("speed-4", "full", "speed-4"), strict=True):
-        turn.policy, turn.max_tokens, turn.abort_after = policy, 48, None
-        turn.adds = turn.prompt
-
-    def is_answered(http: httpx.Client) -> bool:
-        """Whether a request that comes now is; vLLM's refusal may be an answer that is aborted."""
-        try:
-            reply = http.post("/v1/completions", json=body(turns[0]) | {"max_tokens": 1})
-        except httpx.TransportError:
-            return False
-        assert reply.status_code == 200 or reply.status_code >= 500, reply.text
-        if reply.status_code != 200:
-            return False
-        (choice,) = reply.json()["choices"]
-        assert (choice["finish_reason"] == "abort") == (not choice["token_ids"]), choice
-        return choice["finish_reason"] != "abort"
-
+    flags += ["--max-model-len", str(MAX_LEN), *drain.FLAGS]
     with serving(flags, log, cpu_environment(), timeout_s=500.0) as url:
-        pids = tree(url)
-        with httpx.Client(base_url=url, timeout=100) as http, ThreadPoolExecutor(3) as pool:
-            run_alone(http, [[turn] for turn in turns])
-            answers = [pool.submit(ask, http, turn) for turn in turns]
-            end = time.monotonic() + 60
-            while samples(http, "vllm:num_requests_running") < len(turns):
-                assert time.monotonic() < end, log_tail(log)
-                time.sleep(0.05)
-            os.kill(pids[0], signal.SIGTERM)
-            began = time.monotonic()
-            while is_answered(http):
-                assert not all(answer.done() for answer in answers), "new requests are answered"
-            streaming = sum(not answer.done() for answer in answers)
-            compared = Comparison()
-            for turn, answer in zip(turns, answers, strict=True):
-                tokens = answer.result()
-                assert tokens is not None and len(tokens) == turn.max_tokens, log_tail(log)
-                compared.add(turn, tokens)
-        end = began + DRAIN_S
-        while tree(url):
-            assert time.monotonic() < end, f"the server stays: {log_tail(log)}"
-            time.sleep(0.2)
-    report.add(
-        "drain",
-        streams=len(turns),
-        streaming_at_sigterm=streaming,
-        equal=compared.equal,
-        near_ties=compared.near_ties,
-        mismatches=len(compared.mismatches),
-        seconds=round(time.monotonic() - began),
-    )
-    assert streaming, "every answer was there before the signal: nothing was shown"
-    assert not compared.mismatches, "\n".join(compared.mismatches)
+        figures = drain.end_by_sigterm(url, log)
+    report.add("drain", **figures)
 
 
 def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log: Path) -> None:

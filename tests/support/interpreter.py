@@ -4,14 +4,18 @@ from typing import Any
 
 import torch
 
+# Where it is vLLM's `worker_extension_cls`, workers in processes of their own are quick, too; they
+# need `support` in their path.
+QUICK_WORKER = "support.quick_worker.Quick"
+
 
 def quicken() -> None:
-    """One thread, and ``triton.language`` is set up once for the process.
+    """One thread, ``triton.language`` is set up once for the process, and types are made once.
 
     Tiny matrices gain nothing from threads, which wait for each other where the cores are shared.
     Triton's interpreter would set up anew for every function that a kernel calls, undo it after
-    every launch, and make a table of types for every value. Nothing is compiled in this process,
-    which would need the language as it was.
+    every launch, and make a table of types for every value, and a shape's constants. Nothing is
+    compiled in this process, which would need the language as it was.
     """
     torch.set_num_threads(1)
     import vllm.triton_utils  # noqa: F401  In this order: it installs the CPU backend.
@@ -47,3 +51,31 @@ def quicken() -> None:
         return dtypes[name]
 
     interpreter._get_np_dtype = np_dtype
+    _remember_shapes(interpreter.tl.core)
+
+
+def _remember_shapes(core: Any) -> None:
+    """Values and block types of one shape have its constants in common; nothing changes them."""
+    shapes, blocks = dict[Any, Any](), dict[Any, Any]()
+    stock_tensor, stock_block = core.tensor.__init__, core.block_type.__init__
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in shapes:
+            stock_tensor(self, handle, type)
+            shapes[shape] = self.numel, self.shape
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[shape]
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        unwrapped = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
+        key = element_ty.name, unwrapped
+        if key not in blocks:
+            stock_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    core.tensor.__init__, core.block_type.__init__ = tensor, block_type
