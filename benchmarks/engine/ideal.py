@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 
 # Entries of a KV block where whole blocks stay: vLLM's default.

@@ -16,7 +16,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm_kvx.config.settings import NO_POLICY, POLICY_KEY, REQUESTS_KEY, KVSettings, Measured
 from vllm_kvx.config.wording import worded
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
-from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.request_errors import OnRefusal, Reason, RefusedError, count_for, refusing
 from vllm_kvx.server.request_keys import check_keys, check_policy_type
 
@@ -119,7 +121,7 @@ def _check_fits(settings: KVSettings, policy: KVPolicy, on_refusal: OnRefusal) -
     if policy.is_full:
         return
     with refusing(Reason.NOT_SERVED, on_refusal):
-        check_served(policy)
+        policy.check_composition()
     with refusing(Reason.NOT_FOR_MODEL, on_refusal):
         policy.check_model(settings.num_layers)
     with refusing(Reason.NO_ROOM, on_refusal):

@@ -197,8 +197,3 @@ def top_units_reference(scores: Tensor, budget: int) -> Tensor:
     """One row and head in plain torch: (n,) scores -> ascending indices of the best, int64."""
     order = (scores + 0.0).sort(descending=True, stable=True).indices[:budget]
     return order.sort().values
-
-
-def same_selection(scores: Tensor, ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two selections differ in tied units alone."""
-    return bool(torch.equal(scores[ours].sort().values, scores[theirs].sort().values))
