@@ -187,8 +187,8 @@ class CompilesAhead:
 
         def launch() -> None:
             if writer is not None:
-                jobs = torch.empty(1, 3, dtype=torch.int32, device=device)
-                writer.write(jobs, tables.block_table_ptrs, tables.block_table_strides)
+                full_groups = torch.empty(1, 3, dtype=torch.int32, device=device)
+                writer.write(full_groups, tables.block_table_ptrs, tables.block_table_strides)
             if scores:
                 kernels = PromptKernels(hook, hooks.dtype, window, device)
                 kernels.launch(policies, settings.num_layers, attends)

@@ -187,26 +187,26 @@ class SidecarWriter:
 
     def write(
         self,
-        jobs: Tensor,
+        full_groups: Tensor,
         block_table_ptrs: Tensor,
         block_table_strides: Tensor,
         layer: int | None = None,
     ) -> None:
-        """Quantises `jobs` in all layers of their stages, or in one layer.
+        """Quantises `full_groups` in all layers of their stages, or in one layer.
 
         Args:
-            jobs: (J, 3) int32: KV stage, row of the block tables, and index of the group, which is
-                full and whose keys are in the cache.
+            full_groups: (n, 3) int32: KV stage, row of the block tables, and index of the group,
+                which is full and whose keys are in the cache.
             block_table_ptrs, block_table_strides: (KV groups,), vLLM's block table layout.
         """
-        if not jobs.shape[0]:
+        if not full_groups.shape[0]:
             return
         shape, keys = self.sidecar.shape, self.paged.keys
         codes, scales = self.sidecar.codes, self.sidecar.scales
         first, count = (0, self.num_layers) if layer is None else (layer, 1)
         dummy = torch.empty(1, dtype=keys.dtype, device=keys.device)
-        _write_groups_kernel[(jobs.shape[0], shape.num_kv_heads, count)](
-            jobs,
+        _write_groups_kernel[(full_groups.shape[0], shape.num_kv_heads, count)](
+            full_groups,
             self._key_ptrs,
             self._code_ptrs,
             self._scale_ptrs,
@@ -234,7 +234,7 @@ class SidecarWriter:
 # The first layer is 0, or any where a request resumes: by value it would be three kernels.
 @triton.jit(do_not_specialize=["first_layer"])
 def _write_groups_kernel(
-    jobs,
+    full_groups,
     key_ptrs,
     code_ptrs,
     scale_ptrs,
@@ -257,13 +257,13 @@ def _write_groups_kernel(
     D: tl.constexpr,
     HAS_CODES: tl.constexpr,
 ):
-    job = tl.program_id(0)
+    entry = full_groups + tl.program_id(0) * 3
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2) + first_layer
-    if tl.load(jobs + job * 3) != tl.load(layer_stages + layer):
+    if tl.load(entry) != tl.load(layer_stages + layer):
         return
-    request = tl.load(jobs + job * 3 + 1).to(tl.int64)
-    group = tl.load(jobs + job * 3 + 2)
+    request = tl.load(entry + 1).to(tl.int64)
+    group = tl.load(entry + 2)
     kv_group = tl.load(layer_groups + layer)
     table = _load_ptr(block_table_ptrs + kv_group, tl.int32)
     table += request * tl.load(block_table_strides + kv_group)
