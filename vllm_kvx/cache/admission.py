@@ -209,7 +209,10 @@ class PromptAdmission:
         return True
 
     def past_prompt(self, scheduled: Collection[str]) -> list[Request]:
-        """Of the requests of the step just scheduled, those whose prompt ends in it."""
+        """The requests whose prompt ends in the step just scheduled; they are no longer `coming`.
+
+        scheduled: ids of the requests in this step.
+        """
         return [
             self.coming.pop(request_id)
             for request_id in in_both(self.coming, scheduled)

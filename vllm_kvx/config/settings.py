@@ -104,7 +104,7 @@ class Measured:
         return replace(part, **found)
 
     def as_dict(self) -> dict[str, int | None]:
-        """By parameter, None where not known."""
+        """The layer of every parameter that can be measured; None where it is not known."""
         return {m.parameter: dict(self.layers).get(m.parameter) for m in MEASUREMENTS}
 
     def as_config(self) -> dict[str, dict[str, int | str]]:

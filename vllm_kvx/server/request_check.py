@@ -139,7 +139,7 @@ def _check_room(settings: KVSettings, policy: KVPolicy) -> None:
 
 
 def class_path(settings: KVSettings, model_name: str, in_python: bool = False) -> str:
-    """Where vLLM finds the check for a server with `settings`.
+    """The path by which vLLM finds the check of requests to a server with `settings`.
 
     model_name: the served one, which refusals are counted for.
     in_python: whether requests come from Python, whose words messages then use.

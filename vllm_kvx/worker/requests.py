@@ -14,7 +14,7 @@ from vllm_kvx.worker.split_layers import Cuts
 
 
 class Requests:
-    """By request-state index, as vLLM numbers running requests.
+    """What the worker keeps of running requests, by request-state index, vLLM's number of each.
 
     Attributes:
         gap_starts, gap_sizes: (S, R) int32 by KV stage, the gap in force. The host copy is the

@@ -48,7 +48,7 @@ class PageShape:
 
     @property
     def num_groups(self) -> int:
-        """Groups of a block."""
+        """The number of groups in a block."""
         return self.block_size // self.group
 
 
@@ -108,8 +108,12 @@ class Sidecar:
         )
 
     def dense(self, block_table: Tensor, num_groups: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """One request's first groups, copied out: signs (G, n * group, D) int8 or None, and
-        scales and zeros (G, n, D) float16, as ``quantize_keys`` returns them."""
+        """Copies out what one request's first `num_groups` groups (n) keep.
+
+        block_table: (blocks,) integers, the request's blocks.
+        Returns: signs (G, n * group, D) int8, None without codes; scales and zeros (G, n, D)
+            float16. All are as ``quantize_keys`` returns them.
+        """
         per_block = self.shape.num_groups
         group = torch.arange(num_groups, device=self.scales.device)
         blocks = block_table[group // per_block].long()
@@ -142,7 +146,10 @@ class Sidecar:
 
 
 def keys_of_groups(paged: PagedKV, block_table: Tensor, begin: int, end: int, group: int) -> Tensor:
-    """One request's keys of groups [begin, end), copied out: (G, n * group, D)."""
+    """Copies out one request's keys in the n groups [begin, end): (G, n * group, D).
+
+    block_table: (blocks,) integers, the request's blocks. group: keys in a group.
+    """
     token = torch.arange(begin * group, end * group, device=paged.keys.device)
     blocks, slots = block_table[token // paged.block_size].long(), token % paged.block_size
     return paged.keys[blocks, :, slots].transpose(0, 1)

@@ -111,7 +111,10 @@ def measure(decoder: DenseDecoder, prompts: Sequence[Sequence[int]], window: int
 def window_attentions(
     decoder: DenseDecoder, prompt: Sequence[int], window: int, progress: Progress
 ) -> Iterator[Tensor]:
-    """Of one full-depth pass, each layer's window attention (H, w, n) float32."""
+    """Runs a full-depth pass over a prompt of n tokens; yields each layer's window attention.
+
+    Each is (H, w, n) float32, softmax rows. progress: told the layer that runs.
+    """
     steps = decoder.layers(decoder.embed(prompt), window=window)
     for index in range(decoder.num_layers):
         progress(index)

@@ -151,7 +151,7 @@ class Votes:
 def measure(
     decoder: DenseDecoder, prompts: Sequence[Sequence[int]], snapkv: SnapKV
 ) -> tuple[list[Metrics], list[Votes]]:
-    """Of each prompt the metrics (L,) and the votes, with progress on stderr.
+    """The metrics (L,) and the votes of each prompt, with progress on stderr.
 
     Raises:
         ToolError: the GPU's memory or the type's range does not suffice.

@@ -169,7 +169,7 @@ class PassWork:
         return cls(prompts, windows, block_tables, memory, earlier, waits, first)
 
     def run(self, hook: ScoredLayer, query: Tensor, paged: PagedKV) -> None:
-        """One layer; query: (N, H, D) of the pass's rows."""
+        """Does one layer's part of the work; query: (N, H, D), of the pass's rows."""
         memory = self.memory
         if self.earlier is not None:
             self.earlier.move(hook, paged)
@@ -226,7 +226,7 @@ class PassWork:
             memory.moved.index_add_(0, policy_rows, each.num_moves.sum(dim=0))
 
     def targets(self, group: int) -> _Targets:
-        """Where entries move to in a KV group: their own blocks, if no others are given."""
+        """The blocks that entries of a KV group move to: their own, if no others are given."""
         if group not in self._targets:
             table, device = self.block_tables[group], self.memory.device
             moved = [
