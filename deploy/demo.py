@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import QUESTION, make_prompt
 from benchmarks.common.server import CHECKPOINT, ServerError, cpu_environment, serving
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 
 MODEL = "lookup-8l"
 FULL = "full"

@@ -34,11 +34,12 @@ def test_policies_are_read_and_counted() -> None:
 import vllm_kvx.cli, vllm_kvx.config.settings
 import vllm_kvx.records.layers, vllm_kvx.records.tuned_weights
 from vllm_kvx.policy.layout import layout_of
-from vllm_kvx.policy.spec import METHODS, check_served, parse_policy
+from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 
 policy = parse_policy("speed-4+snapkv:kv_rate=0.5,kv_floor=0")
-check_served(policy)
+policy.check_composition()
 kept = storage_of(policy, 100, 0, 16, 8).kept
 print(layout_of([policy], 8).later_starts, kept, "snapkv" in METHODS)
 """

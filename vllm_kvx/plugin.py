@@ -78,10 +78,11 @@ def _check_cpu_mode() -> None:
 
 def _policy_name(text: str) -> str:
     """argparse type of ``--kv-policy``: the text, if it names a policy that is served."""
-    from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
+    from vllm_kvx.policy.parameters import PolicyError
+    from vllm_kvx.policy.spec import parse_policy
 
     try:
-        check_served(parse_policy(text))
+        parse_policy(text).check_composition()
     except PolicyError as error:
         raise ArgumentTypeError(str(error)) from None
     return text
@@ -89,7 +90,8 @@ def _policy_name(text: str) -> str:
 
 def _layout_name(text: str) -> str:
     """argparse type of one policy behind ``--kv-layout``."""
-    from vllm_kvx.policy.spec import PolicyError, parse_policy
+    from vllm_kvx.policy.parameters import PolicyError
+    from vllm_kvx.policy.spec import parse_policy
 
     try:
         return _policy_name(text)

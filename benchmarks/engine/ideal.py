@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from benchmarks.engine.shapes import Shape
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 
 # Entries of a KV block where whole blocks stay: vLLM's default.

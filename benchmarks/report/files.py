@@ -13,7 +13,8 @@ from benchmarks.engine.compare import derive
 from benchmarks.engine.composed import lines_of
 from benchmarks.engine.shapes import shape_of
 from benchmarks.serving.figures import Setting, is_whole
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 
 # Superseded results.
 OLD = "old/"

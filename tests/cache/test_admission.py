@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from vllm_kvx.cache.admission import SPLIT_WINDOWS, PromptAdmission
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.policy.storage import STASH_PAGE, storage_of
+from vllm_kvx.policy.storage import STASH_PAGE, stash_pages, storage_of
 
 FASTKV = "fastkv:kv_floor=0,tsp_layer=3"
 
@@ -57,7 +57,7 @@ def test_the_window_is_a_chunk_of_its_own_beside_several_passes() -> None:
 def test_other_policies_are_left_alone() -> None:
     one = admission()
     assert one.clip(add(one, "a", 200, "full"), 150, 120) == 120
-    assert one.used_pages == 0
+    assert one.free_pages == stash_pages(1024)
 
 
 def test_a_clients_text_makes_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ def test_a_full_stash_makes_prompts_wait() -> None:
     one.release("a")
     assert one.clip(second, 0, 96) == 96
     one.remove_request("b")
-    assert one.used_pages == 0
+    assert one.free_pages == 4
 
 
 def test_what_was_not_scheduled_after_all_holds_nothing() -> None:
@@ -126,12 +126,12 @@ def test_what_was_not_scheduled_after_all_holds_nothing() -> None:
     waits, preempted = add(one, "a", 3 * STASH_PAGE), add(one, "b", 2 * STASH_PAGE)
     assert one.clip(waits, 0, 96) == 96
     one.settle(running=[])
-    assert one.used_pages == 0
+    assert one.free_pages == 4
     assert one.clip(preempted, 0, 96) == 96
     one.settle(running=[preempted])
-    assert one.used_pages == 2
+    assert one.free_pages == 2
     one.restart(preempted)
-    assert one.used_pages == 0
+    assert one.free_pages == 4
 
 
 def schedule(to: PromptAdmission, *waiting: Any) -> list[str]:

@@ -19,7 +19,7 @@ from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar
 from vllm_kvx.ops.retrieval.topk import top_units
 
-pytestmark = pytest.mark.skipif(not cuda_ops.available(), reason=cuda_ops.why_not())
+pytestmark = pytest.mark.skipif(bool(cuda_ops.why_not()), reason=cuda_ops.why_not())
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

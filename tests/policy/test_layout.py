@@ -7,7 +7,8 @@ import pytest
 
 from vllm_kvx.cache.group_size import GroupChoice, choose_group_size
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits, layout_of
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 
 FIER = RetrievalLayout("one_bit", group=32, unit=1, reduction="max", max_units=64)
 QUEST = RetrievalLayout("page_bounds", group=16, unit=16, reduction="max", max_units=4)

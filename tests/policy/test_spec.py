@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from vllm_kvx.policy import spec
 from vllm_kvx.policy.axes import Method, ScoreSpec
 from vllm_kvx.policy.methods.baselines.gemfilter import GemFilter
 from vllm_kvx.policy.methods.baselines.quest import Quest
@@ -21,14 +20,10 @@ from vllm_kvx.policy.methods.fier import FIER
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR, SnapKV
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.policy.spec import (
-    AVAILABLE,
-    METHODS,
-    KVPolicy,
-    PolicyError,
-    check_served,
-    parse_policy,
-)
+from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
 
 # name -> (canonical name, policy)
 VALID = {
@@ -448,25 +443,11 @@ def test_model_deep_enough() -> None:
         parse_policy(name).check_model(32)
 
 
-def test_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method whose row in the table says that it is for a later version."""
-    monkeypatch.setattr(spec, "AVAILABLE", AVAILABLE - {"fier", "quest"})
-    message = (
-        "fier is not served by this version of vllm-kvx; "
-        "served: full, speed-K, fastkv, structkv, snapkv, pyramidkv, criticalkv, knorm, "
-        "streamingllm, gemfilter, swiftkv-K, selfonly-K"
-    )
-    for name in ("fier-1024", "speed-24+fier-2048"):
-        with pytest.raises(PolicyError, match=f"^{message}$"):
-            check_served(parse_policy(name))
-
-
-def test_served() -> None:
-    assert {"full", *METHODS} == AVAILABLE
+def test_these_go_together() -> None:
     for name in ("full", "speed-24:tail=3", "fier-1024", "quest-1024", "snapkv+speed-24+fier-64"):
-        check_served(parse_policy(name))
+        parse_policy(name).check_composition()
     for name in ("speed-24+snapkv", "speed-24+streamingllm", "fastkv:kv_rate=1+snapkv"):
-        check_served(parse_policy(name))
+        parse_policy(name).check_composition()
 
 
 # Two methods of one policy -> what the message must contain; without any they go together.
@@ -521,10 +502,10 @@ COMPOSED = {
 @pytest.mark.parametrize("name", COMPOSED)
 def test_composed(name: str) -> None:
     if not COMPOSED[name]:
-        check_served(parse_policy(name))
+        parse_policy(name).check_composition()
         return
     with pytest.raises(PolicyError) as error:
-        check_served(parse_policy(name))
+        parse_policy(name).check_composition()
     for wanted in COMPOSED[name]:
         assert wanted in str(error.value)
 

@@ -8,14 +8,14 @@ import pytest
 
 from vllm_kvx.policy.axes import Propagate, ScoreSpec, Selection
 from vllm_kvx.policy.methods.speed import Speed
-from vllm_kvx.policy.spec import KVPolicy, parse_policy
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import (
     NO_GAP,
     STASH_PAGE,
     Gap,
     Storage,
     gap_of,
-    kept_counts,
     skipped_of,
     stash_pages,
     storage_of,
@@ -114,7 +114,7 @@ def test_arrays_equal_scalars(dtype: type[np.signedinteger]) -> None:
         stored = stored_lens(ends, starts, sizes)
         assert stored.dtype == dtype
         assert stored.tolist() == [gap.stored_len(end) for gap in gaps]
-        kept = kept_counts(np.full_like(ends, begin), ends, starts, sizes)
+        kept = stored - stored_lens(np.full_like(ends, begin), starts, sizes)
         assert kept.tolist() == [sum(map(gap.is_kept, range(begin, end))) for gap in gaps]
 
 

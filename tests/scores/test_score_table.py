@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from vllm_kvx.policy.axes import Positions, Propagate, Retain, ScoreSpec
-from vllm_kvx.policy.spec import METHODS, parse_policy
+from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.scores.table import SCORES
 
 # Parameters without which a method's name is not complete.

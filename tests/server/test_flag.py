@@ -11,7 +11,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvx.config.settings import KVSettings, policy_is_set, request_policy
 from vllm_kvx.policy.layout import Layout, RetrievalLayout
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server import measured_layers as resolve
 
 

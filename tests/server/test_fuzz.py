@@ -18,8 +18,10 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 
 from vllm_kvx.config.settings import KEYS, KVSettings, request_policy
 from vllm_kvx.policy.layout import check_fits
+from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import METHODS, PolicyError, check_served, parse_policy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server import request_check
 from vllm_kvx.server.body_check import check_body
 from vllm_kvx.server.misplaced import beside_body
@@ -162,7 +164,7 @@ def test_a_name_means_a_policy_or_is_refused(name: str) -> None:
     canonical = str(policy)
     assert parse_policy(canonical) == policy
     assert str(parse_policy(canonical)) == canonical
-    for check in (lambda: check_served(policy), lambda: policy.check_model(LAYERS)):
+    for check in (policy.check_composition, lambda: policy.check_model(LAYERS)):
         try:
             check()
         except PolicyError as error:

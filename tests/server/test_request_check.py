@@ -17,8 +17,6 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 )
 
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.policy import spec
-from vllm_kvx.policy.spec import AVAILABLE
 from vllm_kvx.server import request_check
 from vllm_kvx.server.request_check import class_path
 
@@ -92,12 +90,6 @@ def test_many_and_long_keys_of_others_cost_nothing(monkeypatch: pytest.MonkeyPat
 def test_what_does_not_fit_is_refused(name: Any, names: str) -> None:
     with pytest.raises(VLLMValidationError, match=names):
         validator("speed-4")(params(name))
-
-
-def test_methods_of_later_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "AVAILABLE", AVAILABLE - {"quest"})
-    with pytest.raises(VLLMValidationError, match="quest is not served"):
-        validator("speed-4")(params("quest-1024"))
 
 
 @pytest.mark.parametrize(

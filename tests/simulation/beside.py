@@ -128,7 +128,7 @@ class Beside:
                 kept[place] = int(rows.positions[row])
         tables = work.targets(hook.group).tables.numpy().astype(np.int64)
         for prompt in work.prompts:
-            jobs = prompt.jobs(layer, hook.stage)
+            jobs = prompt.scorings(layer, hook.stage)
             kept = self._kept(prompt, hook.stage, jobs)
             if not jobs and kept is None:
                 continue

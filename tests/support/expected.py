@@ -35,7 +35,7 @@ from reference.structsnap import StructSnap
 from reference.swiftkv import Swift
 from torch import Tensor
 
-from vllm_kvx.policy.spec import METHODS
+from vllm_kvx.policy.methods.table import METHODS
 
 
 @dataclass(frozen=True)

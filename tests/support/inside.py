@@ -29,7 +29,7 @@ def free_windows(engine: Any) -> int:
 
 def used_stash_pages(engine: Any) -> int:
     """Stash pages that the scheduler has given to prompts."""
-    return _admission(engine).used_pages
+    return used_pages(engine.scheduler)
 
 
 def state_tokens(engine: Any) -> int:
@@ -51,7 +51,7 @@ def assert_scheduler_forgot(engine: Any, windows: int) -> None:
         assert not manager.requests and not manager.req_to_blocks
     if admission is not None:
         assert not admission._prompts and not admission._pages and not admission._split
-        assert admission.used_pages == 0 and admission.free_windows == windows
+        assert used_pages(scheduler) == 0 and admission.free_windows == windows
         assert not admission._waiting_since and not admission._seekers
         assert not scheduler._to_shrink and not scheduler._counted_unshared
 
@@ -68,7 +68,7 @@ def left_in_scheduler(scheduler: Any) -> dict[str, Any]:
     managers = (*scheduler.first_stage_managers, *scheduler.later_stage_managers)
     return {
         "prompts": admission._prompts,
-        "pages": admission.used_pages or admission._pages,
+        "pages": used_pages(scheduler) or admission._pages,
         "windows": admission._split,
         "waiting": admission._waiting_since or admission._seekers,
         "to shrink": scheduler._to_shrink,
@@ -79,7 +79,9 @@ def left_in_scheduler(scheduler: Any) -> dict[str, Any]:
 
 def used_pages(scheduler: Any) -> int:
     """Stash pages that a scheduler of ours has given to prompts."""
-    pages: int = scheduler.admission.used_pages
+    from vllm_kvx.policy.storage import stash_pages
+
+    pages: int = stash_pages(scheduler.kv_settings.stash_tokens) - scheduler.admission.free_pages
     return pages
 
 

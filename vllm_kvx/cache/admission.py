@@ -60,7 +60,7 @@ class PromptAdmission:
 
     Attributes:
         coming: by request id, the prompts that are not in yet.
-        total_pages, free_pages: of the stash, STASH_PAGE tokens each.
+        free_pages: pages of the stash that no prompt has, STASH_PAGE tokens each.
         free_windows: how many more windows may be spread over chunks.
         stash_waits: prompts so far that had to wait for the stash, each counted once.
     """
@@ -68,8 +68,7 @@ class PromptAdmission:
     def __init__(self, settings: KVSettings, config: SchedulerConfig) -> None:
         self.num_layers = settings.num_layers
         self.max_tokens = config.max_num_batched_tokens
-        self.total_pages = stash_pages(settings.stash_tokens)
-        self.free_pages = self.total_pages
+        self.free_pages = stash_pages(settings.stash_tokens)
         self.free_windows = num_split_windows(config)
         self._prompts: dict[str, _Prompt] = {}
         self.coming: dict[str, Request] = {}
@@ -210,7 +209,10 @@ class PromptAdmission:
         return True
 
     def past_prompt(self, scheduled: Collection[str]) -> list[Request]:
-        """Of the requests of the step just scheduled, those whose prompt ends in it."""
+        """The requests whose prompt ends in the step just scheduled; they are no longer `coming`.
+
+        scheduled: ids of the requests in this step.
+        """
         return [
             self.coming.pop(request_id)
             for request_id in in_both(self.coming, scheduled)
@@ -251,7 +253,3 @@ class PromptAdmission:
         self._prompts.pop(request_id, None)
         self.coming.pop(request_id, None)
         self._seekers.pop(request_id, None)
-
-    @property
-    def used_pages(self) -> int:
-        return self.total_pages - self.free_pages

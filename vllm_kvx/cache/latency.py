@@ -106,9 +106,9 @@ class Latencies:
         histogram.add(now - running.arrival)
 
     def as_dict(self, names: Iterable[tuple[str, int]]) -> dict[str, dict[str, list[float]]]:
-        """By policy name, counts up to each bound and the sum of seconds.
+        """Each kind of latency by policy name: counts up to each bound, then the sum of seconds.
 
-        names: policies and their rows.
+        names: policies and their rows; one that has no requests yet is left out.
         """
         kinds = {"first_token": self._first, "per_token": self._later}
         return {

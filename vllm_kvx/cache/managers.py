@@ -41,7 +41,7 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         self._group = 0
 
     def watch(self, owners: BlockOwners, group: int) -> None:
-        """From now on tells `owners` what it takes, as KV group `group`."""
+        """Sets whom to tell of every block that it takes: `owners`, as KV group number `group`."""
         self._owners, self._group = owners, group
 
     def _took(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
@@ -292,7 +292,7 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         return [block for place in each for block in place if block is not None]
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """Those of this group."""
+        """Takes a request's blocks of this group out of the manager; the caller frees them."""
         kv = self.requests.get(request_id)
         beside: list[KVCacheBlock] = []
         self._compacting.pop(request_id, None)

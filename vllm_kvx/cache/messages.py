@@ -19,7 +19,7 @@ _RESULT = "kv_policy_result"
 
 @dataclass(frozen=True)
 class PrivateBlocks:
-    """Where a prompt's kept entries go in one KV group, so that blocks others may read stay as is.
+    """The blocks that a prompt's kept entries go to in one KV group; others may read the old ones.
 
     places: ascending, places in the request's list of blocks. blocks: ids of those that take them.
     """

@@ -50,7 +50,7 @@ class Rivals:
 
 
 class Recency:
-    """When blocks of a pool's prefix cache were used last, those that it has lost among them.
+    """Knows when blocks of a pool's prefix cache were used last, and some that the pool has lost.
 
     Time is counted in prompts that began. It remembers as many lost blocks as the pool has.
     """

@@ -25,7 +25,8 @@ from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.config.quoting import one_line, quoted
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
 from vllm_kvx.policy.layout import check_fits
-from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.policy import KVPolicy
 
 logger = init_logger("vllm.kvx.scheduler")
 
@@ -103,7 +104,7 @@ class _PolicyScheduling(_Base):
         settings, policy, misfit = self.kv_settings, None, None
         try:
             policy = request_policy(settings, request.sampling_params)
-            check_served(policy)
+            policy.check_composition()
             check_fits(policy, settings.layout, settings.num_layers)
         except PolicyError as error:
             misfit = str(error)

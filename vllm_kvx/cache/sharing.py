@@ -309,7 +309,7 @@ class PrefixSharing:
         return found
 
     def begin_prompts(self, scheduled: Collection[str], requests: Mapping[str, Request]) -> None:
-        """Of the requests that were looked up, those that were scheduled begin."""
+        """Notes the use of their prefixes by requests that were looked up and then scheduled."""
         rivals, self._rivals = self._rivals, {}
         if self.recency is None:
             return
@@ -390,7 +390,7 @@ class PrefixSharing:
         return needed > self._pool.get_num_free_blocks()
 
     def private_blocks(self, request_id: str) -> list[PrivateBlocks | None]:
-        """By KV group, where what the request keeps goes in the step that compacts it."""
+        """Where the entries that the request keeps are copied when it is compacted, by KV group."""
         return [manager.private_blocks(request_id) for manager in self._managers]
 
     def _hashes(self, request: Request) -> Any:

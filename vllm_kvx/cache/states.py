@@ -110,7 +110,7 @@ class StateCache:
 
     @property
     def held(self) -> Mapping[str, Sequence[KVCacheBlock]]:
-        """By request, what it reads if it runs in this step."""
+        """The blocks of hidden states that each request would read in this step, by request id."""
         return self._held
 
     def publish(

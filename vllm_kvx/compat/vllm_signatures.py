@@ -136,7 +136,7 @@ def vllm_version() -> str:
 
 
 def release_line(version: str) -> str | None:
-    """For "0.33.1+cpu" it is "0.33"; None if the text does not begin with two numbers."""
+    """The first two numbers of a version: "0.33" of "0.33.1+cpu"; None if it has not got them."""
     match = re.match(r"v?(\d+)\.(\d+)", version)
     return f"{match[1]}.{match[2]}" if match else None
 
@@ -287,7 +287,7 @@ def _only_adds_options(seam: Seam, known: str) -> bool:
 
 
 def supported_releases() -> str:
-    """As messages name them: "0.32.* or 0.33.*"."""
+    """The releases of vLLM that are supported, in the words of messages: "0.32.* or 0.33.*"."""
     return " or ".join(f"{line}.*" for line in SUPPORTED_VLLM)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from vllm_kvx.config.settings import LAYOUT_KEY, REQUESTS_KEY
 from vllm_kvx.config.spelling import POLICY_KEY
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 
 
 def merge_flags(

@@ -35,7 +35,9 @@ from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.layout import Layout, layout_of
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.table import METHODS
-from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,7 +104,7 @@ class Measured:
         return replace(part, **found)
 
     def as_dict(self) -> dict[str, int | None]:
-        """By parameter, None where not known."""
+        """The layer of every parameter that can be measured; None where it is not known."""
         return {m.parameter: dict(self.layers).get(m.parameter) for m in MEASUREMENTS}
 
     def as_config(self) -> dict[str, dict[str, int | str]]:
@@ -381,7 +383,7 @@ def _policy(where: str, name: Any, num_layers: int, measured: Measured) -> KVPol
         # Through the cache only what can be a key of it.
         policy = _parse(name, measured) if isinstance(name, str) else parse_policy(name)
         policy.check_model(num_layers)
-        check_served(policy)
+        policy.check_composition()
         layout_of([policy], num_layers)  # Is every layer known that it splits at?
     except PolicyError as error:
         raise PolicyError(f"{where}: {error}") from None

@@ -99,7 +99,11 @@ class Divergence(NamedTuple):
 
 
 def divergence(full: Tensor, cut: Tensor) -> Divergence:
-    """Of logits (m, V) each, of the full-depth model and of the one under a cutoff."""
+    """How far a cutoff moves the predictions of m tokens.
+
+    full, cut: logits (m, V), any float dtype, of the full-depth model and of the one under the
+        cutoff. The result's (m,) tensors are on the CPU.
+    """
     expected, actual = (logits.double().log_softmax(dim=-1) for logits in (full, cut))
     # A probability of zero in both is no difference.
     terms = expected.exp() * (expected - actual)

@@ -81,16 +81,12 @@ def transition_scores(
     return total
 
 
-def pivot_of(scores: Tensor) -> int:
-    """The pivot, `min(argmax + 1, L - 1)` (Eq. 9), of transition scores (L,)."""
-    return min(_steepest(scores) + 1, len(scores) - 1)
-
-
 def pivot_within(scores: Tensor, first: int, last: int) -> int:
     """The layer of first..last whose layer below has the highest transition score, of (L,).
 
-    As `pivot_of` otherwise. Over all layers the differences between the lowest ones dominate: the
-    pivot is then often one of these, from which hardly an answer survives.
+    The paper's Eq. 9 is `min(argmax + 1, L - 1)`, over all layers. There the differences between
+    the lowest layers dominate: the pivot is then often one of these, from which hardly an answer
+    survives.
     """
     # Layer 0 has no score, and no layer below.
     below = scores[max(first, 2) - 1 : last].tolist()
@@ -106,7 +102,11 @@ def transition_is_behind(
     the first with two differences.
     """
     layer = len(entropy) - 1
-    return layer > 1 and _steepest(transition_scores(entropy, sparsity, variance, weights)) < layer
+    if layer < 2:
+        return False
+    scores = transition_scores(entropy, sparsity, variance, weights).tolist()
+    # Of equal scores the lowest layer's counts; layer 0 has none.
+    return scores.index(max(scores[1:]), 1) < layer
 
 
 def online_pivot(
@@ -143,9 +143,3 @@ def _normalised(steps: Tensor) -> Tensor:
     if len(steps) == 0 or steps.min() == steps.max():
         return torch.zeros_like(steps)
     return (steps - steps.min()) / (steps.max() - steps.min())
-
-
-def _steepest(scores: Tensor) -> int:
-    """The lowest layer with the highest score (L,); layer 0 only where there is no other."""
-    values = scores.tolist()[1:]
-    return values.index(max(values)) + 1 if values else 0

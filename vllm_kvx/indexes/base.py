@@ -23,16 +23,16 @@ class Writer(Protocol):
 
     def write(
         self,
-        jobs: Tensor,
+        full_groups: Tensor,
         block_table_ptrs: Tensor,
         block_table_strides: Tensor,
         layer: int | None = None,
     ) -> None:
-        """Writes `jobs` in all layers of their stages, or in one layer.
+        """Writes `full_groups` in all layers of their stages, or in one layer.
 
         Args:
-            jobs: (J, 3) int32: KV stage, row of the block tables, and index of the group, which is
-                full and whose keys are in the cache.
+            full_groups: (n, 3) int32: KV stage, row of the block tables, and index of the group,
+                which is full and whose keys are in the cache.
             block_table_ptrs, block_table_strides: (KV groups,), vLLM's block table layout.
         """
 

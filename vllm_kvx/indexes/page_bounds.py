@@ -15,7 +15,7 @@ from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar, SidecarWriter, ke
 
 
 class PageBounds(Index[Sidecar]):
-    """For each channel of each page the middle of its keys and half their range.
+    """Keeps the middle of the keys and half their range, for each channel of each page.
 
     A page of the paper is a group here: a page of vLLM's cache holds one or more.
     """

@@ -1,4 +1,8 @@
-"""Kernels: Triton's, and CUDA operators where they have been built."""
+"""Kernels: Triton's, and CUDA operators where they have been built.
+
+A `*_reference` function beside a kernel computes the same in plain torch: tests compare the kernel
+with it, and no server calls it.
+"""
 
 from pathlib import Path
 

@@ -232,7 +232,7 @@ def _result_of(command: list[str]) -> "subprocess.CompletedProcess[str]":
 
 
 def place(architectures: Sequence[str]) -> Path:
-    """Where a library goes so that servers of this environment find it.
+    """The path at which servers of this environment find a library.
 
     That is the package's folder. The cache folder takes its place where the former cannot be
     written, and where servers import another copy of the package than runs here: with the same

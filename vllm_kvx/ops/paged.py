@@ -60,12 +60,12 @@ class PagedKV:
 
     @property
     def num_heads(self) -> int:
-        """G, the KV heads."""
+        """The number of KV heads, G."""
         return self.keys.shape[1]
 
     @property
     def block_size(self) -> int:
-        """Entries per block."""
+        """The number of entries in a block."""
         return self.keys.shape[2]
 
     @property
@@ -74,11 +74,15 @@ class PagedKV:
         return self.keys.shape[3]
 
     def dense_keys(self, block_table: Tensor, num_keys: int) -> Tensor:
-        """One request's first `num_keys` keys in order, copied out: (G, num_keys, D)."""
+        """Copies out one request's first `num_keys` keys, in order.
+
+        block_table: (blocks,) integers, the request's blocks.
+        Returns: (G, num_keys, D), the cache's dtype.
+        """
         return self._dense(self.keys, block_table, num_keys)
 
     def dense_values(self, block_table: Tensor, num_keys: int) -> Tensor:
-        """The same of the values."""
+        """Copies out one request's first values, as `dense_keys` its keys: (G, num_keys, D)."""
         return self._dense(self.values, block_table, num_keys)
 
     def _dense(self, cache: Tensor, block_table: Tensor, num_keys: int) -> Tensor:

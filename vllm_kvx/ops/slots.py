@@ -191,7 +191,12 @@ def map_slots_reference(
     block_table: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, int]:
-    """One request of one group in plain torch: (T,) int64 slots and the stored length."""
+    """Maps one request's positions to slots of one KV group, in plain torch.
+
+    positions: (T,) integers. block_table: (blocks,) integers. gap_start, gap_size: the positions
+        that are not stored.
+    Returns: (T,) int64 slots, PAD_SLOT_ID in the gap, and the entries stored of `seq_len` tokens.
+    """
     gap_end = gap_start + gap_size
     kept = (positions < gap_start) | (positions >= gap_end)
     index = torch.where(positions < gap_start, positions, positions - gap_size)

@@ -327,7 +327,7 @@ class Retain(Method, ABC):
 
     @abstractmethod
     def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
-        """Of `rows` entries of a prompt that `layer` computed, how many stay."""
+        """How many entries stay of the `rows` that `layer` computed of a prompt."""
 
 
 class Retrieve(Method, ABC):
@@ -349,7 +349,7 @@ class Retrieve(Method, ABC):
     @property
     @abstractmethod
     def index(self) -> IndexSpec:
-        """What finds the entries."""
+        """The index that finds the entries to read."""
 
     @classmethod
     @abstractmethod

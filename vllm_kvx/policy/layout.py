@@ -27,7 +27,7 @@ class RetrievalLayout:
 
     @classmethod
     def of(cls, method: Retrieve) -> "RetrievalLayout":
-        """What `method` needs."""
+        """The layout of pages and decode steps that `method` needs."""
         index = method.index
         return cls(index.name, index.group, index.unit, method.reduction, method.budget_units)
 

@@ -93,7 +93,7 @@ def weight(default: float) -> Any:
 
 
 def choice(default: int | str, values: tuple[int, ...] | tuple[str, ...]) -> Any:
-    """One of `values`, all of the default's type."""
+    """Declares a field that is one of `values`, which all have the default's type."""
 
     def allows(value: Any) -> bool:
         return type(value) is type(default) and value in values

@@ -76,7 +76,7 @@ class KVPolicy:
         return "+".join(map(str, self.parts)) or "full"
 
     def parameters(self) -> dict[str, dict[str, Value]]:
-        """For each answered axis the method's name and every parameter, fit for JSON."""
+        """The method's name and every parameter, by answered axis; fit for JSON."""
         answers = {axis: getattr(self, axis) for axis in AXES}
         return {a: {"method": m.name, **m.parameters()} for a, m in answers.items() if m}
 

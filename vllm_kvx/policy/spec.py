@@ -9,11 +9,9 @@ A policy is at most one answer on each axis; `full` is none.
 import difflib
 
 from vllm_kvx.policy.axes import Method
-from vllm_kvx.policy.methods.table import AVAILABLE, METHODS
+from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError, Value, allows, read_value
 from vllm_kvx.policy.policy import KVPolicy
-
-__all__ = ["AVAILABLE", "METHODS", "KVPolicy", "PolicyError", "check_served", "parse_policy"]
 
 MAX_LENGTH = 512
 # What people call no policy at all.
@@ -26,7 +24,7 @@ def parse_policy(text: str) -> KVPolicy:
     """The policy that `text` names.
 
     Raises PolicyError, naming the bad part and what is allowed, for anything malformed; no other
-    exception. A name parses whether or not this version serves it: see `check_served`.
+    exception. Two methods that do not work together parse: see `KVPolicy.check_composition`.
     """
     if not isinstance(text, str):
         raise PolicyError(f"a policy is a string such as speed-24, got {type(text).__name__}")
@@ -52,18 +50,6 @@ def parse_policy(text: str) -> KVPolicy:
         return KVPolicy.of([_parse_part(part) for part in parts])
     except PolicyError as error:
         raise PolicyError(f"{text!r}: {error}") from None
-
-
-def check_served(policy: KVPolicy) -> None:
-    """Raise PolicyError if this version cannot serve `policy`: a method, or two together."""
-    for part in policy.parts:
-        if part.name not in AVAILABLE:
-            served = ["full", *(m.usage() for m in METHODS.values() if m.name in AVAILABLE)]
-            raise PolicyError(
-                f"{part.name} is not served by this version of vllm-kvx; "
-                f"served: {', '.join(served)}"
-            )
-    policy.check_composition()
 
 
 def _allowed() -> str:

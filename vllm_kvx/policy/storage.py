@@ -128,11 +128,6 @@ def stored_lens(logical_lens: IntArray, starts: IntArray, sizes: IntArray) -> In
     return logical_lens - np.minimum(np.maximum(logical_lens - starts, 0), sizes)
 
 
-def kept_counts(begins: IntArray, ends: IntArray, starts: IntArray, sizes: IntArray) -> IntArray:
-    """Stored positions in [begin, end) elementwise; int arrays (R,) or broadcastable."""
-    return stored_lens(ends, starts, sizes) - stored_lens(begins, starts, sizes)
-
-
 def stash_pages(num_tokens: int) -> int:
     """Stash pages that the hidden states of `num_tokens` prompt tokens take."""
     return -(-num_tokens // STASH_PAGE)

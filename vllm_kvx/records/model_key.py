@@ -49,7 +49,7 @@ class ModelIdentity:
 
     @property
     def directory(self) -> Path | None:
-        """Where its files lie; see `model_dir`."""
+        """The directory with the model's files, None if they are not here; see `model_dir`."""
         return model_dir(self.path, self.revision)
 
     @property

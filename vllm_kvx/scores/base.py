@@ -96,7 +96,10 @@ class Score(ABC):
         """
 
     def over_heads(self, scores: Tensor) -> Tensor:
-        """One score for all KV heads: (G, n) -> (1, n), the heads of all ranks in their order."""
+        """Makes scores of every KV head one for all.
+
+        scores: (G, n) float32, the heads of all ranks in their order. Returns: (1, n) float32.
+        """
         return per_kv_head(scores, 1)
 
     def carry(self, before: Tensor | None, now: Tensor, decay: float) -> Tensor:

@@ -38,7 +38,7 @@ class EvaluationNotice:
         return f"{policy}{at_dtype(self._dtype)}"
 
     def as_json(self, policy: KVPolicy) -> dict[str, Any]:
-        """For ``GET /v1/kv_policy``: the record, and the sentence that the log has."""
+        """What ``GET /v1/kv_policy`` says of a policy: its record, and the sentence of the log."""
         found = self._load(policy)
         return {
             "measured": found is not None,

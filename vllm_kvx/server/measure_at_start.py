@@ -239,7 +239,7 @@ class Progress:
         self._line = "loading the model"
 
     def read(self, line: str) -> None:
-        """Take the next line."""
+        """Takes in the next line that the tool wrote on stderr."""
         if not (line := line.strip()):
             return
         self.last = line

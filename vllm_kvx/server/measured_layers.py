@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_kvx.config.settings import LAYOUT_KEY, MEASURED_KEY, POLICY_KEY, Measured, policy_is_set
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.measurement import Measurement
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.layers import SETTINGS, load, record_path
 from vllm_kvx.records.model_key import ModelIdentity, architecture_of
 from vllm_kvx.server import measure_at_start as at_start

@@ -16,7 +16,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm_kvx.config.settings import NO_POLICY, POLICY_KEY, REQUESTS_KEY, KVSettings, Measured
 from vllm_kvx.config.wording import worded
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
-from vllm_kvx.policy.spec import KVPolicy, PolicyError, check_served, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.request_errors import OnRefusal, Reason, RefusedError, count_for, refusing
 from vllm_kvx.server.request_keys import check_keys, check_policy_type
 
@@ -119,7 +121,7 @@ def _check_fits(settings: KVSettings, policy: KVPolicy, on_refusal: OnRefusal) -
     if policy.is_full:
         return
     with refusing(Reason.NOT_SERVED, on_refusal):
-        check_served(policy)
+        policy.check_composition()
     with refusing(Reason.NOT_FOR_MODEL, on_refusal):
         policy.check_model(settings.num_layers)
     with refusing(Reason.NO_ROOM, on_refusal):
@@ -137,7 +139,7 @@ def _check_room(settings: KVSettings, policy: KVPolicy) -> None:
 
 
 def class_path(settings: KVSettings, model_name: str, in_python: bool = False) -> str:
-    """Where vLLM finds the check for a server with `settings`.
+    """The path by which vLLM finds the check of requests to a server with `settings`.
 
     model_name: the served one, which refusals are counted for.
     in_python: whether requests come from Python, whose words messages then use.

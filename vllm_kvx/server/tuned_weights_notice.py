@@ -56,14 +56,14 @@ class TunedWeightsNotice:
         return found
 
     def as_json(self) -> dict[str, Any] | None:
-        """For ``GET /v1/kv_policy``: the record, in short; None if there is none."""
+        """What ``GET /v1/kv_policy`` says of the weights: their record in short, or None."""
         if self.record is None:
             return None
         names = ("policy", "original", "method", "loss", "agreement", "date")
         return {name: getattr(self.record, name) for name in names}
 
     def matches(self, policies: Iterable[KVPolicy]) -> dict[str, bool]:
-        """By policy that needs tuned weights, whether these were tuned for just that."""
+        """Whether the weights were tuned for just that, by name of the policies that need it."""
         methods = {str(policy): self._tunable(policy) for policy in policies}
         return {
             name: self._untuned(method) is None

@@ -25,7 +25,7 @@ class Left:
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]]) -> "Left":
-        """Of prompts that are measured one after the other."""
+        """For prompts of token ids that are measured one after the other."""
         return cls([len(prompt) for prompt in prompts])
 
     def after(self, done: float) -> str:

@@ -19,7 +19,9 @@ from vllm_kvx.policy.storage import Storage
 def cut_tables(
     tables: BlockTables, req_index: int, storages: Sequence[Storage], group_stages: Sequence[int]
 ) -> int:
-    """From the next step on new blocks are appended to the entries that stay.
+    """Cuts a request's block tables, on the host, to the blocks of the entries that stay.
+
+    New blocks come behind these from the next step on.
 
     storages: by KV stage. group_stages: the stage of each KV group. Returns how many blocks go.
     """
@@ -37,10 +39,11 @@ def relink(
     req_index: dict[str, int],
     group_stages: Sequence[int],
 ) -> dict[str, dict[int, np.ndarray]]:
-    """After the forward pass: the blocks that stay come to the front of their tables.
+    """Moves the blocks that stay to the front of their tables, after the forward pass.
 
-    chosen: by request and stage, which blocks stay. Returns the same for the scheduler, which frees
-    the others: host arrays whose copies may be under way.
+    chosen: by request id and stage, (k,) int64 places in the table, ascending.
+    Returns the same for the scheduler, which frees the others: host arrays whose copies may be
+    under way.
     """
     for req_id, by_stage in chosen.items():
         row = req_index[req_id]
@@ -60,9 +63,9 @@ def take_private(
     private: Mapping[str, Sequence[PrivateBlocks | None]],
     req_index: dict[str, int],
 ) -> None:
-    """After the forward pass: what prompts keep is in new blocks, which take their places.
+    """Puts the new blocks that hold what prompts keep into the tables, after the forward pass.
 
-    private: by request id, a list by KV group.
+    private: by request id, a list by KV group; None where a group keeps its blocks.
     """
     for req_id, by_group in private.items():
         for group, moved in enumerate(by_group):

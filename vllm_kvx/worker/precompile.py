@@ -169,7 +169,10 @@ class CompilesAhead:
 
     @classmethod
     def of(cls, state: PolicyModelState) -> "CompilesAhead | None":
-        """Of a worker whose layers have their caches; None if Triton compiles nothing there."""
+        """Starts to compile what the worker's policies run; None if Triton compiles nothing there.
+
+        The layers must have their KV caches.
+        """
         settings, hooks = state.settings, state.hooks
         hook, window, device = hooks.layers[0], settings.layout.window, state.device
         # Without either, the attention backend may have a cache that is not addressed here.
@@ -187,8 +190,8 @@ class CompilesAhead:
 
         def launch() -> None:
             if writer is not None:
-                jobs = torch.empty(1, 3, dtype=torch.int32, device=device)
-                writer.write(jobs, tables.block_table_ptrs, tables.block_table_strides)
+                full_groups = torch.empty(1, 3, dtype=torch.int32, device=device)
+                writer.write(full_groups, tables.block_table_ptrs, tables.block_table_strides)
             if scores:
                 kernels = PromptKernels(hook, hooks.dtype, window, device)
                 kernels.launch(policies, settings.num_layers, attends)
@@ -215,7 +218,7 @@ class CompilesAhead:
             )
 
     def wait(self) -> None:
-        """Until all is compiled, or has failed, or has taken far too long."""
+        """Waits until all is compiled, or has failed, or has taken far too long."""
         self._thread.join(0 if self._given_up else _PATIENCE_S)
         if self._thread.is_alive() and not self._given_up:
             self._given_up = True

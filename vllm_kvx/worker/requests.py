@@ -14,7 +14,7 @@ from vllm_kvx.worker.split_layers import Cuts
 
 
 class Requests:
-    """By request-state index, as vLLM numbers running requests.
+    """What the worker keeps of running requests, by request-state index, vLLM's number of each.
 
     Attributes:
         gap_starts, gap_sizes: (S, R) int32 by KV stage, the gap in force. The host copy is the
@@ -137,7 +137,10 @@ class Requests:
     def projected(
         self, requests: np.ndarray, begins: np.ndarray, ends: np.ndarray
     ) -> ProjectedRows | None:
-        """The prompt rows in a step of these requests whose upper entries are projected."""
+        """The prompt rows in a step of these (R,) requests that project entries of later layers.
+
+        Request i of them computes the positions [begins[i], ends[i]). None if there are none.
+        """
         if not self._projecting:
             return None
         layers = self.projects_from[requests]

@@ -19,13 +19,16 @@ class SleepingBuffers:
         self._saved: list[tuple[Tensor, Tensor]] = []
 
     def save(self, state: PolicyModelState) -> None:
-        """Before vLLM discards; what sleeps already is left alone, as its memory is gone."""
+        """Copies the buffers to the host; called before vLLM discards its memory.
+
+        What sleeps already is left alone, as its memory is gone.
+        """
         if not self._saved:
             self._saved = [(buffer, buffer.cpu().clone()) for buffer in _kept(state)]
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """After vLLM has mapped the memory of the weights again."""
+        """Copies the buffers back, once vLLM has mapped the memory of the weights again."""
         for buffer, saved in self._saved:
             buffer.copy_(saved)
         self._saved = []

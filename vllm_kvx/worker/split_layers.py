@@ -28,7 +28,7 @@ class Cuts(NamedTuple):
         return sum(first <= layer for first in self.firsts) - 1
 
     def at_split_layers(self, rows: Sequence[SegmentRows | None]) -> dict[int, SegmentRows | None]:
-        """Of what each segment runs, what those do that begin with a layer that is split."""
+        """The rows, which are by segment, of those that begin with a split layer; by that layer."""
         by_first = zip(self.firsts, rows, strict=True)
         return {first: ran for first, ran in by_first if first in self.split_layers}
 

@@ -15,7 +15,6 @@ from vllm_kvx.equations.pivot import (
     by_layer,
     mean_metrics,
     online_pivot,
-    pivot_of,
     pivot_within,
     transition_is_behind,
     transition_scores,
@@ -61,6 +60,11 @@ def best_layer(scores: list[float]) -> int:
         if scores[layer - 1] > scores[best - 1]:
             best = layer
     return best
+
+
+def pivot_of(scores: Tensor) -> int:
+    """Eq. 9 over all layers: the one above the best, or the last."""
+    return min(best_layer(scores[1:].tolist()) + 1, len(scores) - 1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.models import LOOKUP
 
 from vllm_kvx.cli import main
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.policy.spec import PolicyError
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.records.layers import record_path
 from vllm_kvx.records.model_key import model_key
 from vllm_kvx.server import measured_layers as resolve

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import with_retrieval
-from vllm_kvx.policy.spec import PolicyError, parse_policy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.evaluate.groups import grouped, read_policies
 from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import shares_of

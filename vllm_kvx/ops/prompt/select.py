@@ -212,7 +212,7 @@ def _bisect(
 
 @triton.jit
 def cut(scores, unpooled, outside, wanted, POOLED: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the wanted best of the first `outside` scores end.
+    """Finds the bound of the `wanted` best among the first `outside` scores.
 
     unpooled: what decides among equal scores; not read unless POOLED.
 

@@ -225,8 +225,12 @@ def attend_reference(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """One row and KV head in plain torch: query (H / G, D) of KV head `g`'s heads, index (n,) of
-    entries, `paged` of that head alone (blocks, 1, block_size, D) -> (H / G, D) float32."""
+    """The attention of one row and KV head over chosen entries, in plain torch.
+
+    query: (H / G, D), the query heads that share the KV head. paged: of that head alone, (blocks,
+        1, block_size, D). index: (n,) int64, the entries that are read.
+    Returns: (H / G, D) float32.
+    """
     blocks, slots = block_table[index // paged.block_size].long(), index % paged.block_size
     keys = paged.keys[blocks, 0, slots].float() * key_scale
     values = paged.values[blocks, 0, slots].float() * value_scale

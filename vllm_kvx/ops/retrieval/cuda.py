@@ -25,7 +25,6 @@ from torch import Tensor
 from vllm_kvx.ops import library
 
 HISTOGRAM_BINS = 2048
-MAX_ATTEND_SPLITS = 128
 REDUCTIONS = {"max": 0, "sum": 1}
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -38,13 +37,11 @@ MAX_SHARE = 16
 OVERLAP_ROWS = 1
 
 
-def available() -> bool:
-    """Whether the operators can run in this process, on its current GPU."""
-    return not why_not()
-
-
 def why_not() -> str:
-    """Why the operators cannot run, empty if they can. Loads them."""
+    """Why the operators cannot run in this process, on its current GPU; empty if they can.
+
+    It loads them.
+    """
     if not torch.cuda.is_available():
         return "there is no GPU"
     return _why_not_on(torch.cuda.current_device())

@@ -290,9 +290,11 @@ def _merge_stats_kernel(row_lens, stats, splits, BLOCK: tl.constexpr):
 def scores_of_row(
     scores: Tensor, num_kv_heads: int, newest: int, reduction: str, scale: float
 ) -> Tensor:
-    """One row's scores in plain torch: (H, n) of the units in full groups -> (G, n + newest).
+    """Makes scores of query heads one row's scores by KV head, in plain torch.
 
-    newest: units of the newest group, which get infinity.
+    scores: (H, n), of the units in full groups. newest: units of the newest group, whose scores are
+        infinite. reduction, scale: see `reduce_heads`.
+    Returns: (G, n + newest), the dtype of `scores`; a nan becomes -inf.
     """
     scores = reduce_heads(scores, num_kv_heads, reduction, scale)
     scores = scores.masked_fill(scores.isnan(), float("-inf"))

@@ -76,4 +76,12 @@ class Scorer(Protocol[SidecarT_contra]):
         reduction: str,
         scale: float,
     ) -> Tensor:
-        """One row in plain torch: query (H, D), its block table (max_blocks,) -> (G, units)."""
+        """Scores one row in plain torch.
+
+        Args:
+            query: (H, D). block_table: (max_blocks,) int32, the row's own.
+            length: entries that the row sees. scale: of the softmax reduction.
+
+        Returns:
+            (G, units): the newest group's or page's are infinite.
+        """

@@ -48,7 +48,7 @@ class PageShape:
 
     @property
     def num_groups(self) -> int:
-        """Groups of a block."""
+        """The number of groups in a block."""
         return self.block_size // self.group
 
 
@@ -108,8 +108,12 @@ class Sidecar:
         )
 
     def dense(self, block_table: Tensor, num_groups: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """One request's first groups, copied out: signs (G, n * group, D) int8 or None, and
-        scales and zeros (G, n, D) float16, as ``quantize_keys`` returns them."""
+        """Copies out what one request's first `num_groups` groups (n) keep.
+
+        block_table: (blocks,) integers, the request's blocks.
+        Returns: signs (G, n * group, D) int8, None without codes; scales and zeros (G, n, D)
+            float16. All are as ``quantize_keys`` returns them.
+        """
         per_block = self.shape.num_groups
         group = torch.arange(num_groups, device=self.scales.device)
         blocks = block_table[group // per_block].long()
@@ -142,7 +146,10 @@ class Sidecar:
 
 
 def keys_of_groups(paged: PagedKV, block_table: Tensor, begin: int, end: int, group: int) -> Tensor:
-    """One request's keys of groups [begin, end), copied out: (G, n * group, D)."""
+    """Copies out one request's keys in the n groups [begin, end): (G, n * group, D).
+
+    block_table: (blocks,) integers, the request's blocks. group: keys in a group.
+    """
     token = torch.arange(begin * group, end * group, device=paged.keys.device)
     blocks, slots = block_table[token // paged.block_size].long(), token % paged.block_size
     return paged.keys[blocks, :, slots].transpose(0, 1)
@@ -187,26 +194,26 @@ class SidecarWriter:
 
     def write(
         self,
-        jobs: Tensor,
+        full_groups: Tensor,
         block_table_ptrs: Tensor,
         block_table_strides: Tensor,
         layer: int | None = None,
     ) -> None:
-        """Quantises `jobs` in all layers of their stages, or in one layer.
+        """Quantises `full_groups` in all layers of their stages, or in one layer.
 
         Args:
-            jobs: (J, 3) int32: KV stage, row of the block tables, and index of the group, which is
-                full and whose keys are in the cache.
+            full_groups: (n, 3) int32: KV stage, row of the block tables, and index of the group,
+                which is full and whose keys are in the cache.
             block_table_ptrs, block_table_strides: (KV groups,), vLLM's block table layout.
         """
-        if not jobs.shape[0]:
+        if not full_groups.shape[0]:
             return
         shape, keys = self.sidecar.shape, self.paged.keys
         codes, scales = self.sidecar.codes, self.sidecar.scales
         first, count = (0, self.num_layers) if layer is None else (layer, 1)
         dummy = torch.empty(1, dtype=keys.dtype, device=keys.device)
-        _write_groups_kernel[(jobs.shape[0], shape.num_kv_heads, count)](
-            jobs,
+        _write_groups_kernel[(full_groups.shape[0], shape.num_kv_heads, count)](
+            full_groups,
             self._key_ptrs,
             self._code_ptrs,
             self._scale_ptrs,
@@ -234,7 +241,7 @@ class SidecarWriter:
 # The first layer is 0, or any where a request resumes: by value it would be three kernels.
 @triton.jit(do_not_specialize=["first_layer"])
 def _write_groups_kernel(
-    jobs,
+    full_groups,
     key_ptrs,
     code_ptrs,
     scale_ptrs,
@@ -257,13 +264,13 @@ def _write_groups_kernel(
     D: tl.constexpr,
     HAS_CODES: tl.constexpr,
 ):
-    job = tl.program_id(0)
+    entry = full_groups + tl.program_id(0) * 3
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2) + first_layer
-    if tl.load(jobs + job * 3) != tl.load(layer_stages + layer):
+    if tl.load(entry) != tl.load(layer_stages + layer):
         return
-    request = tl.load(jobs + job * 3 + 1).to(tl.int64)
-    group = tl.load(jobs + job * 3 + 2)
+    request = tl.load(entry + 1).to(tl.int64)
+    group = tl.load(entry + 2)
     kv_group = tl.load(layer_groups + layer)
     table = _load_ptr(block_table_ptrs + kv_group, tl.int32)
     table += request * tl.load(block_table_strides + kv_group)

@@ -194,11 +194,9 @@ def _emit_kernel(
 
 
 def top_units_reference(scores: Tensor, budget: int) -> Tensor:
-    """One row and head in plain torch: (n,) scores -> ascending indices of the best, int64."""
+    """Selects the `budget` best units of one row and head, in plain torch; the first of equal ones.
+
+    scores: (n,), any float dtype. Returns: (min(budget, n),) int64, ascending.
+    """
     order = (scores + 0.0).sort(descending=True, stable=True).indices[:budget]
     return order.sort().values
-
-
-def same_selection(scores: Tensor, ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two selections differ in tied units alone."""
-    return bool(torch.equal(scores[ours].sort().values, scores[theirs].sort().values))

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import DECODE_READS, REDUCTIONS, IndexSpec, Retrieve
-from vllm_kvx.policy.parameters import PolicyError, choice, integer
+from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec
+from vllm_kvx.policy.methods.by_groups import MAX_BUDGET, MIN_BUDGET, RetrieveByGroups
+from vllm_kvx.policy.parameters import choice, integer
 
 GROUPS = (32, 64, 128, 256)
-MIN_BUDGET = 32
-MAX_BUDGET = 8192
 
 
 @dataclass(frozen=True)
-class FIER(Retrieve):
+class FIER(RetrieveByGroups):
     """FIER: token-level retrieval by 1-bit quantised keys (Wang et al.).
 
     Every entry stays stored; from the third layer on a decode step reads, for each KV head, the
@@ -31,11 +30,8 @@ class FIER(Retrieve):
     name: ClassVar[str] = "fier"
     summary: ClassVar[str] = "1-bit keys choose the tokens that a decode step reads"
     paper: ClassVar[str] = "arXiv 2508.08256"
-    saves: ClassVar[tuple[str, ...]] = (DECODE_READS,)
-    needs: ClassVar[str] = "CUDA ops, to gain early: vllm-kvx build-ops; without them Triton's run"
-    number: ClassVar[str] = "budget"
-    letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "fier-1024"
+    group_key: ClassVar[str] = "group"
     index_name: ClassVar[str] = "one_bit"
     index_words: ClassVar[str] = "1-bit keys in groups"
 
@@ -44,18 +40,6 @@ class FIER(Retrieve):
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.group > self.budget:
-            raise PolicyError(
-                f"fier: the newest group is always read, so group must be no larger than the "
-                f"budget of {self.budget} tokens, got {self.group}"
-            )
-
     @property
     def index(self) -> IndexSpec:
         return IndexSpec(self.index_name, self.group, unit=1)
-
-    @classmethod
-    def of_index(cls, group: int, budget: int, reduction: str, dense_below: int | str) -> "FIER":
-        return cls(budget, group, reduction, dense_below)

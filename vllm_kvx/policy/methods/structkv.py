@@ -193,7 +193,7 @@ class StructKV(Propagate, Retain):
 
     @property
     def weights(self) -> Weights:
-        """w1, w2, w3."""
+        """The weights w1, w2, w3 of Eq. 8: of entropy, sparsity and variance."""
         return self.entropy_weight, self.sparsity_weight, self.variance_weight
 
     @property

@@ -15,21 +15,20 @@ from vllm_kvx.policy.methods.snapkv import SnapKV
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.methods.structkv import StructKV
 
-# Each with whether this version serves it; messages list them in this order.
-_TABLE: tuple[tuple[type[Method], bool], ...] = (
-    (Speed, True),
-    (FastKV, True),
-    (StructKV, True),
-    (SnapKV, True),
-    (PyramidKV, True),
-    (CriticalKV, True),
-    (Knorm, True),
-    (StreamingLLM, True),
-    (GemFilter, True),
-    (SwiftKV, True),
-    (SelfOnly, True),
-    (FIER, True),
-    (Quest, True),
+# Messages list them in this order.
+_TABLE: tuple[type[Method], ...] = (
+    Speed,
+    FastKV,
+    StructKV,
+    SnapKV,
+    PyramidKV,
+    CriticalKV,
+    Knorm,
+    StreamingLLM,
+    GemFilter,
+    SwiftKV,
+    SelfOnly,
+    FIER,
+    Quest,
 )
-METHODS: dict[str, type[Method]] = {method.name: method for method, _ in _TABLE}
-AVAILABLE: frozenset[str] = frozenset({"full", *(m.name for m, served in _TABLE if served)})
+METHODS: dict[str, type[Method]] = {method.name: method for method in _TABLE}

@@ -167,7 +167,7 @@ class Answers:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Gives the file free."""
+        """Closes the file of answers, which another run may then open."""
         os.close(self._file)
 
     def _open(self) -> int:

@@ -12,7 +12,8 @@ from reprlib import repr as short
 from typing import Any
 
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
-from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.batch import strict_json
 
 # Where a body names its policy.
@@ -133,7 +134,7 @@ def _check_policy(xargs: Any) -> None:
     if name is None:
         return
     try:
-        check_served(parse_policy(name))
+        parse_policy(name).check_composition()
     except PolicyError as error:
         raise _Invalid("invalid_policy", str(error)) from None
 

@@ -60,7 +60,7 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
 
     def add(self, status: int, body: Any) -> None:
-        """Counts one answer."""
+        """Counts one answer, by its HTTP status, and the tokens that its body says it took."""
         if status >= 400:
             self.refused += 1
             return
@@ -266,7 +266,7 @@ class _Asking:
                 tasks.create_task(ask(line))
 
     async def ask(self, line: Line) -> None:
-        """One request, sent again where the server is busy or fails; writes its answer."""
+        """Sends one request, again where the server is busy or fails, and writes its answer."""
         for attempt in count():
             reply: Reply | None = None
             try:

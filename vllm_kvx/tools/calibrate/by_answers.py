@@ -16,7 +16,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.policy.methods.structkv import StructKV
-from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.tools.calibrate import figures
 from vllm_kvx.tools.calibrate.answers_report import (
     OWN,
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     questions = make(family)
     outcome = choose(decoder, questions, seen, reductions, args.target, args.least)
     # Not before the weights are there: the key is theirs, and a hub's may have come only now.
-    key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+    key = ModelIdentity(args.model, config.to_dict(), args.revision).key
     record = {
         "method": args.method,
         "criterion": CRITERION,

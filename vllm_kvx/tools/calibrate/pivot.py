@@ -29,7 +29,7 @@ from vllm_kvx.equations.pivot import (
 )
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.structkv import StructKV, paper_limits
-from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.tools.calibrate import figures
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     decoder = DenseDecoder.load(args.model, args.device, args.dtype, args.revision)
     metrics = measure(decoder, prompts, policy.window)
     # Not before the weights are there: the key is theirs, and a hub's may have come only now.
-    key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+    key = ModelIdentity(args.model, config.to_dict(), args.revision).key
     record = {
         "method": METHOD,
         "criterion": "paper",
@@ -111,7 +111,10 @@ def measure(decoder: DenseDecoder, prompts: Sequence[Sequence[int]], window: int
 def window_attentions(
     decoder: DenseDecoder, prompt: Sequence[int], window: int, progress: Progress
 ) -> Iterator[Tensor]:
-    """Of one full-depth pass, each layer's window attention (H, w, n) float32."""
+    """Runs a full-depth pass over a prompt of n tokens; yields each layer's window attention.
+
+    Each is (H, w, n) float32, softmax rows. progress: told the layer that runs.
+    """
     steps = decoder.layers(decoder.embed(prompt), window=window)
     for index in range(decoder.num_layers):
         progress(index)

@@ -24,7 +24,7 @@ from torch import Tensor
 from vllm_kvx.equations.saliency import kept_indices, propagation_scores
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
-from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.tools.calibrate import figures
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     decoder = DenseDecoder.load(args.model, args.device, args.dtype, args.revision)
     measured = measure(decoder, prompts, policy, max_layer)
     # Not before the weights are there: the key is theirs, and a hub's may have come only now.
-    key = model_key(config.to_dict(), model_dir(args.model, args.revision))
+    key = ModelIdentity(args.model, config.to_dict(), args.revision).key
     record = {
         **record_of(args.model, key, decoder.num_layers, policy, measured),
         **facts(prompts, args.prompts),

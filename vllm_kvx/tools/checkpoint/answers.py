@@ -96,7 +96,7 @@ def look(
     progress: Progress,
     metrics: bool = False,
 ) -> Seen:
-    """One dense pass over the prompt, and the full model's answer after it.
+    """Runs one dense pass over the prompt, and the full model's answer after it.
 
     metrics: whether StructKV's are wanted too.
     """
@@ -316,7 +316,7 @@ def prefill_ratio(layer: int, num_layers: int, rate: float) -> float:
 
 
 def mean_scores(seen: Sequence[Seen]) -> dict[str, list[float]]:
-    """By reduction and layer, over the prompts.
+    """The mean scores over the prompts: by reduction, one of each layer.
 
     Raises:
         ToolError: the type's range did not suffice.

@@ -55,7 +55,7 @@ class Rows:
         return Rows(self.hidden[indices], self.cos[indices], self.sin[indices])
 
     def to(self, device: torch.device) -> "Rows":
-        """These rows on `device`."""
+        """Copies the rows to `device`, if they are not there."""
         return Rows(self.hidden.to(device), self.cos.to(device), self.sin.to(device))
 
     def then(self, later: "Rows") -> "Rows":
@@ -86,7 +86,7 @@ class Cache:
         return self.layers[index]
 
     def copy(self) -> "Cache":
-        """One that grows by itself."""
+        """A cache with the same tokens; what is added to either is not in the other."""
         return Cache(list(self.layers))
 
 

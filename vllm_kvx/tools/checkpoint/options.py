@@ -54,7 +54,7 @@ def add_weights(command: argparse.ArgumentParser, whose: str) -> None:
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    """--revision, --device and --dtype."""
+    """Adds --revision, --device and --dtype to a command that loads a model."""
     command.add_argument("--revision", help="revision of a hub model (default: main)")
     command.add_argument(
         "--device", default="auto", help="auto, cpu, cuda or cuda:<int> (default: %(default)s)"

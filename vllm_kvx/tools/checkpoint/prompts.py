@@ -143,7 +143,7 @@ def tokenize(
 
 
 def shorten(prompt: list[int], longest: int | None) -> list[int]:
-    """At most `longest` tokens: a longer prompt loses its middle, as in LongBench.
+    """Cuts a prompt to `longest` tokens: one that is longer loses its middle, as in LongBench.
 
     BOS and the question at the end stay, where there are.
     """

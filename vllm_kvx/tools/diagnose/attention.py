@@ -51,7 +51,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.snapkv import SnapKV
 from vllm_kvx.policy.methods.structkv import StructKV, online_limits
 from vllm_kvx.records.folder import check_writable
-from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.tools.calibrate.figures import pivot_curves
 from vllm_kvx.tools.calibrate.pivot import (
     METRICS_HEAD,
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     metrics, votes = measure(decoder, prompts, snapkv)
     record = {
         "model": model_name(args.model),
-        "key": model_key(config.to_dict(), model_dir(args.model, args.revision)),
+        "key": ModelIdentity(args.model, config.to_dict(), args.revision).key,
         **pivots(metrics, args.weights, policy),
         "struct_rate": policy.struct_rate,
         "kv_rate": policy.kv_rate,
@@ -151,7 +151,7 @@ class Votes:
 def measure(
     decoder: DenseDecoder, prompts: Sequence[Sequence[int]], snapkv: SnapKV
 ) -> tuple[list[Metrics], list[Votes]]:
-    """Of each prompt the metrics (L,) and the votes, with progress on stderr.
+    """The metrics (L,) and the votes of each prompt, with progress on stderr.
 
     Raises:
         ToolError: the GPU's memory or the type's range does not suffice.

@@ -14,7 +14,7 @@ from pathlib import Path
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.records.folder import check_writable
-from vllm_kvx.records.model_key import model_dir, model_key, model_name
+from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
 from vllm_kvx.tools.checkpoint.questions import FAMILIES, load_tokenizer
 from vllm_kvx.tools.checkpoint.report import counter_of, facts, measuring, progress_of
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     record = {
         "method": Speed.name,
         "model": Path(model_name(args.model)).name if Path(args.model).is_dir() else args.model,
-        "key": model_key(config.to_dict(), model_dir(args.model, args.revision)),
+        "key": ModelIdentity(args.model, config.to_dict(), args.revision).key,
         "anchors": policy.anchors,
         "tail": policy.tail,
         "answer_tokens": args.answer_tokens,

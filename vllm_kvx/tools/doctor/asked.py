@@ -53,7 +53,7 @@ def identity_of(context: Context) -> ModelIdentity:
 
 
 def known_layer(context: Context, part: Method) -> Found | None:
-    """Where a server would find the layer of `part`; None if it would have to measure."""
+    """The layer that a server would find for `part`; None if it would have to measure it."""
     return layer_of(part, identity_of(context), context.text_config["num_hidden_layers"])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvx.config.arguments import positive
 from vllm_kvx.config.settings import REQUEST_POLICIES
 from vllm_kvx.policy.parameters import PolicyError
-from vllm_kvx.policy.spec import check_served, parse_policy
+from vllm_kvx.policy.spec import parse_policy
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -86,7 +86,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _policy(text: str) -> str:
     try:
-        check_served(parse_policy(text))
+        parse_policy(text).check_composition()
     except PolicyError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

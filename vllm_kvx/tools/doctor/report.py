@@ -24,7 +24,7 @@ def section(name: str, findings: Sequence[Finding]) -> str:
 
 
 def verdict(found: Found, request: Request) -> str:
-    """The last line."""
+    """The report's last line: whether such a server would start."""
     problems = sum(finding.status == "problem" for each in found.values() for finding in each)
     if problems:
         return f"{problems} problem{'s' if problems > 1 else ''}: see the lines marked PROBLEM"
@@ -34,12 +34,12 @@ def verdict(found: Found, request: Request) -> str:
 
 
 def as_json(version: str, found: Found) -> str:
-    """`ok` as a whole, and by section its findings."""
+    """The report as a JSON text: the version, `ok` as a whole, and the findings by section."""
     sections = {name: [finding._asdict() for finding in each] for name, each in found.items()}
     whole = {"version": version, "ok": exit_code(found) == 0, "sections": sections}
     return json.dumps(whole, indent=2)
 
 
 def exit_code(found: Found) -> int:
-    """1 if anything is a problem."""
+    """The command's exit code: 1 if any finding is a problem, else 0."""
     return int(any(finding.status == "problem" for each in found.values() for finding in each))

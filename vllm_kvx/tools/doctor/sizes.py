@@ -127,7 +127,7 @@ class Pool:
 
     @classmethod
     def of(cls, policy: KVPolicy, layout: Layout, sizes: Sizes, prompt_len: int) -> "Pool":
-        """For prompts of `prompt_len` tokens.
+        """The arithmetic of a server with this layout, whose prompts have `prompt_len` tokens.
 
         Raises:
             ImportError, ValueError: as ``Sizes.sidecar_bytes``.
@@ -183,5 +183,5 @@ def memory_of(context: Context, sizes: Sizes, stash_tokens: int) -> Memory | Non
 
 
 def size_of(num_bytes: float) -> str:
-    """Bytes in words."""
+    """A number of bytes in words: "1.5 GiB", or in MiB if it is below one GiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def suite_of(args: argparse.Namespace) -> Suite:
-    """What the options ask."""
+    """The suite of questions that the command's options ask."""
     return Suite.of(
         args.tasks,
         args.longbench,

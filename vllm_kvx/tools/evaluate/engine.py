@@ -158,7 +158,7 @@ class OwnEngine:
         return Row(str(self._settings.parse(self._requested[row]))).over(self._dtype)
 
     def close(self) -> None:
-        """Frees the device."""
+        """Ends the engine, which frees the device's memory."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
 

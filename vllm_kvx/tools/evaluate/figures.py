@@ -121,7 +121,7 @@ def kept_curves(pyplot: Any, summary: Summary, title: str) -> Any:
 def gains_of(
     summary: Summary, speed: Mapping[str, Mapping[str, float]]
 ) -> dict[Row, Mapping[str, float]]:
-    """By row of the summary, other than `full` itself, its gains over stock in `speed`."""
+    """The gains over stock that `speed` has of the summary's rows other than `full` itself."""
     found = {}
     for row in summary.rows:
         name = _in_speed(row)
@@ -195,8 +195,10 @@ def check_speed(path: str, speed: Mapping[str, Mapping[str, float]], rows: Seque
 
 
 def read_speed(path: str) -> dict[str, dict[str, float]]:
-    """By policy, the best gain over stock in TTFT and in decoded tokens/s, of a file of
-    benchmarks.engine.compare.
+    """Reads a file of benchmarks.engine.compare.
+
+    Returns: by policy, the best ratios to stock: `ttft`, of TTFT, and `tokens`, of decoded
+        tokens/s.
 
     Raises:
         ToolError: it is no such file.

@@ -6,8 +6,9 @@ from typing import get_args
 
 from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, split_dtype
 from vllm_kvx.policy.layout import layout_of
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import PolicyError, check_served, parse_policy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.measured_layers import check_alike
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 
@@ -27,7 +28,7 @@ def read_policies(names: Sequence[str], num_layers: int) -> dict[Row, KVPolicy]:
     for name in names:
         plain, dtype = split_dtype(name)
         policy = parse_policy(plain)
-        check_served(policy)
+        policy.check_composition()
         policy.check_model(num_layers)
         if "@" in name:
             _check_dtype(name, policy, dtype)

@@ -45,7 +45,7 @@ class Model:
 
     @property
     def name(self) -> str:
-        """What results call it."""
+        """What results call the model: its hub name, or its directory's last part."""
         return Path(self.source).name if Path(self.source).is_dir() else self.source
 
 

@@ -150,12 +150,12 @@ class AnswersBar:
         self._show(str(row))
 
     def step(self, read: Sequence[int], written: int) -> None:
-        """As ``TimeLeft.step``."""
+        """Notes that an engine's step is done; see ``TimeLeft.step``."""
         self._left.step(read, written)
         self._show()
 
     def finish(self, prompt: Prompt, tokens: int) -> None:
-        """As ``TimeLeft.finish``."""
+        """Notes that an answer has ended after so many tokens, and moves the bar by one."""
         self._left.finish(prompt, tokens)
         self._bar.n += 1
         self._show()

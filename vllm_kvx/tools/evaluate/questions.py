@@ -35,7 +35,7 @@ class PreparedPrompt:
     sample: Sample | None = None
 
     def score(self, text: str, nats: float) -> float:
-        """Of an answer: the share that is right, or its nats a token."""
+        """An answer's score: the share in [0, 1] that is right; of perplexity its nats a token."""
         if self.task is None or self.sample is None:
             return nats
         return self.task.score(text, self.sample)
@@ -79,12 +79,12 @@ class Suite:
 
     @property
     def tasks(self) -> tuple[Task | FixedTask, ...]:
-        """All but perplexity."""
+        """Every task whose answers are scored: all but perplexity."""
         return (*self.generated, *self.fixed)
 
     @property
     def names(self) -> list[str]:
-        """The tasks' names."""
+        """The names of the tasks; perplexity, if it is asked, is the last."""
         tasks = [task.name for task in self.tasks]
         return tasks + [PERPLEXITY] * self.perplexity
 

@@ -39,10 +39,10 @@ class Recovery:
 
 
 def recoveries(summary: Summary, by_task: bool = False) -> list[Recovery]:
-    """By policy: over all scored tasks, by group of tasks, by length, of perplexity, and, where
-    that is asked for, by task.
+    """What tuned weights won back under each policy: a `Recovery` for every part of the questions.
 
-    Empty where no original was asked.
+    The parts are all scored tasks, each group of tasks, each length, perplexity and, with
+    `by_task`, each task. The list is empty where no original was asked.
     """
     found = []
     for row in summary.rows:

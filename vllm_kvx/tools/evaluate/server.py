@@ -92,7 +92,7 @@ class RunningServer:
         return KVPolicy.of(map(self._measured.put_into, parse_policy(self._requested[row]).parts))
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to the server, which runs on."""
         self._client.close()
 
     def _answer(self, row: Row, prompt: Prompt) -> Answered:

@@ -8,9 +8,10 @@ from vllm_kvx.policy.storage import skipped_of, storage_of
 
 
 class Shares(NamedTuple):
-    """Of the entries that stock vLLM keeps of a prompt, and reads in each decode step.
+    """What a policy spends on a prompt, as shares in [0, 1] of what stock vLLM spends.
 
-    propagated: of the rows that stock vLLM runs through its layers, those that run.
+    kept: entries that stay in the KV cache. read: entries that each decode step reads.
+    propagated: rows that run through the layers.
     """
 
     kept: float

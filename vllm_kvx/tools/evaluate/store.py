@@ -82,7 +82,7 @@ class Answer:
 
 
 def resolved_of(facts: Mapping[str, Any]) -> dict[Row, Row]:
-    """By row, what its policy's words and its engine's KV cache meant, as a run's facts have it."""
+    """What each row's policy and KV cache dtype meant to its engine, from a run's facts."""
     return {Row.parse(row): Row.parse(name) for row, name in facts[RESOLVED].items()}
 
 
@@ -127,7 +127,7 @@ class Store:
 
     @property
     def resolved(self) -> dict[Row, Row]:
-        """By row, what it meant when it answered."""
+        """What each row meant when it answered: its policy with layers, and its KV cache dtype."""
         return resolved_of(self.facts)
 
     def note_resolved(self, row: Row, meant: Row) -> None:

@@ -14,7 +14,7 @@ from vllm_kvx import __version__
 from vllm_kvx.policy.catalogue import FULL, Entry, Parameter, entries, entry
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import write_value
-from vllm_kvx.policy.spec import check_served, parse_policy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.policies.schema import document
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _named(name: str) -> list[Entry]:
     if name in by_usage:
         return [entry(by_usage[name])]
     policy = parse_policy(name)
-    check_served(policy)
+    policy.check_composition()
     return [entry(type(part)) for part in policy.parts] or [FULL]
 
 

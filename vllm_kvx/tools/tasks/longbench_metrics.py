@@ -59,7 +59,7 @@ def _chinese_words(text: str) -> list[str]:
 
 
 def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """F of ROUGE-L."""
+    """The F measure of ROUGE-L over words, in [0, 1]."""
     try:
         return float(_library("rouge").Rouge().get_scores([answer], [reference])[0]["rouge-l"]["f"])
     except (ValueError, RecursionError):
@@ -67,7 +67,7 @@ def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 
 def rouge_l_zh(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """F of ROUGE-L over jieba's words."""
+    """The F measure of ROUGE-L over the words that jieba cuts, in [0, 1]."""
     cut = _library("jieba").cut
     return rouge_l(" ".join(cut(answer, cut_all=False)), " ".join(cut(reference, cut_all=False)))
 

@@ -15,7 +15,7 @@ NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 
 
 def number(rng: random.Random) -> str:
-    """Seven digits."""
+    """A random number of seven digits."""
     return str(rng.randint(10**6, 10**7 - 1))
 
 

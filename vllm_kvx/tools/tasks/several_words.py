@@ -29,7 +29,7 @@ def motto(rng: random.Random) -> str:
 
 
 def pass_phrase(rng: random.Random) -> str:
-    """Three to eight nouns."""
+    """A pass phrase of three to eight different nouns, with blanks between them."""
     return " ".join(rng.sample(filler.nouns(), rng.randint(3, 8)))
 
 

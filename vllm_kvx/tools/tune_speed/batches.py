@@ -61,7 +61,9 @@ def agreement_of(
     world: int = 1,
     at_full_depth: bool = False,
 ) -> dict[str, dict[str, float | int]]:
-    """Of all answers, and of those of a kind and of prompts of a length (`Agreement.as_json`).
+    """The student's agreement with the full-depth model on held-out answers.
+
+    Returns: `Agreement.as_json` of `all` answers, of each kind and of each range of lengths.
 
     rank, world: this process among those that measure together; each gets the whole.
     at_full_depth: without the cut, where the model is to have stayed what it was.

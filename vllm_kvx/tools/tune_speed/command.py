@@ -24,7 +24,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.records import tuned_weights as tuned_record
 from vllm_kvx.records.folder import check_writable
-from vllm_kvx.records.model_key import model_dir, model_key
+from vllm_kvx.records.model_key import ModelIdentity, model_dir
 from vllm_kvx.records.tuned_weights import TunedRecord
 from vllm_kvx.tools.checkpoint.dense_decoder import choose_device, load_config
 from vllm_kvx.tools.tune_speed import figures, merge, sources
@@ -214,7 +214,7 @@ def make_examples(args: argparse.Namespace, plan: Plan, job: Job, config: Any) -
         print("one step of the largest batches, to see that they fit", file=sys.stderr)
         run_training(directory, job, "--trial")
     if not is_made:
-        key = model_key(config.to_dict(), _folder(args))
+        key = ModelIdentity(str(_folder(args)), config.to_dict()).key
         sources.answer(args, plan, tokenizer, directory, key)
 
 

@@ -17,7 +17,7 @@ Further = tuple[tuple[str, str], ...]
 
 
 class Message(TypedDict):
-    """One turn, as chat templates take it."""
+    """One turn of a conversation, as chat templates take it: who says it, and what."""
 
     role: str
     content: str

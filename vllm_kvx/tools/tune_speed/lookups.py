@@ -93,14 +93,16 @@ def lookup(rng: random.Random, size: int, turns: int = 1) -> Dialogue:
 
 
 def lookup_of(kind: str, rng: random.Random, size: int, turns: int = 1) -> Dialogue:
-    """As `lookup`, of a kind that is named."""
+    """A document of the kind, one of KINDS, with a question; otherwise as `lookup`."""
     document = KINDS[kind](random.Random(rng.random()), size)
     posed = _posed(kind, document, random.Random(rng.random()))
     return replace(posed, further=_further(partial(document.ask, rng), turns - 1, posed, rng))
 
 
 def recital(rng: random.Random, size: int, turns: int = 1) -> Dialogue:
-    """As `lookup`, with the answer: what follows some words of the document, word for word.
+    """A document, the question what follows some words of it, and the answer, word for word.
+
+    The arguments are those of `lookup`.
 
     A question about a value has an answer of a few tokens; here each of a hundred has to be found.
     """

@@ -102,9 +102,10 @@ class Agreement:
 def agreements(
     states: Tensor, head: Head, teacher: Tensor, teacher_head: Head, lengths: list[int]
 ) -> list[Agreement]:
-    """Of each of some answers; rows (n, hidden) as for the loss.
+    """How far the student agrees with the full-depth model, for each answer.
 
-    lengths: tokens of each answer, in the rows' order.
+    states, teacher: (n, hidden), their final states, a row for each token of the answers. head,
+        teacher_head: their output heads. lengths: tokens of each answer, in the rows' order.
     """
     kl, same = [], []
     for begin in range(0, len(states), ROWS_AT_ONCE):

@@ -23,10 +23,10 @@ NAME = "kvx_packed"
 
 @dataclass(frozen=True)
 class Segments:
-    """Where sequences begin and end among rows.
+    """The sequences that lie one behind the other in T rows.
 
-    ends: (B + 1,) int32, rows before each sequence, and last all rows.
-    lengths: of each, at least 1.
+    ends: (B + 1,) int32, rows before each sequence, and last T.
+    lengths: rows of each, at least 1.
     """
 
     ends: Tensor

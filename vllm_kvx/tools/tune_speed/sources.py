@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.records.model_key import model_key
+from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.tools.checkpoint.dense_decoder import sliding_window
 from vllm_kvx.tools.tune_speed import packs, selfwritten, turns
 from vllm_kvx.tools.tune_speed.dialogues import (
@@ -145,8 +145,8 @@ def check(args: argparse.Namespace, plan: Plan, config: Any) -> Any:
     tokenizer = _tokenizer(args)
     if args.examples:
         # The weights of a hub model may not be here yet, and they are part of its key.
-        local = Path(args.model)
-        key = model_key(config.to_dict(), local) if local.is_dir() else None
+        is_here = Path(args.model).is_dir()
+        key = ModelIdentity(args.model, config.to_dict()).key if is_here else None
         _check_count(len(examples_of(Path(args.examples) / FOLDER, plan, key)), plan)
         return tokenizer
     if plan.count and not tokenizer.chat_template:

@@ -153,8 +153,11 @@ class Student:
 
     @torch.no_grad()
     def teacher_states(self, batch: Batch) -> Tensor:
-        """(states, n, hidden), the full-depth model's before the answers' tokens: after each upper
-        layer, if their distance is part of the loss, and last the final ones."""
+        """The full-depth model's states of the n tokens that predict the answers'.
+
+        Returns: (states, n, hidden), the model's dtype: after each upper layer, if their distance
+            is part of the loss, and last the final ones.
+        """
         return self._teacher_states(batch, self._watched)
 
     def _teacher_states(self, batch: Batch, watched: int | None) -> Tensor:
@@ -163,7 +166,10 @@ class Student:
 
     @torch.no_grad()
     def agreements(self, batch: Batch, at_full_depth: bool = False) -> list[Agreement]:
-        """Of each answer of a batch, under the cut or at full depth, with the full-depth model."""
+        """The agreement with the full-depth model on each answer of a batch.
+
+        at_full_depth: the student runs every token through every layer; else it runs under the cut.
+        """
         teacher = self._teacher_states(batch, None)[-1]
         training = self._model.training
         self._model.eval()

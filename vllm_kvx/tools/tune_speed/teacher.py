@@ -80,7 +80,7 @@ class Teacher:
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
     def close(self) -> None:
-        """Frees the device."""
+        """Ends the engine, which frees the device's memory."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()

@@ -99,7 +99,7 @@ class SpeedTrainer(Trainer):
         return metrics
 
     def agreement(self) -> Found:
-        """As `agreement_of` has it, measured once a step."""
+        """The agreement on held-out answers (`agreement_of`), measured once a step."""
         step = self.state.global_step
         if self._latest is None or self._latest[0] != step:
             self._latest = (

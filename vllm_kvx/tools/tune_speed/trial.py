@@ -19,7 +19,7 @@ _SHORT = 16
 
 
 def run(directory: Path) -> None:
-    """One step, forward and backward, of each kind of largest batch.
+    """Tries one step, forward and backward, of each kind of largest batch.
 
     What that needs is what training needs. Finds out whether activations have to be computed again
     in the backward pass, and writes it to TRIED.

@@ -29,7 +29,7 @@ class Between(NamedTuple):
 
 
 def between(question: str, tokenizer: Any) -> Between:
-    """Before the answer to a question that follows another answer.
+    """What the chat template puts between an answer and the one to the next question.
 
     Raises:
         ToolError: there is no chat template, or no special token ends an answer.

@@ -44,9 +44,9 @@ class Batch:
         pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
         earlier: Sequence[Sequence[tuple[int, int]]] | None = None,
     ) -> "Batch":
-        """Of (prompt, answer) pairs of token ids.
+        """Makes a batch of (prompt, answer) pairs of token ids.
 
-        earlier: of each pair the answers in its prompt: first token and number of tokens.
+        earlier: the answers in each pair's prompt, as (first token, number of tokens).
         """
         rows = [torch.tensor([*prompt, *answer[:-1]]) for prompt, answer in pairs]
         spans = [
@@ -62,7 +62,7 @@ class Batch:
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def predicting(self) -> list[int]:
-        """Where in `tokens` those stand that predict an answer's token, by answer and position."""
+        """The indices in `tokens` of those that predict answers' tokens, by answer and position."""
         begins = self.begins()
         each = zip(
             self.sequences.tolist(), self.prompts.tolist(), self.answers.tolist(), strict=True
@@ -70,7 +70,7 @@ class Batch:
         return [begins[s] + p - 1 + within for s, p, a in each for within in range(a)]
 
     def begins(self) -> list[int]:
-        """Where in `tokens` each sequence begins."""
+        """The index in `tokens` at which each sequence begins."""
         return [0, *self.lengths.cumsum(0).tolist()[:-1]]
 
 

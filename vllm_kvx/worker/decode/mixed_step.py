@@ -50,7 +50,7 @@ class BesideStock:
         attn_groups: AttentionGroups,
         all_groups: AttentionGroups,
     ) -> tuple[InputBatch, AttentionGroups]:
-        """See ``Retrieval.stock_batch``."""
+        """The batch and the attention groups for stock attention; see ``Retrieval.stock_batch``."""
         groups = [
             theirs if mine else []
             for theirs, mine in zip(self.own_groups(all_groups), attn_groups, strict=True)

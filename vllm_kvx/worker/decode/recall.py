@@ -24,7 +24,7 @@ class RecallSampler:
         self.samples = np.zeros(num_policies, dtype=np.int64)
 
     def reset(self) -> None:
-        """Forgets what was measured."""
+        """Forgets all measured shares and begins to count steps anew."""
         self._countdown = self.every
         self.samples[:] = 0
         self.mass.zero_()
@@ -84,7 +84,7 @@ class RecallSampler:
         return self.mass.sum().item() / samples if samples else None
 
     def by_row(self) -> dict[int, tuple[float, int]]:
-        """By policy row, the mean share and how many it is of. Waits for the device."""
+        """The mean share in [0, 1] and the samples' number, by policy row. Waits for the device."""
         measured = np.flatnonzero(self.samples).tolist()
         if not measured:
             return {}

@@ -197,7 +197,7 @@ class Retrieval:
         stored_lens: IntArray,
         is_fresh: np.ndarray,
     ) -> RetrievalStep:
-        """A real step.
+        """Plans which rows of a real step retrieve.
 
         Args:
             requests: (R,) request states. begins, counts: (R,) tokens. prompt_lens: (R,).
@@ -330,7 +330,7 @@ class Retrieval:
         self.sidecars.timer = PhaseTimer(self._device)
 
     def run(self, now: RetrievalPass, hook: HookedLayer, query: Tensor, out: Tensor) -> None:
-        """One layer: rows of `query` that retrieve, into their rows of `out`, (N, H, D) both."""
+        """Attends for one layer's rows that retrieve; query (N, H, D), and out of that size."""
         layer = hook.layer
         out = out.view(out.shape[0], *query.shape[1:])
         paged, sidecar = self.sidecars.view(hook.index)

@@ -112,9 +112,9 @@ class Sidecars:
         # Where positions are left out, entries that came with a prefix hit are copied anchors.
         first[has_gap & self._is_fresh[requests]] = 0
         self._is_fresh[requests] = False
-        self._left_behind = self._jobs(requests, first, published // self.shape.group)
+        self._left_behind = self._full_groups(requests, first, published // self.shape.group)
         first[moved] = 0
-        self._pending = self._jobs(requests, first, last)
+        self._pending = self._full_groups(requests, first, last)
 
     def plan_decodes(self, requests: np.ndarray, stored: IntArray) -> None:
         """`plan` of a step in which every request adds one entry; none is fresh.
@@ -125,9 +125,9 @@ class Sidecars:
         self._left_behind = self._pending = None
         group = self.shape.group
         if not (stored % group).all():
-            self._pending = self._jobs(requests, (stored - 1) // group, stored // group)
+            self._pending = self._full_groups(requests, (stored - 1) // group, stored // group)
 
-    def _jobs(
+    def _full_groups(
         self, requests: np.ndarray, first: IntArray, last: IntArray
     ) -> Tensor | np.ndarray | None:
         """(n, 3) int32 stage, request state and group, of groups [first, last); None for none."""
@@ -135,17 +135,17 @@ class Sidecars:
         counts = (last - first)[stages, rows]
         if not len(counts):
             return None
-        jobs = np.empty((counts.sum(), 3), dtype=np.int32)
-        jobs[:, 0] = np.repeat(stages, counts)
-        jobs[:, 1] = np.repeat(requests[rows], counts)
+        full_groups = np.empty((counts.sum(), 3), dtype=np.int32)
+        full_groups[:, 0] = np.repeat(stages, counts)
+        full_groups[:, 1] = np.repeat(requests[rows], counts)
         start = first[stages, rows] - (np.cumsum(counts) - counts)
-        jobs[:, 2] = np.arange(len(jobs)) + np.repeat(start, counts)
-        return jobs if self._in_torch else async_tensor_h2d(jobs, device=self._device)
+        full_groups[:, 2] = np.arange(len(full_groups)) + np.repeat(start, counts)
+        return full_groups if self._in_torch else async_tensor_h2d(full_groups, device=self._device)
 
     def write_left_behind(self) -> None:
         """Writes the groups of blocks that requests are about to move out of."""
-        jobs, self._left_behind = self._left_behind, None
-        self._write(jobs, None)
+        full_groups, self._left_behind = self._left_behind, None
+        self._write(full_groups, None)
 
     def write(self, layer: int | None = None) -> None:
         """Writes the groups of the plan in all layers, or in one.
@@ -158,21 +158,21 @@ class Sidecars:
         else:
             self._write(self._left_behind, layer)
 
-    def _write(self, jobs: Tensor | np.ndarray | None, layer: int | None) -> None:
-        if jobs is None:
+    def _write(self, full_groups: Tensor | np.ndarray | None, layer: int | None) -> None:
+        if full_groups is None:
             return
         with self.timer:
-            if isinstance(jobs, Tensor):
+            if isinstance(full_groups, Tensor):
                 pointers, strides = self._tables.block_table_ptrs, self._tables.block_table_strides
-                self.writer.write(jobs, pointers, strides, layer)
+                self.writer.write(full_groups, pointers, strides, layer)
             else:
-                self._write_in_torch(jobs, layer)
+                self._write_in_torch(full_groups, layer)
 
-    def _write_in_torch(self, jobs: np.ndarray, layer: int | None) -> None:
+    def _write_in_torch(self, full_groups: np.ndarray, layer: int | None) -> None:
         for number in range(len(self._layers)) if layer is None else (layer,):
             hook = self._layers[number]
             paged, sidecar = self.view(number)
-            mine = jobs[jobs[:, 0] == hook.stage]
+            mine = full_groups[full_groups[:, 0] == hook.stage]
             for request in np.unique(mine[:, 1]).tolist():
                 groups = mine[mine[:, 1] == request, 2]
                 table = self._tables.block_tables[hook.group].gpu[request]

@@ -31,11 +31,11 @@ class HookedLayer(Protocol):
 
     @property
     def index(self) -> int:
-        """The layer's number."""
+        """The layer's number in the model, from 0."""
 
     @property
     def stage(self) -> int:
-        """Its KV stage."""
+        """The number of the KV stage that the layer belongs to."""
 
     @property
     def group(self) -> int:
@@ -59,12 +59,14 @@ Modes = tuple[Mode, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """From where on requests retrieve, as (R,) columns of entries but for `budgets`.
+    """The lengths from which on requests retrieve, and what they read then.
 
     Attributes:
-        budgets: units to read, 0 of requests that never retrieve.
-        least: a row that sees fewer reads them all; others retrieve where the step's batch pays.
-        floors: a row that sees no fewer retrieves, whoever else does; never below `least`.
+        budgets: (R,) units to read, 0 of requests that never retrieve.
+        least: (R,) entries; a row that sees fewer reads them all, others retrieve where the step's
+            batch pays.
+        floors: (R,) entries; a row that sees no fewer retrieves, whoever else does; never below
+            `least`.
         unit: tokens of a unit.
     """
 
@@ -151,7 +153,7 @@ class RetrievalStep:
         stored_lens: IntArray,
         is_fresh: np.ndarray,
     ) -> "RetrievalStep":
-        """See ``Retrieval.plan``."""
+        """The step of requests with these rules; the other arguments as ``Retrieval.plan``."""
         ends = begins + counts
         generates = (ends > prompt_lens) & (rules.budgets > 0)
         # A request that resumes may read a prefix that another request computes in this step.
@@ -161,7 +163,7 @@ class RetrievalStep:
 
     @property
     def budgets(self) -> IntArray:
-        """(R,) units to read."""
+        """The units that each request reads, (R,); 0 if it never retrieves."""
         return self.rules.budgets
 
     @property

@@ -32,7 +32,7 @@ class Centrality:
         return total
 
     def end(self, req_id: str) -> None:
-        """Forgets a prompt's sum."""
+        """Forgets the sum of a prompt's scores, which no later layer uses."""
         self._sums.pop(req_id, None)
 
     def rank_blocks(
@@ -65,7 +65,10 @@ class Centrality:
         }
 
     def take_blocks(self) -> dict[str, dict[int, Tensor]]:
-        """By request and stage, which blocks stay: (k,) int64 ascending, on the device."""
+        """Hands over which blocks stay, by request id and stage, and forgets them.
+
+        Each is (k,) int64 on the device: places in the block table, ascending.
+        """
         blocks, self._blocks = self._blocks, {}
         return blocks
 

@@ -41,7 +41,7 @@ class _Running:
 
     @property
     def count(self) -> int:
-        """Tokens that go on."""
+        """The number of tokens that go on."""
         assert self.chunk.state.selection is not None
         return self.chunk.state.selection.count
 

@@ -85,7 +85,10 @@ class PassMaker:
     def work(
         self, chunks: Sequence[PromptChunk], step: StepBatch, counts: np.ndarray
     ) -> PassWork | None:
-        """Beside the stock decoder, which runs all rows of the batch in every layer."""
+        """The work on entries beside the stock decoder, whose layers run all rows of the batch.
+
+        counts: (R,) rows of each request. None if there is nothing to do.
+        """
         plan = self._plan(chunks, counts, 0, self.num_layers)
         return plan.work(step.block_tables, self.memory)
 
@@ -166,7 +169,7 @@ class PassMaker:
         return [group for group, its in enumerate(self.group_stages) if its >= stage]
 
     def slots(self, slots: Tensor, first: int, last: int) -> dict[str, Tensor]:
-        """By layer name, of layers [first, last); slots: (G, N)."""
+        """The slots (N,) of layers [first, last), by layer name; slots: (KV groups, N)."""
         return {hook.layer.layer_name: slots[hook.group] for hook in self.hooks.layers[first:last]}
 
     def _to_stash(self, plan: ChunkPlan) -> ToStash:

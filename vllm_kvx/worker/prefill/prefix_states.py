@@ -53,7 +53,7 @@ class PrefixStates:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Before the forward pass: the stash holds what requests took from the cache.
+        """Fills the stash with states that requests take from the cache, before the forward pass.
 
         Where the step's own states will lie is read here too: pages may have another owner on the
         host by the time they are saved.
@@ -70,7 +70,7 @@ class PrefixStates:
 
     @torch.inference_mode()
     def save(self) -> None:
-        """After the forward pass: what it completed goes into blocks."""
+        """Copies the states that the forward pass completed into their blocks, after it."""
         to_save, self._to_save = self._to_save, []
         for rows, blocks in to_save:
             self.copy_out(rows, blocks)

@@ -169,7 +169,7 @@ class PassWork:
         return cls(prompts, windows, block_tables, memory, earlier, waits, first)
 
     def run(self, hook: ScoredLayer, query: Tensor, paged: PagedKV) -> None:
-        """One layer; query: (N, H, D) of the pass's rows."""
+        """Does one layer's part of the work; query: (N, H, D), of the pass's rows."""
         memory = self.memory
         if self.earlier is not None:
             self.earlier.move(hook, paged)
@@ -226,7 +226,7 @@ class PassWork:
             memory.moved.index_add_(0, policy_rows, each.num_moves.sum(dim=0))
 
     def targets(self, group: int) -> _Targets:
-        """Where entries move to in a KV group: their own blocks, if no others are given."""
+        """The blocks that entries of a KV group move to: their own, if no others are given."""
         if group not in self._targets:
             table, device = self.block_tables[group], self.memory.device
             moved = [
@@ -249,14 +249,14 @@ class PassWork:
         return self._targets[group]
 
     def _batches_of(self, layer: int, stage: int) -> list[ScoringBatch]:
-        jobs = tuple(job for prompt in self.prompts for job in prompt.jobs(layer, stage))
-        if jobs not in self._batches:
+        scorings = tuple(each for prompt in self.prompts for each in prompt.scorings(layer, stage))
+        if scorings not in self._batches:
             family, memory = attrgetter("spec.family"), self.memory
-            by_family = groupby(sorted(jobs, key=family), key=family)
-            self._batches[jobs] = [
+            by_family = groupby(sorted(scorings, key=family), key=family)
+            self._batches[scorings] = [
                 ScoringBatch(list(same), memory.max_window, memory.device) for _, same in by_family
             ]
-        return self._batches[jobs]
+        return self._batches[scorings]
 
     def _moves_of(self, stage: int) -> PositionMoves | None:
         if stage not in self._moves:
@@ -275,20 +275,20 @@ class PassWork:
         self, batch: ScoringBatch, prompts: ScoredPrompts, view: LayerView, targets: Tensor
     ) -> _Moves | None:
         """Scores a layer's keys and does all that is decided by them but the moves."""
-        memory, jobs = self.memory, batch.jobs
-        family = SCORES[jobs[0].spec.family]
+        memory, scorings = self.memory, batch.scorings
+        family = SCORES[scorings[0].spec.family]
         rated = total = family.score(prompts, view)
-        if any(job.measures for job in jobs):
+        if any(each.measures for each in scorings):
             self._measure(batch, prompts, view)
         if batch.needs_total:
             total = _over_heads(family, rated, batch.needs_unpooled_total)
         sums: dict[int, Tensor] = {}
         if batch.carries:
-            with memory.detector_timer.of(_shares(job for job in jobs if job.carried is not None)):
-                for f, job in enumerate(jobs):
-                    if job.carried is not None:
+            with memory.detector_timer.of(_shares(s for s in scorings if s.carried is not None)):
+                for f, each in enumerate(scorings):
+                    if each.carried is not None:
                         now = total.scores[0, batch.columns[f]]
-                        sums[f] = memory.centrality.add(job.prompt.req_id, job.carried, now)
+                        sums[f] = memory.centrality.add(each.prompt.req_id, each.carried, now)
         if batch.choice is not None:
             by, peaks = total
             if sums:
@@ -300,20 +300,20 @@ class PassWork:
             kept = select_kept(by, *batch.choice, unpooled=peaks)[0]
             end = 0
             for f in batch.selecting:
-                begin, end = end, end + jobs[f].selects
-                self.chosen[jobs[f].prompt.req_id] = kept[begin:end]
+                begin, end = end, end + scorings[f].selects
+                self.chosen[scorings[f].prompt.req_id] = kept[begin:end]
         for f in sums:
-            job = jobs[f]
-            if job.ranks:
+            each = scorings[f]
+            if each.ranks:
                 memory.centrality.rank_blocks(
-                    job.prompt.req_id,
-                    self.chosen.get(job.prompt.req_id),
-                    job.prompt.blocks,
+                    each.prompt.req_id,
+                    self.chosen.get(each.prompt.req_id),
+                    each.prompt.blocks,
                     view.paged.block_size,
-                    job.window,
+                    each.window,
                 )
-            if job.ranks or job.selects:
-                memory.centrality.end(job.prompt.req_id)
+            if each.ranks or each.selects:
+                memory.centrality.end(each.prompt.req_id)
         if not batch.max_moves:
             return None
         return self._moves_by(rated, total, batch, prompts, view.paged.num_heads, targets)
@@ -327,12 +327,12 @@ class PassWork:
         num_heads: int,
         target_tables: Tensor,
     ) -> _Moves:
-        if all(job.over_heads for job in batch.jobs):
+        if all(each.over_heads for each in batch.scorings):
             rated = total
-        elif any(job.over_heads for job in batch.jobs):
+        elif any(each.over_heads for each in batch.scorings):
             for mine, of_all in zip(rated, total, strict=True):
-                for columns, job in zip(batch.columns, batch.jobs, strict=True):
-                    if job.over_heads and mine is not None and of_all is not None:
+                for columns, each in zip(batch.columns, batch.scorings, strict=True):
+                    if each.over_heads and mine is not None and of_all is not None:
                         mine[:, columns] = of_all[:, columns]
         sources, targets, num_moves = select_moves(
             rated.scores,
@@ -359,29 +359,29 @@ class PassWork:
         )
 
     def _measure(self, batch: ScoringBatch, prompts: ScoredPrompts, view: LayerView) -> None:
-        measured = [f for f, job in enumerate(batch.jobs) if job.measures]
+        measured = [f for f, each in enumerate(batch.scorings) if each.measures]
         index = async_tensor_h2d(np.array(measured, dtype=np.int64), device=view.query.device)
-        with self.memory.detector_timer.of(_shares(batch.jobs[f] for f in measured)):
+        with self.memory.detector_timer.of(_shares(batch.scorings[f] for f in measured)):
             heads = window_metrics(
                 prompts.window_queries(view)[index],
                 view.paged,
                 prompts.block_tables[index],
                 prompts.num_keys[index],
                 prompts.windows[index],
-                max(batch.jobs[f].prompt.num_keys for f in measured),
+                max(batch.scorings[f].prompt.num_keys for f in measured),
                 view.scale,
                 key_scale=view.key_scale,
             )
             # As for the scores: every rank averages over all heads, in their order.
             means = tensor_model_parallel_all_gather(heads, dim=1).double().mean(dim=1)
         for f, values in zip(measured, means, strict=True):
-            req_id = batch.jobs[f].prompt.req_id
+            req_id = batch.scorings[f].prompt.req_id
             self.memory.centrality.metrics.setdefault(req_id, []).append(values)
 
 
-def _shares(jobs: Iterable[KeyScoring]) -> Shares:
-    """Of work on the keys of these jobs, by policy."""
-    return shares_of((job.prompt.stats_row, job.prompt.num_keys) for job in jobs)
+def _shares(scorings: Iterable[KeyScoring]) -> Shares:
+    """The shares of work on the keys of these scorings, by policy."""
+    return shares_of((each.prompt.stats_row, each.prompt.num_keys) for each in scorings)
 
 
 def _over_heads(family: Score, rated: KeyScores, with_unpooled: bool) -> KeyScores:

@@ -1,7 +1,8 @@
 """What a prompt wants of the layers of a pass, and the batches that its layers make of it.
 
-Planned on the host from counts alone. A layer's *job* is one scoring of one prompt's keys with all
-that is done by it; layers with the same jobs share one batch of device arrays.
+Planned on the host from counts alone. A `KeyScoring` is one scoring of one prompt's keys in a
+layer, with all that is decided by it; layers with the same scorings share one batch of device
+arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ class PassPrompt:
     measures: bool = False
     stats_row: int = 0
 
-    def jobs(self, layer: int, stage: int) -> list[KeyScoring]:
+    def scorings(self, layer: int, stage: int) -> list[KeyScoring]:
         """What a layer scores of this prompt."""
         wanted = []
         by = self.select_by
@@ -148,48 +149,54 @@ class WindowRows:
 
 
 class ScoringBatch:
-    """The jobs of one family in a layer, with everything about them on the device.
+    """The scorings of one family in a layer, with everything about them on the device.
 
-    prompts: block tables apart, which differ by layer. caps: (F,) int32, cap_offsets: (F + 1,).
-    columns: of each job in the scores. policy_rows: (F,) int64, in the counters.
+    F scorings have T keys together. scorings: in the order of every (F,) array.
+    prompts: all but the block tables, which differ by layer. columns: each scoring's slice of the
+    scores' T columns. caps: (F,) int32, entries that stay; cap_offsets: (F + 1,) int64, their sums.
+    policy_rows: (F,) int64, in the counters.
     """
 
-    def __init__(self, jobs: Sequence[KeyScoring], max_window: int, device: torch.device) -> None:
-        self.jobs = jobs
+    def __init__(
+        self, scorings: Sequence[KeyScoring], max_window: int, device: torch.device
+    ) -> None:
+        self.scorings = scorings
         self._device = device
-        counts = [job.prompt.num_keys for job in jobs]
+        counts = [each.prompt.num_keys for each in scorings]
         ends = np.cumsum(counts).tolist()
         self.columns = [slice(e - n, e) for n, e in zip(counts, ends, strict=True)]
-        self.max_moves = max(min(j.kept, n - j.kept) for j, n in zip(jobs, counts, strict=True))
-        self.total_caps = sum(job.kept for job in jobs)
-        self.carries = any(job.carried is not None for job in jobs)
-        self.needs_total = self.carries or any(job.over_heads or job.selects for job in jobs)
-        self.needs_unpooled_total = any(job.over_heads or job.selects for job in jobs)
-        self.caps = self.ints([job.kept for job in jobs])
-        self.cap_offsets = self.sums([job.kept for job in jobs])
-        self.indices = self.longs([job.prompt.batch_index for job in jobs])
-        self.policy_rows = self.longs([job.prompt.stats_row for job in jobs])
+        self.max_moves = max(min(j.kept, n - j.kept) for j, n in zip(scorings, counts, strict=True))
+        self.total_caps = sum(each.kept for each in scorings)
+        self.carries = any(each.carried is not None for each in scorings)
+        self.needs_total = self.carries or any(each.over_heads or each.selects for each in scorings)
+        self.needs_unpooled_total = any(each.over_heads or each.selects for each in scorings)
+        self.caps = self.ints([each.kept for each in scorings])
+        self.cap_offsets = self.sums([each.kept for each in scorings])
+        self.indices = self.longs([each.prompt.batch_index for each in scorings])
+        self.policy_rows = self.longs([each.prompt.stats_row for each in scorings])
         # Rows that are not in this pass are read from row 0 and replaced.
-        rows = np.zeros((len(jobs), max_window), dtype=np.int64)
-        for row, job in zip(rows, jobs, strict=True):
-            first = job.prompt.first_row + job.prompt.longest - job.window
-            row[: job.window] = np.maximum(np.arange(first, first + job.window), 0)
+        rows = np.zeros((len(scorings), max_window), dtype=np.int64)
+        for row, each in zip(rows, scorings, strict=True):
+            first = each.prompt.first_row + each.prompt.longest - each.window
+            row[: each.window] = np.maximum(np.arange(first, first + each.window), 0)
             # A shorter window's early queries would lie elsewhere in their slot.
-            assert job.prompt.slot is None or job.window in (0, job.prompt.longest)
-        early = [(f, job.prompt.slot) for f, job in enumerate(jobs) if job.prompt.slot is not None]
+            assert each.prompt.slot is None or each.window in (0, each.prompt.longest)
+        early = [
+            (f, each.prompt.slot) for f, each in enumerate(scorings) if each.prompt.slot is not None
+        ]
         num_keys = self.ints(counts)
         self.prompts = ScoredPrompts(
             block_tables=num_keys,  # Each layer's own takes its place.
             num_keys=num_keys,
-            windows=self.ints([job.window for job in jobs]),
-            kernels=self.ints([job.spec.kernel for job in jobs]),
+            windows=self.ints([each.window for each in scorings]),
+            kernels=self.ints([each.spec.kernel for each in scorings]),
             caps=self.caps,
             offsets=self.sums(counts),
             max_num_keys=max(counts),
             total_keys=sum(counts),
             # The server's longest: in a shorter one sums would be formed in another order.
             max_window=max_window,
-            pools=any(job.spec.kernel > 1 for job in jobs),
+            pools=any(each.spec.kernel > 1 for each in scorings),
             window_rows=async_tensor_h2d(rows.ravel(), device=device),
             early=(
                 (self.longs([f for f, _ in early]), self.longs([s or 0 for _, s in early]))
@@ -197,7 +204,7 @@ class ScoringBatch:
                 else None
             ),
         )
-        self.selecting = [f for f, job in enumerate(jobs) if job.selects]
+        self.selecting = [f for f, each in enumerate(scorings) if each.selects]
         self.choice = Choice.of(self) if self.selecting else None
 
     def at(self, block_table: Tensor) -> ScoredPrompts:
@@ -217,7 +224,7 @@ class ScoringBatch:
 
 
 class Choice(NamedTuple):
-    """Arguments of ``select_kept`` after the scores, of the jobs that choose tokens."""
+    """Arguments of ``select_kept`` after the scores, of the scorings that choose tokens."""
 
     num_keys: Tensor
     windows: Tensor
@@ -229,7 +236,7 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, batch: ScoringBatch) -> "Choice":
         index, prompts = batch.longs(batch.selecting), batch.prompts
-        counts = [batch.jobs[f].selects for f in batch.selecting]
+        counts = [batch.scorings[f].selects for f in batch.selecting]
         return cls(
             prompts.num_keys.index_select(0, index),
             prompts.windows.index_select(0, index),

@@ -26,7 +26,10 @@ from vllm_kvx.worker.rows import DeviceRows, ranges
 
 
 class SplitLayer:
-    """One layer in one step. name: of vLLM's attention layer."""
+    """A split layer in one step: what projects its entries, and the rows that run it.
+
+    name: of vLLM's attention layer.
+    """
 
     def __init__(
         self, hooks: LayerHooks, memory: PrefillBuffers, step: StepBatch, layer: int

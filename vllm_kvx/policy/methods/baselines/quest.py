@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import DECODE_READS, REDUCTIONS, IndexSpec, Retrieve
-from vllm_kvx.policy.methods.fier import MAX_BUDGET, MIN_BUDGET
-from vllm_kvx.policy.parameters import PolicyError, choice, integer
+from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec
+from vllm_kvx.policy.methods.by_groups import MAX_BUDGET, MIN_BUDGET, RetrieveByGroups
+from vllm_kvx.policy.parameters import choice, integer
 
 PAGES = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class Quest(Retrieve):
+class Quest(RetrieveByGroups):
     """Quest: page-level retrieval by bounds on the keys (Tang et al., arXiv 2406.10774).
 
     Every entry stays stored with the channel-wise minimum and maximum of each page's keys. A page's
@@ -29,11 +29,8 @@ class Quest(Retrieve):
     name: ClassVar[str] = "quest"
     summary: ClassVar[str] = "bounds of pages choose the pages that a decode step reads"
     paper: ClassVar[str] = "arXiv 2406.10774"
-    saves: ClassVar[tuple[str, ...]] = (DECODE_READS,)
-    needs: ClassVar[str] = "CUDA ops, to gain early: vllm-kvx build-ops; without them Triton's run"
-    number: ClassVar[str] = "budget"
-    letter: ClassVar[str] = "BUDGET"
     example: ClassVar[str] = "quest-1024"
+    group_key: ClassVar[str] = "page"
     index_name: ClassVar[str] = "page_bounds"
     index_words: ClassVar[str] = "bounds of pages"
 
@@ -42,18 +39,6 @@ class Quest(Retrieve):
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.page > self.budget:
-            raise PolicyError(
-                f"quest: the newest page is always read, so page must be no larger than the budget "
-                f"of {self.budget} tokens, got {self.page}"
-            )
-
     @property
     def index(self) -> IndexSpec:
         return IndexSpec(self.index_name, self.page, unit=self.page)
-
-    @classmethod
-    def of_index(cls, group: int, budget: int, reduction: str, dense_below: int | str) -> "Quest":
-        return cls(budget, group, reduction, dense_below)

@@ -54,10 +54,10 @@ class Document(ABC):
 
     @abstractmethod
     def asks(self) -> "Asks":
-        """What can be asked."""
+        """The questions that can be asked of it, by kind, each with its weight."""
 
     def ask(self, rng: random.Random) -> Ask:
-        """One of the questions; each kind that is possible is as likely as its weight says."""
+        """Draws one of the questions; a kind that is possible is as likely as its weight says."""
         asks = self.asks()
         kinds = list(asks)
         weights = [weight for weight, _ in asks.values()]
@@ -93,7 +93,7 @@ def ordinal(index: int) -> str:
 
 
 def joined(names: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """The names as a sentence lists them: "a, b and c"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 

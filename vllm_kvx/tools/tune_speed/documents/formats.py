@@ -121,7 +121,7 @@ FORMATS: dict[str, Format] = {
 
 
 def log_format(rng: random.Random) -> Format:
-    """One line an event; the fields are those of a log's records, in its order."""
+    """A way to write a log, one line an event; it takes the fields of a log's records, in order."""
     forms: tuple[Callable[[list[str]], str], ...] = (
         lambda v: f"{v[1]} {v[2]} [{v[3]}] {v[4]} (request {v[0]}, {v[5]} ms)",
         lambda v: f"[{v[1]}] {v[3]}/{v[2]}: {v[4]} request={v[0]} elapsed={v[5]}ms",

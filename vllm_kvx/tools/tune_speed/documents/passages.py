@@ -85,7 +85,10 @@ class Genre:
 
 
 class Passages(Document):
-    """Passages of one genre."""
+    """A document of titled passages of one genre.
+
+    between: what stands between the passages' sentences.
+    """
 
     def __init__(
         self, genre: Genre, name: str, text: str, passages: Sequence[Passage], between: str

@@ -143,7 +143,7 @@ class Values:
         return re.sub(r"\{(\w+)\}", lambda slot: self.value(slot[1]), template)
 
     def heading(self, template: str) -> str:
-        """As `fill`, with a capital at its beginning."""
+        """The template with a value in each `{slot}` and a capital at its beginning."""
         text = self.fill(template)
         return text[:1].upper() + text[1:]
 
