@@ -13,11 +13,13 @@ from reference import fastkv, structkv
 from reference.criticalkv import Critical
 from reference.fier import Retrieve
 from reference.zoo import ZOO, build
-from support.engine import running
+from support.cpu_router import complete_cpu_router
+from support.engine import forget_ranks, running
 from support.expected import FULL, Policy, Read, Speed
 from support.nightly import by_day
 from support.parity import ask, assert_parity, room_for
 from support.prompts import prompts_of
+from support.transformers_backend import keep_transformers_classes
 
 KEEPS: list[Policy] = [
     FULL,
@@ -33,7 +35,7 @@ PROPAGATES: list[Policy] = [
     Read(Retrieve(64), fastkv.Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.5)),
 ]
 # Run by Transformers' own code, which criticalkv's projections are not known of.
-WITHOUT_RANGES = ("olmo2", "olmo3", "starcoder2", "smollm3", "seed_oss")
+WITHOUT_RANGES = ("olmo2", "olmo3", "starcoder2", "smollm3", "seed_oss", "hunyuan_v1_dense")
 # What one of each kind stands for every day: experts behind a dense layer, states alone that are
 # the stream, norms behind the sublayers, learned positions, Transformers' code.
 DAILY = {"qwen3_moe", "glm4_moe", "granite", "glm4", "gpt2", "smollm3"}
@@ -52,6 +54,13 @@ def in_turn(policies: Sequence[Policy], count: int) -> list[Policy]:
 
 names = list(ZOO)
 every = by_day(names, {names.index(name) for name in DAILY})
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete_cpu_router(monkeypatch)
+    keep_transformers_classes(monkeypatch)
+    forget_ranks()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from reference import zoo
 from support.cpu_router import complete_cpu_router
-from support.engine import running
+from support.engine import forget_ranks, running
 from support.expected import Speed
 from support.nightly import by_day
 from support.parity import assert_parity
@@ -22,6 +22,7 @@ NAMES = tuple(zoo.ZOO)
 def test_stock_is_the_reference(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete_cpu_router(monkeypatch)
     keep_transformers_classes(monkeypatch)
+    forget_ranks()
     model = zoo.build(tmp_path, name)
     with running(model, None, max_model_len=512) as engine:
         answers = engine.generate(prompts_of((41, 173)), max_tokens=8)

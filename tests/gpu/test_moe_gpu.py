@@ -8,7 +8,7 @@ import torch
 from reference import fastkv
 from reference.fier import Retrieve
 from reference.zoo import build
-from support.engine import Answer, running
+from support.engine import Answer, forget_ranks, running
 from support.expected import FULL, Policy, Read, Speed
 from support.gpu import COMPILED, EXACT
 from support.inside import count_graph_replays, runs_compiled_ranges
@@ -16,6 +16,12 @@ from support.parity import ask, assert_identical, assert_parity, room_for
 from support.prompts import prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def ranks_of_its_own() -> None:
+    forget_ranks()
+
 
 POLICIES: list[Policy] = [
     FULL,
@@ -32,9 +38,8 @@ def test_parity_compiled(tmp_path: Path, name: str) -> None:
     model = build(tmp_path / name, name, head_dim=64, hidden_size=256)
     prompts = prompts_of((97, 33, 200, 5, 161, 64, 130, 250, 48, 500))
     policies = [POLICIES[i % len(POLICIES)] for i in range(len(prompts))]
-    with running(
-        model, "full", config=room_for(POLICIES), max_model_len=1024, max_num_seqs=16, **EXACT
-    ) as engine:
+    options = EXACT | {"block_size": 32, "max_model_len": 1024, "max_num_seqs": 16}
+    with running(model, "full", config=room_for(POLICIES), **options) as engine:
         assert runs_compiled_ranges(engine) == (name != "cohere")
         counts = count_graph_replays(engine)
         answers = ask(engine, prompts, policies, max_tokens=16)

@@ -235,6 +235,20 @@ def running(model: Path, policy: str | None, **options: Any) -> Iterator[Engine]
             cleanup_dist_env_and_memory()
 
 
+def forget_ranks() -> None:
+    """Ends vLLM's groups of ranks, which an engine that failed to start has left.
+
+    Those of a dense model have no group of expert parallelism.
+    """
+    from vllm.distributed.parallel_state import (
+        cleanup_dist_env_and_memory,
+        model_parallel_is_initialized,
+    )
+
+    if model_parallel_is_initialized():
+        cleanup_dist_env_and_memory()
+
+
 @contextmanager
 def _collecting_once() -> Iterator[None]:
     """Garbage is collected at the end of the block, and not each time that somebody asks for it."""

@@ -168,9 +168,11 @@ class LayerRanges:
             raise _Taken(query, key, value)
 
         attention.__dict__["forward"] = take
+        # vLLM's own kernels add and normalise in place, and callers read their states again.
+        copies = tuple(term.clone() for term in terms)
         try:
             with self.as_stage(layer, layer + 1):
-                self.forward(None, positions, *self.entering(terms))
+                self.forward(None, positions, *self.entering(copies))
             raise NoRanges(f"layer {layer} runs without calling its attention")
         except _Taken as taken:
             query, key, value = taken.args
