@@ -401,7 +401,7 @@ class Decoders:
         self._cutoff = _state(engine).passes.segments[0][1]
 
     def replace_first_segment(self, forward: Callable[..., Any]) -> None:
-        self._model.segments.first.forward = forward
+        self._model.segments.all[0].forward = forward
 
     def begin_without_drops(self, *, is_dummy: bool = False) -> None:
         """A batch that drops nothing; a dummy is vLLM's own, as it warms up and captures."""
