@@ -114,3 +114,15 @@ def test_preempted(zoo: Callable[[str], Path], name: str) -> None:
         assert engine.preempted, "the pool was meant to be too small"
         engine.assert_idle()
     assert_parity(model, answers, policies, most=2)
+
+
+def test_transformers_code_where_vllm_has_its_own(zoo: Callable[[str], Path]) -> None:
+    """`--model-impl transformers`."""
+    model, each = zoo("granite"), policies_of("smollm3")
+    prompts, policies = prompts_of(LENGTHS), in_turn(each, len(LENGTHS))
+    with running(
+        model, "full", config=room_for(each), max_model_len=512, model_impl="transformers"
+    ) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=6)
+        engine.assert_idle()
+    assert_parity(model, answers, policies)

@@ -71,6 +71,8 @@ CASES = [
     ("model_config.enable_prompt_embeds", True, "--enable-prompt-embeds"),
     ("model_config.use_mla", True, "latent attention"),
     ("model_config.is_hybrid", True, "keep a state"),
+    ("model_config.uses_alibi", True, "ALiBi"),
+    ("aux_output_config", SimpleNamespace(enabled=True), "--enable-return-routed-experts"),
     ("model_config.hf_text_config.attention_chunk_size", 64, "within chunks"),
     ("model_config.hf_text_config.dual_chunk_attention_config", {"a": 1}, "dual_chunk"),
     ("model_config.model_class_overrides", {"a": "b"}, "--model-class-overrides"),

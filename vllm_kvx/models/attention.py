@@ -22,7 +22,8 @@ def attention_layers(config: VllmConfig, num_layers: int) -> list[Attention]:
         ValueError: a layer has none, or several, or another kind; it says what the model has.
     """
     layers_by_name = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
-    others = [name for name, layer in layers_by_name.items() if not isinstance(layer, Attention)]
+    # A subclass attends in a way of its own: within chunks, or with sinks.
+    others = [name for name, layer in layers_by_name.items() if type(layer) is not Attention]
     if others:
         raise _cannot(f"{len(others)} of its layers, such as {others[0]}, are not plain attention")
     found: dict[int, Attention] = {}
@@ -102,7 +103,8 @@ def output_projections(model: nn.Module, layers: Sequence[Attention]) -> list[nn
     for layer in layers:
         beside = parents[id(layer)].children() if id(layer) in parents else ()
         linear = [each for each in beside if isinstance(each, RowParallelLinear)]
-        if len(linear) != 1:
+        size = layer.num_heads * layer.head_size_v
+        if len(linear) != 1 or linear[0].input_size_per_partition != size:
             raise _cannot(
                 "the projection of its attention's output is not known, by whose weights "
                 "criticalkv rates values"

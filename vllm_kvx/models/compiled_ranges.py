@@ -51,6 +51,8 @@ class CompiledRanges:
         self._parts: dict[tuple[int, int], Callable[..., Any]] = {}
         # The part that the program's next call runs in its place, and what lives where it begins.
         self._asked: tuple[Callable[..., Any], dict[str, Tensor]] | None = None
+        # Why ranges that have run may not be used, if so.
+        self.problem = ""
         compiled.optimized_call = self._answer
 
     def run(
@@ -105,7 +107,8 @@ class CompiledRanges:
         try:
             self._ranges.check(layer, residual[:_CHECKED], positions[:_CHECKED], made)
         except NoRanges as error:
-            raise UnknownForm(error.why) from error
+            # Not raised amid a pass: ranks have different heads, and wait for each other.
+            self.problem = error.why
 
     def _run_part(
         self, first: int, last: int, ids: Tensor, positions: Tensor, live: dict[str, Tensor]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.logger import init_logger
@@ -59,6 +59,13 @@ class SegmentedModel(HookedModel):
         is_disabled = COMPILED_RANGES in disabled_parts(vllm_config.additional_config)
         do_not_compile = getattr(self.ranges.decoder, "do_not_compile", True)
         self._may_have_compiled_ranges = not (do_not_compile or is_disabled)
+        is_compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
+        if self.segments and do_not_compile and is_compiled and not is_disabled:
+            logger.warning(
+                "Layers are compiled for prompts, and the server starts later: vLLM does not "
+                "compile %s by itself.",
+                type(self.ranges.decoder).__name__,
+            )
 
     def weights_are_loaded(self) -> None:
         """Finds what the residual stream is.
@@ -219,10 +226,16 @@ class SegmentedModel(HookedModel):
                 why = problem
             # Ranks run the same ranges, or would wait for each other for ever.
             if _all_ranks(self.compiled_ranges is not None):
+                out: Tensor | None = None
                 try:
-                    return self._run_cuts(input_ids, positions)
+                    out = self._run_cuts(input_ids, positions)
                 except UnknownForm as problem:
                     why = problem
+                assert self.compiled_ranges is not None
+                why = self.compiled_ranges.problem or why
+                is_well = out is not None and not self.compiled_ranges.problem
+                if _all_ranks(is_well) and out is not None:
+                    return out
             if self.compiled_ranges is not None:
                 self.compiled_ranges.give_back()
                 self.compiled_ranges = None

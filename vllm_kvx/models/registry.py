@@ -34,3 +34,5 @@ def use_policy_model(model_config: "ModelConfig", build: "Build", in_segments: b
     alias = f"{_ALIAS}{mixin.__name__.removesuffix('Model')}{architecture}"
     ModelRegistry.register_model(alias, type(alias, (mixin, stock), {}))
     hf_config.architectures = [alias]
+    # Else vLLM would look for the alias among Transformers' models.
+    model_config.model_impl = "auto"

@@ -14,6 +14,15 @@ NO_PROPAGATION = "policies that retain or retrieve, such as snapkv or fier"
 NO_SCORES = "full, knorm, streamingllm or speed"
 
 
+_UNKNOWN = {
+    "alibi": "its attention has ALiBi",
+    "attention_chunk_size": "its attention stays within chunks",
+    "dual_chunk_attention_config": "its attention is in dual chunks",
+}
+# Model types with compressed projections, whose attention vLLM runs as any other.
+_PLAIN_LATENT = ("minicpm3",)
+
+
 class Limit(NamedTuple):
     """What keeps some policies from a model, and those that remain."""
 
@@ -29,21 +38,28 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    if text_config.get("kv_lora_rank"):
+    if text_config.get("kv_lora_rank") and text_config.get("model_type") not in _PLAIN_LATENT:
         yield Limit("its attention is multi-head latent (kv_lora_rank)", FULL_ALONE)
         return
     if _slides(text_config):
         yield Limit("its attention slides over a window", FULL_ALONE)
         return
+    for name, said in _UNKNOWN.items():
+        if text_config.get(name):
+            yield Limit(f"{said} ({name})", FULL_ALONE)
+            return
+    if architecture.startswith("Bloom"):
+        yield Limit("its attention has ALiBi", FULL_ALONE)
+        return
     registered = ModelRegistry.models.get(architecture)
-    if registered is None:
+    info = None if registered is None else registered.inspect_model_cls()
+    if info is None or info.architecture.startswith("Transformers"):
         yield Limit(
-            "vLLM has no model of this name, and runs it by Transformers' code if it can, which "
+            "vLLM has no code of its own for it, and runs it by Transformers' if it can, which "
             "cannot be asked for a range of its layers",
             NO_PROPAGATION,
         )
     else:
-        info = registered.inspect_model_cls()
         if info.is_attention_free or info.is_hybrid:
             yield Limit("some of its layers keep a state in the place of keys", FULL_ALONE)
             return

@@ -40,6 +40,11 @@ OF_MODEL: tuple[Refusal, ...] = (
         MODEL,
     ),
     Refusal(
+        lambda c: c.model_config.uses_alibi,
+        "ALiBi counts stored entries and not positions: serve another model, or drop the KV policy",
+        MODEL,
+    ),
+    Refusal(
         lambda c: getattr(c.model_config.hf_text_config, "attention_chunk_size", None),
         "attention within chunks is not supported yet: serve another model, or drop the KV policy",
         MODEL,

@@ -130,6 +130,11 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "--kv-offloading-size",
     ),
     Refusal(
+        lambda c: getattr(getattr(c, "aux_output_config", None), "enabled", False),
+        "experts that tokens were routed to are told by rows of a whole batch: drop "
+        "--enable-return-routed-experts",
+    ),
+    Refusal(
         lambda c: c.ec_transfer_config and c.ec_transfer_config.ec_connector,
         "encoder cache connectors are not supported: drop --ec-transfer-config",
     ),

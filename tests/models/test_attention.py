@@ -1,0 +1,103 @@
+"""What a model's attention may be, and what it is refused for."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_kvx.models import attention as module
+from vllm_kvx.models.attention import attention_layers, check_softmax, output_projections
+
+
+def layer(kind: type = Attention, **changes: Any) -> Any:
+    """vLLM's attention as far as it is read, without an engine."""
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    values = {
+        **{"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "head_size_v": 8},
+        **{"kv_cache_dtype": "auto", "attn_type": AttentionType.DECODER},
+        **{"sliding_window": None, "kv_sharing_target_layer_name": None, "has_sink": False},
+        "impl": SimpleNamespace(logits_soft_cap=0, alibi_slopes=None, sinks=None),
+    }
+    made.__dict__.update(values | changes)
+    return made
+
+
+class Subclass(Attention):
+    pass
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **layers: Any) -> list[Attention]:
+    named = {
+        f"model.layers.{name.removeprefix('n').replace('_', '.')}": x for name, x in layers.items()
+    }
+    monkeypatch.setattr(module, "get_layers_from_vllm_config", lambda *_: named)
+    return attention_layers(None, 2)  # type: ignore[arg-type]
+
+
+def test_layers_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    some, other = layer(), layer()
+    assert found(monkeypatch, n1_attn=some, n0_attn=other) == [other, some]
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ({"n0_attn": layer()}, "1 of its 2 layers have attention"),
+        ({"n0_attn_0": layer(), "n0_attn_1": layer()}, "more than one attention a layer"),
+        ({"n0_a": layer(), "n0_b": layer()}, "more than one attention a layer"),
+        ({"n0_a": layer(), "n1_a": object()}, "are not plain attention"),
+        ({"n0_a": layer(), "n1_a": layer(Subclass)}, "are not plain attention"),
+        ({"n0_a": layer(), "n1_a": layer(attn_type="encoder")}, "of type encoder"),
+        ({"n0_a": layer(), "n1_a": layer(sliding_window=8)}, "slides over a window"),
+        (
+            {"n0_a": layer(), "n1_a": layer(kv_sharing_target_layer_name="0")},
+            "read other layers' keys",
+        ),
+        ({"n0_a": layer(), "n1_a": layer(num_heads=8)}, "unequal num_heads"),
+        ({"n0_a": layer(), "n1_a": layer(num_kv_heads=1)}, "unequal num_kv_heads"),
+        ({"n0_a": layer(head_size_v=4), "n1_a": layer(head_size_v=4)}, "its values 4"),
+    ],
+)
+def test_models_that_are_refused(
+    monkeypatch: pytest.MonkeyPatch, layers: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        found(monkeypatch, **layers)
+
+
+SOFT_CAP = SimpleNamespace(logits_soft_cap=50.0, alibi_slopes=None, sinks=None)
+SINKS = SimpleNamespace(logits_soft_cap=0, alibi_slopes=None, sinks=object())
+ALIBI = SimpleNamespace(logits_soft_cap=0, alibi_slopes=object(), sinks=None)
+
+
+@pytest.mark.parametrize(
+    ("impl", "computes", "moves", "says"),
+    [
+        (SOFT_CAP, True, False, "a soft cap"),
+        (SOFT_CAP, False, True, None),
+        (SINKS, True, True, "attention sinks"),
+        (SINKS, False, True, None),
+        (ALIBI, True, False, "ALiBi"),
+        (ALIBI, False, True, "counts stored entries"),
+        (ALIBI, False, False, None),
+    ],
+)
+def test_what_attention_does_to_logits(
+    impl: Any, computes: bool, moves: bool, says: str | None
+) -> None:
+    layers = [layer(), layer(impl=impl)]
+    if says is None:
+        check_softmax(layers, computes, moves)
+        return
+    with pytest.raises(ValueError, match=says):
+        check_softmax(layers, computes, moves)
+
+
+def test_output_projections_that_are_not_known() -> None:
+    some = layer()
+    with pytest.raises(ValueError, match="criticalkv"):
+        output_projections(nn.ModuleList([some, nn.Linear(1, 1)]), [some])
