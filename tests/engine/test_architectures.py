@@ -118,7 +118,7 @@ def test_preempted(zoo: Callable[[str], Path], name: str) -> None:
 
 def test_transformers_code_where_vllm_has_its_own(zoo: Callable[[str], Path]) -> None:
     """`--model-impl transformers`."""
-    model, each = zoo("granite"), policies_of("smollm3")
+    model, each = zoo("glm4"), policies_of("smollm3")
     prompts, policies = prompts_of(LENGTHS), in_turn(each, len(LENGTHS))
     with running(
         model, "full", config=room_for(each), max_model_len=512, model_impl="transformers"
