@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference import zoo
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
@@ -122,3 +123,31 @@ def test_tp2_of_further_methods(tiny: Callable[..., Path]) -> None:
         engine.assert_idle()
     assert counters[0] == counters[1]
     assert_parity(model, answers, policies, most=0)
+
+
+ZOO_POLICIES: list[Policy] = [
+    FULL,
+    Speed(4),
+    Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=0.2),
+    Keep(kv_rate=0.3),
+    Critical(kv_rate=0.3),
+    Read(Retrieve(64, reduction="sum")),
+]
+
+
+@nightly
+@pytest.mark.parametrize("name", ["qwen3_moe", "granite"])
+def test_tp2_of_other_architectures(tmp_path: Path, name: str) -> None:
+    """Experts that ranks share; states that alone are the stream.
+
+    Not experts in parallel: stock vLLM's worker dies of them on CPU, see tests/gpu.
+    """
+    model = zoo.build(tmp_path / name, name)
+    policies = ZOO_POLICIES * 2
+    prompts = distinct_prompts([90 + 23 * i for i in range(len(policies))])
+    with running(
+        model, "full", config=room_for(ZOO_POLICIES), max_model_len=512, **TWO_RANKS
+    ) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=6)
+        engine.assert_idle()
+    assert_parity(model, answers, policies)

@@ -65,3 +65,23 @@ def test_full_is_stock_bit_for_bit(tmp_path: Path) -> None:
             return engine.generate(prompts, max_tokens=24, policies=names)
 
     assert_identical(answers("speed-4"), answers(None))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("in_parallel", [False, True])
+def test_tp2_with_experts(tmp_path: Path, in_parallel: bool) -> None:
+    """Every rank runs as many passes, whether experts are shared or each has some of them."""
+    model = build(tmp_path / "model", "qwen3_moe", head_dim=64, hidden_size=256)
+    prompts = prompts_of((97, 33, 200, 5, 161, 64, 130, 250, 48, 500))
+    policies = [POLICIES[i % len(POLICIES)] for i in range(len(prompts))]
+    options = EXACT | {"block_size": 32, "max_model_len": 1024, "tensor_parallel_size": 2}
+    with running(
+        model,
+        "full",
+        config=room_for(POLICIES),
+        enable_expert_parallel=in_parallel,
+        **options,
+    ) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=16)
+        engine.assert_idle()
+    assert_parity(model, answers, policies, most=2)
