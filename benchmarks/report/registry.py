@@ -1,0 +1,69 @@
+"""Which of vLLM's text models policies can run, by what their code says; one JSON.
+
+    KVX_CPU=1 python -m benchmarks.report.registry --out benchmarks/results/tests/registry.json
+
+Counted are the names of vLLM's registry of text generation. Layers that slide over a window are a
+matter of a checkpoint's configuration: models whose code knows windows are told apart. What only a
+loaded model shows, such as unequal heads, is not counted.
+"""
+
+import argparse
+import inspect
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.about import about, command_line
+from benchmarks.common.files import write_json
+
+RETAIN, ALL, NONE, UNKNOWN = "retain or retrieve", "all policies", "full alone", "not importable"
+
+
+def judged(name: str) -> dict[str, Any]:
+    """What keeps policies from the architecture `name`, and those that remain."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    try:
+        model = ModelRegistry.models[name].load_model_cls()
+        code = inspect.getsource(sys.modules[model.__module__])
+    except Exception as error:  # Of a package that is not here.
+        return {"policies": UNKNOWN, "why": f"{type(error).__name__}: {error}"[:120]}
+    found = {"class": model.__name__, "windows": "sliding_window" in code}
+    if getattr(model, "is_attention_free", False) or getattr(model, "is_hybrid", False):
+        return {**found, "policies": NONE, "why": "layers that keep a state"}
+    if "MLAAttention" in code or "MultiHeadLatentAttentionWrapper" in code:
+        return {**found, "policies": NONE, "why": "latent attention"}
+    if "alibi" in code and name.startswith(("Bloom", "MPT")):
+        return {**found, "policies": NONE, "why": "ALiBi"}
+    if model.__name__.startswith("Transformers"):
+        return {**found, "policies": RETAIN, "why": "run by Transformers' code"}
+    if not getattr(model, "supports_pp", False):
+        return {**found, "policies": RETAIN, "why": "no SupportsPP"}
+    return {**found, "policies": ALL}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.report.registry")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    models = {name: judged(name) for name in sorted(_TEXT_GENERATION_MODELS)}
+    counts = Counter(
+        (row["policies"], "windows possible" if row.get("windows") else "no windows")
+        for row in models.values()
+    )
+    what = "Which of vLLM's text models policies can run, by what their code says."
+    content = {
+        "about": about(what, command_line("benchmarks.report.registry", sys.argv[1:])),
+        "counts": {f"{kind}, {windows}": n for (kind, windows), n in sorted(counts.items())},
+        "models": models,
+    }
+    write_json(args.out, content)
+    for kind, n in content["counts"].items():
+        print(f"{n:4} {kind}")
+
+
+if __name__ == "__main__":
+    main()
