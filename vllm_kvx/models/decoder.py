@@ -78,6 +78,7 @@ class SegmentedModel(HookedModel):
         self.ranges.find_residual(firsts, self._dtype, device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # `forward` takes the plan, and enters its hooks itself.
         return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(

@@ -215,10 +215,7 @@ class LayerRanges:
             self.residual = found.pop()
 
     def _residual_below(self, layer: int, dtype: torch.dtype, device: torch.device) -> Residual:
-        make = torch.Generator().manual_seed(0)
-        hidden, other = (
-            torch.randn(8, self.hidden_size, generator=make).to(device, dtype) for _ in range(2)
-        )
+        hidden, other = _streams(2, (8, self.hidden_size), dtype, device)
         positions, zeros = torch.arange(8, device=device), torch.zeros_like(hidden)
 
         def keys(*terms: Tensor) -> Tensor:
@@ -252,7 +249,8 @@ class LayerRanges:
         own = self.projected(layer, (stream,), positions)
         # What biases add is in every stream's.
         scale = stream.float().std().to(stream.dtype)
-        other = self.projected(layer, (torch.randn_like(stream) * scale,), positions)
+        (noise,) = _streams(1, stream.shape, stream.dtype, stream.device)
+        other = self.projected(layer, (noise * scale,), positions)
         for part in ("query", "key", "value"):
             ours = getattr(own, part)
             apart = _distance(ours, getattr(other, part))
@@ -282,3 +280,11 @@ def decoder_of(model: nn.Module) -> Any:
 def _distance(some: Tensor, others: Tensor) -> float:
     """The mean distance of two tensors' elements."""
     return float((some.float() - others.float()).abs().mean())
+
+
+def _streams(
+    count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Normal numbers, the same on every rank; vLLM's own generators draw none of them."""
+    make = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=make).to(device, dtype) for _ in range(count)]
