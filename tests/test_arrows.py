@@ -100,7 +100,7 @@ RULES = {
     "tools.doctor": Rule(
         (
             *("policy", "config", "compat", "plugin", "records", "server", "cache.group_size"),
-            *("indexes", "models.support", "ops.retrieval.backends", "ops.retrieval.costs"),
+            *("indexes", "ops.retrieval.backends", "ops.retrieval.costs"),
             "ops.retrieval.crossover",
         ),
         "asks what servers and tools ask, before either runs",

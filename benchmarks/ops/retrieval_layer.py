@@ -21,8 +21,8 @@ from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import retrieve
 from vllm_kvx.ops.retrieval.attend import attend_reference
+from vllm_kvx.ops.retrieval.index_layout import PageShape
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
-from vllm_kvx.ops.retrieval.sidecar import PageShape
 
 BLOCK_SIZE, GROUP = 32, 32
 INDEX = INDEXES["one_bit"]

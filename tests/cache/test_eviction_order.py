@@ -6,10 +6,10 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
+from vllm_kvx.cache.dropped_blocks import free_end_first
 from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec
 from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
-from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 

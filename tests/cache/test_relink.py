@@ -7,11 +7,11 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 
+from vllm_kvx.cache.dropped_blocks import free_end_first
 from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
-from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 

@@ -7,7 +7,8 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_kvx.cache.shared_blocks import copies_to_come, free_end_first
+from vllm_kvx.cache.dropped_blocks import free_end_first
+from vllm_kvx.cache.shared_blocks import copies_to_come
 
 
 def most_copies(writers: list[list[KVCacheBlock]], held: dict[int, int]) -> int:

@@ -14,7 +14,7 @@ import yaml
 
 from deploy import dashboard
 from vllm_kvx.server import metrics
-from vllm_kvx.server.request_errors import Reason
+from vllm_kvx.server.refusal_reasons import Reason
 
 ROOT = Path(__file__).parents[2]
 HELM = ROOT / "deploy" / "helm"

@@ -15,8 +15,8 @@ from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.ops.retrieval.attend import attend
+from vllm_kvx.ops.retrieval.index_layout import PageShape, Sidecar
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
-from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar
 from vllm_kvx.ops.retrieval.topk import top_units
 
 pytestmark = pytest.mark.skipif(bool(cuda_ops.why_not()), reason=cuda_ops.why_not())

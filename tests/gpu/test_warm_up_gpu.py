@@ -43,7 +43,7 @@ def monitor_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Modules of the kernels that are compiled beside vLLM's part of the start.
-AHEAD = ("vllm_kvx.ops.prompt.", "vllm_kvx.ops.radix", "vllm_kvx.ops.retrieval.sidecar")
+AHEAD = ("vllm_kvx.ops.prompt.", "vllm_kvx.ops.radix", "vllm_kvx.ops.retrieval.index_layout")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.retrieval import cuda
-from vllm_kvx.ops.retrieval.sidecar import PageShape
+from vllm_kvx.ops.retrieval.index_layout import PageShape
 from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.methods.baselines.quest import PAGES
 from vllm_kvx.policy.methods.fier import GROUPS

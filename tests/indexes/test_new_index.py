@@ -11,10 +11,10 @@ from vllm_kvx.indexes.base import Index, Writer
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.attend import attend_reference
 from vllm_kvx.ops.retrieval.backends import Backends
+from vllm_kvx.ops.retrieval.index_layout import PageShape, keys_of_groups, page_tails
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.score import scores_of_row
-from vllm_kvx.ops.retrieval.sidecar import PageShape, keys_of_groups, page_tails
 
 
 @dataclass(frozen=True)

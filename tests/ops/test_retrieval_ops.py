@@ -27,9 +27,9 @@ from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.attend import attend, attend_reference
 from vllm_kvx.ops.retrieval.backends import BACKEND_VARIABLE, Backends, choose_backend
+from vllm_kvx.ops.retrieval.index_layout import PageShape, Sidecar, channel_bits
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve, splits_of
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, offsets_of, pack, room_of
-from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar, channel_bits
 from vllm_kvx.ops.retrieval.topk import top_units, top_units_reference
 from vllm_kvx.policy.axes import REDUCTIONS
 

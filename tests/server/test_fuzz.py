@@ -25,8 +25,8 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server import request_check
 from vllm_kvx.server.body_check import check_body
 from vllm_kvx.server.misplaced import beside_body
+from vllm_kvx.server.refusal_reasons import RefusedError
 from vllm_kvx.server.request_check import class_path
-from vllm_kvx.server.request_errors import RefusedError
 
 LAYERS = 8
 fuzz = settings(

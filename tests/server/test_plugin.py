@@ -222,7 +222,7 @@ INERT = """
         endpoint.attach_router(app)
     assert len(app.routes) == len(FastAPI().routes) and not app.user_middleware
     looks = {"server", *(f"server.{name}" for name in (
-        "without_policy", "bodies", "misplaced", "request_errors"
+        "without_policy", "bodies", "misplaced", "refusal_reasons"
     ))}
     assert imported() <= {*idle, *looks, "config.spelling", "config.quoting"}, imported()
     try:

@@ -21,10 +21,10 @@ from vllm_kvx.policy.counted import MAX_POLICIES, OTHER, CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server import metrics
-from vllm_kvx.server import request_errors as refused
+from vllm_kvx.server import refusal_reasons as refused
 from vllm_kvx.server.metrics import PolicyMetrics
+from vllm_kvx.server.refusal_reasons import Reason
 from vllm_kvx.server.request_check import check_request
-from vllm_kvx.server.request_errors import Reason
 from vllm_kvx.worker.stats import PolicyStats
 
 PAGE = Path(__file__).parents[2] / "docs" / "operate" / "operations.md"
@@ -238,9 +238,9 @@ def test_refusals_are_counted_where_they_happen() -> None:
 PROCESS = """
     import sys
     from vllm_kvx.policy.counted import CountedPolicies
-    from vllm_kvx.server import request_errors as refused
+    from vllm_kvx.server import refusal_reasons as refused
     from vllm_kvx.server.metrics import PolicyMetrics
-    from vllm_kvx.server.request_errors import Reason
+    from vllm_kvx.server.refusal_reasons import Reason
 
     refused.begin("m")
     refused.count_for("m")(Reason.NO_ROOM)

@@ -30,7 +30,7 @@ from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serv
 from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
 from vllm_kvx.policy.counted import MAX_POLICIES
 from vllm_kvx.records.tuned_weights import Agreement, TunedRecord
-from vllm_kvx.server.request_errors import Reason
+from vllm_kvx.server.refusal_reasons import Reason
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="serves with vLLM's CPU build")
 

@@ -70,7 +70,7 @@ def check_compiling() -> None:
 
     from triton.runtime.jit import JITFunction
 
-    from vllm_kvx.ops.precompile import compiling
+    from vllm_kvx.ops.triton_precompile import compiling
 
     @triton.jit
     def double(values):
@@ -111,9 +111,9 @@ def check_compiling() -> None:
 
 def compiled(dtype: str, *policies: str) -> list[str]:
     from vllm_kvx.ops.paged import PagedKV
-    from vllm_kvx.ops.precompile import compiling
+    from vllm_kvx.ops.triton_precompile import compiling
     from vllm_kvx.policy.spec import parse_policy
-    from vllm_kvx.worker.precompile import PromptKernels
+    from vllm_kvx.worker.triton_precompile import PromptKernels
 
     impl = SimpleNamespace(num_heads=HEADS, head_size=DIM)
     with torch.no_grad(), compiling() as found:

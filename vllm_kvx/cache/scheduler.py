@@ -14,13 +14,12 @@ from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.decode_fast_path import DecodeFastPath
+from vllm_kvx.cache.dropped_blocks import give_back
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager, PolicyKVCacheManager
 from vllm_kvx.cache.messages import PolicyStep, StateBlocks, attach, result_of
-from vllm_kvx.cache.pool import pool_tokens
-from vllm_kvx.cache.prefix_eviction import forget
+from vllm_kvx.cache.pool_capacity import pool_tokens
 from vllm_kvx.cache.scheduler_stats import PolicySchedulerStats, RunInFull
-from vllm_kvx.cache.shared_blocks import free_end_first
 from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.config.quoting import one_line, quoted
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
@@ -216,11 +215,9 @@ class _PolicyScheduling(_Base):
 
     def _give_back(self, request_id: str, dropped: list[Mapping[int, KVCacheBlock]]) -> None:
         """Frees blocks that a request no longer needs: by KV group and place."""
-        pool = self.kv_cache_manager.block_pool
         kv = self.first_stage_managers[0].requests.get(request_id)
-        if kv is not None and (stays := kv.stays) is not None:
-            forget(pool, (b for group in dropped for place, b in group.items() if place >= stays))
-        free_end_first(pool, dropped)
+        stays = None if kv is None else kv.stays
+        give_back(self.kv_cache_manager.block_pool, dropped, stays)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
         result = result_of(output)

@@ -1,10 +1,9 @@
-"""What requests that share blocks owe each other: copies to write in, and the order of freeing."""
+"""The copies that requests owe each other where they share blocks and will write over them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
@@ -32,12 +31,3 @@ def copies_to_come(
         others[name] = block.ref_cnt + (name in coming) - gone[name] - 1
         wanted[name] += 1
     return sum(min(count, max(others[name], 0)) for name, count in wanted.items())
-
-
-def free_end_first(pool: BlockPool, groups: Sequence[Mapping[int, KVCacheBlock]]) -> None:
-    """Frees blocks of one request, by KV group and place, so that the cache loses its end first.
-
-    A prefix that lost a block in one group is lost in all.
-    """
-    by_place = [(place, group) for group, blocks in enumerate(groups) for place in blocks]
-    pool.free_blocks(groups[group][place] for place, group in sorted(by_place, reverse=True))

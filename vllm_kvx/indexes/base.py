@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.index_layout import PageShape
 from vllm_kvx.ops.retrieval.scorer import Scorer
-from vllm_kvx.ops.retrieval.sidecar import PageShape
 
 # One layer's sidecar: views of what its pages keep beside their entries.
 SidecarT = TypeVar("SidecarT")

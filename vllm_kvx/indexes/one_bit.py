@@ -1,6 +1,6 @@
 """FIER's index: 1-bit keys, whose products with the query score single tokens.
 
-How they lie in the tail of a KV page: ``ops/retrieval/sidecar.py``.
+How they lie in the tail of a KV page: ``ops/retrieval/index_layout.py``.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,10 @@ from vllm_kvx.equations.retrieval import num_full_groups, quantize_keys, token_s
 from vllm_kvx.indexes.base import Index, Writer
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda
+from vllm_kvx.ops.retrieval.index_layout import WORD, PageShape, Sidecar, keys_of_groups
+from vllm_kvx.ops.retrieval.index_writer import SidecarWriter
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.score import score_units, scores_of_row
-from vllm_kvx.ops.retrieval.sidecar import (
-    WORD,
-    PageShape,
-    Sidecar,
-    SidecarWriter,
-    keys_of_groups,
-)
 
 
 class OneBit(Index[Sidecar]):

@@ -8,10 +8,11 @@ from vllm_kvx.equations.retrieval import num_full_groups, page_scores, quantize_
 from vllm_kvx.indexes.base import Index, Writer
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda
+from vllm_kvx.ops.retrieval.index_layout import PageShape, Sidecar, keys_of_groups
+from vllm_kvx.ops.retrieval.index_writer import SidecarWriter
 from vllm_kvx.ops.retrieval.retrieve import splits_of
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.score import score_units, scores_of_row
-from vllm_kvx.ops.retrieval.sidecar import PageShape, Sidecar, SidecarWriter, keys_of_groups
 
 
 class PageBounds(Index[Sidecar]):

@@ -21,8 +21,8 @@ from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.server.body_check import STATUS
 from vllm_kvx.server.misplaced import WITH_SAMPLING_PARAMS, WITHOUT_POLICY, XARGS
+from vllm_kvx.server.refusal_reasons import count_for
 from vllm_kvx.server.request_check import check_policy
-from vllm_kvx.server.request_errors import count_for
 
 HEADER = "x-kv-policy"
 # Routes with a JSON body that have the model answer, and those that do not. A test knows all.

@@ -20,7 +20,7 @@ def refuse_beam_search(vllm_config: "VllmConfig", params: Any) -> None:
     from vllm.sampling_params import BeamSearchParams
 
     from vllm_kvx.config.settings import KVSettings
-    from vllm_kvx.server.request_errors import Reason, count_for
+    from vllm_kvx.server.refusal_reasons import Reason, count_for
 
     if not isinstance(params, BeamSearchParams):
         return

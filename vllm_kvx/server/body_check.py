@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.server import misplaced
 from vllm_kvx.server.misplaced import WITH_SAMPLING_PARAMS, WITHOUT_POLICY, XARGS
-from vllm_kvx.server.request_errors import RefusedError, count_for
+from vllm_kvx.server.refusal_reasons import RefusedError, count_for
 from vllm_kvx.server.request_keys import check_keys, check_policy_type, server_key
 
 # Where the app's state has what the server says of its policy; see ``route``.

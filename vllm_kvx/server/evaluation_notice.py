@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.records import answers as records
+from vllm_kvx.records import evaluation as records
 from vllm_kvx.records.model_key import ModelIdentity
 
 

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 
 from vllm_kvx.config.quoting import quoted
 from vllm_kvx.config.spelling import POLICY_KEY, misspelling
-from vllm_kvx.server.request_errors import Reason, RefusedError
+from vllm_kvx.server.refusal_reasons import Reason, RefusedError
 
 XARGS = "vllm_xargs"
 # Routes that take the engine's own parameters, and that take no keys for the engine at all.

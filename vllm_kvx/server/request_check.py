@@ -19,7 +19,7 @@ from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.request_errors import OnRefusal, Reason, RefusedError, count_for, refusing
+from vllm_kvx.server.refusal_reasons import OnRefusal, Reason, RefusedError, count_for, refusing
 from vllm_kvx.server.request_keys import check_keys, check_policy_type
 
 if TYPE_CHECKING:

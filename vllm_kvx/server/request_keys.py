@@ -8,7 +8,7 @@ from vllm_kvx.config.settings import KEYS, REPLACED_KEYS
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.server.misplaced import XARGS, refusal
-from vllm_kvx.server.request_errors import Reason, RefusedError
+from vllm_kvx.server.refusal_reasons import Reason, RefusedError
 
 # What stands in policies' names -> a method that has such a parameter, if it can one that takes
 # nothing else.

@@ -17,7 +17,7 @@ from vllm_kvx import __version__
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.server import request_errors as refused
+from vllm_kvx.server import refusal_reasons as refused
 from vllm_kvx.server.answered import note_policy, say_policies
 from vllm_kvx.server.bodies import check_bodies
 from vllm_kvx.server.body_check import STATUS, check_request_body

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_kvx.models.passes import AttnMetadata
 from vllm_kvx.worker.batch import PassBatch, unplanned
-from vllm_kvx.worker.prefill.passes import lens_to_device
+from vllm_kvx.worker.prefill.selected_passes import lens_to_device
 from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.rows import DeviceRows
 from vllm_kvx.worker.shared_attn_metadata import AttentionGroups, SharedAttnMetadata, only

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
-from vllm_kvx.cache.pool import stage_of
+from vllm_kvx.cache.pool_capacity import stage_of
 from vllm_kvx.config.settings import KVSettings, request_policy
 from vllm_kvx.models.attention import check_softmax
 from vllm_kvx.models.decoder import SegmentedModel
@@ -37,9 +37,9 @@ from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
-from vllm_kvx.worker.prefill.passes import PassMaker, run_in_turn
 from vllm_kvx.worker.prefill.prefix_states import PrefixStates
 from vllm_kvx.worker.prefill.score_and_move import PrefillBuffers
+from vllm_kvx.worker.prefill.selected_passes import PassMaker, run_in_turn
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows

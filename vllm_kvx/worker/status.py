@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvx.cache.pool import pool_tokens
+from vllm_kvx.cache.pool_capacity import pool_tokens
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.storage import STASH_PAGE, stash_pages
 from vllm_kvx.worker.model_state import PolicyModelState

@@ -14,10 +14,10 @@ from vllm_kvx.models.registry import use_policy_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyModelState
-from vllm_kvx.worker.precompile import CompilesAhead
 from vllm_kvx.worker.sleep import SleepingBuffers
 from vllm_kvx.worker.split_layers import cuts_of
 from vllm_kvx.worker.status import stats_of
+from vllm_kvx.worker.triton_precompile import CompilesAhead
 from vllm_kvx.worker.warm_up import warm_up
 
 # A mixin's `self` is one of vLLM's workers, which only a type checker has to know.

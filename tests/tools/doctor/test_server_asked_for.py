@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvx import plugin
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
-from vllm_kvx.cache.pool import pool_tokens
+from vllm_kvx.cache.pool_capacity import pool_tokens
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.layers import save

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from vllm_kvx.cli import main
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.records import answers as records
+from vllm_kvx.records import evaluation as records
 from vllm_kvx.records.model_key import model_key
 from vllm_kvx.tools.checkpoint.dense_decoder import load_config
 from vllm_kvx.tools.evaluate import command, perplexity

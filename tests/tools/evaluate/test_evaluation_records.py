@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.records import answers as records
+from vllm_kvx.records import evaluation as records
 from vllm_kvx.records.model_key import ModelIdentity, model_key
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.tools.evaluate.rows import Row

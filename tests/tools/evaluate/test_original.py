@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.records import answers as records
+from vllm_kvx.records import evaluation as records
 from vllm_kvx.tools.evaluate import command, perplexity, report
 from vllm_kvx.tools.evaluate.intervals import of_recovery
 from vllm_kvx.tools.evaluate.original import check_tokenizers

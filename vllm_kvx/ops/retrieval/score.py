@@ -5,8 +5,8 @@ from torch import Tensor
 from vllm.triton_utils import tl, triton
 
 from vllm_kvx.equations.retrieval import SOFTMAX_FACTOR, reduce_heads
+from vllm_kvx.ops.retrieval.index_layout import Sidecar
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
-from vllm_kvx.ops.retrieval.sidecar import Sidecar
 
 # As many as an H100 holds at a time: 20 on each multiprocessor.
 SCORE_PROGRAMS = 2640

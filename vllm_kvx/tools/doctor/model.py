@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvx.models.support import limits_of
 from vllm_kvx.records.model_key import architecture_of, model_dir, weight_files
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
+from vllm_kvx.tools.doctor.model_limits import limits_of
 
 INDEX = "model.safetensors.index.json"
 

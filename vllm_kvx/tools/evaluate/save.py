@@ -1,6 +1,6 @@
 """What `vllm-kvx evaluate --save` writes: a record that servers of the model read.
 
-``records/answers.py`` is its path and its reader; ``server/evaluation_notice.py`` says it at start.
+``records/evaluation.py`` has its path and reads it; ``server/evaluation_notice.py`` tells the log.
 """
 
 import json
@@ -13,7 +13,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.cache_dtype import FULL
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.records.answers import canonical, is_beside_unquantized, read, record_path
+from vllm_kvx.records.evaluation import canonical, is_beside_unquantized, read, record_path
 from vllm_kvx.records.folder import WAY_OUT
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import resolved_of

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_kvx.indexes.base import AnyIndex, Writer
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval.sidecar import PageShape
+from vllm_kvx.ops.retrieval.index_layout import PageShape
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.step import HookedLayer
 from vllm_kvx.worker.timing import PhaseTimer

@@ -22,8 +22,8 @@ from vllm_kvx.models.passes import BatchRows, Pass, Source, Stashed, ToOutput, T
 from vllm_kvx.policy.axes import OnlineRule
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk, PromptState, pack
-from vllm_kvx.worker.prefill.passes import PassMaker
 from vllm_kvx.worker.prefill.scoring import PassPrompt
+from vllm_kvx.worker.prefill.selected_passes import PassMaker
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.prefill.step_batch import StepBatch
 

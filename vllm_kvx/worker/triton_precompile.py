@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.logger import init_logger
 
 from vllm_kvx.ops import radix
-from vllm_kvx.ops.precompile import compiling
 from vllm_kvx.ops.prompt import chosen_rows
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
 from vllm_kvx.ops.prompt.move import move_entries
 from vllm_kvx.ops.prompt.select import select_kept, select_moves
+from vllm_kvx.ops.triton_precompile import compiling
 from vllm_kvx.policy.axes import Retain, ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.scores.base import KeyScores, LayerView, ScoredPrompts

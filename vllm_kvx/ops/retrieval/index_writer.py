@@ -1,0 +1,165 @@
+"""Writes what retrieval scores, in one launch for the groups of several layers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.buffer_utils import _load_ptr
+
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.index_layout import Sidecar
+
+
+class SidecarWriter:
+    """Quantises groups of several layers in one launch.
+
+    The layers' pages must be alike: shape, strides, dtype. Their addresses are fixed once vLLM has
+    allocated its cache.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[PagedKV, Sidecar]],
+        groups: Sequence[int],
+        stages: Sequence[int],
+        *,
+        has_codes: bool,
+    ) -> None:
+        """layers: in model order; groups, stages: KV group and KV stage of each.
+
+        has_codes: keys get 1-bit codes beside the scales and zeros of their groups.
+        """
+        keys, first = [paged.keys for paged, _ in layers], layers[0]
+        for paged, sidecar in layers:
+            alike = paged.keys.stride() == first[0].keys.stride()
+            if not alike or sidecar.scales.stride() != first[1].scales.stride():
+                raise ValueError("layers differ in how their KV cache pages are laid out")
+        self.paged, self.sidecar = first
+        device = keys[0].device
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        self._key_ptrs = column([k.data_ptr() for k in keys])
+        self._code_ptrs = column([s.codes.data_ptr() for _, s in layers])
+        self._scale_ptrs = column([s.scales.data_ptr() for _, s in layers])
+        self._groups = column(list(groups))
+        self._stages = column(list(stages))
+        self.num_layers, self._has_codes = len(layers), has_codes
+
+    def write(
+        self,
+        full_groups: Tensor,
+        block_table_ptrs: Tensor,
+        block_table_strides: Tensor,
+        layer: int | None = None,
+    ) -> None:
+        """Quantises `full_groups` in all layers of their stages, or in one layer.
+
+        Args:
+            full_groups: (n, 3) int32: KV stage, row of the block tables, and index of the group,
+                which is full and whose keys are in the cache.
+            block_table_ptrs, block_table_strides: (KV groups,), vLLM's block table layout.
+        """
+        if not full_groups.shape[0]:
+            return
+        shape, keys = self.sidecar.shape, self.paged.keys
+        codes, scales = self.sidecar.codes, self.sidecar.scales
+        first, count = (0, self.num_layers) if layer is None else (layer, 1)
+        dummy = torch.empty(1, dtype=keys.dtype, device=keys.device)
+        _write_groups_kernel[(full_groups.shape[0], shape.num_kv_heads, count)](
+            full_groups,
+            self._key_ptrs,
+            self._code_ptrs,
+            self._scale_ptrs,
+            self._groups,
+            self._stages,
+            block_table_ptrs,
+            block_table_strides,
+            dummy,
+            keys.stride(0),
+            keys.stride(1),
+            keys.stride(2),
+            keys.stride(3),
+            codes.stride(0),
+            codes.stride(1),
+            scales.stride(0),
+            scales.stride(1),
+            first,
+            BLOCK_SIZE=shape.block_size,
+            GROUP=shape.group,
+            D=shape.head_dim,
+            HAS_CODES=self._has_codes,
+        )
+
+
+# The first layer is 0, or any where a request resumes: by value it would be three kernels.
+@triton.jit(do_not_specialize=["first_layer"])
+def _write_groups_kernel(
+    full_groups,
+    key_ptrs,
+    code_ptrs,
+    scale_ptrs,
+    layer_groups,
+    layer_stages,
+    block_table_ptrs,
+    block_table_strides,
+    dummy,
+    key_block_stride,
+    key_head_stride,
+    key_slot_stride,
+    key_dim_stride,
+    code_block_stride,
+    code_head_stride,
+    scale_block_stride,
+    scale_head_stride,
+    first_layer,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    HAS_CODES: tl.constexpr,
+):
+    entry = full_groups + tl.program_id(0) * 3
+    head = tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2) + first_layer
+    if tl.load(entry) != tl.load(layer_stages + layer):
+        return
+    request = tl.load(entry + 1).to(tl.int64)
+    group = tl.load(entry + 2)
+    kv_group = tl.load(layer_groups + layer)
+    table = _load_ptr(block_table_ptrs + kv_group, tl.int32)
+    table += request * tl.load(block_table_strides + kv_group)
+    block = tl.load(table + group * GROUP // BLOCK_SIZE).to(tl.int64)
+    slot = group * GROUP % BLOCK_SIZE
+
+    keys = tl.load(key_ptrs + layer).to(tl.pointer_type(dummy.dtype.element_ty))
+    keys += block * key_block_stride + head * key_head_stride
+    token = tl.arange(0, GROUP)
+    WORDS: tl.constexpr = D // 32 if HAS_CODES else 1
+    # Word by word, its even and its odd channels apart: a group of 256 tokens with 256 channels
+    # would not fit into registers.
+    CHANNELS: tl.constexpr = D // WORDS
+    pair = tl.arange(0, CHANNELS // 2)
+    scales = tl.load(scale_ptrs + layer).to(tl.pointer_type(tl.float16))
+    scales += block * scale_block_stride + head * scale_head_stride
+    scales += (slot // GROUP) * (2 * D)
+    for word in tl.static_range(WORDS):
+        code = tl.zeros((GROUP,), dtype=tl.int32)
+        for odd in tl.static_range(2):
+            channel = word * CHANNELS + pair * 2 + odd
+            at = (slot + token)[:, None] * key_slot_stride + channel[None, :] * key_dim_stride
+            key = tl.load(keys + at).to(tl.float32)
+            high = tl.max(key, axis=0)
+            low = tl.min(key, axis=0)
+            zero = (high + low) / 2
+            scale = (high - low) / 2
+            if HAS_CODES:
+                bit = (key >= zero[None, :]).to(tl.int32)
+                code += tl.sum(bit << (15 - pair + 16 * odd)[None, :], axis=1)
+            tl.store(scales + channel, tl.minimum(tl.maximum(scale, -65504.0), 65504.0))
+            tl.store(scales + D + channel, tl.minimum(tl.maximum(zero, -65504.0), 65504.0))
+        if HAS_CODES:
+            codes = tl.load(code_ptrs + layer).to(tl.pointer_type(tl.int32))
+            codes += block * code_block_stride + head * code_head_stride
+            tl.store(codes + (slot + token) * WORDS + word, code)
