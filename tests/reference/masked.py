@@ -8,7 +8,8 @@ without rotary embeddings, residual and logits multipliers are all the model's o
 
 What it asks of a model: a `ModuleList` of as many layers as the config has, in its base model, and
 attention that goes through transformers' `AttentionInterface` once a layer. Windows, soft caps and
-sinks are refused: the function does not apply them.
+sinks are refused: the function does not apply them. `run` hands them on to its caller instead, and
+takes a model in which some layers have no attention; `hybrid.py` has the policies on such models.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +29,21 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 # Layer index -> bool (n, t), or (H, n, t) for each query head: what rows see. It is asked when the
 # layer attends, after all lower layers have.
 Sees = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model's attention is called with, in one layer."""
+
+    module: Any  # of transformers
+    layer: int
+    query: Tensor  # (H, n, D), rotated
+    key: Tensor  # (G, t, D), rotated
+    value: Tensor  # (G, t, D)
+    scale: float  # of products
+    window: int | None  # a row sees so many of the last tokens, itself included
+    softcap: float | None  # of scaled products
+    sinks: Tensor | None  # (H,) a logit of no token
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,13 @@ def layers_of(model: PreTrainedModel) -> Any:
 
 def output_weight(layer: Any) -> Tensor:
     """(hidden, H * D): the weight of a layer's projection of what its heads read."""
-    attention = next(child for child in layer.children() if hasattr(child, "layer_idx"))
+    return output_weight_of(
+        next(child for child in layer.children() if hasattr(child, "layer_idx"))
+    )
+
+
+def output_weight_of(attention: Any) -> Tensor:
+    """The same of a layer's attention. Raises ValueError where its projection is unknown."""
     for name in ("o_proj", "c_proj", "dense", "out_proj"):
         if hasattr(attention, name):
             linear = getattr(attention, name)
@@ -64,15 +86,29 @@ def output_weight(layer: Any) -> Tensor:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    seen: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What heads read (H, n, D) and by which weights (H, n, t).
 
-    query (H, n, D), key and value (G, t, D), seen bool (n, t) or (H, n, t).
+    query (H, n, D), key and value (G, t, D), seen bool (n, t) or (H, n, t), sinks (H,). With sinks
+    a row's weights add up to less than 1.
     """
     shared = query.shape[0] // key.shape[0]
     logits = query @ key.repeat_interleave(shared, 0).transpose(1, 2) * scale
-    probs = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if sinks is None:
+        probs = logits.softmax(dim=-1)
+    else:
+        sink = sinks[:, None, None].expand(-1, logits.shape[1], 1)
+        probs = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
     return probs @ value.repeat_interleave(shared, 0), probs
 
 
@@ -106,6 +142,20 @@ def forward(
     positions = torch.arange(start, start + len(tokens))
     with _attending(model, attend):
         logits = _call(model, torch.tensor(tokens), positions, cache, logits_to_keep=last)
+    return logits.log_softmax(dim=-1)
+
+
+def run(
+    model: PreTrainedModel, tokens: list[int], attend: Callable[[Call], Tensor], *, last: int = 0
+) -> Tensor:
+    """(last, V) float32 log-softmax of the last rows, all if 0, in one pass over all layers.
+
+    attend: what heads read (H, n, D), asked of every layer that has attention, from the lowest.
+    """
+    with _attending(model, attend, by_call=True):
+        logits = _call(
+            model, torch.tensor(tokens), torch.arange(len(tokens)), None, logits_to_keep=last
+        )
     return logits.log_softmax(dim=-1)
 
 
@@ -204,15 +254,17 @@ def _replaced(layers: Any, forward: Callable[..., Tensor]) -> Iterator[None]:
 
 
 # The innermost block of `_attending` is the one in force.
-_in_force: list[Attend] = []
+_in_force: list[Callable[[Call], Tensor]] = []
 
 
 @contextmanager
-def _attending(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
-    """The model's attention is `attend` while the block runs."""
+def _attending(
+    model: PreTrainedModel, attend: Callable[..., Tensor], *, by_call: bool = False
+) -> Iterator[None]:
+    """The model's attention is `attend` while the block runs: an `Attend`, or it takes a `Call`."""
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
-    _in_force.append(attend)
+    _in_force.append(attend if by_call else _plain(attend))
     try:
         yield
     finally:
@@ -230,12 +282,32 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, heads, n, D) each -> (1, n, H, D)."""
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} has {name}, which the reference ignores")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _in_force[-1](module.layer_idx, query[0], key[0], value[0], scale)
+    out = _in_force[-1](
+        Call(
+            module,
+            module.layer_idx,
+            query[0],
+            key[0],
+            value[0],
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            options.get("sliding_window"),
+            options.get("softcap"),
+            options.get("s_aux"),
+        )
+    )
     return out.transpose(0, 1)[None], None
+
+
+def _plain(attend: Attend) -> Callable[[Call], Tensor]:
+    """`attend` for calls that have nothing it would ignore; others raise ValueError."""
+
+    def called(call: Call) -> Tensor:
+        for name in ("window", "softcap", "sinks"):
+            if getattr(call, name) is not None:
+                raise ValueError(f"{type(call.module).__name__} has {name}, which is ignored here")
+        return attend(call.layer, call.query, call.key, call.value, call.scale)
+
+    return called
 
 
 AttentionInterface.register(NAME, _attention)

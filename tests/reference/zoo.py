@@ -2,7 +2,8 @@
 
 Every decoder here has full attention in all layers, dense or MoE. `models.py` builds the four that
 most tests use; its docstring says how weights are scaled and why. Routers are scaled so that rows
-choose clearly between experts. InternLM3 is not here: transformers 5.19 has no such model.
+choose clearly between experts. Models in which only some layers have full attention are in
+`hybrids.py`. InternLM3 is not here: transformers 5.19 has no such model.
 BailingMoE has none either.
 
 A config must hold no field of another architecture: a Cohere config with `rms_norm_eps` gets RMS
@@ -10,6 +11,7 @@ norms in vLLM, and layer norms in transformers.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ class Entry:
     is_one_added: bool = False
     # What the head's logits are divided by.
     logits_scaling: float = 1.0
+    # A weight by its name and unit noise of its shape, or None for what the others get.
+    draw: Callable[[str, Tensor], Tensor | None] | None = None
 
 
 FULL = ["full_attention"] * LAYERS
@@ -176,7 +180,11 @@ def build(path: str | Path, name: str, *, seed: int = 0, **overrides: Any) -> Pa
 
     `overrides` go to the config class as they are. Raises KeyError for a name that is not in ZOO.
     """
-    entry = ZOO[name]
+    return write(path, name, ZOO[name], seed=seed, **overrides)
+
+
+def write(path: str | Path, name: str, entry: Entry, *, seed: int = 0, **overrides: Any) -> Path:
+    """As `build`, of transformers' model type `name` with any entry."""
     fields: dict[str, Any] = {
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
@@ -212,7 +220,10 @@ def _draw(model: PreTrainedModel, entry: Entry, seed: int) -> None:
     weights |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("_bias")}
     for name, weight in sorted(weights.items()):
         noise = torch.randn(weight.shape, generator=generator)
-        if name.endswith("bias"):
+        own = entry.draw(name, noise) if entry.draw is not None else None
+        if own is not None:
+            weight.copy_(own)
+        elif name.endswith("bias"):
             # Each row's stream gets the same biases: large ones would make all rows alike.
             is_inside = any(part in name for part in ("q_proj", "k_proj", "v_proj", "correction"))
             weight.copy_((BIAS_SCALE if is_inside else 0.1) * noise)

@@ -15,6 +15,7 @@ from reference import (
     fastkv,
     fier,
     gemfilter,
+    hybrid,
     knorm,
     pyramidkv,
     selfonly,
@@ -27,6 +28,7 @@ from reference.criticalkv import Critical
 from reference.fastkv import Keep, KeptResult
 from reference.fier import ReadResult, Retrieve
 from reference.gemfilter import Filter
+from reference.hybrid import is_hybrid
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.selfonly import Alone
@@ -154,7 +156,8 @@ def expect(
     model: loaded by `load`. near_tie: in place of the reference's own.
     """
     reference = _REFERENCES[type(policy)]
-    result = reference.score(model, prompt, tokens, policy)
+    score = _score_hybrid if is_hybrid(model) else reference.score
+    result = score(model, prompt, tokens, policy)
     slack = result.slack if isinstance(result, KeptResult) else float("inf")
     near_tie = reference.near_tie if near_tie is None else near_tie
     if isinstance(result, ReadResult):
@@ -277,6 +280,15 @@ def _score_read(model: Any, prompt: list[int], tokens: list[int], policy: Read) 
     keep = policy.keep
     keep = keep.found(model, prompt) if isinstance(keep, Online) else keep
     return fier.score(model, prompt, tokens, policy.retrieve, keep)
+
+
+def _score_hybrid(model: Any, prompt: list[int], tokens: list[int], policy: Any) -> speed.Result:
+    """Where only some layers have full attention. Raises ValueError for what propagates."""
+    if isinstance(policy, Speed) and policy.cutoff is None:
+        policy = FULL
+    if isinstance(policy, Read):
+        return hybrid.read(model, prompt, tokens, policy.retrieve, policy.keep)
+    return hybrid.score(model, prompt, tokens, policy)
 
 
 # Near-ties: by FastKV's and SnapKV's saliency; StructKV's centrality adds up more in float32.

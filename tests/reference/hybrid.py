@@ -1,0 +1,208 @@
+"""Dense references of retention and retrieval on models of which only some layers are full.
+
+A *full* layer has attention over all tokens, and follows the policy. A layer that slides sees the
+last `window` tokens by position, whatever a policy drops elsewhere; a recurrent layer sees all
+tokens. Both are the model's own. So prompt and generated tokens run together, in one forward of
+transformers' model: a full layer reads its prompt rows causally, chooses from them what stays, and
+lets every generated row see that, the generated rows before it and itself.
+
+`score` has the signature of `fastkv.score`, `criticalkv.score`, `pyramidkv.score` and
+`knorm.score`, told apart by the policy's class, and `read` that of `fier.score`:
+
+    hybrid.score(model, prompt, generated, Keep(kv_rate=0.2)).argmax
+    hybrid.read(model, prompt, generated, Retrieve(64), Keep(kv_rate=0.5)).clear_steps
+
+They give what those give on a model whose layers are all full. `support.expected.expect` calls them
+for hybrids, so tests name a policy as ever. Results list full layers only, from the lowest:
+`full_layers(model)` says which they are. What is counted over layers is counted over those:
+PyramidKV's budgets, and the dense layers below retrieval. SPEED and token selection are refused.
+
+Weights of attention are the model's: its scale, its soft cap, and with a learned sink in the
+denominator. The sink takes part of a row's weight, so rows that attend to it say less about keys.
+1-bit scores and bounds are of products alone, as a soft cap does not change an order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from . import criticalkv, fastkv, knorm
+from .criticalkv import Critical
+from .fastkv import Keep, KeptResult, load
+from .fier import Choice, ReadResult, Retrieve, choose, fill_holes
+from .knorm import Norm
+from .masked import Call, attention, causal, output_weight_of, run
+from .pyramidkv import Pyramid
+
+Policy = Keep | Critical | Pyramid | Norm
+FULL = Keep()
+
+
+def full_layers(model: PreTrainedModel) -> list[int]:
+    """Indices of the layers with attention over all tokens, ascending."""
+    found: list[int] = []
+
+    def attend(call: Call) -> Tensor:
+        if call.window is None:
+            found.append(call.layer)
+        return torch.zeros_like(call.query)
+
+    with torch.no_grad():
+        run(model, [3], attend)
+    return found
+
+
+def is_hybrid(model: PreTrainedModel) -> bool:
+    """Whether some layer is not full."""
+    return len(full_layers(model)) < model.config.num_hidden_layers
+
+
+def score(
+    model: str | Path | PreTrainedModel, prompt: list[int], generated: list[int], policy: Policy
+) -> KeptResult:
+    """The distributions that `generated` was drawn from, given these tokens."""
+    model = load(model)
+    layers = _Layers(len(prompt), _retains(policy, len(full_layers(model)), len(prompt)))
+    rows = _run(model, prompt, generated, layers)
+    everything = list(range(len(prompt)))
+    return KeptResult(list(generated), rows, layers.retained, everything, layers.slack)
+
+
+def read(
+    model: str | Path | PreTrainedModel,
+    prompt: list[int],
+    generated: list[int],
+    retrieve: Retrieve,
+    keep: Policy = FULL,
+) -> ReadResult:
+    """The same where decode steps read what `retrieve` chooses of what `keep` stores."""
+    model = load(model)
+    total = len(prompt)
+    layers = _Layers(total, _retains(keep, len(full_layers(model)), total), retrieve)
+    rows = _run(model, prompt, generated, layers)
+    steps = [list(layer) for layer in zip(*layers.choices, strict=True)]
+    slots = [[_slots(head, total) for head in heads] for heads in layers.retained]
+    return ReadResult(
+        list(generated), rows, layers.retained, list(range(total)), layers.slack, slots, steps
+    )
+
+
+# Of a full layer, by its index among full layers: rows (G, kept) int64 ascending of the prompt that
+# each KV head retains, and the slack of the choice. From the call, whose tensors are of the prompt
+# alone, and its weights (H, P, P).
+Retains = Callable[[int, Call, Tensor], tuple[Tensor, float]]
+
+
+def _retains(policy: Policy, count: int, total: int) -> Retains:
+    """What `policy` retains of `total` prompt tokens in `count` full layers."""
+    propagates = f"{policy} propagates, which no reference has for hybrids"
+    if isinstance(policy, Critical):
+        if policy.tsp_layer is not None:
+            raise ValueError(propagates)
+        return lambda _, call, probs: criticalkv.retain(
+            probs, call.value, output_weight_of(call.module), total, policy
+        )
+    if isinstance(policy, Norm):
+        return lambda _, call, _probs: knorm.retain(call.key, total, policy)
+    if not isinstance(policy, (Keep, Pyramid)):
+        raise ValueError(propagates)
+    positions = torch.arange(total)
+    if isinstance(policy, Pyramid):
+        caps = policy.caps(count, total)
+        window, kernel = policy.window, policy.kernel
+        each = [Keep(kv_budget=cap, window=window, kernel=kernel) for cap in caps]
+    else:
+        if policy.tsp_layer is not None or policy.cutoff is not None:
+            raise ValueError(propagates)
+        each = [policy] * count
+    return lambda index, call, probs: fastkv.retain(
+        probs, call.key.shape[0], positions, total, each[index]
+    )
+
+
+def _run(
+    model: PreTrainedModel, prompt: list[int], generated: list[int], layers: "_Layers"
+) -> Tensor:
+    """(S, V) log-softmax of the rows whose next tokens are `generated`."""
+    with torch.no_grad():
+        return run(model, prompt + generated[:-1], layers.attend, last=len(generated))
+
+
+def _slots(retained: list[int], total: int) -> list[int]:
+    return fill_holes(retained, list(range(total)))
+
+
+@dataclass
+class _Layers:
+    """What full layers did, each after the one below it."""
+
+    total: int  # prompt tokens
+    retains: Retains
+    retrieve: Retrieve | None = None
+    retained: list[list[list[int]]] = field(default_factory=list)
+    choices: list[list[list[Choice]]] = field(default_factory=list)  # [layer][step][KV head]
+    slack: float = float("inf")
+
+    def attend(self, call: Call) -> Tensor:
+        count = call.query.shape[1]
+        if call.window is not None:
+            seen = causal(count, count).triu(1 - call.window)
+            return _read(call, slice(0, count), seen)[0]
+        total, index = self.total, len(self.retained)
+        prompt = slice(0, total)
+        mixed, probs = _read(call, prompt, causal(total, total))
+        of_prompt = Call(
+            call.module,
+            call.layer,
+            *(x[:, prompt] for x in (call.query, call.key, call.value)),
+            call.scale,
+            call.window,
+            call.softcap,
+            call.sinks,
+        )
+        rows, slack = self.retains(index, of_prompt, probs)
+        self.retained.append(rows.tolist())
+        self.slack = min(self.slack, slack)
+        if self.retrieve is not None:
+            return torch.cat([mixed, self._chosen(call, index)], dim=1)
+        kept = torch.zeros(len(rows), 1, total, dtype=torch.bool)
+        kept.scatter_(2, rows[:, None], True)
+        new = count - total
+        seen = torch.cat(
+            [kept.expand(-1, new, -1), causal(new, new).expand(len(rows), -1, -1)], dim=2
+        ).repeat_interleave(call.query.shape[0] // len(rows), 0)
+        return torch.cat([mixed, _read(call, slice(total, count), seen)[0]], dim=1)
+
+    def _chosen(self, call: Call, index: int) -> Tensor:
+        """What generated rows read (H, n, D), by `retrieve` above the first full layers."""
+        assert self.retrieve is not None
+        budgeted = self.retrieve if index >= self.retrieve.dense_layers else None
+        heads = [torch.tensor(_slots(head, self.total)) for head in self.retained[index]]
+        shared = call.query.shape[0] // len(heads)
+        steps: list[list[Choice]] = []
+        out = call.query.new_zeros(call.query.shape[0], 0, call.value.shape[2])
+        for row in range(self.total, call.query.shape[1]):
+            steps.append([])
+            seen = torch.zeros(len(heads), 1, call.key.shape[1], dtype=torch.bool)
+            for head, stored in enumerate(heads):
+                of = torch.cat([stored, torch.arange(self.total, row + 1)])
+                queries = call.query[head * shared : (head + 1) * shared, row]
+                entries, margin, slack = choose(queries, call.key[head, of], budgeted, call.scale)
+                positions = of[entries].sort().values
+                steps[-1].append(Choice(entries.tolist(), positions.tolist(), margin, slack))
+                seen[head, 0, positions] = True
+            seen = seen.repeat_interleave(shared, 0)
+            out = torch.cat([out, _read(call, slice(row, row + 1), seen)[0]], dim=1)
+        self.choices.append(steps)
+        return out
+
+
+def _read(call: Call, rows: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """`masked.attention` of some rows over the first tokens, as many as `seen` has columns."""
+    upto = slice(0, seen.shape[-1])
+    key, value = call.key[:, upto], call.value[:, upto]
+    return attention(call.query[:, rows], key, value, call.scale, seen, call.softcap, call.sinks)
