@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from vllm_kvx.models import attention as module
-from vllm_kvx.models.attention import attention_layers, check_softmax, output_projections
+from vllm_kvx.models.attention import (
+    attention_layers,
+    check_every_layer,
+    check_softmax,
+    output_projections,
+)
 
 
 def layer(kind: type = Attention, **changes: Any) -> Any:
@@ -23,6 +30,10 @@ def layer(kind: type = Attention, **changes: Any) -> Any:
         "impl": SimpleNamespace(logits_soft_cap=0, alibi_slopes=None, sinks=None),
     }
     made.__dict__.update(values | changes)
+    spec = FullAttentionSpec
+    if made.__dict__["sliding_window"] is not None:
+        spec = SlidingWindowSpec
+    made.__dict__["get_kv_cache_spec"] = lambda _: object.__new__(spec)
     return made
 
 
@@ -35,7 +46,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **layers: Any) -> list[Attention]:
         f"model.layers.{name.removeprefix('n').replace('_', '.')}": x for name, x in layers.items()
     }
     monkeypatch.setattr(module, "get_layers_from_vllm_config", lambda *_: named)
-    return attention_layers(None, 2)  # type: ignore[arg-type]
+    return attention_layers(None)  # type: ignore[arg-type]
 
 
 def test_layers_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,16 +54,27 @@ def test_layers_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(monkeypatch, n1_attn=some, n0_attn=other) == [other, some]
 
 
+def test_layers_that_slide_or_keep_a_state_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = layer()
+    state = object.__new__(ShortConv)
+    state.__dict__["get_kv_cache_spec"] = lambda _: object.__new__(MambaSpec)
+    layers = {"n0_conv": state, "n1_a": layer(sliding_window=8, num_heads=2), "n2_a": full}
+    found_layers = found(monkeypatch, **layers)
+    assert found_layers == [full]
+    with pytest.raises(ValueError, match="1 of its 3 layers have full attention"):
+        check_every_layer(found_layers, 3)
+
+
 @pytest.mark.parametrize(
     ("layers", "says"),
     [
-        ({"n0_attn": layer()}, "1 of its 2 layers have attention"),
+        ({}, "none of its layers has full attention"),
+        ({"n0_attn": layer(sliding_window=8)}, "none of its layers has full attention"),
         ({"n0_attn_0": layer(), "n0_attn_1": layer()}, "more than one attention a layer"),
         ({"n0_a": layer(), "n0_b": layer()}, "more than one attention a layer"),
         ({"n0_a": layer(), "n1_a": object()}, "are not plain attention"),
         ({"n0_a": layer(), "n1_a": layer(Subclass)}, "are not plain attention"),
         ({"n0_a": layer(), "n1_a": layer(attn_type="encoder")}, "of type encoder"),
-        ({"n0_a": layer(), "n1_a": layer(sliding_window=8)}, "slides over a window"),
         (
             {"n0_a": layer(), "n1_a": layer(kv_sharing_target_layer_name="0")},
             "read other layers' keys",

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvx.compat.vllm_signatures import release_line
-from vllm_kvx.config.settings import dtype_of_engine
+from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
@@ -70,13 +70,13 @@ CASES = [
     ("model_config.is_encoder_decoder", True, "encoder-decoder"),
     ("model_config.enable_prompt_embeds", True, "--enable-prompt-embeds"),
     ("model_config.use_mla", True, "latent attention"),
-    ("model_config.is_hybrid", True, "keep a state"),
+    ("model_config.is_attention_free", True, "keeps states"),
     ("model_config.uses_alibi", True, "ALiBi"),
     ("aux_output_config", SimpleNamespace(enabled=True), "--enable-return-routed-experts"),
     ("model_config.hf_text_config.attention_chunk_size", 64, "within chunks"),
     ("model_config.hf_text_config.dual_chunk_attention_config", {"a": 1}, "dual_chunk"),
     ("model_config.model_class_overrides", {"a": "b"}, "--model-class-overrides"),
-    ("cache_config.sliding_window", 64, "--disable-sliding-window"),
+    ("model_config.get_sliding_window", lambda: 64, "--disable-sliding-window"),
     ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
     ("cache_config.kv_cache_dtype_skip_layers", ["0"], "--kv-cache-dtype-skip-layers"),
     ("scheduler_config.disable_hybrid_kv_cache_manager", True, "--disable-hybrid-kv-cache"),
@@ -611,7 +611,7 @@ def test_experts_of_several_engines(stock) -> None:
     [
         ("speed-4", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("snapkv", model("Mistral", sliding_window=64), "--disable-sliding-window"),
-        ("speed-4", model("Gemma2", head_dim=32), "sliding-window attention"),
+        ("speed-4", model("Gemma2", head_dim=32), "slide over a window"),
         ("snapkv", model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8), "caps its"),
         ("fier-64", model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8), "caps its"),
     ],

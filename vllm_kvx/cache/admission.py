@@ -156,6 +156,13 @@ class PromptAdmission:
                 return 0
         return end - start
 
+    def may_end(self, request: Request, end: int) -> bool:
+        """Whether a chunk may end there, which another rule than `clip` has chosen."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or not prompt.length - prompt.window < end < prompt.length:
+            return True
+        return self._may_split(request.request_id)
+
     def _take_pages(self, request_id: str, prompt: _Prompt) -> bool:
         if prompt.pages == 0 or request_id in self._pages:
             return True

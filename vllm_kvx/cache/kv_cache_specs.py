@@ -7,6 +7,7 @@ with vLLM when this module is imported, which unpickling a spec does in every pr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -76,26 +77,56 @@ class LaterStageAttentionSpec(AttentionSpec):
         return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
 
 
-def policy_kv_cache_specs(attention: Sequence[Attention], settings: KVSettings) -> None:
-    """Gives every layer the KV cache spec of its stage.
+def policy_kv_cache_specs(
+    attention: Sequence[Attention],
+    settings: KVSettings,
+    others: int = 0,
+    sliding: Sequence[Attention] = (),
+) -> None:
+    """Gives every policy layer the KV cache spec of its stage; all others keep vLLM's own.
 
     Args:
-        attention: the model's attention layers, in order.
+        attention: of the policy layers, in order. others: layers that are none.
+        sliding: the attention of those that slide. Pages with a sidecar are larger, and all pages
+            of a pool have one size.
     """
     sizes = settings.layout.stage_sizes(len(attention))
     starts = settings.layout.stage_starts
-    buckets = buckets_of(sizes)
-    logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
+    # Beside groups of its own, vLLM's choice of a group's size has to do.
+    buckets = None if others else buckets_of(sizes)
+    if others:
+        logger.info(
+            "KV policy %s: it is about the %d layers that have full attention. The other %d keep a "
+            "window or a state, however long the context is.",
+            *(settings.policy, len(attention), others),
+        )
+    else:
+        logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
     for stage, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         num_buckets = 1 if buckets is None else buckets[stage]
         for offset, layer in enumerate(attention[start : start + size]):
-            sidecar = settings.layout.sidecar
-            _override_spec(layer, stage, start, offset % num_buckets, sidecar)
+            _override_spec(layer, stage, start, offset % num_buckets, settings.layout.sidecar)
+
+    for layer in sliding:
+        _pad_spec(layer, settings.layout.sidecar)
 
 
 def page_shape(spec: AttentionSpec, sidecar: RetrievalLayout) -> PageShape:
     """What the sidecar of a page of `spec` has to cover."""
     return PageShape(spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group)
+
+
+def _with_room(spec: Any, sidecar: RetrievalLayout | None) -> Any:
+    """A spec whose pages have room for a sidecar."""
+    if sidecar is None:
+        return spec
+    room = INDEXES[sidecar.index].page_bytes(page_shape(spec, sidecar))
+    return replace(spec, page_size_padded=spec.page_size_bytes + room)
+
+
+def _pad_spec(layer: Attention, sidecar: RetrievalLayout | None) -> None:
+    stock = layer.get_kv_cache_spec
+    layer.get_kv_cache_spec = lambda config: _with_room(stock(config), sidecar)  # type: ignore
 
 
 def _override_spec(
@@ -106,9 +137,7 @@ def _override_spec(
     def get_kv_cache_spec(vllm_config: VllmConfig) -> KVCacheSpec:
         spec = stock(vllm_config)
         assert type(spec) is FullAttentionSpec, f"unexpected KV cache spec {spec}"
-        if sidecar is not None:
-            room = INDEXES[sidecar.index].page_bytes(page_shape(spec, sidecar))
-            spec = replace(spec, page_size_padded=spec.page_size_bytes + room)
+        spec = _with_room(spec, sidecar)
         if stage == 0:
             values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
             return FirstStageAttentionSpec(**values, bucket=bucket)

@@ -2,18 +2,26 @@
 
 from dataclasses import dataclass
 
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from vllm_kvx.cache.group_size import blocks_per_token
-from vllm_kvx.cache.kv_cache_specs import LaterStageAttentionSpec
+from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
 from vllm_kvx.config.settings import KVSettings
+
+# In the place of a stage's number, of KV groups that are vLLM's own: of windows and states.
+VLLMS_OWN = -1
 
 
 def stage_of(spec: object) -> tuple[int, int]:
     """Index and first layer of the KV stage that a KV group's spec belongs to."""
     if isinstance(spec, LaterStageAttentionSpec):
         return spec.stage, spec.start_layer
-    return 0, 0
+    return (0 if isinstance(spec, FirstStageAttentionSpec) else VLLMS_OWN), 0
+
+
+def policy_groups(config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+    """The KV groups whose layers follow policies."""
+    return [g for g in config.kv_cache_groups if stage_of(g.kv_cache_spec)[0] != VLLMS_OWN]
 
 
 @dataclass(frozen=True)
@@ -51,19 +59,20 @@ class PoolTokens:
 
 
 def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) -> PoolTokens:
-    """Counts from the groups that vLLM formed, their padding included."""
-    usable = config.num_blocks - 1
+    """Counts from the groups that vLLM formed, their padding included.
+
+    Groups of windows and states hold the same for any prompt that is long, and are left out.
+    """
+    usable, groups = config.num_blocks - 1, policy_groups(config)
+    num_layers = sum(len(group.layer_names) for group in groups)
     needed = blocks_per_token(
         settings.policy,
         prompt_len,
-        [
-            (stage_of(group.kv_cache_spec)[1], group.kv_cache_spec.block_size)
-            for group in config.kv_cache_groups
-        ],
-        settings.num_layers,
+        [(stage_of(group.kv_cache_spec)[1], group.kv_cache_spec.block_size) for group in groups],
+        num_layers,
     )
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
-    spec = config.kv_cache_groups[0].kv_cache_spec
+    spec = groups[0].kv_cache_spec
     block_size = spec.block_size
     # Stock pages have no sidecar.
     stock_blocks = usable
@@ -72,5 +81,5 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
     return PoolTokens(
         num_blocks=config.num_blocks,
         policy=int(usable / needed),
-        stock=int(stock_blocks * block_size * group_layers / settings.num_layers),
+        stock=int(stock_blocks * block_size * group_layers / num_layers),
     )

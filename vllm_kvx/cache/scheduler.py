@@ -64,13 +64,17 @@ class _PolicyScheduling(_Base):
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, managers, self.vllm_config)
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)
         self._to_shrink: list[Request] = []
-        DecodeFastPath(self.kv_cache_manager, managers, settings.debug)
+        num_groups = len(self.kv_cache_config.kv_cache_groups)
+        self._has_states = self.need_mamba_block_aligned_split
+        if len(managers) == num_groups:  # Windows move in every step, and vLLM has to look.
+            DecodeFastPath(self.kv_cache_manager, managers, settings.debug)
         self.policy_stats = PolicySchedulerStats(
             settings,
             self.kv_cache_manager.block_pool,
             self.first_stage_managers,
             self.later_stage_managers,
             self.admission,
+            owns_all=len(managers) == num_groups,
         )
         self._counted_unshared: set[str] = set()
         pool = pool_tokens(
@@ -161,11 +165,21 @@ class _PolicyScheduling(_Base):
         num_external_computed_tokens: int = 0,
     ) -> int:
         start = request.num_computed_tokens + num_new_local_computed_tokens
-        num_new_tokens = self.admission.clip(request, start, num_new_tokens)
+        if self.admission.coming:
+            num_new_tokens = self.admission.clip(request, start, num_new_tokens)
+        if self._has_states:
+            num_new_tokens = super()._mamba_block_aligned_split(
+                request,
+                num_new_tokens,
+                num_new_local_computed_tokens,
+                num_external_computed_tokens,
+            )
+            if not self.admission.may_end(request, start + num_new_tokens):
+                return 0
         end, running = start + num_new_tokens, self.running
-        if self.sharing.is_early(request, end, running):
+        if self.sharing.step_room.is_early(request, end, running):
             return 0
-        self.sharing.choose(request, end, running)
+        self.sharing.step_room.choose(request, end, running)
         return num_new_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -174,7 +188,7 @@ class _PolicyScheduling(_Base):
         self._to_shrink = []
         self.admission.new_step()
         # vLLM asks then where a chunk of a prompt may end; it does so for Mamba models alone.
-        self.need_mamba_block_aligned_split = bool(self.admission.coming)
+        self.need_mamba_block_aligned_split = self._has_states or bool(self.admission.coming)
         output = super().schedule(*args, **kwargs)
         self.admission.settle(self.running)
         self._to_shrink = self.admission.past_prompt(output.num_scheduled_tokens)

@@ -46,9 +46,13 @@ class PolicySchedulerStats:
         first_stage: Sequence[FirstStageKVCacheManager],
         later_stages: Sequence[LaterStageKVCacheManager],
         admission: PromptAdmission,
+        owns_all: bool = True,
     ) -> None:
-        """first_stage, later_stages: the managers of all KV groups."""
-        self._policies, self._debug = settings.counted_policies(), settings.debug
+        """first_stage, later_stages: the managers of the KV groups that follow policies.
+
+        owns_all: whether these are all groups of the pool.
+        """
+        self._policies, self._debug = settings.counted_policies(), settings.debug and owns_all
         self._first_stage, self._managers = first_stage, [*first_stage, *later_stages]
         self._admission = admission
         self.owners = BlockOwners(pool, len(self._managers), self._policies.size)

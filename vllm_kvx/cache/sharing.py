@@ -16,15 +16,17 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, resolve_block_hashes
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from vllm_kvx.cache.admission import in_both
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import PolicyKVCacheManager
 from vllm_kvx.cache.messages import PrivateBlocks, StateBlocks
+from vllm_kvx.cache.other_groups import OtherGroups
 from vllm_kvx.cache.prefix_eviction import Recency, Rivals
 from vllm_kvx.cache.request_kv import RequestKV, anchor_hash
 from vllm_kvx.cache.states import StateCache, StateRows, overlays
+from vllm_kvx.cache.step_room import StepRoom
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
@@ -46,8 +48,10 @@ class PrefixSharing:
         self._settings, self._kv_cache_manager = settings, kv_cache_manager
         self._managers = sorted(managers, key=lambda manager: manager.kv_cache_group_id)
         self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
-        self._max_tokens = config.scheduler_config.max_num_batched_tokens
         self._is_on = kv_cache_manager.enable_caching
+        self._num_groups = len(kv_cache_manager.kv_cache_config.kv_cache_groups)
+        self.step_room = StepRoom(self._managers, kv_cache_manager, config)
+        self._others = OtherGroups.of(kv_cache_manager.coordinator, self._managers)
         self._ends = dict(pairwise((*settings.layout.stage_starts, settings.num_layers)))
         # The first layer above the one that selects, of each running request that does.
         self._resumes: dict[str, int] = {}
@@ -180,7 +184,7 @@ class PrefixSharing:
                     self.pass_up(request)
                     return manager.empty_kv_cache_blocks, 0
         assert needed, "every request that shares runs the first stage whole"
-        hits: list[list[KVCacheBlock]] = [[] for _ in self._managers]
+        hits: list[list[KVCacheBlock]] = [[] for _ in range(self._num_groups)]
         num_blocks, hashes, size = 0, self._hashes(request), self._block_size
         layer = self._resumes.get(request.request_id)
         if layer is not None and self.states is not None:
@@ -202,10 +206,17 @@ class PrefixSharing:
             hits = [blocks[:num_blocks] for blocks in hits]
         if num_blocks * size <= max(kv.anchors for kv in kvs):
             num_blocks = 0
+        theirs: dict[int, list[KVCacheBlock]] = {}
+        if self._others is not None and num_blocks:
+            found, theirs = self._others.find(request.block_hashes, num_blocks * size)
+            num_blocks = found // size
+            hits = [blocks[:num_blocks] for blocks in hits]
         self._note_fit(request, hashes, layer, num_blocks, hits, kvs)
         self.looked_up[request.request_id] = num_blocks * size, in_cache * size
         if num_blocks == 0:
             return manager.empty_kv_cache_blocks, 0
+        for group, blocks in theirs.items():
+            hits[group] = blocks
         if manager.enable_kv_cache_events:
             report: Any = getattr(request, "kv_cache_report_mode", "incremental")
             if report == "full":  # As vLLM's own lookup does.
@@ -343,55 +354,12 @@ class PrefixSharing:
         if self.states is not None:
             self.states.let_go(request_id)
 
-    def choose(self, request: Request, end: int, running: Sequence[Request]) -> None:
-        """Decides whether a prompt that comes in with this step stays in the cache.
-
-        That takes new blocks for what retention keeps, until the step after frees the prompt's. It
-        must not preempt anyone: there has to be room beside it for all that requests which run may
-        take in this step, prompts that end in it included.
-        """
-        if not self._is_on or end != request.num_prompt_tokens:
-            return
-        kvs = [manager.requests[request.request_id] for manager in self._managers]
-        moving = [kv for kv in kvs if kv.reads and kv.compacts_at(end)]
-        if not moving:
-            return
-        each = len(running) + 1 + cdiv(self._max_tokens, self._block_size)
-        needed = len(self._managers) * each + self._kv_cache_manager.watermark_blocks
-        needed += sum(cdiv(kv.storage.kept, self._block_size) for kv in moving)
-        ending = [request.request_id]
-        for other in running:
-            left = other.num_prompt_tokens - other.num_computed_tokens
-            if other is not request and 0 < left <= self._max_tokens:
-                ending.append(other.request_id)
-        needed += sum(m.num_blocks_to_end(name) for m in self._managers for name in ending)
-        moves_out = needed <= self._pool.get_num_free_blocks()
-        for kv in moving:
-            kv.moves_out = moves_out
-
-    def is_early(self, request: Request, end: int, running: Sequence[Request]) -> bool:
-        """Whether a running prompt that could end in this step had better end in the next one.
-
-        Another prompt, compacted in this step, gives back blocks of theirs after it. Until then
-        these have to be copied, and where the pool has no room for that, somebody would be
-        preempted.
-        """
-        if not self._is_on or end != request.num_prompt_tokens:
-            return False
-        if request.status != RequestStatus.RUNNING:  # Others are not admitted without room.
-            return False
-        name = request.request_id
-        ending = [m for m in self._managers if m.requests[name].compacts_at(end)]
-        if not any(manager.num_passing_copies(name) for manager in ending):
-            return False
-        # What the others may take in this step.
-        needed = len(self._managers) * len(running)
-        needed += sum(manager.num_blocks_to_end(name) for manager in self._managers)
-        return needed > self._pool.get_num_free_blocks()
-
     def private_blocks(self, request_id: str) -> list[PrivateBlocks | None]:
         """Where the entries that the request keeps are copied when it is compacted, by KV group."""
-        return [manager.private_blocks(request_id) for manager in self._managers]
+        by_group: list[PrivateBlocks | None] = [None] * self._num_groups
+        for manager in self._managers:
+            by_group[manager.kv_cache_group_id] = manager.private_blocks(request_id)
+        return by_group
 
     def _hashes(self, request: Request) -> Any:
         hashes, size = request.block_hashes, self._pool.hash_block_size

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.disabled import DISABLE_KEY, disabled_parts
 from vllm_kvx.config.environment import refuse_replaced
+from vllm_kvx.config.policy_layers import num_policy_layers
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.config.spelling import has_prefix, misspelling
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
@@ -160,6 +161,7 @@ def _parse(name: str, measured: Measured) -> KVPolicy:
 class KVSettings:
     """A server's policy and what its KV groups have room for.
 
+    num_layers: the model's policy layers, which are all its layers where a policy propagates.
     stock: True if every policy the server was started for is ``full``; then scheduler, worker and
         model are vLLM's own.
     measured: what words in policies' names mean for this model.
@@ -198,8 +200,11 @@ class KVSettings:
         if not policy_is_set(config):
             return None
         assert isinstance(config, dict)
-        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        model = vllm_config.model_config
+        num_layers = model.get_total_num_hidden_layers()
         settings = cls.of(config, num_layers)
+        if not settings.layout.propagates:
+            settings = cls.of(config, num_policy_layers(model) or num_layers)
         if not settings.layout.stash:
             if STASH_KEY in config:
                 raise ValueError(
@@ -388,13 +393,3 @@ def _policy(where: str, name: Any, num_layers: int, measured: Measured) -> KVPol
     except PolicyError as error:
         raise PolicyError(f"{where}: {error}") from None
     return policy
-
-
-def dtype_of_engine(vllm_config: Any) -> str:
-    """The dtype of an engine's KV cache, from vLLM's configuration.
-
-    vLLM resolves `auto` there, but for checkpoints of llm-compressor only in each attention layer.
-    """
-    dtype = str(vllm_config.cache_config.cache_dtype)
-    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
-    return "fp8" if dtype == "auto" and scheme is not None else dtype

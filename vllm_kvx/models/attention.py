@@ -9,37 +9,48 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 # Attributes that one layer's attention must share with all others: scores and moves run on all
 # layers of a step at once.
 _SHAPE = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype")
 
 
-def attention_layers(config: VllmConfig, num_layers: int) -> list[Attention]:
-    """The attention of each of the model's layers, in order.
+# Layers whose memory does not grow with the context: vLLM's own specs, managers and lengths serve
+# them under any policy.
+_VLLMS_OWN = (SlidingWindowSpec, MambaSpec)
+
+
+def attention_layers(config: VllmConfig) -> list[Attention]:
+    """The attention of the model's *policy layers*, in order: those with full attention.
+
+    The KV cache spec that a layer asks for decides. All other layers slide over a window or keep a
+    state, and stay vLLM's business.
 
     Raises:
-        ValueError: a layer has none, or several, or another kind; it says what the model has.
+        ValueError: a layer has two full attentions, or a kind that is neither of these; or no layer
+            has full attention. It says what the model has.
     """
-    layers_by_name = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
-    # A subclass attends in a way of its own: within chunks, or with sinks.
-    others = [name for name, layer in layers_by_name.items() if type(layer) is not Attention]
-    if others:
-        raise _cannot(f"{len(others)} of its layers, such as {others[0]}, are not plain attention")
     found: dict[int, Attention] = {}
-    for name, layer in get_layers_from_vllm_config(config, Attention).items():
+    layers_by_name = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+    for name, layer in layers_by_name.items():
+        is_known = isinstance(layer, AttentionLayerBase)
+        if is_known and isinstance(layer.get_kv_cache_spec(config), _VLLMS_OWN):
+            continue
+        # A subclass attends in a way of its own: within chunks, or with sinks.
+        if type(layer) is not Attention:
+            raise _cannot(f"some of its layers, such as {name}, are not plain attention")
+        if layer.attn_type != AttentionType.DECODER:
+            raise _cannot(f"its attention is of type {layer.attn_type}")
+        if layer.kv_sharing_target_layer_name is not None:
+            raise _cannot("some of its layers read other layers' keys and values")
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) != 1 or numbers[0] in found:
             raise _cannot(f"it has more than one attention a layer ({name})")
-        if layer.attn_type != AttentionType.DECODER:
-            raise _cannot(f"its attention is of type {layer.attn_type}")
         found[numbers[0]] = layer
-    if sorted(found) != list(range(num_layers)):
-        raise _cannot(f"{len(found)} of its {num_layers} layers have attention")
-    layers = [found[number] for number in range(num_layers)]
-    for name, said in _CANNOT_BE.items():
-        if any(getattr(layer, name) is not None for layer in layers):
-            raise _cannot(said)
+    if not found:
+        raise _cannot("none of its layers has full attention")
+    layers = [found[number] for number in sorted(found)]
     for name in _SHAPE:
         if len(values := {getattr(layer, name) for layer in layers}) > 1:
             raise _cannot(f"its layers have unequal {name}: {', '.join(map(str, values))}")
@@ -50,10 +61,17 @@ def attention_layers(config: VllmConfig, num_layers: int) -> list[Attention]:
     return layers
 
 
-_CANNOT_BE = {
-    "sliding_window": "its attention slides over a window",
-    "kv_sharing_target_layer_name": "some of its layers read other layers' keys and values",
-}
+def check_every_layer(layers: Sequence[Attention], num_layers: int) -> None:
+    """Refuses, of policies that propagate, a model with layers that are no policy layers.
+
+    Raises:
+        ValueError: it says how many are.
+    """
+    if len(layers) != num_layers:
+        raise _cannot(
+            f"{len(layers)} of its {num_layers} layers have full attention, and policies that "
+            "propagate need it in every layer"
+        )
 
 
 def check_softmax(layers: Sequence[Attention], computes: bool, moves: bool) -> None:

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
 
 from vllm_kvx.config.disabled import COMPILED_RANGES, disabled_parts
+from vllm_kvx.models.attention import check_every_layer
 from vllm_kvx.models.compiled_ranges import CompiledRanges
 from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.models.layer_ranges import LayerRanges
@@ -50,6 +51,7 @@ class SegmentedModel(HookedModel):
         build = HookedModel.build
         self._dtype: torch.dtype = vllm_config.model_config.dtype  # type: ignore[assignment]
         hidden_size, attention = vllm_config.model_config.get_hidden_size(), self.attention_layers()
+        check_every_layer(attention, vllm_config.model_config.get_total_num_hidden_layers())
         self.ranges = LayerRanges(self, attention, hidden_size, self._dtype)
         row_cuts = build.row_cuts(attention)
         self.segments = Segments(self.ranges, row_cuts, build.online_cuts, vllm_config, prefix)

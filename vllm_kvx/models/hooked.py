@@ -15,13 +15,11 @@ class Build(NamedTuple):
     """What the worker that loads a model says of it.
 
     model_state: the class of vLLM's model state that goes with it.
-    num_layers: the layers that have attention.
-    row_cuts: the layers where segments begin, of the model's attention layers; see ``Segments``.
+    row_cuts: the layers where segments begin, by the layers' attention; see ``Segments``.
     online_cuts: the same for passes that find their pivot meanwhile.
     """
 
     model_state: Callable[..., Any]
-    num_layers: int
     row_cuts: Callable[[Sequence[Attention]], Sequence[int]]
     online_cuts: tuple[int, ...]
 
@@ -40,15 +38,15 @@ class HookedModel(nn.Module):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
         build = HookedModel.build
         self._model_state = build.model_state
-        self._attention_layers = attention_layers(vllm_config, build.num_layers)
+        self._attention_layers = attention_layers(vllm_config)
         self.begin_step(StepPlan())
 
     def attention_layers(self) -> list[Attention]:
-        """The attention of every layer, in order."""
+        """The attention of every policy layer, in order; see ``models/attention``."""
         return self._attention_layers
 
     def output_projections(self) -> list[nn.Module]:
-        """What projects the output of each layer's attention; ValueError where it is not known."""
+        """What projects the output of each of them; ValueError where it is not known."""
         return output_projections(self, self.attention_layers())
 
     def begin_step(self, plan: StepPlan) -> None:

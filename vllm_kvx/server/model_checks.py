@@ -3,12 +3,8 @@
 What only shows once a model is loaded, ``models/attention`` and ``models/layer_ranges`` refuse.
 """
 
-from typing import TYPE_CHECKING
-
+from vllm_kvx.config.policy_layers import is_mixed, num_policy_layers
 from vllm_kvx.server.start_refusal import MODEL, RANGES, Refusal
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 # Under any policy but `full`.
 OF_MODEL: tuple[Refusal, ...] = (
@@ -28,15 +24,15 @@ OF_MODEL: tuple[Refusal, ...] = (
         MODEL,
     ),
     Refusal(
-        lambda c: _slides(c),
-        "sliding-window attention is not supported yet: set --disable-sliding-window (which caps "
-        "the context at the window) or serve another model",
+        lambda c: not num_policy_layers(c.model_config),
+        "every layer of this model slides over a window, so that its cache does not grow: set "
+        "--disable-sliding-window (which caps the context at the window), serve another model, or "
+        "drop the KV policy",
         MODEL,
     ),
     Refusal(
-        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
-        "layers that keep a state in the place of keys and values are not supported yet: serve a "
-        "model with attention in every layer, or drop the KV policy",
+        lambda c: c.model_config.is_attention_free,
+        "this model keeps states and no keys or values: drop the KV policy",
         MODEL,
     ),
     Refusal(
@@ -65,6 +61,12 @@ _OTHERS = (
 
 # Where rows leave the batch between two layers, so that the decoder runs in ranges of layers.
 WITH_PROPAGATION: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: is_mixed(c.model_config),
+        "some layers of this model slide over a window or keep a state, where tokens cannot be "
+        f"dropped without changing what these layers compute: {_OTHERS}",
+        RANGES,
+    ),
     Refusal(
         lambda c: c.model_config.using_transformers_backend(),
         "vLLM runs this model by Transformers' own code, which cannot be asked for a range of its "
@@ -100,11 +102,3 @@ WITH_SCORES: tuple[Refusal, ...] = (
         MODEL,
     ),
 )
-
-
-def _slides(c: "VllmConfig") -> bool:
-    """Whether any layer's attention has a window; a window that no layer uses is fine."""
-    if c.cache_config.sliding_window is not None:
-        return True
-    layer_types = getattr(c.model_config.hf_text_config, "layer_types", None) or ()
-    return c.model_config.get_sliding_window() is not None and "sliding_attention" in layer_types

@@ -4,11 +4,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx import __version__
+from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.config.settings import (
     LAYOUT_KEY,
     POLICY_KEY,
     KVSettings,
-    dtype_of_engine,
     policy_is_set,
 )
 from vllm_kvx.policy.parameters import PolicyError

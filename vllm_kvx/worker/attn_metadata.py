@@ -61,6 +61,11 @@ class StepAttention:
             self.prepare_attn, batch, self.mode, tables, slots, groups, *self.more
         )
 
+    def stock(self, groups: AttentionGroups) -> AttnMetadata:
+        """Metadata of the step's own batch, for KV groups that follow no policy."""
+        tables, slots = self.block_tables, self.slot_mappings
+        return self.prepare_attn(self.batch, self.mode, tables, slots, groups, *self.more)
+
     def of_pass(
         self, batch: PassBatch, ends: np.ndarray, groups: Collection[int], is_prefill: bool = True
     ) -> AttnMetadata:

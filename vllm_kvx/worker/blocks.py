@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_kvx.cache.messages import PrivateBlocks
+from vllm_kvx.cache.pool_capacity import VLLMS_OWN
 from vllm_kvx.policy.storage import Storage
 
 
@@ -23,10 +24,13 @@ def cut_tables(
 
     New blocks come behind these from the next step on.
 
-    storages: by KV stage. group_stages: the stage of each KV group. Returns how many blocks go.
+    storages: by KV stage. group_stages: the stage of each KV group, ``VLLMS_OWN`` of those to leave
+        alone. Returns how many blocks go.
     """
     num_blocks, freed = tables.num_blocks.np, 0
     for group, stage in enumerate(group_stages):
+        if stage == VLLMS_OWN:
+            continue
         kept = -(-storages[stage].kept // tables.block_sizes[group])
         freed += int(num_blocks[group, req_index]) - kept
         num_blocks[group, req_index] = kept

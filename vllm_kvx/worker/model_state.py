@@ -11,8 +11,9 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -20,11 +21,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_kvx.cache.admission import num_split_windows
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
-from vllm_kvx.cache.pool_capacity import stage_of
+from vllm_kvx.cache.pool_capacity import VLLMS_OWN, stage_of
 from vllm_kvx.config.settings import KVSettings, request_policy
 from vllm_kvx.models.attention import check_softmax
 from vllm_kvx.models.decoder import SegmentedModel
@@ -74,12 +76,18 @@ class PolicyModelState(DefaultModelState):
         self.cuts = cuts_of(layout, attention, vllm_config)
         # The segment of the decoder that each KV stage begins in.
         self.stage_segments = [self.cuts.segment_of(start) for start in layout.stage_starts]
-        policy_kv_cache_specs(attention, settings)
+        num_layers = self.model_config.get_total_num_hidden_layers()
+        sliding = [
+            layer
+            for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
+            if layer not in attention
+        ]
+        policy_kv_cache_specs(attention, settings, num_layers - len(attention), sliding)
         stages = [layout.stage_of(layer) for layer in range(len(attention))]
         self.hooks = LayerHooks(self.hooked, stages, dtype, layout)
         num_windows = num_split_windows(vllm_config.scheduler_config)
         policies = settings.counted_policies()
-        self.stats = PolicyStats(layout.stage_sizes(settings.num_layers), policies)
+        self.stats = PolicyStats(layout.stage_sizes(len(attention)), policies)
         self.memory = PrefillBuffers(
             attention, num_windows, layout.window, dtype, device, policies.size
         )
@@ -117,11 +125,14 @@ class PolicyModelState(DefaultModelState):
         groups = kv_cache_config.kv_cache_groups
         self.shared = SharedAttnMetadata(groups)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
-        self._groups = torch.arange(len(groups), dtype=torch.int32, device=self.device)
-        self._stages = torch.tensor(self.group_stages, dtype=torch.int32, device=self.device)
+        ours = [g for g, stage in enumerate(self.group_stages) if stage != VLLMS_OWN]
+        self._vllms_own = [g for g in range(len(groups)) if g not in ours]
+        self._first_group, stages = ours[0], [self.group_stages[g] for g in ours]
+        self._groups = torch.tensor(ours, dtype=torch.int32, device=self.device)
+        self._stages = torch.tensor(stages, dtype=torch.int32, device=self.device)
         self.hooks.bind(kv_cache_config, self.settings.layout)
         if self.retrieval is not None:
-            spec = groups[0].kv_cache_spec
+            spec = groups[self._first_group].kv_cache_spec
             assert isinstance(spec, AttentionSpec)
             self.retrieval.bind(spec, block_tables)
         self.prefix_states = PrefixStates.of(
@@ -145,7 +156,7 @@ class PolicyModelState(DefaultModelState):
         policy = request_policy(self.settings, new_req_data.sampling_params)
         prompt_len, req_id = new_req_data.prompt_len, new_req_data.req_id
         row = self.stats.row_of(policy)
-        block_size = self.block_tables.block_sizes[0]
+        block_size = self.block_tables.block_sizes[self._first_group]
         self.requests.add(req_index, req_id, policy, prompt_len, block_size, row)
         if self.retrieval is not None:
             self.retrieval.add_request(req_index, policy.retrieve, row)
@@ -308,6 +319,8 @@ class PolicyModelState(DefaultModelState):
     ) -> AttnMetadata:
         """Metadata of all layers, each with its stage's lengths; rows: by segment."""
         metadata: AttnMetadata = {}
+        if self._vllms_own:  # As vLLM would have it: whole contexts, by position.
+            metadata.update(attn.stock(only(attn.attn_groups, self._vllms_own)))
         for stage, stored_lens in enumerate(self.stored_lens):
             batch = of_stage(attn.batch, stage, stored_lens, step)
             groups = only(attn.attn_groups, self.passes.groups_of(stage))
@@ -379,3 +392,7 @@ class PolicyModelState(DefaultModelState):
         self.memory.reset_counters()
         if self.retrieval is not None:
             self.retrieval.reset_counters()
+
+
+class PolicyHybridModelState(PolicyModelState, MambaHybridModelState):
+    """The same of a model some of whose layers keep a state, which vLLM moves along."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvx.cache.pool_capacity import pool_tokens
+from vllm_kvx.cache.pool_capacity import VLLMS_OWN, pool_tokens
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.storage import STASH_PAGE, stash_pages
 from vllm_kvx.worker.model_state import PolicyModelState
@@ -71,7 +71,11 @@ def layout_of_pool(
     """The KV groups that vLLM formed, and what the pool holds."""
     pool = pool_tokens(config, settings, max_model_len)
     groups = [
-        {"layers": group.layer_names, "block_size": size, "segment": stage}
+        {
+            "layers": group.layer_names,
+            "block_size": size,
+            "segment": None if stage == VLLMS_OWN else stage,
+        }
         for group, size, stage in zip(
             config.kv_cache_groups, block_sizes, group_stages, strict=True
         )

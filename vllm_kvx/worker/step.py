@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_kvx.cache.pool_capacity import VLLMS_OWN
 from vllm_kvx.policy.storage import IntArray, stored_lens
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import RetrievalStep
@@ -174,6 +175,8 @@ def check_blocks(
     """
     storages = {chunk.batch_index: chunk.state.storages for chunk in step.chunks if chunk.is_last}
     for group, stage in enumerate(group_stages):
+        if stage == VLLMS_OWN:
+            continue
         lens = step.stored_lens[stage].copy()
         for index, by_stage in storages.items():
             lens[index] = by_stage[stage].rows

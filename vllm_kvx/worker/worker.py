@@ -13,7 +13,7 @@ from vllm_kvx.models.hooked import Build
 from vllm_kvx.models.registry import use_policy_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.worker.decode.graphs import capture_each_mode
-from vllm_kvx.worker.model_state import PolicyModelState
+from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.sleep import SleepingBuffers
 from vllm_kvx.worker.split_layers import cuts_of
 from vllm_kvx.worker.status import stats_of
@@ -43,10 +43,13 @@ class _PolicyWorking(_Base):
         assert settings is not None
         layout = settings.layout
 
+        is_hybrid = config.model_config.is_hybrid
+        model_state = PolicyHybridModelState if is_hybrid else PolicyModelState
+
         def row_cuts(attention: Any) -> tuple[int, ...]:
             return cuts_of(layout, attention, config).firsts[1:]
 
-        build = Build(PolicyModelState, settings.num_layers, row_cuts, layout.online_cuts)
+        build = Build(model_state, row_cuts, layout.online_cuts)
         use_policy_model(config.model_config, build, layout.propagates)
         super().load_model(*args, **kwargs)
         runner = self.model_runner

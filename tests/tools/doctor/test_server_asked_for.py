@@ -89,11 +89,11 @@ def test_a_model_that_policies_do_not_run(doctor, tmp_path: Path) -> None:
     )
     asked = doctor("speed-4", model=tmp_path, serve_args=ON_CPU)
     (note,) = (each for each in asked("model") if "slides" in each.says)
-    assert note.says == "MistralForCausalLM: its attention slides over a window"
+    assert note.says == "MistralForCausalLM: every layer's attention slides over a window"
     assert note.mend == "name full alone"
     (problem,) = asked("flags")
     # The server's own words.
-    assert "sliding-window attention is not supported yet" in problem.says
+    assert "every layer of this model slides over a window" in problem.says
 
 
 def test_a_model_that_some_policies_run(doctor, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_kvx.config.settings import POLICY_KEY, dtype_of_engine
+from vllm_kvx.config.cache_dtype import dtype_of_engine
+from vllm_kvx.config.settings import POLICY_KEY
 from vllm_kvx.tools.doctor.asked import layers_for
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request, note, ok, problem, reason
 from vllm_kvx.tools.doctor.machine import CPU_ADVICE

@@ -7,7 +7,10 @@ the model is loaded: see ``attention.check_softmax``.
 """
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from vllm_kvx.config.policy_layers import is_full, layer_kinds
 
 FULL_ALONE = "full alone"
 NO_PROPAGATION = "policies that retain or retrieve, such as snapkv or fier"
@@ -41,8 +44,10 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
     if text_config.get("kv_lora_rank") and text_config.get("model_type") not in _PLAIN_LATENT:
         yield Limit("its attention is multi-head latent (kv_lora_rank)", FULL_ALONE)
         return
-    if _slides(text_config):
-        yield Limit("its attention slides over a window", FULL_ALONE)
+    kinds = layer_kinds(SimpleNamespace(**text_config)) if _slides(text_config) else []
+    full = sum(map(is_full, kinds))
+    if _slides(text_config) and not full:
+        yield Limit("every layer's attention slides over a window", FULL_ALONE)
         return
     for name, said in _UNKNOWN.items():
         if text_config.get(name):
@@ -60,13 +65,17 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
             NO_PROPAGATION,
         )
     else:
-        if info.is_attention_free or info.is_hybrid:
-            yield Limit("some of its layers keep a state in the place of keys", FULL_ALONE)
+        if info.is_attention_free:
+            yield Limit("its layers keep a state in the place of keys", FULL_ALONE)
             return
         if info.supports_multimodal:
             yield Limit("it reads images or sound, which policies do not yet", FULL_ALONE)
             return
-        if not info.supports_pp:
+        if info.is_hybrid:
+            yield Limit("some of its layers keep a state in the place of keys", NO_PROPAGATION)
+        elif full < len(kinds):
+            yield Limit(f"{len(kinds) - full} of its {len(kinds)} layers slide", NO_PROPAGATION)
+        elif not info.supports_pp:
             yield Limit("its code does not support pipeline parallelism", NO_PROPAGATION)
     if text_config.get("attn_logit_softcapping"):
         yield Limit("its attention caps its logits (attn_logit_softcapping)", NO_SCORES)

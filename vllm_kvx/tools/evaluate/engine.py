@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, dtype_of_engine
+from vllm_kvx.config.cache_dtype import dtype_of_engine
+from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.policy import KVPolicy, with_retrieval
 from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment

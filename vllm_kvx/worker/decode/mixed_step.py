@@ -75,12 +75,12 @@ class BesideStock:
         A builder keeps the metadata of one batch. attn_groups: all of the model's, by KV group.
         """
         if self._groups is None:
-            dense = {hook.layer.layer_name for hook in self._layers[:DENSE_LAYERS]}
+            retrieving = {hook.layer.layer_name for hook in self._layers[DENSE_LAYERS:]}
             self._groups = []
             for groups in attn_groups:
                 self._groups.append([])
                 for group in groups:
-                    names = [name for name in group.layer_names if name not in dense]
+                    names = [name for name in group.layer_names if name in retrieving]
                     if not names:
                         continue
                     own = AttentionGroup(

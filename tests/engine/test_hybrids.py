@@ -1,0 +1,93 @@
+"""Every kind of hybrid under retention and retrieval, against the dense references.
+
+Policies are about the layers with full attention. The others slide over a window or keep a state,
+and see every token whatever a policy drops. Prompts are longer than the window and than a chunk.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from reference import fastkv, hybrids
+from reference.criticalkv import Critical
+from reference.fier import Retrieve
+from reference.knorm import Norm
+from reference.pyramidkv import Pyramid
+from support.engine import forget_ranks, running
+from support.expected import FULL, Policy, Read
+from support.nightly import by_day
+from support.parity import ask, assert_parity, room_for
+from support.prompts import prompts_of
+from support.transformers_backend import keep_transformers_classes
+
+POLICIES: list[Policy] = [
+    FULL,
+    fastkv.Keep(kv_rate=0.2),
+    Critical(kv_rate=0.3),
+    Norm(0.3),
+    Read(Retrieve(64)),
+    Read(Retrieve(64), fastkv.Keep(kv_rate=0.5)),
+    Pyramid(kv_rate=0.3, groups=2, beta=4),
+]
+LENGTHS = (97, 33, 200, 5, 161, 64, 130, 250, 48)
+names = list(hybrids.HYBRIDS)
+every = by_day(names, {names.index("gemma3_text")})
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_transformers_classes(monkeypatch)
+    forget_ranks()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    models: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in models:
+            models[name] = hybrids.build(tmp_path_factory.mktemp(name), name)
+        return models[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", every)
+def test_parity(made: Callable[[str], Path], name: str) -> None:
+    """In chunks beside each other, and again with what their prompts left in the prefix cache."""
+    model, count = made(name), len(LENGTHS)
+    prompts, policies = prompts_of(LENGTHS), [POLICIES[i % len(POLICIES)] for i in range(count)]
+    with running(
+        model,
+        "full",
+        config=room_for(POLICIES),
+        enable_prefix_caching=True,
+        max_model_len=512,
+        max_num_seqs=16,
+    ) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=6)
+        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
+        again = ask(engine, longer, policies, max_tokens=4)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert_parity(model, [*answers, *again], policies * 2)
+
+
+@pytest.mark.parametrize("name", every)
+def test_preempted(made: Callable[[str], Path], name: str) -> None:
+    """A pool that is too small: prompts come in anew, and generated tokens after them."""
+    model = made(name)
+    prompts = prompts_of((180, 150, 200, 170, 90, 129, 200, 155, 140))
+    policies = [POLICIES[i % len(POLICIES)] for i in range(len(prompts))]
+    with running(
+        model,
+        "full",
+        config=room_for(POLICIES),
+        num_gpu_blocks_override=66,
+        max_model_len=288,
+        max_num_seqs=6,
+    ) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=70)
+        assert engine.preempted, "the pool was meant to be too small"
+        engine.assert_idle()
+    assert_parity(model, answers, policies, most=2)

@@ -1,0 +1,46 @@
+"""Which of a model's layers policies are about, as far as its configuration tells.
+
+Those with full attention over the paged cache: *policy layers*. Layers that slide over a window,
+and layers that keep a state, hold the same amount whatever the context, and stay vLLM's business.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+# What configurations call a layer with full attention; in a "hybrid" one a state is beside it.
+_FULL = ("full_attention", "attention", "global_attention", "hybrid")
+
+
+def num_policy_layers(model_config: "ModelConfig") -> int:
+    """The layers whose entries follow policies; 0 if all slide over a window."""
+    total = model_config.get_total_num_hidden_layers()
+    slides = model_config.get_sliding_window() is not None
+    if not slides and not model_config.is_hybrid:
+        return total
+    kinds = layer_kinds(model_config.hf_text_config)
+    if len(kinds) != total:
+        # Without a list a window is every layer's, and a layer may keep a state beside its keys.
+        return 0 if slides and not model_config.is_hybrid else total
+    return sum(map(is_full, kinds))
+
+
+def is_mixed(model_config: "ModelConfig") -> bool:
+    """Whether some layers are policy layers and some are not, or keep a state beside."""
+    count = num_policy_layers(model_config)
+    return model_config.is_hybrid or 0 < count < model_config.get_total_num_hidden_layers()
+
+
+def is_full(kind: str) -> bool:
+    """Whether a configuration that says `kind` of a layer means one with full attention."""
+    return kind in _FULL
+
+
+def layer_kinds(text_config: Any) -> list[str]:
+    """What a configuration says of each layer; empty if it says nothing."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(text_config, name, None)
+        if kinds:
+            return list(kinds)
+    return []
