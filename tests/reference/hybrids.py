@@ -4,10 +4,14 @@ The others slide over the last `WINDOW` tokens or are recurrent. Weights are dra
 `zoo.py`; `build` has the same signature. Every model has 8 layers and 2 KV heads.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
-from .zoo import LAYERS, Entry, write
+from torch import Tensor
+
+from .models import OUT_SCALE
+from .zoo import EXPERTS, LAYERS, Entry, write
 
 WINDOW = 64
 
@@ -22,20 +26,139 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
 }
+_ONE_IN_FOUR = {"layer_types": pattern(3), "sliding_window": WINDOW}
+_ONE_IN_TWO = {"layer_types": pattern(1), "sliding_window": WINDOW}
+_DELTA_RULE = {
+    "layer_types": pattern(3, "linear_attention"),
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+    },
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
+
+
+def _draw_recurrent(name: str, noise: Tensor) -> Tensor | None:
+    """What a state forgets: half of it in some five to twenty tokens."""
+    if name.endswith("dt_bias"):
+        return 0.5 * noise - 2.5
+    if name.endswith("A_log"):
+        return 0.3 * noise
+    if name.endswith(".D"):
+        return 1 + 0.2 * noise
+    if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight")):
+        # Of the state's output: without the one that other norms add.
+        return 1 + 0.2 * noise
+    if name.endswith("out_proj.weight"):
+        return OUT_SCALE * noise / math.sqrt(noise.shape[-1])
+    return None
+
+
+def _draw_gpt_oss(name: str, noise: Tensor) -> Tensor | None:
+    """Sinks that weigh as much as keys do, and experts whose weights are (experts, in, out)."""
+    if name.endswith("sinks"):
+        return 1 + noise
+    if name.endswith("router.bias"):
+        return 0.1 * noise
+    if "experts" in name and not name.endswith("bias"):
+        scale = OUT_SCALE if "down_proj" in name else 1.0
+        return scale * noise / math.sqrt(noise.shape[-2])
+    return None
+
 
 # By transformers' model type.
 HYBRIDS: dict[str, Entry] = {
     "gemma3_text": Entry(
-        {
-            "layer_types": pattern(3),
-            "sliding_window": WINDOW,
-            # Not the head size: a scale of its own.
+        # The scale is not that of the head size.
+        _ONE_IN_FOUR | {"query_pre_attn_scalar": 24, "rope_parameters": _ROPES},
+        tied=True,
+        is_one_added=True,
+        logits_scaling=0.5,
+    ),
+    # Caps so low that they show.
+    "gemma2": Entry(
+        _ONE_IN_TWO
+        | {
             "query_pre_attn_scalar": 24,
-            "rope_parameters": _ROPES,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
         },
         tied=True,
         is_one_added=True,
         logits_scaling=0.5,
+    ),
+    "gpt_oss": Entry(
+        _ONE_IN_TWO
+        | {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": 64},
+        draw=_draw_gpt_oss,
+    ),
+    # Full layers without rotary embeddings, sublayers in parallel.
+    "cohere2": Entry(
+        _ONE_IN_FOUR | {"logit_scale": 0.25}, derives_head_dim=True, tied=True, logits_scaling=4.0
+    ),
+    # Full layers without rotary embeddings, norms behind the sublayers.
+    "exaone4": Entry(
+        _ONE_IN_FOUR | {"sliding_window_pattern": "LLLG"},
+        derives_head_dim=True,
+    ),
+    "olmo3": Entry(_ONE_IN_FOUR, derives_head_dim=True),
+    # Gated attention, one full layer in four; with experts, and without.
+    "qwen3_next": Entry(
+        _DELTA_RULE
+        | {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+        is_one_added=True,
+        draw=_draw_recurrent,
+    ),
+    "qwen3_5_text": Entry(_DELTA_RULE, is_one_added=True, draw=_draw_recurrent),
+    # Short convolutions.
+    "lfm2": Entry(
+        {"layer_types": pattern(1, "conv"), "block_auto_adjust_ff_dim": False},
+        derives_head_dim=True,
+        tied=True,
+        draw=_draw_recurrent,
+    ),
+    # Mamba 2, and no positions.
+    "granitemoehybrid": Entry(
+        _MAMBA
+        | {
+            "layer_types": pattern(3, "linear_attention"),
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 64,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.8,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+            "position_embedding_type": "nope",
+        },
+        derives_head_dim=True,
+        logits_scaling=2.0,
+        draw=_draw_recurrent,
+    ),
+    "bamba": Entry(
+        _MAMBA | {"attn_layer_indices": [2, 5, 7]},
+        derives_head_dim=True,
+        draw=_draw_recurrent,
     ),
 }
 
