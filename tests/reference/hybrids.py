@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .models import OUT_SCALE
-from .zoo import EXPERTS, LAYERS, Entry, write
+from .zoo import EXPERTS, HEAD_DIM, HEADS, LAYERS, Entry, write
 
 WINDOW = 64
 
@@ -131,7 +132,15 @@ HYBRIDS: dict[str, Entry] = {
     "qwen3_5_text": Entry(_DELTA_RULE, is_one_added=True, draw=_draw_recurrent),
     # Short convolutions.
     "lfm2": Entry(
-        {"layer_types": pattern(1, "conv"), "block_auto_adjust_ff_dim": False},
+        {
+            "layer_types": pattern(1, "conv"),
+            "block_auto_adjust_ff_dim": False,
+            # What vLLM asks for, and released checkpoints have.
+            "conv_dim": HEADS * HEAD_DIM,
+            "block_dim": HEADS * HEAD_DIM,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 128,
+        },
         derives_head_dim=True,
         tied=True,
         draw=_draw_recurrent,
@@ -155,9 +164,23 @@ HYBRIDS: dict[str, Entry] = {
         logits_scaling=2.0,
         draw=_draw_recurrent,
     ),
-    "bamba": Entry(
-        _MAMBA | {"attn_layer_indices": [2, 5, 7]},
-        derives_head_dim=True,
+    # Mamba 2 or an MLP or attention, each a layer of its own. Experts ("moe") run on GPUs alone.
+    "nemotron_h": Entry(
+        {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "full_attention", "linear_attention", "mlp"),
+                *("full_attention", "linear_attention", "full_attention"),
+            ],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 32,
+            "n_routed_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+        },
         draw=_draw_recurrent,
     ),
 }
@@ -169,3 +192,18 @@ def build(path: str | Path, name: str, *, seed: int = 0, **overrides: Any) -> Pa
     `overrides` go to the config class as they are. Raises KeyError for an unknown name.
     """
     return write(path, name, HYBRIDS[name], seed=seed, **overrides)
+
+
+def widen(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with vLLM's window of Cohere 2, in place, once: one token more than transformers'.
+
+    vLLM says that a layer of Cohere's sees `sliding_window` tokens and itself. Other models stay as
+    they are.
+    """
+    if model.config.model_type == "cohere2" and not getattr(model, "_is_widened", False):
+        model._is_widened = True
+        model.config.sliding_window += 1
+        for module in model.modules():
+            if getattr(module, "sliding_window", None) is not None:
+                module.sliding_window += 1
+    return model
