@@ -13,6 +13,8 @@ from reference.criticalkv import Critical
 from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
+from support.cpu_delta_rule import run_delta_rule_in_float32
+from support.cpu_router import complete_cpu_router
 from support.engine import forget_ranks, running
 from support.expected import FULL, Policy, Read
 from support.nightly import by_day
@@ -36,6 +38,8 @@ every = by_day(names, {names.index("gemma3_text")})
 
 @pytest.fixture(autouse=True)
 def as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete_cpu_router(monkeypatch)
+    run_delta_rule_in_float32(monkeypatch)
     keep_transformers_classes(monkeypatch)
     forget_ranks()
 

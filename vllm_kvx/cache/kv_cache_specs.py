@@ -62,7 +62,7 @@ class LaterStageAttentionSpec(AttentionSpec):
         bucket: as in ``FirstStageAttentionSpec``.
     """
 
-    dcp_sharded: bool = False
+    dcp_sharded: bool = True  # As the first stage's.
     stage: int
     start_layer: int
     bucket: int = 0
@@ -142,7 +142,6 @@ def _override_spec(
             values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
             return FirstStageAttentionSpec(**values, bucket=bucket)
         values = {f.name: getattr(spec, f.name) for f in fields(AttentionSpec)}
-        values["dcp_sharded"] = False
         return LaterStageAttentionSpec(**values, stage=stage, start_layer=start, bucket=bucket)
 
     layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
