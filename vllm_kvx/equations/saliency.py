@@ -11,19 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_kvx.equations.softmax import capped, softmax
 
-def window_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+
+def window_attention(
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Softmax rows of the window's queries over every key they may see.
 
     queries (H, w, D), keys (G, N, D), any float dtype -> (H, w, N) float32; 0 at later keys.
+    soft_cap, sinks: of the model's attention, see ``equations.softmax``; None without.
     """
     heads, window, _ = queries.shape
     keys = keys.repeat_interleave(heads // keys.shape[0], dim=0)
-    scores = queries.float() @ keys.float().transpose(1, 2) * scale
+    scores = capped(queries.float() @ keys.float().transpose(1, 2) * scale, soft_cap)
     num_keys = keys.shape[1]
     last_visible = torch.arange(num_keys - window, num_keys, device=keys.device)
     hidden = torch.arange(num_keys, device=keys.device) > last_visible[:, None]
-    return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return softmax(scores.masked_fill(hidden, float("-inf")), sinks)
 
 
 def saliency(attention: Tensor, reduction: str = "sum") -> Tensor:

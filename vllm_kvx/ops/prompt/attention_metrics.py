@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.triton_utils import tl, triton
 
 from vllm_kvx.equations.pivot import attention_metrics
+from vllm_kvx.equations.softmax import capped, softmax
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.metrics_scratch import ALIGNMENT, parts, row_length
 from vllm_kvx.ops.prompt.select import threshold
@@ -23,6 +24,7 @@ from vllm_kvx.ops.prompt.window_tiles import (
     tile_scores,
     turns,
 )
+from vllm_kvx.ops.softmax import add_sinks
 
 # Probabilities that the program of one row reads at a time.
 _ROW_BLOCK = 8192
@@ -41,12 +43,15 @@ def window_metrics(
     max_num_keys: int,
     scale: float,
     key_scale: float = 1.0,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Entropy, sparsity and variance of each head's attention, means over the window's queries.
 
     Entropy is in nats; sparsity is the mass of the tenth of the keys that get most; variance is
-    that of the attention that the visible keys get. All fp32, from fp32 softmax rows. What a
-    request gets does not depend on the others in its batch, bit for bit.
+    that of the attention that the visible keys get, around their mean. All fp32, from fp32
+    softmax rows; what goes to the model's sinks counts in no metric. What a request gets does not
+    depend on the others in its batch, bit for bit.
 
     Args:
         As for `saliency.window_saliency`, of which this takes no offsets.
@@ -72,6 +77,8 @@ def window_metrics(
                 windows[requests],
                 max_num_keys,
                 scale * key_scale,
+                soft_cap,
+                None if sinks is None else sinks[heads],
                 by_row[requests, heads],
                 length,
             )
@@ -88,19 +95,22 @@ def _rows_metrics(
     windows: Tensor,
     max_num_keys: int,
     scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
     by_row: Tensor,
     row_length: int,
 ) -> None:
     """Metrics of the window's rows of one turn, all at once.
 
     Args:
-        turn, ..., scale: as for `launch_row_sums`, of part of the requests and heads.
+        turn, ..., soft_cap: as for `launch_row_sums`, of part of the requests and heads.
+        sinks: of these heads; None without.
         by_row: (F, H, W, 3) float32, the result; rows past a request's window are not written.
         row_length: floats per row of the scratch, at least max_num_keys.
     """
     num_requests, _, num_heads, _ = queries.shape
     launch = launch_row_sums(
-        turn, queries, keys, block_tables, num_keys, windows, max_num_keys, scale
+        turn, queries, keys, block_tables, num_keys, windows, max_num_keys, scale, soft_cap
     )
     metric_sums = torch.empty_like(launch.softmax_sums)
     probabilities = by_row.new_empty(num_requests, num_heads, turn.num_rows, row_length)
@@ -109,6 +119,7 @@ def _rows_metrics(
         metric_sums,
         probabilities,
         row_length,
+        sinks,
         NUM_ROWS=turn.num_rows,
         **launch.constants,
     )
@@ -128,7 +139,7 @@ def _rows_metrics(
     )
 
 
-@triton.jit(do_not_specialize=["block_tables", "table_stride", "num_keys", "windows"])
+@triton.jit(do_not_specialize=["block_tables", "table_stride", "num_keys", "windows", "sinks"])
 def _probabilities_kernel(
     queries,
     query_request_stride,
@@ -145,10 +156,12 @@ def _probabilities_kernel(
     num_keys,
     windows,
     scale,
+    soft_cap,
     softmax_sums,
     metric_sums,
     probabilities,
     row_length,
+    sinks,
     FIRST_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -207,12 +220,18 @@ def _probabilities_kernel(
         total *= tl.exp2(maximum - larger)
         total += tl.sum(split_sums * tl.exp2(split_maxima - larger[None, :]), axis=0)
         maximum = larger
-    weight = tl.where(exists, 1.0 / total, 0.0)
-    bits = tl.where(exists, tl.log2(total), 0.0)
+    head_in_group = tl.program_id(0) % HEAD_TILES * HEAD_TILE + column // PADDED_ROWS
     last_visible = length - window + row
     uniform = tl.where(exists, 1.0 / (last_visible + 1).to(tl.float32), 0.0)
+    if sinks is not None:
+        highest, mass = maximum, total
+        of_head = sinks + kv_head * GROUP
+        maximum, total = add_sinks(highest, mass, of_head, head_in_group, exists)
+        # The keys' share, from what it is made of: one minus the sinks' would lose its digits.
+        uniform *= tl.where(exists, mass * tl.exp2(highest - maximum) / total, 0.0)
+    weight = tl.where(exists, 1.0 / total, 0.0)
+    bits = tl.where(exists, tl.log2(total), 0.0)
 
-    head_in_group = tl.program_id(0) % HEAD_TILES * HEAD_TILE + column // PADDED_ROWS
     head = (request.to(tl.int64) * (tl.num_programs(0) // HEAD_TILES) + kv_head) * GROUP
     probabilities_row = (head + head_in_group) * NUM_ROWS + column % PADDED_ROWS
     probabilities += probabilities_row[None, :] * row_length
@@ -233,6 +252,7 @@ def _probabilities_kernel(
             first,
             length,
             scale,
+            soft_cap,
             HEAD_DIM,
             PADDED_DIM,
             BLOCK_SIZE,
@@ -350,6 +370,8 @@ def window_metrics_reference(
     windows: Tensor,
     scale: float,
     key_scale: float = 1.0,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`window_metrics` in plain torch and float64, one request after the other; (F, H, 3)."""
     num_requests, _, num_heads, _ = queries.shape
@@ -363,6 +385,7 @@ def window_metrics_reference(
         hidden = position > position[length - window :, None]
         for head in range(num_heads):
             rows = queries[f, :window, head].double() @ keys[head // group].double().T
-            rows = (rows * (scale * key_scale)).masked_fill(hidden, float("-inf"))
-            metrics[f, head] = torch.stack(attention_metrics(rows.softmax(dim=1)[None]))
+            rows = capped(rows * (scale * key_scale), soft_cap).masked_fill(hidden, float("-inf"))
+            of_head = None if sinks is None else sinks[head : head + 1]
+            metrics[f, head] = torch.stack(attention_metrics(softmax(rows[None], of_head)))
     return metrics

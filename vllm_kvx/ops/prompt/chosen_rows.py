@@ -12,14 +12,16 @@ from torch import Tensor
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_kvx.equations.softmax import capped as capped_reference
+from vllm_kvx.equations.softmax import softmax
 from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.softmax import LOG2_E, capped, factors
 
 # Rows and keys of a tile; float32 is multiplied without matrix instructions, from registers.
 _BLOCK_ROWS = {2: 128, 4: 32}
 _BLOCK_KEYS = {2: 64, 4: 32}
 # tl.dot takes no fewer channels.
 _MIN_DOT = 16
-_LOG2_E = 1.4426950408889634
 # Scores that the torch path holds at a time.
 _MOST_SCORES = 1 << 24
 
@@ -49,6 +51,8 @@ def attend_chosen(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Writes the attention of `rows` to `out`; each sees the entries up to its own position.
 
@@ -57,11 +61,11 @@ def attend_chosen(
         paged: the layer's entries; entry i is that of position i.
         scale: factor of query times key before the softmax.
         key_scale, value_scale: what stored keys and values are multiplied with, for an fp8 cache.
+        soft_cap: of the logits, above 0; sinks: (H,), any float dtype; see ``equations.softmax``.
+            None where the model's attention has none.
     """
-    if query.device.type == "cpu":
-        attend_chosen_reference(query, paged, rows, out, scale, key_scale, value_scale)
-    else:
-        attend_chosen_kernel(query, paged, rows, out, scale, key_scale, value_scale)
+    run = attend_chosen_reference if query.device.type == "cpu" else attend_chosen_kernel
+    run(query, paged, rows, out, scale, key_scale, value_scale, soft_cap, sinks)
 
 
 def attend_chosen_reference(
@@ -72,6 +76,8 @@ def attend_chosen_reference(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """The same in plain torch, which the CPU runs."""
     first, heads = 0, query.shape[1]
@@ -89,7 +95,8 @@ def attend_chosen_reference(
             part = slice(begin, min(begin + step, last))
             scores = query[part].transpose(0, 1).float() @ keys.transpose(1, 2) * scale
             hidden = at > rows.positions[part, None]
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            scores = capped_reference(scores, soft_cap).masked_fill(hidden, -torch.inf)
+            weights = softmax(scores, sinks)
             out[part] = (weights @ values).transpose(0, 1).to(out.dtype)
         first = last
 
@@ -102,12 +109,15 @@ def attend_chosen_kernel(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """The same by a Triton kernel."""
     block_rows = _BLOCK_ROWS[query.element_size()]
     tiles = async_tensor_h2d(_tiles_of(rows.counts, block_rows), device=query.device)
-    tables = rows.block_tables
-    launch(query, paged, rows.positions, tables, tiles, out, scale, key_scale, value_scale)
+    scales = (scale, key_scale, value_scale)
+    where = (rows.positions, rows.block_tables, tiles)
+    launch(query, paged, *where, out, *scales, soft_cap, sinks)
 
 
 def launch(
@@ -120,6 +130,8 @@ def launch(
     scale: float,
     key_scale: float,
     value_scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """The kernel of `attend_chosen_kernel`, for all that is on the device.
 
@@ -142,7 +154,8 @@ def launch(
         block_tables.stride(0),
         tiles,
         tiles.shape[1],
-        scale * key_scale * _LOG2_E,
+        *factors(scale * key_scale, soft_cap, LOG2_E.value),
+        sinks,
         value_scale,
         GROUP=heads // paged.num_heads,
         HEAD_DIM=head_dim,
@@ -171,7 +184,7 @@ def _tiles_of(counts: np.ndarray, block_rows: int) -> np.ndarray:
     return np.ascontiguousarray(np.array(tiles[::-1], dtype=np.int32).T)
 
 
-@triton.jit(do_not_specialize=["block_tables", "table_stride", "num_tiles"])
+@triton.jit(do_not_specialize=["block_tables", "table_stride", "num_tiles", "sinks"])
 def _attend_kernel(
     query,
     query_row_stride,
@@ -197,6 +210,8 @@ def _attend_kernel(
     tiles,
     num_tiles,
     scale,
+    soft_cap,
+    sinks,
     value_scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -235,6 +250,9 @@ def _attend_kernel(
 
     maximum = tl.full((BLOCK_ROWS,), -1.0e30, dtype=tl.float32)
     total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    if sinks is not None:  # As if a key with this logit and a value of 0 came first.
+        maximum = tl.zeros_like(maximum) + tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
     sums = tl.zeros((BLOCK_ROWS, PADDED_DIM), dtype=tl.float32)
     # Tiles of keys that every row sees whole need no mask.
     seen_by_all = (lowest + 1) // BLOCK_KEYS * BLOCK_KEYS
@@ -257,6 +275,8 @@ def _attend_kernel(
             other=0.0,
         ).to(query_tile.dtype)
         scores = tl.dot(query_tile, key_tile, input_precision="ieee") * scale
+        if soft_cap is not None:
+            scores = capped(scores, soft_cap)
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_maximum[:, None])
         factor = tl.exp2(maximum - new_maximum)
@@ -285,6 +305,8 @@ def _attend_kernel(
             other=0.0,
         ).to(query_tile.dtype)
         scores = tl.dot(query_tile, key_tile, input_precision="ieee") * scale
+        if soft_cap is not None:
+            scores = capped(scores, soft_cap)
         scores = tl.where(key[None, :] <= position[:, None], scores, -1.0e30)
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_maximum[:, None])

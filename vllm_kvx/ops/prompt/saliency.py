@@ -20,6 +20,7 @@ from vllm_kvx.ops.prompt.window_tiles import (
     tile_scores,
     turns,
 )
+from vllm_kvx.ops.softmax import add_sinks
 
 
 def window_saliency(
@@ -34,11 +35,14 @@ def window_saliency(
     scale: float,
     key_scale: float = 1.0,
     reduction: str = "sum",
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention that each key outside the window gets from the window's queries, per query head.
 
-    The rows are exact: fp32 softmax over every key that the query may see, window included. What
-    a request gets does not depend on the others in its batch, bit for bit.
+    The rows are exact: fp32 softmax over every key that the query may see, window included, and
+    over the model's sinks, which take their share. What a request gets does not depend on the
+    others in its batch, bit for bit.
 
     Args:
         queries: (F, W, H, D), the model's dtype. Rows 0..windows[f]-1 are the queries of the last
@@ -53,6 +57,8 @@ def window_saliency(
         scale: factor of query times key before the softmax.
         key_scale: what a stored key is multiplied with to get the key, for an fp8 cache.
         reduction: over the window's queries, `sum` or `max`.
+        soft_cap: of the logits, above 0; sinks: (H,), any float dtype; see ``equations.softmax``.
+            None where the model's attention has none.
 
     Returns:
         (H, total_keys) float32. Columns of window keys hold 0; those from offsets[F] on are
@@ -73,12 +79,14 @@ def window_saliency(
             windows,
             max_num_keys,
             scale * key_scale,
+            soft_cap,
         )
         _window_sums_kernel[launch.grid](
             *launch.arguments,
             scores,
             offsets,
             total_keys,
+            sinks,
             MAXIMUM=reduction == "max",
             **launch.constants,
         )
@@ -93,6 +101,7 @@ def window_saliency(
         "windows",
         "offsets",
         "total_keys",
+        "sinks",
     ],
 )
 def _window_sums_kernel(
@@ -111,10 +120,12 @@ def _window_sums_kernel(
     num_keys,
     windows,
     scale,
+    soft_cap,
     partials,
     saliency,
     offsets,
     total_keys,
+    sinks,
     MAXIMUM: tl.constexpr,
     FIRST_ROW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -169,6 +180,10 @@ def _window_sums_kernel(
         total *= tl.exp2(maximum - larger)
         total += tl.sum(split_sums * tl.exp2(split_maxima - larger[None, :]), axis=0)
         maximum = larger
+    if sinks is not None:
+        in_group = tl.program_id(0) % HEAD_TILES * HEAD_TILE + column // PADDED_ROWS
+        one = tl.program_id(0) // HEAD_TILES * GROUP + in_group
+        maximum, total = add_sinks(maximum, total, sinks, one, exists)
     weight = tl.where(exists, 1.0 / total, 0.0)
 
     head = tl.arange(0, HEAD_TILE)
@@ -187,6 +202,7 @@ def _window_sums_kernel(
             first,
             length,
             scale,
+            soft_cap,
             HEAD_DIM,
             PADDED_DIM,
             BLOCK_SIZE,
@@ -214,13 +230,15 @@ def window_saliency_reference(
     scale: float,
     key_scale: float = 1.0,
     reduction: str = "sum",
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`window_saliency` in plain torch, one request after the other; (H, offsets[F])."""
     scores = torch.zeros(queries.shape[2], int(offsets[-1]), device=queries.device)
     for f, (length, window) in enumerate(zip(num_keys.tolist(), windows.tolist(), strict=True)):
         keys = paged.dense_keys(block_tables[f], length)
         rows = queries[f, :window].transpose(0, 1)
-        attention = dense.window_attention(rows, keys, scale * key_scale)
+        attention = dense.window_attention(rows, keys, scale * key_scale, soft_cap, sinks)
         first = int(offsets[f])
         scores[:, first : first + length - window] = dense.saliency(attention, reduction)
     return scores

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
+from vllm_kvx.ops.softmax import LOG2_E, capped, factors
+
 # Query rows that one program multiplies with a tile of keys.
 _MAX_ROWS = 64
 # Keys per tile at most, and their bytes. float32 is multiplied without matrix instructions, from
@@ -25,7 +27,6 @@ _MIN_DOT = 16
 # what the others found, which limits the splits of one head.
 _PROGRAMS = 1024
 _SPLITS = (64, 256)
-_LOG2_E = 1.4426950408889634
 # Score of a key that a query may not see. Finite, so that the difference of two is not NaN.
 HIDDEN: tl.constexpr = tl.constexpr(-1.0e30)
 
@@ -93,6 +94,7 @@ def launch_row_sums(
     windows: Tensor,
     max_num_keys: int,
     scale: float,
+    soft_cap: float | None = None,
 ) -> Launch:
     """Launches the first pass over the keys; what it returns serves to launch the second.
 
@@ -105,7 +107,8 @@ def launch_row_sums(
         num_keys: (F,) int32, on the device as is the next one; 0 for padding.
         windows: (F,) int32, at most W and num_keys[f].
         max_num_keys: at least the largest of `num_keys`.
-        scale: factor of query times stored key before the softmax.
+        scale: factor of query times stored key before the softmax. soft_cap: of the scaled
+            products, see ``equations.softmax``; None without.
     """
     num_requests, _, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = keys.shape[1:3]
@@ -135,7 +138,7 @@ def launch_row_sums(
         num_keys,
         windows,
         # In powers of two, which the hardware has an instruction for.
-        scale * _LOG2_E,
+        *factors(scale, soft_cap, LOG2_E.value),
         softmax_sums,
     )
     tiles = dict(
@@ -224,6 +227,7 @@ def tile_scores(
     begin,
     num_keys,
     scale,
+    soft_cap,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -245,7 +249,10 @@ def tile_scores(
         mask = mask & (channel < HEAD_DIM)[None, :]
     key_tile = tl.load(pointer[:, None] + channel[None, :] * channel_stride, mask=mask, other=0.0)
     product = tl.dot(key_tile.to(query_tile.dtype), tl.trans(query_tile), input_precision="ieee")
-    return tl.where(key[:, None] <= last_visible[None, :], product * scale, HIDDEN)
+    score = product * scale
+    if soft_cap is not None:
+        score = capped(score, soft_cap)
+    return tl.where(key[:, None] <= last_visible[None, :], score, HIDDEN)
 
 
 @triton.jit(
@@ -267,6 +274,7 @@ def row_sums_kernel(
     num_keys,
     windows,
     scale,
+    soft_cap,
     partials,
     FIRST_ROW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -323,6 +331,7 @@ def row_sums_kernel(
             first,
             length,
             scale,
+            soft_cap,
             HEAD_DIM,
             PADDED_DIM,
             BLOCK_SIZE,

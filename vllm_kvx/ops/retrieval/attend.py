@@ -4,8 +4,11 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
+from vllm_kvx.equations.softmax import capped as capped_reference
+from vllm_kvx.equations.softmax import softmax
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
+from vllm_kvx.ops.softmax import capped, factors
 
 ATTEND_PROGRAMS = 256
 MAX_SPLITS = 32
@@ -28,6 +31,8 @@ def attend(
     key_scale: float,
     value_scale: float,
     splits: int,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Softmax attention of each row over the units listed for it; other rows stay as they are.
 
@@ -38,6 +43,8 @@ def attend(
         partial: (R, H, splits, D) float32, partial_lse: (R, H, splits) float32, scratch.
         unit: tokens per unit. key_scale, value_scale: what an fp8 cache's entries are multiplied
             with. splits: programs that share a row and head.
+        soft_cap: of the logits, above 0; sinks: (H,), any float dtype; see ``equations.softmax``.
+            None where the model's attention has none.
     """
     heads, head_dim = query.shape[1], query.shape[2]
     kv_heads, num_rows = paged.num_heads, rows.lens.shape[0]
@@ -55,7 +62,7 @@ def attend(
         counts,
         partial,
         partial_lse,
-        scale * key_scale,
+        *factors(scale * key_scale, soft_cap),
         value_scale,
         query.stride(0),
         query.stride(1),
@@ -82,6 +89,7 @@ def attend(
         out.stride(0),
         out.stride(1),
         splits,
+        sinks,
         D=head_dim,
         BLOCK=triton.next_power_of_2(splits),
     )
@@ -101,6 +109,7 @@ def _attend_kernel(
     partial,
     partial_lse,
     scale,
+    soft_cap,
     value_scale,
     query_stride,
     query_head_stride,
@@ -165,7 +174,10 @@ def _attend_kernel(
             s = tl.dot(q, tl.trans(key.to(tl.float32)), input_precision="ieee")
         else:
             s = tl.dot(q, tl.trans(key.to(q.dtype)))
-        s = tl.where(inside[None, :], s * scale, float("-inf"))
+        s = s * scale
+        if soft_cap is not None:
+            s = capped(s, soft_cap)
+        s = tl.where(inside[None, :], s, float("-inf"))
         higher = tl.maximum(peak, tl.max(s, axis=1))
         p = tl.exp(s - higher[:, None])
         fade = tl.exp(peak - higher)
@@ -196,6 +208,7 @@ def _combine_kernel(
     out_stride,
     out_head_stride,
     splits,
+    sinks,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -206,8 +219,15 @@ def _combine_kernel(
     first = (row * tl.num_programs(0) + head).to(tl.int64) * splits
     split = tl.arange(0, BLOCK)
     lse = tl.load(partial_lse + first + split, mask=split < splits, other=float("-inf"))
-    weight = tl.exp(lse - tl.max(lse, axis=0))
-    weight = weight / tl.sum(weight, axis=0)
+    highest = tl.max(lse, axis=0)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    weight = tl.exp(lse - highest)
+    total = tl.sum(weight, axis=0)
+    if sinks is not None:  # No part has it: a sink is one logit, however many share a row.
+        total += tl.exp(sink - highest)
+    weight = weight / total
     channel = tl.arange(0, D)
     at = (first + split)[:, None] * D + channel[None, :]
     parts = tl.load(partial + at, mask=(split < splits)[:, None], other=0.0)
@@ -224,14 +244,18 @@ def attend_reference(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The attention of one row and KV head over chosen entries, in plain torch.
 
     query: (H / G, D), the query heads that share the KV head. paged: of that head alone, (blocks,
-        1, block_size, D). index: (n,) int64, the entries that are read.
+        1, block_size, D). index: (n,) int64, the entries that are read. soft_cap: of the logits,
+        sinks: (H / G,), of these heads; None without.
     Returns: (H / G, D) float32.
     """
     blocks, slots = block_table[index // paged.block_size].long(), index % paged.block_size
     keys = paged.keys[blocks, 0, slots].float() * key_scale
     values = paged.values[blocks, 0, slots].float() * value_scale
-    return (query.float() @ keys.T * scale).softmax(dim=-1) @ values
+    logits = capped_reference(query.float() @ keys.T * scale, soft_cap)
+    return softmax(logits, sinks) @ values

@@ -174,6 +174,8 @@ def retrieve(
     scale: float,
     key_scale: float,
     value_scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of `rows` to the entries that they select; other rows of `out` stay as they are.
 
@@ -181,11 +183,12 @@ def retrieve(
         query, out: (N, H, D). block_table: (B, max_blocks) int32.
         sidecar: of the layer, as `scratch.scorer` keeps it.
         scale: of the softmax. key_scale, value_scale: what an fp8 cache's entries stand for.
+        soft_cap, sinks: of the softmax, see ``attend``. Scores, which only rank, know neither.
     """
     if scratch.backends.score == "torch":
-        _retrieve_in_torch(
-            query, paged, sidecar, block_table, rows, scratch, out, scale, key_scale, value_scale
-        )
+        where = (sidecar, block_table, rows, scratch, out)
+        scales = (scale, key_scale, value_scale)
+        _retrieve_in_torch(query, paged, *where, *scales, soft_cap, sinks)
         return
     for step in steps(
         query,
@@ -198,6 +201,8 @@ def retrieve(
         scale=scale,
         key_scale=key_scale,
         value_scale=value_scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
     ).values():
         step()
 
@@ -214,6 +219,8 @@ def steps(
     scale: float,
     key_scale: float,
     value_scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> dict[str, Callable[[], None]]:
     """The three ops of ``retrieve`` by name, in the order in which they run."""
     num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
@@ -272,6 +279,8 @@ def steps(
             scratch.attend_programs,
             # What comes before it waits for the scores by itself.
             overlap and scratch.backends.score == "cuda",
+            soft_cap,
+            sinks,
         )
 
     def score_in_triton() -> None:
@@ -312,6 +321,8 @@ def steps(
             key_scale=key_scale,
             value_scale=value_scale,
             splits=attend_splits,
+            soft_cap=soft_cap,
+            sinks=sinks,
         )
 
     scores_in_cuda = scratch.backends.score == "cuda"
@@ -333,6 +344,8 @@ def _retrieve_in_torch(
     scale: float,
     key_scale: float,
     value_scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     unit, share = scratch.unit, query.shape[1] // paged.num_heads
     columns = (rows.tokens, rows.requests, rows.lens, rows.budgets)
@@ -360,4 +373,6 @@ def _retrieve_in_torch(
                 scale,
                 key_scale,
                 value_scale,
+                soft_cap,
+                None if sinks is None else sinks[heads],
             ).to(out.dtype)
