@@ -47,6 +47,15 @@ __device__ __forceinline__ void write_out(const AttendParams& p, int64_t token, 
       make_uint2(T::pack(x.x * scale, x.y * scale), T::pack(x.z * scale, x.w * scale));
 }
 
+// The logit of a head's sink, base 2.
+template <typename T>
+__device__ __forceinline__ float sink_of(const AttendParams& p, int head) {
+  constexpr float LOG2_E = 1.4426950408889634f;
+  const float sink = p.sinks_are_float ? static_cast<const float*>(p.sinks)[head]
+                                       : T::low(static_cast<const uint16_t*>(p.sinks)[head]);
+  return sink * LOG2_E;
+}
+
 // Adds up what the CTAs of a row and KV head have, weighted by their share of the softmax.
 template <typename T, int D, int WARPS>
 __device__ __forceinline__ void merge(const AttendParams& p, int64_t pair, int token, int kv_head,
@@ -64,6 +73,11 @@ __device__ __forceinline__ void merge(const AttendParams& p, int64_t pair, int t
     }
     for (int step = 16; step; step /= 2) {
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    }
+    if (p.sinks != nullptr) {
+      const float sink = sink_of<T>(p, kv_head * heads + head);
+      top = fmaxf(top, sink);
+      if (lane == 0) sum = exp2f(sink - top);
     }
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -91,7 +105,7 @@ __device__ __forceinline__ void merge(const AttendParams& p, int64_t pair, int t
   }
 }
 
-template <typename T, int D, bool WIDE, bool FLOAT8>
+template <typename T, int D, bool WIDE, bool FLOAT8, bool CAPPED>
 __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
     attend_kernel(const AttendParams p) {
   using Shape = AttendShape<D, WIDE, FLOAT8>;
@@ -178,7 +192,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
     }
   };
 
-  Softmax<T, D, WIDE> softmax;
+  Softmax<T, D, WIDE, CAPPED> softmax;
   softmax.reset();
   for (int panel = begin; panel < end; panel += PANEL / CHUNK) {
     const int count = min(PANEL / CHUNK, end - panel);
@@ -223,7 +237,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
         keys = wide, values = wide + Shape::TILE;
         __syncwarp();
       }
-      softmax.add(queries, keys, values, offsets + chunk * CHUNK, p.score_scale);
+      softmax.add(queries, keys, values, offsets + chunk * CHUNK, p.score_scale, p.soft_cap);
       __syncwarp();
     }
   }
@@ -240,6 +254,11 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
     float top = -infinity(), sum = 0.0f;
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int w = 0; w < WARPS; ++w) top = fmaxf(top, largest[w * 16 + head]);
+    if (splits == 1 && p.sinks != nullptr) {  // Of several CTAs the last one adds it.
+      const float sink = sink_of<T>(p, kv_head * heads + head);
+      top = fmaxf(top, sink);
+      sum = exp2f(sink - top);
+    }
     for (int w = 0; w < WARPS; ++w) {
       if (largest[w * 16 + head] == -infinity()) continue;
       const float weight = exp2f(largest[w * 16 + head] - top);
@@ -271,13 +290,18 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   merge<T, D, WARPS>(p, pair, token, kv_head, splits, reinterpret_cast<float*>(shared));
 }
 
-template <typename T, int D, bool WIDE, bool FLOAT8>
-void launch_attend(const AttendParams& p, cudaStream_t stream) {
+template <typename T, int D, bool WIDE, bool FLOAT8, bool CAPPED>
+void launch_capped(const AttendParams& p, cudaStream_t stream) {
   using Shape = AttendShape<D, WIDE, FLOAT8>;
   const dim3 grid(p.splits, p.queries.num_kv_heads, p.rows.count);
-  launch<AttendParams, attend_kernel<T, D, WIDE, FLOAT8>>(grid, Shape::THREADS,
-                                                          Shape::SHARED_BYTES, 1, stream, p,
-                                                          p.overlap);
+  launch<AttendParams, attend_kernel<T, D, WIDE, FLOAT8, CAPPED>>(
+      grid, Shape::THREADS, Shape::SHARED_BYTES, 1, stream, p, p.overlap);
+}
+
+template <typename T, int D, bool WIDE, bool FLOAT8>
+void launch_attend(const AttendParams& p, cudaStream_t stream) {
+  p.soft_cap > 0.0f ? launch_capped<T, D, WIDE, FLOAT8, true>(p, stream)
+                    : launch_capped<T, D, WIDE, FLOAT8, false>(p, stream);
 }
 
 template <typename T, int D>

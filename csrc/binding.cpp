@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "params.h"
 
@@ -228,7 +229,8 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
                 const Tensor& lens, const Tensor& indices, const Tensor& counts,
                 const Tensor& partial_out, const Tensor& partial_lse, const Tensor& tickets,
                 const Tensor& out, double scale, double key_scale, double value_scale,
-                int64_t unit_tokens, int64_t splits, int64_t programs, bool overlap) {
+                int64_t unit_tokens, int64_t splits, int64_t programs, bool overlap,
+                double soft_cap, const std::optional<Tensor>& sinks) {
   STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.is_cuda() && values.is_cuda(),
                   "keys and values must be (blocks, G, block_size, D) on a GPU");
   kvx::AttendParams p = {};
@@ -287,7 +289,19 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
   p.out_token_stride = out.stride(0);
   p.out_head_stride = out.stride(1);
   constexpr double LOG2_E = 1.4426950408889634;
-  p.score_scale = static_cast<float>(scale * key_scale * LOG2_E);
+  STD_TORCH_CHECK(soft_cap >= 0, "soft_cap must be positive, or 0 for none");
+  if (soft_cap > 0) {
+    p.score_scale = static_cast<float>(2 * LOG2_E * (scale * key_scale) / soft_cap);
+    p.soft_cap = static_cast<float>(soft_cap * LOG2_E);
+  } else {
+    p.score_scale = static_cast<float>(scale * key_scale * LOG2_E);
+  }
+  if (sinks.has_value()) {
+    p.sinks_are_float = sinks->scalar_type() == ScalarType::Float;
+    check(*sinks, "sinks", 1, p.sinks_are_float ? ScalarType::Float : q.scalar_type());
+    STD_TORCH_CHECK(sinks->size(0) == heads, "sinks must have a value per query head");
+    p.sinks = sinks->data_ptr();
+  }
   p.value_scale = static_cast<float>(value_scale);
   p.splits = static_cast<int>(splits);
   p.programs = static_cast<int>(programs);
@@ -319,7 +333,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
       "kvx_attend(Tensor q, Tensor keys, Tensor values, Tensor block_table, Tensor tokens, "
       "Tensor requests, Tensor lens, Tensor indices, Tensor counts, Tensor(a!) partial_out, "
       "Tensor(b!) partial_lse, Tensor(c!) tickets, Tensor(d!) out, float scale, float key_scale, "
-      "float value_scale, int unit_tokens, int splits, int programs, bool overlap) -> ()");
+      "float value_scale, int unit_tokens, int splits, int programs, bool overlap, "
+      "float soft_cap, Tensor? sinks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_kvx, CUDA, library) {

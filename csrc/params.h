@@ -74,7 +74,10 @@ struct AttendParams {
   int* tickets;              // (R, G), zero between launches
   void* out;                 // (N, H, D)
   int64_t out_token_stride, out_head_stride;
-  float score_scale;         // of products, before a softmax of base 2
+  float score_scale;         // of products, before a softmax of base 2, or before the soft cap
+  float soft_cap;            // of the logits, base 2; 0 without
+  const void* sinks;         // (H,) a logit more for each head, natural; nullptr without
+  bool sinks_are_float;      // float32; else of the queries' dtype
   float value_scale;
   Dtype cache_dtype;
   int splits, programs;      // CTAs per row and KV head at most, and in all

@@ -12,7 +12,13 @@ constexpr int CHUNK = 16;  // entries that a warp takes at a time
 // Rows of 16-bit elements, their chunks of 16 bytes in an order that spares bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ (row & 7); }
 
-template <typename T, int D, bool WIDE>
+// x of base 2, 2 log2(e) times the ratio of a logit to its cap: what is left is cap * tanh(ratio).
+__device__ __forceinline__ float capped(float x, float cap) {
+  return cap - __fdividef(2.0f * cap, 1.0f + exp2f(x));
+}
+
+// CAPPED: whether logits have a soft cap.
+template <typename T, int D, bool WIDE, bool CAPPED>
 struct Softmax {
   float out[D / 8][WIDE ? 4 : 2];
   float largest[2], sum[2];  // of heads lane / 4 and, if WIDE, lane / 4 + 8; sum: of this lane
@@ -29,7 +35,7 @@ struct Softmax {
 
   // Adds 16 entries. offsets: below 0 for those that do not count.
   __device__ void add(const uint4* queries, const uint4* keys, const uint4* values,
-                      const int64_t* offsets, float scale) {
+                      const int64_t* offsets, float scale, float cap) {
     constexpr int ROW = D / 8;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     float s[2][4] = {};
@@ -48,7 +54,9 @@ struct Softmax {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const bool counts = offsets[i * 8 + quarter * 2 + j % 2] >= 0;
-        s[i][j] = counts ? s[i][j] * scale : -infinity();
+        s[i][j] *= scale;
+        if constexpr (CAPPED) s[i][j] = capped(s[i][j], cap);
+        if (!counts) s[i][j] = -infinity();
       }
     }
     uint32_t weights[4] = {};

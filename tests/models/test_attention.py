@@ -93,16 +93,17 @@ def test_models_that_are_refused(
 
 SOFT_CAP = SimpleNamespace(logits_soft_cap=50.0, alibi_slopes=None, sinks=None)
 SINKS = SimpleNamespace(logits_soft_cap=0, alibi_slopes=None, sinks=object())
+HIDES_SINKS = SimpleNamespace(logits_soft_cap=0, alibi_slopes=None)
 ALIBI = SimpleNamespace(logits_soft_cap=0, alibi_slopes=object(), sinks=None)
 
 
 @pytest.mark.parametrize(
     ("impl", "computes", "moves", "says"),
     [
-        (SOFT_CAP, True, False, "a soft cap"),
-        (SOFT_CAP, False, True, None),
-        (SINKS, True, True, "attention sinks"),
-        (SINKS, False, True, None),
+        (SOFT_CAP, True, True, None),
+        (SINKS, True, True, None),
+        (HIDES_SINKS, True, False, "backend HIDES keeps them where they are not found"),
+        (HIDES_SINKS, False, True, None),
         (ALIBI, True, False, "ALiBi"),
         (ALIBI, False, True, "counts stored entries"),
         (ALIBI, False, False, None),
@@ -111,7 +112,8 @@ ALIBI = SimpleNamespace(logits_soft_cap=0, alibi_slopes=object(), sinks=None)
 def test_what_attention_does_to_logits(
     impl: Any, computes: bool, moves: bool, says: str | None
 ) -> None:
-    layers = [layer(), layer(impl=impl)]
+    backend = SimpleNamespace(get_name=lambda: "HIDES")
+    layers = [layer(), layer(impl=impl, has_sink=impl in (SINKS, HIDES_SINKS), attn_backend=backend)]
     if says is None:
         check_softmax(layers, computes, moves)
         return

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support import inside
-from support.ragged import LAYOUTS, make_batch
+from support.ragged import LAYOUTS, make_batch, make_sinks
 from torch import Tensor
 
 from vllm_kvx.ops.prompt.chosen_rows import (
@@ -36,8 +36,15 @@ def make_rows(lengths: list[int], share: float, **shape: Any) -> tuple[Any, Chos
     return batch.paged, rows, query.to(device, shape.get("dtype", torch.float32))
 
 
-def masked(paged: Any, rows: ChosenRows, query: Tensor, scale: float) -> Tensor:
-    """By one softmax a row over the keys at or before it."""
+def masked(
+    paged: Any,
+    rows: ChosenRows,
+    query: Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """By one softmax a row over the keys at or before it, a sink's share of which goes nowhere."""
     out, first = torch.empty_like(query), 0
     group = query.shape[1] // paged.num_heads
     for count, table in zip(rows.counts.tolist(), rows.block_tables, strict=True):
@@ -46,7 +53,12 @@ def masked(paged: Any, rows: ChosenRows, query: Tensor, scale: float) -> Tensor:
             keys, values = paged.dense_keys(table, n), paged.dense_values(table, n)
             for head in range(query.shape[1]):
                 scores = keys[head // group].float() @ query[row, head].float() * scale
-                out[row, head] = scores.softmax(0) @ values[head // group].float()
+                if soft_cap is not None:
+                    scores = (scores / soft_cap).tanh() * soft_cap
+                weights = scores.softmax(0)
+                if sinks is not None:
+                    weights *= torch.sigmoid(scores.logsumexp(0) - sinks[head].float())
+                out[row, head] = weights @ values[head // group].float()
         first += count
     return out
 
@@ -58,6 +70,28 @@ def test_reference_sees_what_is_at_or_before_a_row(layout: str, device: str) -> 
     ours = torch.empty_like(query)
     attend_chosen_reference(query, paged, rows, ours, 0.3)
     torch.testing.assert_close(ours, masked(paged, rows, query, 0.3), rtol=1e-5, atol=1e-6)
+
+
+LOGITS: list[tuple[float | None, torch.dtype | None]] = [
+    (None, torch.float32),
+    (1.5, None),
+    (1.5, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("soft_cap", "sink_dtype"), LOGITS, ids=str)
+def test_soft_caps_and_sinks(
+    soft_cap: float | None, sink_dtype: torch.dtype | None, device: str
+) -> None:
+    shape: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=32, device=device)
+    paged, rows, query = make_rows([1, 70, 200], 0.3, **shape)
+    sinks = None if sink_dtype is None else make_sinks(6, device, sink_dtype)
+    scales = (0.3, 1.5, 0.5)
+    expected = masked(paged, rows, query, 0.3 * 1.5, soft_cap, sinks) * 0.5
+    for attend in (attend_chosen_reference, attend_chosen_kernel):
+        ours = torch.full_like(query, math.nan)
+        attend(query, paged, rows, ours, *scales, soft_cap, sinks)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_reference_in_slices(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support import inside
-from support.ragged import Batch, make_batch, poisoned_outputs
+from support.ragged import Batch, make_batch, make_sinks, poisoned_outputs
 from torch import Tensor
 
 from vllm_kvx.equations.pivot import TOP_SHARE, attention_metrics
@@ -16,7 +16,7 @@ from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 SCALE = 0.3
 
 
-def metrics_of(batch: Batch, key_scale: float = 1.0) -> Tensor:
+def metrics_of(batch: Batch, key_scale: float = 1.0, **logits: Any) -> Tensor:
     with poisoned_outputs():
         return window_metrics(
             batch.queries,
@@ -27,10 +27,11 @@ def metrics_of(batch: Batch, key_scale: float = 1.0) -> Tensor:
             batch.max_num_keys,
             SCALE,
             key_scale,
+            **logits,
         )
 
 
-def reference_of(batch: Batch, key_scale: float = 1.0) -> Tensor:
+def reference_of(batch: Batch, key_scale: float = 1.0, **logits: Any) -> Tensor:
     return window_metrics_reference(
         batch.queries,
         batch.paged,
@@ -39,13 +40,14 @@ def reference_of(batch: Batch, key_scale: float = 1.0) -> Tensor:
         batch.windows,
         SCALE,
         key_scale,
+        **logits,
     )
 
 
-def assert_right(batch: Batch, key_scale: float = 1.0) -> None:
-    expected = reference_of(batch, key_scale).float()
+def assert_right(batch: Batch, key_scale: float = 1.0, **logits: Any) -> None:
+    expected = reference_of(batch, key_scale, **logits).float()
     # A head that looks at one key has next to no entropy, of which fp32 leaves fewer digits.
-    found = metrics_of(batch, key_scale)
+    found = metrics_of(batch, key_scale, **logits)
     torch.testing.assert_close(found[..., :2], expected[..., :2], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[..., 2], expected[..., 2], rtol=1e-5, atol=1e-12)
 
@@ -107,6 +109,29 @@ def test_reference_is_the_policy(device: str) -> None:
     rows = window_attention(batch.queries[0].transpose(0, 1), keys, SCALE)
     expected = torch.stack(attention_metrics(rows))
     torch.testing.assert_close(reference_of(batch)[0].mean(dim=0).cpu(), expected)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_soft_caps_and_sinks(
+    soft_cap: float | None, has_sinks: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of heads in parts, as little scratch wants them."""
+    shape: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=32, max_window=32)
+    batch = make_batch(11, [200, 1, 70], [3, 1, 9], device=device, **shape)
+    sinks = make_sinks(6, device) if has_sinks else None
+    assert_right(batch, soft_cap=soft_cap, sinks=sinks)
+    together = metrics_of(batch, soft_cap=soft_cap, sinks=sinks)
+    inside.bound_metrics_scratch(monkeypatch, 2 * 32 * 200 * 4)
+    assert torch.equal(metrics_of(batch, soft_cap=soft_cap, sinks=sinks), together)
+
+
+def test_sinks_that_take_nearly_all(device: str) -> None:
+    """The variance of what is left has its digits."""
+    batch = make_batch(12, [90], [2], heads=2, kv_heads=1, head_dim=32, device=device)
+    sinks = torch.full((2,), 20.0, device=device)
+    expected = reference_of(batch, sinks=sinks).float()
+    torch.testing.assert_close(metrics_of(batch, sinks=sinks), expected, rtol=1e-4, atol=0)
 
 
 def test_top_share_is_a_whole_division() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.nightly import by_day
-from support.ragged import NO_BLOCK
+from support.ragged import NO_BLOCK, make_sinks
 from torch import Tensor
 
 from vllm_kvx.equations.retrieval import (
@@ -578,6 +578,32 @@ class TestAttend:
     def test_fp8(self, device: str) -> None:
         self.check(FP8, 2, device, key_scale=0.5, value_scale=2.0)
 
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize(
+        ("soft_cap", "sink_dtype"),
+        [(None, torch.float32), (0.7, None), (0.7, torch.bfloat16)],
+        ids=str,
+    )
+    def test_soft_caps_and_sinks(
+        self, soft_cap: float | None, sink_dtype: torch.dtype | None, splits: int, device: str
+    ) -> None:
+        shape = SHAPES[0]
+        sinks = None if sink_dtype is None else make_sinks(shape.heads, device, sink_dtype)
+        self.check(shape, splits, device, key_scale=0.5, soft_cap=soft_cap, sinks=sinks)
+
+    def test_reference_caps_and_sinks_as_written_out(self, device: str) -> None:
+        layer = Layer.of(SHAPES[0], 0, device)
+        cap, sinks, index = 0.7, make_sinks(2, device), torch.arange(9, device=device)
+        one = PagedKV(layer.paged.keys[:, :1], layer.paged.values[:, :1])
+        query, table = layer.query(1)[0, :2], layer.tables[0]
+        ours = attend_reference(query, one, table, index, SCALE, soft_cap=cap, sinks=sinks)
+        blocks, slots = table[index // one.block_size].long(), index % one.block_size
+        keys, values = (x[blocks, 0, slots].double() for x in (one.keys, one.values))
+        for head in range(2):
+            weights = (cap * torch.tanh(keys @ query[head].double() * SCALE / cap)).exp()
+            expected = weights @ values / (weights.sum() + sinks[head].double().exp())
+            torch.testing.assert_close(ours[head].double(), expected, rtol=1e-4, atol=1e-5)
+
     def check(
         self,
         shape: Shape,
@@ -585,6 +611,8 @@ class TestAttend:
         device: str,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         layer, host = Layer.of(shape, 0, device), rows_of(shape, device)
         rows, count = host.on_device, len(host.lens)
@@ -625,6 +653,8 @@ class TestAttend:
             key_scale=key_scale,
             value_scale=value_scale,
             splits=splits,
+            soft_cap=soft_cap,
+            sinks=sinks,
         )
         idle = torch.ones(count + 2, dtype=torch.bool)
         for r, length in enumerate(host.lens):
@@ -645,6 +675,8 @@ class TestAttend:
                     SCALE,
                     key_scale,
                     value_scale,
+                    soft_cap,
+                    None if sinks is None else sinks[heads],
                 )
                 ours = out[host.tokens[r], heads].float()
                 exact = shape.dtype == torch.float32
@@ -655,18 +687,24 @@ class TestAttend:
 
 class TestRetrieve:
     @pytest.mark.parametrize(
-        ("shape", "reduction"),
+        ("shape", "reduction", "soft_cap"),
         [
-            (SHAPES[0], "max"),
-            (SHAPES[3], "softmax"),
-            (SHAPES[5], "sum"),
-            (SHAPES[6], "max"),
-            (SHAPES[8], "softmax"),
+            (SHAPES[0], "max", None),
+            (SHAPES[3], "softmax", None),
+            (SHAPES[5], "sum", None),
+            (SHAPES[6], "max", 0.7),
+            (SHAPES[8], "softmax", None),
         ],
         ids=lambda value: label(value) if isinstance(value, Shape) else value,
     )
-    def test_backends_agree(self, shape: Shape, reduction: str, device: str) -> None:
-        """The kernels one after the other against plain torch, and both against the policy."""
+    def test_backends_agree(
+        self, shape: Shape, reduction: str, soft_cap: float | None, device: str
+    ) -> None:
+        """The kernels one after the other against plain torch, and both against the policy.
+
+        Whether a model caps its logits or has sinks, the same entries are read.
+        """
+        sinks = None if soft_cap is None else make_sinks(shape.heads, device)
         layer, host = Layer.of(shape, 0, device).fill(), rows_of(shape, device)
         count = len(host.lens)
         # No budget is less than a group, and only what is longer than the budget gets here.
@@ -705,6 +743,8 @@ class TestRetrieve:
                 scale=SCALE,
                 key_scale=1.0,
                 value_scale=1.0,
+                soft_cap=soft_cap,
+                sinks=sinks,
             )
             found.append({"out": out, "scratch": scratch})
         tolerance = 1e-4 if shape.dtype == torch.float32 else 2e-2

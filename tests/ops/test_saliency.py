@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support import inside
-from support.ragged import Batch, make_batch, poisoned_outputs
+from support.ragged import Batch, make_batch, make_sinks, poisoned_outputs
 from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
@@ -15,7 +15,9 @@ UNUSED = 5
 SCALE = 0.3
 
 
-def scores_of(batch: Batch, key_scale: float = 1.0, reduction: str = "sum") -> Tensor:
+def scores_of(
+    batch: Batch, key_scale: float = 1.0, reduction: str = "sum", **logits: Any
+) -> Tensor:
     """The kernel's scores; checks that it writes its own columns and no others."""
     with poisoned_outputs():
         scores = window_saliency(
@@ -30,12 +32,15 @@ def scores_of(batch: Batch, key_scale: float = 1.0, reduction: str = "sum") -> T
             SCALE,
             key_scale,
             reduction,
+            **logits,
         )
     assert scores[:, batch.total_keys :].isnan().all(), "wrote past the batch"
     return scores[:, : batch.total_keys]
 
 
-def assert_right(batch: Batch, key_scale: float = 1.0, reduction: str = "sum") -> None:
+def assert_right(
+    batch: Batch, key_scale: float = 1.0, reduction: str = "sum", **logits: Any
+) -> None:
     expected = window_saliency_reference(
         batch.queries,
         batch.paged,
@@ -46,8 +51,9 @@ def assert_right(batch: Batch, key_scale: float = 1.0, reduction: str = "sum") -
         SCALE,
         key_scale,
         reduction,
+        **logits,
     )
-    ours = scores_of(batch, key_scale, reduction)
+    ours = scores_of(batch, key_scale, reduction, **logits)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -101,6 +107,46 @@ def test_random_batches(seed: int, device: str) -> None:
         device=device,
     )
     assert_right(batch)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("sink_dtype", [None, torch.float32, torch.bfloat16])
+def test_soft_caps_and_sinks(
+    soft_cap: float | None, sink_dtype: torch.dtype | None, small_tiles: None, device: str
+) -> None:
+    """Heads in several tiles, one of which is not full; a window in several turns."""
+    shape: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=32)
+    batch = make_batch(7, [300, 90, 5], [70, 9, 5], device=device, **shape)
+    sinks = None if sink_dtype is None else make_sinks(6, device, sink_dtype)
+    assert_right(batch, soft_cap=soft_cap, sinks=sinks)
+    assert_right(batch, key_scale=0.7, reduction="max", soft_cap=soft_cap, sinks=sinks)
+
+
+def test_reference_caps_and_sinks_as_written_out(device: str) -> None:
+    """Of one window row, number by number."""
+    batch = make_batch(8, [40], [1], heads=2, kv_heads=1, head_dim=32, device=device)
+    sinks, cap = make_sinks(2, device), 1.5
+    scores = scores_of(batch, soft_cap=cap, sinks=sinks).double()
+    keys = batch.paged.dense_keys(batch.block_tables[0], 40)[0].double()
+    for head in range(2):
+        products = keys @ batch.queries[0, 0, head].double() * SCALE
+        weights = (cap * torch.tanh(products / cap)).exp()
+        expected = weights / (weights.sum() + sinks[head].double().exp())
+        torch.testing.assert_close(scores[head, :39], expected[:39], rtol=1e-5, atol=1e-7)
+
+
+def test_cap_far_above_the_logits_changes_nothing(device: str) -> None:
+    batch = make_batch(9, [90], [8], heads=2, kv_heads=2, head_dim=32, device=device)
+    far = scores_of(batch, soft_cap=1e4, sinks=torch.full((2,), -80.0, device=device))
+    # The cap's tanh leaves 1e4 times the last bit of 1.
+    torch.testing.assert_close(far, scores_of(batch), rtol=2e-3, atol=1e-6)
+
+
+def test_logits_far_above_their_cap(device: str) -> None:
+    """They are the cap, without an overflow."""
+    batch = make_batch(10, [90], [8], heads=2, kv_heads=2, head_dim=32, device=device)
+    batch.queries.mul_(1e6)
+    assert_right(batch, soft_cap=5.0)
 
 
 def test_more_splits_than_are_merged_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

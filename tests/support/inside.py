@@ -537,9 +537,9 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_kvx.scores import value_weighted_attention, window_attention
     from vllm_kvx.worker.prefill import centrality, score_and_move
 
-    def window_saliency(*args: Any, key_scale: float = 1.0, reduction: str = "sum") -> Tensor:
+    def window_saliency(*args: Any, **options: Any) -> Tensor:
         sizes, scale = args[:-3], args[-1]
-        return saliency.window_saliency_reference(*sizes, scale, key_scale, reduction)  # type: ignore[call-arg]
+        return saliency.window_saliency_reference(*sizes, scale, **options)  # type: ignore[call-arg]
 
     def pool_per_kv_head(*args: Any) -> Tensor:
         *sizes, kernels, _, unpooled, reduction = args
@@ -594,10 +594,10 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         windows: Tensor,
         _: int,
         scale: float,
-        key_scale: float = 1.0,
+        **options: Any,
     ) -> Tensor:
         return metrics.window_metrics_reference(
-            queries, paged, tables, num_keys, windows, scale, key_scale
+            queries, paged, tables, num_keys, windows, scale, **options
         )
 
     def norms_of_values(*args: Any) -> Tensor:

@@ -93,6 +93,11 @@ def empty_cache(
     return PagedKV.of(cache, head_dim, cpu_isa="vec" if layout == "cpu" else None)
 
 
+def make_sinks(heads: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(heads,) logits of attention sinks, from far below those of keys to well above them."""
+    return torch.linspace(-4.0, 5.0, heads, device=device).to(dtype)
+
+
 def make_batch(
     seed: int,
     lengths: list[int],

@@ -1,6 +1,6 @@
 """The attention layers of whatever model vLLM has loaded, and what policies cannot do with some."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+
+from vllm_kvx.ops.paged import ATTENTION_BACKENDS
 
 # Attributes that one layer's attention must share with all others: scores and moves run on all
 # layers of a step at once.
@@ -77,30 +79,30 @@ def check_every_layer(layers: Sequence[Attention], num_layers: int) -> None:
 def check_softmax(layers: Sequence[Attention], computes: bool, moves: bool) -> None:
     """Refuses what attention does to its logits and the server's policies do not know.
 
+    Soft caps and sinks are known: every softmax that is computed beside vLLM's has them.
+
     Args:
         computes: whether a policy computes attention beside vLLM's: it scores, or retrieves.
         moves: whether entries may be stored elsewhere than their positions say.
 
     Raises:
-        ValueError: attention has a soft cap, sinks or ALiBi, and that matters.
+        ValueError: attention has ALiBi, and that matters, or sinks that cannot be read.
     """
-    for what, is_distance in dict(_unusual(layers)).items():
-        if computes:
-            raise _cannot(f"its attention has {what}, which neither scores nor retrieval compute")
-        if moves and is_distance:
-            raise _cannot(f"its attention has {what}, which counts stored entries, not positions")
-
-
-def _unusual(layers: Sequence[Attention]) -> Iterator[tuple[str, bool]]:
-    """What is done to logits, and whether it depends on distances."""
     for layer in layers:
         impl: Any = layer.impl
-        if getattr(impl, "logits_soft_cap", None):
-            yield "a soft cap of its logits", False
-        if getattr(layer, "has_sink", False) or getattr(impl, "sinks", None) is not None:
-            yield "attention sinks", False
         if getattr(impl, "alibi_slopes", None) is not None:
-            yield "ALiBi", True
+            if computes:
+                raise _cannot("its attention has ALiBi, which neither scores nor retrieval compute")
+            if moves:
+                raise _cannot(
+                    "its attention has ALiBi, which counts stored entries, not positions"
+                )
+        if computes and layer.has_sink and getattr(impl, "sinks", None) is None:
+            raise _cannot(
+                f"its attention has sinks, and attention backend {layer.attn_backend.get_name()} "
+                f"keeps them where they are not found: set --attention-backend to one of "
+                f"{', '.join(ATTENTION_BACKENDS)}"
+            )
 
 
 def output_projections(model: nn.Module, layers: Sequence[Attention]) -> list[nn.Module]:

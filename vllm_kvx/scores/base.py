@@ -23,6 +23,8 @@ class LayerView:
         paged: keys and values.
         scale: factor of query times key before the softmax. key_scale: what a stored key is
             multiplied with to get the key, for an fp8 cache.
+        soft_cap: of the scaled products, sinks: (H,), as ``equations.softmax`` has them; None
+            where the model's attention has none.
         value_factors: (H, D, D) as `value_norms` takes them; None where the layout has no room.
     """
 
@@ -31,6 +33,8 @@ class LayerView:
     paged: PagedKV
     scale: float
     key_scale: float
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
     value_factors: Tensor | None = None
 
 

@@ -36,6 +36,8 @@ class WindowAttention(Score):
             layer.scale,
             key_scale=layer.key_scale,
             reduction=self.reduction,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
         )
         num_kv_heads = layer.paged.num_heads
         unpooled = None

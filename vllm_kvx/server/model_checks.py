@@ -91,14 +91,3 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
         "'{\"fast_moe_cold_start\": false}'",
     ),
 )
-
-
-# Where attention is computed beside vLLM's: scores of a window, retrieval, chosen tokens.
-WITH_SCORES: tuple[Refusal, ...] = (
-    Refusal(
-        lambda c: getattr(c.model_config.hf_text_config, "attn_logit_softcapping", None),
-        "this model's attention caps its logits (attn_logit_softcapping), which neither scores of "
-        "attention nor retrieval compute: full, knorm, streamingllm and speed run on it",
-        MODEL,
-    ),
-)

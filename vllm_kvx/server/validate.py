@@ -16,7 +16,7 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import find_measured
-from vllm_kvx.server.model_checks import WITH_PROPAGATION, WITH_SCORES
+from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
@@ -127,8 +127,6 @@ def _retention_problems(
         rows += applying(WITH_RETENTION, vllm_config)
     if layout.propagates:
         rows += applying(WITH_PROPAGATION, vllm_config)
-    if layout.window or layout.sidecar:
-        rows += applying(WITH_SCORES, vllm_config)
     if layout.selects:
         rows += applying(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:

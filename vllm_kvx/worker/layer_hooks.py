@@ -13,6 +13,7 @@ from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN, PagedKV
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows, attend_chosen
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.layout import Layout
+from vllm_kvx.scores.base import LayerView
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass
 from vllm_kvx.worker.prefill.projections import value_factors
@@ -68,12 +69,41 @@ class LayerHook:
             self.scale,
             self.key_scale(paged),
             float(self.layer._v_scale_float) if is_fp8 else 1.0,
+            self.soft_cap,
+            self.sinks,
+        )
+
+    def view(self, query: Tensor, early_queries: Tensor, paged: PagedKV) -> LayerView:
+        """What scores read of the layer; see ``LayerView``."""
+        return LayerView(
+            query,
+            early_queries,
+            paged,
+            self.scale,
+            self.key_scale(paged),
+            self.soft_cap,
+            self.sinks,
+            self.value_factors,
         )
 
     @property
     def scale(self) -> float:
         """Factor of query times key before the softmax."""
         return float(self.layer.impl.scale)
+
+    @property
+    def soft_cap(self) -> float | None:
+        """What bounds the scaled products before the softmax, as Gemma 2 does; None without."""
+        return float(getattr(self.layer.impl, "logits_soft_cap", None) or 0.0) or None
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """(H,) one more logit for each of this rank's heads, as in gpt-oss; None without.
+
+        Read anew each time: an attention backend may put another tensor in its place.
+        """
+        sinks: Tensor | None = getattr(self.layer.impl, "sinks", None)
+        return sinks
 
     @property
     def entry_bytes(self) -> int:

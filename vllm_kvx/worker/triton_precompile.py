@@ -22,7 +22,7 @@ from vllm_kvx.ops.prompt.select import select_kept, select_moves
 from vllm_kvx.ops.triton_precompile import compiling
 from vllm_kvx.policy.axes import Retain, ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.scores.base import KeyScores, LayerView, ScoredPrompts
+from vllm_kvx.scores.base import KeyScores, ScoredPrompts
 from vllm_kvx.scores.table import SCORES
 from vllm_kvx.worker.layer_hooks import LayerHook
 from vllm_kvx.worker.model_state import PolicyModelState
@@ -102,10 +102,8 @@ class PromptKernels:
             window_rows=self._new(self._window, dtype=torch.int64),
             early=None,
         )
-        hook = self._hook
         query = self._query(max(self._window, 1))
-        key_scale = hook.key_scale(self._paged)
-        view = LayerView(query, query[None], self._paged, hook.scale, key_scale, hook.value_factors)
+        view = self._hook.view(query, query[None], self._paged)
         if measures:
             window_metrics(
                 prompts.window_queries(view),
@@ -114,8 +112,10 @@ class PromptKernels:
                 prompts.num_keys,
                 prompts.windows,
                 _KEYS,
-                hook.scale,
-                key_scale=key_scale,
+                view.scale,
+                key_scale=view.key_scale,
+                soft_cap=view.soft_cap,
+                sinks=view.sinks,
             )
         return SCORES[spec.family].score(prompts, view)
 
@@ -138,6 +138,7 @@ class PromptKernels:
     def _attend(self) -> None:
         query, fp8 = self._query(_KEPT), self._paged.keys.element_size() == 1
         value_scale = float(self._hook.layer._v_scale_float) if fp8 else 1.0
+        view = self._hook.view(query, query[None], self._paged)
         chosen_rows.launch(
             query,
             self._paged,
@@ -145,9 +146,11 @@ class PromptKernels:
             self._table(),
             self._new(3, 4),
             torch.empty_like(query),
-            self._hook.scale,
-            self._hook.key_scale(self._paged),
+            view.scale,
+            view.key_scale,
             value_scale,
+            view.soft_cap,
+            view.sinks,
         )
 
 

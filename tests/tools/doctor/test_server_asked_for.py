@@ -96,20 +96,16 @@ def test_a_model_that_policies_do_not_run(doctor, tmp_path: Path) -> None:
     assert "every layer of this model slides over a window" in problem.says
 
 
-def test_a_model_that_some_policies_run(doctor, tmp_path: Path) -> None:
+def test_a_model_whose_attention_caps_its_logits(doctor, tmp_path: Path) -> None:
     write_config(
         tmp_path,
         architectures=["Gemma2ForCausalLM"],
         model_type="gemma2",
         layer_types=["full_attention"] * 8,
     )
-    asked = doctor("fier-64", model=tmp_path, serve_args=ON_CPU)
-    (note,) = (each for each in asked("model") if "caps" in each.says)
-    assert note.mend == "name full, knorm, streamingllm or speed"
-    (problem,) = asked("flags")
-    assert "attn_logit_softcapping" in problem.says
-    asked = doctor("speed-4", model=tmp_path, serve_args=ON_CPU)
-    assert lines(asked("model", "flags"), "problem") == []
+    for policy in ("fier-64", "snapkv", "speed-4"):
+        asked = doctor(policy, model=tmp_path, serve_args=ON_CPU)
+        assert lines(asked("model", "flags"), "problem") == []
 
 
 def test_nothing_is_measured_where_layers_are_unknown(doctor, tmp_path: Path) -> None:

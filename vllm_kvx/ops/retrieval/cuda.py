@@ -233,6 +233,8 @@ def attend(
     splits: int,
     programs: int,
     overlap: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention over the selected units only, exact.
 
@@ -249,6 +251,7 @@ def attend(
         splits: CTAs per row and KV head, at most 128. programs: of all rows that have something to
             do, at most; a row and KV head has one at least.
         overlap: see OVERLAP_ROWS; only behind ``select`` on the same stream.
+        soft_cap: of the logits, above 0. sinks: (H,), float32 or the dtype of q. None without.
     """
     torch.ops.vllm_kvx.kvx_attend(
         q,
@@ -271,4 +274,6 @@ def attend(
         splits,
         programs,
         overlap,
+        soft_cap or 0.0,
+        sinks,
     )

@@ -14,7 +14,6 @@ from vllm_kvx.config.policy_layers import is_full, layer_kinds
 
 FULL_ALONE = "full alone"
 NO_PROPAGATION = "policies that retain or retrieve, such as snapkv or fier"
-NO_SCORES = "full, knorm, streamingllm or speed"
 
 
 _UNKNOWN = {
@@ -77,8 +76,6 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
             yield Limit(f"{len(kinds) - full} of its {len(kinds)} layers slide", NO_PROPAGATION)
         elif not info.supports_pp:
             yield Limit("its code does not support pipeline parallelism", NO_PROPAGATION)
-    if text_config.get("attn_logit_softcapping"):
-        yield Limit("its attention caps its logits (attn_logit_softcapping)", NO_SCORES)
 
 
 def _slides(text_config: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_kvx.equations.softmax import capped
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.retrieve import Scratch
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
@@ -53,11 +54,12 @@ class RecallSampler:
         scratch: Scratch,
         scale: float,
         policy_rows: np.ndarray,
+        soft_cap: float | None = None,
     ) -> None:
         """Adds the share of each query head's exact attention that falls on the rows' selection.
 
-        policy_rows: (R,) in the counters, of the batch's requests.
-
+        It is a share of what entries get: attention that goes to a sink counts on neither side.
+        policy_rows: (R,) in the counters, of the batch's requests. soft_cap: of the logits.
         Reads back lengths from the device: for diagnosis, not for speed.
         """
         unit = scratch.unit
@@ -70,7 +72,7 @@ class RecallSampler:
             keys = paged.dense_keys(block_table[requests[r]], length).float()
             heads = query[tokens[r]].float().unflatten(0, (keys.shape[0], -1))
             for g, (q, k) in enumerate(zip(heads, keys, strict=True)):
-                attention = (q @ k.T * scale).softmax(dim=-1)
+                attention = capped(q @ k.T * scale, soft_cap).softmax(dim=-1)
                 units = scratch.indices[r, g, : counts[r][g]].long()
                 chosen = (units[:, None] * unit + torch.arange(unit, device=k.device)).flatten()
                 mass = attention[:, chosen[chosen < length]].sum(dim=-1, dtype=torch.float64)

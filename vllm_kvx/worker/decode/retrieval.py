@@ -352,8 +352,12 @@ class Retrieval:
                 self.scratch,
                 out,
                 scale=layer.impl.scale,
+                soft_cap=hook.soft_cap,
+                sinks=hook.sinks,
                 **scales,
             )
             if now.sampled is not None:
                 scale = layer.impl.scale * scales["key_scale"]
-                self.sampler.measure(query, paged, table, rows, self.scratch, scale, now.sampled)
+                self.sampler.measure(
+                    query, paged, table, rows, self.scratch, scale, now.sampled, hook.soft_cap
+                )

@@ -41,6 +41,14 @@ class HookedLayer(Protocol):
     def group(self) -> int:
         """Its KV group; known once vLLM has formed the groups."""
 
+    @property
+    def soft_cap(self) -> float | None:
+        """Of the softmax's logits; None without. See ``equations.softmax``."""
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """(H,) of the softmax; None without."""
+
     def paged(self) -> PagedKV:
         """Its KV cache, entry by entry."""
 

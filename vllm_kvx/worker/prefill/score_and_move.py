@@ -82,12 +82,8 @@ class ScoredLayer(Protocol):
     index: int
     stage: int
     group: int
-    value_factors: Tensor | None
 
-    @property
-    def scale(self) -> float: ...
-
-    def key_scale(self, paged: PagedKV) -> float: ...
+    def view(self, query: Tensor, early_queries: Tensor, paged: PagedKV) -> LayerView: ...
 
 
 class _Moves(NamedTuple):
@@ -180,14 +176,7 @@ class PassWork:
                 rows = query.index_select(0, self.windows.rows)
                 memory.queries[self.windows.slots, hook.index, self.windows.places] = rows
             table, targets = self.block_tables[hook.group], self.targets(hook.group)
-            view = LayerView(
-                query,
-                memory.queries[:, hook.index],
-                paged,
-                hook.scale,
-                hook.key_scale(paged),
-                hook.value_factors,
-            )
+            view = hook.view(query, memory.queries[:, hook.index], paged)
             # All scores before the first move: a prompt may be scored by two families.
             decided = [
                 (self._decide(batch, batch.at(table), view, targets.tables), batch.policy_rows)
@@ -371,6 +360,8 @@ class PassWork:
                 max(batch.scorings[f].prompt.num_keys for f in measured),
                 view.scale,
                 key_scale=view.key_scale,
+                soft_cap=view.soft_cap,
+                sinks=view.sinks,
             )
             # As for the scores: every rank averages over all heads, in their order.
             means = tensor_model_parallel_all_gather(heads, dim=1).double().mean(dim=1)
