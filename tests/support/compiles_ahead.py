@@ -14,6 +14,8 @@ from triton.backends import Backend, backends
 from triton.backends.compiler import GPUTarget
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 64, 8
+# These run every kernel that soft caps and sinks compile anew.
+WITH_BOTH = {"fastkv:tsp_layer=3", "structkv:pivot=online"}
 
 
 class NoGPU:
@@ -110,9 +112,18 @@ def check_compiling() -> None:
 
 
 def compiled(dtype: str, *policies: str) -> list[str]:
+    """By layers without soft caps and sinks; the same kernels by layers with both, of some."""
+    names = _compiled(dtype, policies, has_both=False)
+    if WITH_BOTH.intersection(policies):
+        assert names == _compiled(dtype, policies, has_both=True)
+    return names
+
+
+def _compiled(dtype: str, policies: tuple[str, ...], has_both: bool) -> list[str]:
     from vllm_kvx.ops.paged import PagedKV
     from vllm_kvx.ops.triton_precompile import compiling
     from vllm_kvx.policy.spec import parse_policy
+    from vllm_kvx.scores.base import LayerView
     from vllm_kvx.worker.triton_precompile import PromptKernels
 
     impl = SimpleNamespace(num_heads=HEADS, head_size=DIM)
@@ -120,12 +131,15 @@ def compiled(dtype: str, *policies: str) -> list[str]:
         device = torch.device("cuda", 0)
         size = (32, KV_HEADS, 16, 2 * DIM)
         cache = torch.empty(size, dtype=getattr(torch, dtype), device=device)
+        factors = torch.empty(HEADS, DIM, DIM, dtype=torch.bfloat16, device=device)
+        cap = 50.0 if has_both else None
+        sinks = torch.empty(HEADS, dtype=torch.bfloat16, device=device) if has_both else None
         hook: Any = SimpleNamespace(
             layer=SimpleNamespace(impl=impl, _v_scale_float=1.0),
             paged=lambda: PagedKV.of(cache, DIM),
-            scale=0.125,
-            key_scale=lambda paged: 1.0,
-            value_factors=torch.empty(HEADS, DIM, DIM, dtype=torch.bfloat16, device=device),
+            view=lambda *queries_and_cache: LayerView(
+                *queries_and_cache, 0.125, 1.0, cap, sinks, factors
+            ),
         )
         kernels = PromptKernels(hook, torch.bfloat16, 8, device)
         kernels.launch([parse_policy(name) for name in policies], LAYERS, attends=True)
