@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import inside
-from support.ragged import Batch, make_batch, offsets_of, poisoned_outputs
+from support.ragged import Batch, make_batch, make_sinks, offsets_of, poisoned_outputs
 from torch import Tensor
 
 from vllm_kvx.ops import radix
@@ -37,7 +37,7 @@ def no_waiting() -> Iterator[Callable[[bool], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def scores_of(batch: Batch, scale: float, key_scale: float = 1.0) -> Tensor:
+def scores_of(batch: Batch, scale: float, key_scale: float = 1.0, **logits: Any) -> Tensor:
     max_num_keys, total_keys = batch.max_num_keys, batch.total_keys
     return window_saliency(
         batch.queries,
@@ -50,13 +50,26 @@ def scores_of(batch: Batch, scale: float, key_scale: float = 1.0) -> Tensor:
         total_keys,
         scale,
         key_scale,
+        **logits,
     )
 
 
-def expected_of(batch: Batch, scale: float, key_scale: float = 1.0) -> Tensor:
+def expected_of(batch: Batch, scale: float, key_scale: float = 1.0, **logits: Any) -> Tensor:
     tables = batch.block_tables
     sizes = (batch.num_keys, batch.windows, batch.offsets)
-    return window_saliency_reference(batch.queries, batch.paged, tables, *sizes, scale, key_scale)
+    scales = (scale, key_scale)
+    return window_saliency_reference(batch.queries, batch.paged, tables, *sizes, *scales, **logits)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.0, 50.0])
+def test_soft_caps_and_sinks_of_long_prompts(soft_cap: float | None) -> None:
+    batch = make_batch(1, LENGTHS, [WINDOW] * len(LENGTHS), device="cuda", layout="nhd", **LLAMA)
+    logits = {"soft_cap": soft_cap, "sinks": make_sinks(32, "cuda", torch.bfloat16)}
+    with poisoned_outputs():
+        scores = scores_of(batch, 128**-0.5, **logits)
+    torch.testing.assert_close(
+        scores, expected_of(batch, 128**-0.5, **logits), rtol=1e-4, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.ragged import NO_BLOCK
+from support.ragged import NO_BLOCK, make_sinks
 from torch import Tensor
 
 from vllm_kvx.equations.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
+from vllm_kvx.equations.softmax import capped, softmax
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
@@ -401,6 +402,7 @@ def run_attend(
     to: Attention,
     overlap: bool = False,
     programs: int = 1 << 20,
+    **logits: Any,
 ) -> None:
     cuda_ops.attend(
         case.q,
@@ -420,10 +422,19 @@ def run_attend(
         splits,
         programs,
         overlap,
+        **logits,
     )
 
 
-def check_attention(case: Case, indices: Tensor, counts: Tensor, unit: int, got: Attention) -> None:
+def check_attention(
+    case: Case,
+    indices: Tensor,
+    counts: Tensor,
+    unit: int,
+    got: Attention,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
     share, size = case.q.shape[1] // case.num_kv_heads, case.paged.block_size
     assert not got.tickets.any()
     untouched = torch.ones(case.q.shape[0], dtype=torch.bool, device="cuda")
@@ -441,7 +452,8 @@ def check_attention(case: Case, indices: Tensor, counts: Tensor, unit: int, got:
             keys = case.paged.keys[block, head, entry % size].float() * KEY_SCALE
             values = case.paged.values[block, head, entry % size].float() * VALUE_SCALE
             products = query[head] @ keys.T * case.q.shape[2] ** -0.5
-            expected = products.softmax(dim=-1) @ values
+            mine = None if sinks is None else sinks[head * share : (head + 1) * share]
+            expected = softmax(capped(products, soft_cap), mine) @ values
             worst = 2e-2 if case.q.dtype == BF16 else 3e-3
             assert (out[head] - expected).abs().max() < worst
     assert got.out[untouched].isnan().all()
@@ -474,6 +486,17 @@ def test_attend(
         cache_dtype=cache_dtype,
         nhd=share % 2 == 1,
     )
+    indices, counts = any_units(case, unit)
+    got = Attention.of(case, splits)
+    run_attend(case, indices, counts, unit, splits, got)
+    check_attention(case, indices, counts, unit, got)
+    first = got.out.clone()
+    run_attend(case, indices, counts, unit, splits, got)
+    assert torch.equal(first.nan_to_num(7), got.out.nan_to_num(7)), "not deterministic"
+
+
+def any_units(case: Case, unit: int) -> tuple[Tensor, Tensor]:
+    """Indices and counts of units chosen at random, the newest one among them."""
     most = 1500 // unit
     indices, counts = outputs(len(LENGTHS), case.num_kv_heads, most)
     for row, length in enumerate(LENGTHS):
@@ -484,12 +507,65 @@ def test_attend(
             chosen = torch.cat([chosen, torch.arange(units)[-1:]])
             indices[row, head, : len(chosen)] = chosen.int().cuda()
             counts[row, head] = len(chosen)
+    return indices, counts
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("share", [2, 16])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=str
+)
+@pytest.mark.parametrize("splits", [1, 128])
+@pytest.mark.parametrize(
+    ("soft_cap", "has_sinks"), [(None, True), (0.5, False), (0.5, True), (50.0, True)]
+)
+def test_soft_caps_and_sinks(
+    head_dim: int,
+    share: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    splits: int,
+    soft_cap: float | None,
+    has_sinks: bool,
+) -> None:
+    """By the CUDA and the Triton operator; sinks as wide as queries, and in float32."""
+    case = make_case(LENGTHS, head_dim=head_dim, share=share, dtype=dtype, cache_dtype=cache_dtype)
+    indices, counts = any_units(case, 1)
+    heads = case.q.shape[1]
+    for sink_dtype in (dtype, torch.float32) if has_sinks else (None,):
+        sinks = None if sink_dtype is None else make_sinks(heads, "cuda", sink_dtype)
+        logits = {"soft_cap": soft_cap, "sinks": sinks}
+        got = Attention.of(case, splits)
+        run_attend(case, indices, counts, 1, splits, got, **logits)
+        check_attention(case, indices, counts, 1, got, **logits)
     got = Attention.of(case, splits)
-    run_attend(case, indices, counts, unit, splits, got)
-    check_attention(case, indices, counts, unit, got)
-    first = got.out.clone()
-    run_attend(case, indices, counts, unit, splits, got)
-    assert torch.equal(first.nan_to_num(7), got.out.nan_to_num(7)), "not deterministic"
+    columns = RetrievalRows(case.tokens, case.requests, case.lens, case.lens, case.lens.long())
+    parts = (got.partial_out, got.partial_lse, got.out)
+    attend(
+        case.q,
+        case.paged,
+        case.block_table,
+        columns,
+        indices,
+        counts,
+        *parts,
+        unit=1,
+        scale=head_dim**-0.5,
+        key_scale=KEY_SCALE,
+        value_scale=VALUE_SCALE,
+        splits=splits,
+        **logits,
+    )
+    check_attention(case, indices, counts, 1, got, **logits)
+
+
+def test_sinks_of_another_type_are_refused() -> None:
+    case = make_case(LENGTHS, head_dim=64, share=2, dtype=BF16)
+    indices, counts = any_units(case, 1)
+    heads = case.q.shape[1]
+    for wrong in (make_sinks(heads, "cuda", FP16), make_sinks(heads + 1, "cuda")):
+        with pytest.raises(RuntimeError, match="sinks"):
+            run_attend(case, indices, counts, 1, 1, Attention.of(case, 1), sinks=wrong)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

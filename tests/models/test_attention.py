@@ -113,7 +113,8 @@ def test_what_attention_does_to_logits(
     impl: Any, computes: bool, moves: bool, says: str | None
 ) -> None:
     backend = SimpleNamespace(get_name=lambda: "HIDES")
-    layers = [layer(), layer(impl=impl, has_sink=impl in (SINKS, HIDES_SINKS), attn_backend=backend)]
+    has_sink = impl in (SINKS, HIDES_SINKS)
+    layers = [layer(), layer(impl=impl, has_sink=has_sink, attn_backend=backend)]
     if says is None:
         check_softmax(layers, computes, moves)
         return

@@ -140,7 +140,7 @@ def test_cap_far_above_the_logits_changes_nothing(device: str) -> None:
     batch = make_batch(9, [90], [8], heads=2, kv_heads=2, head_dim=32, device=device)
     far = scores_of(batch, soft_cap=1e4, sinks=torch.full((2,), -80.0, device=device))
     # The cap's tanh leaves 1e4 times the last bit of 1.
-    torch.testing.assert_close(far, scores_of(batch), rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(far, scores_of(batch), rtol=5e-3, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")

@@ -94,9 +94,7 @@ def check_softmax(layers: Sequence[Attention], computes: bool, moves: bool) -> N
             if computes:
                 raise _cannot("its attention has ALiBi, which neither scores nor retrieval compute")
             if moves:
-                raise _cannot(
-                    "its attention has ALiBi, which counts stored entries, not positions"
-                )
+                raise _cannot("its attention has ALiBi, which counts stored entries, not positions")
         if computes and layer.has_sink and getattr(impl, "sinks", None) is None:
             raise _cannot(
                 f"its attention has sinks, and attention backend {layer.attn_backend.get_name()} "
