@@ -10,6 +10,7 @@ from support import inside
 from support.ragged import LAYOUTS, make_batch, make_sinks
 from torch import Tensor
 
+from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.chosen_rows import (
     ChosenRows,
     attend_chosen_kernel,
@@ -92,6 +93,39 @@ def test_soft_caps_and_sinks(
         ours = torch.full_like(query, math.nan)
         attend(query, paged, rows, ours, *scales, soft_cap, sinks)
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("soft_cap", "sink_dtype"), [*LOGITS, (None, None)], ids=str)
+def test_soft_caps_and_sinks_are_those_of_vllm(
+    soft_cap: float | None, sink_dtype: torch.dtype | None
+) -> None:
+    """vLLM's own CPU attention over its own cache: what is scaled, what is capped, and what not."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
+        pytest.skip("needs vLLM's CPU build")
+    heads, kv_heads, dim, length, block_size, scale = 6, 2, 64, 90, 32, 0.3
+    torch.manual_seed(0)
+    cache = torch.zeros(3, kv_heads, block_size, 2 * dim)
+    key_cache, value_cache = cache.view(3, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+    keys, values = torch.randn(2, length, kv_heads, dim)
+    slots, table = torch.arange(length), torch.arange(3, dtype=torch.int32)[None]
+    ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, "vec")
+    query, starts = torch.randn(length, heads, dim), torch.tensor([0, length], dtype=torch.int32)
+    lens = torch.tensor([length], dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        1, heads, kv_heads, dim, lens, torch.float32, starts, True, -1, "vec", False
+    )
+    sinks = None if sink_dtype is None else make_sinks(heads, "cpu", sink_dtype)
+    theirs, ours = torch.empty_like(query), torch.empty_like(query)
+    where = (query, key_cache, value_cache, theirs, starts, lens, scale, True, None, -1, table)
+    ops.cpu_attention_with_kv_cache(*where, soft_cap or 0.0, plan, sinks)
+    paged = PagedKV.of(cache, dim, cpu_isa="vec")
+    rows = ChosenRows(np.array([0]), np.array([length], dtype=np.int32), slots, table)
+    attend_chosen_reference(query, paged, rows, ours, scale, soft_cap=soft_cap, sinks=sinks)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_reference_in_slices(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
