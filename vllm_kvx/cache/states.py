@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 from vllm_kvx.cache.messages import StateBlocks
+from vllm_kvx.cache.pool_capacity import policy_groups
 
 # Groups take part in the keys of vLLM's cache; states are of the first.
 _GROUP = 0
@@ -38,7 +39,7 @@ class StateRows:
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig, config: VllmConfig) -> "StateRows":
         """The same on scheduler and workers."""
-        groups, model = kv_cache_config.kv_cache_groups, config.model_config
+        groups, model = policy_groups(kv_cache_config), config.model_config
         spec = groups[0].kv_cache_spec
         assert isinstance(spec, AttentionSpec)
         if not overlays(config.cache_config.cache_dtype):
