@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from reference import hybrids
 from support.cpu_delta_rule import run_delta_rule_in_float32
+from support.cpu_rotary import complete_cpu_rotary
 from support.cpu_router import complete_cpu_router
 from support.engine import forget_ranks, running
 from support.expected import Speed
@@ -22,6 +23,7 @@ NAMES = tuple(hybrids.HYBRIDS)
 
 @pytest.mark.parametrize("name", by_day(NAMES, {NAMES.index("gemma3_text")}))
 def test_stock_is_the_reference(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete_cpu_rotary(monkeypatch)
     complete_cpu_router(monkeypatch)
     run_delta_rule_in_float32(monkeypatch)
     keep_transformers_classes(monkeypatch)
