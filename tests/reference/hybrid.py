@@ -15,7 +15,12 @@ lets every generated row see that, the generated rows before it and itself.
 They give what those give on a model whose layers are all full. `support.expected.expect` calls them
 for hybrids, so tests name a policy as ever. Results list full layers only, from the lowest:
 `full_layers(model)` says which they are. What is counted over layers is counted over those:
-PyramidKV's budgets, and the dense layers below retrieval. SPEED and token selection are refused.
+PyramidKV's budgets, and the dense layers below retrieval.
+
+`cut` has the signature of `speed.score`. Above its cutoff, counted over all layers, a full layer
+holds anchors, tail and generated tokens; a layer that slides holds no anchors, so rows of the tail
+and above see nothing below the tail there. A recurrent layer above the cutoff is refused, and so
+are token selection and SPEED with retention.
 
 Weights of attention are the model's: its scale, its soft cap, and with a learned sink in the
 denominator. The sink takes part of a row's weight, so rows that attend to it say less about keys.
@@ -37,6 +42,7 @@ from .fier import Choice, ReadResult, Retrieve, choose, fill_holes
 from .knorm import Norm
 from .masked import Call, attention, causal, output_weight_of, run
 from .pyramidkv import Pyramid
+from .speed import Result
 
 Policy = Keep | Critical | Pyramid | Norm
 FULL = Keep()
@@ -44,11 +50,15 @@ FULL = Keep()
 
 def full_layers(model: PreTrainedModel) -> list[int]:
     """Indices of the layers with attention over all tokens, ascending."""
-    found: list[int] = []
+    return [layer for layer, window in _windows(model).items() if window is None]
+
+
+def _windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """The window of each layer that has attention, by the layer's index; None for a full one."""
+    found: dict[int, int | None] = {}
 
     def attend(call: Call) -> Tensor:
-        if call.window is None:
-            found.append(call.layer)
+        found[call.layer] = call.window
         return torch.zeros_like(call.query)
 
     with torch.no_grad():
@@ -89,6 +99,46 @@ def read(
     return ReadResult(
         list(generated), rows, layers.retained, list(range(total)), layers.slack, slots, steps
     )
+
+
+def cut(
+    model: str | Path | PreTrainedModel,
+    prompt: list[int],
+    generated: list[int],
+    *,
+    cutoff: int | None,
+    anchors: int = 1,
+    tail: int = 1,
+) -> Result:
+    """The distributions that `generated` was drawn from under SPEED, given these tokens.
+
+    Raises ValueError where a layer at `cutoff` or above has no attention.
+    """
+    model = load(model)
+    attending = set(_windows(model))
+    recurrent = [i for i in range(model.config.num_hidden_layers) if i not in attending]
+    if cutoff is not None and recurrent and recurrent[-1] >= cutoff:
+        raise ValueError(f"cutoff={cutoff} must be above the recurrent layer {recurrent[-1]}")
+    total, count = len(prompt), len(prompt) + len(generated) - 1
+    positions = torch.arange(count)
+    is_anchor = positions < min(anchors, total - tail)
+    is_last = positions >= total - tail
+
+    def attend(call: Call) -> Tensor:
+        seen = causal(count, count)
+        if call.window is not None:
+            seen = seen.triu(1 - call.window)
+        if cutoff is not None and call.layer >= cutoff:
+            seen &= is_anchor | is_last
+            if call.window is not None:
+                seen[total - tail :] &= is_last
+            # Rows that do not exist see themselves, and nobody sees them.
+            seen |= torch.eye(count, dtype=torch.bool)
+        return _read(call, slice(0, count), seen)[0]
+
+    with torch.no_grad():
+        rows = run(model, prompt + generated[:-1], attend, last=len(generated))
+    return Result(list(generated), rows)
 
 
 # Of a full layer, by its index among full layers: rows (G, kept) int64 ascending of the prompt that

@@ -101,48 +101,80 @@ def test_policies_change_full_layers_alone(model: PreTrainedModel) -> None:
     assert change(everything, full).max() < ATOL
 
 
-@torch.no_grad()
 def by_masks(model: PreTrainedModel, prompt: list[int], result: Any) -> Tensor:
-    """(S, V) log-softmax by transformers' eager attention under masks that hide what was dropped.
+    """(S, V) log-softmax behind `result` by transformers' attention and what it must not see."""
+    count, total = len(prompt), len(prompt) + len(result.tokens) - 1
+    hidden = {}
+    for layer, heads in zip(hybrid.full_layers(model), result.retained, strict=True):
+        each = torch.zeros(len(heads), total, total, dtype=torch.bool)
+        for head, kept in enumerate(heads):
+            dropped = [j for j in range(count) if j not in set(kept)]
+            each[head, count:, dropped] = True
+        shared = model.config.num_attention_heads // len(heads)
+        hidden[layer] = each.repeat_interleave(shared, 0)
+    return hiding(model, prompt + result.tokens[:-1], hidden)[count - 1 :]
 
-    The model's own attention applies its scale, cap and sinks, and gets its own mask with more
-    hidden in full layers; nothing of `hybrid` and `masked` is in between.
+
+def hiding(model: PreTrainedModel, tokens: list[int], hidden: dict[int, Tensor]) -> Tensor:
+    """(n, V) log-softmax of transformers' eager attention, some of its mask hidden besides.
+
+    The model's own attention applies its scale, cap, window and sinks; nothing of `hybrid` and
+    `masked` is in between. hidden: bool (n, n), or (H, n, n), by layer.
     """
-    layers = dict(zip(hybrid.full_layers(model), result.retained, strict=True))
-    tokens, count = prompt + result.tokens[:-1], len(prompt)
     hooks = []
     for module in model.modules():
-        if getattr(module, "layer_idx", None) in layers and hasattr(module, "q_proj"):
-            hidden = _hidden(layers[module.layer_idx], model.config, len(tokens), count)
-            hooks.append(module.register_forward_pre_hook(_hiding(hidden), with_kwargs=True))
-    assert len(hooks) == len(layers)
+        if getattr(module, "layer_idx", None) in hidden and hasattr(module, "q_proj"):
+            hook = _hook(hidden[module.layer_idx])
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    assert len(hooks) == len(hidden)
     try:
-        return stock(model, tokens)[count - 1 :]
+        return stock(model, tokens)
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _hidden(heads: list[list[int]], config: Any, total: int, count: int) -> Tensor:
-    """(1, H, total, total) float32: minus infinity where generated rows see nothing."""
-    each = []
-    for kept in heads:
-        dropped = [j for j in range(count) if j not in set(kept)]
-        hidden = torch.zeros(total, total)
-        hidden[count:, dropped] = torch.finfo(torch.float32).min
-        each.append(hidden)
-    shared = config.num_attention_heads // len(heads)
-    return torch.stack(each).repeat_interleave(shared, 0)[None]
-
-
-def _hiding(hidden: Tensor) -> Any:
+def _hook(hidden: Tensor) -> Any:
     def hook(_module: Any, args: Any, kwargs: Any) -> Any:
-        causal = kwargs["attention_mask"]
-        assert causal is not None and causal.shape[-2:] == hidden.shape[-2:]
-        least = torch.finfo(torch.float32).min
-        return args, kwargs | {"attention_mask": (causal + hidden).clamp(min=least)}
+        mask = kwargs["attention_mask"]
+        assert mask is not None and mask.shape[-2:] == hidden.shape[-2:]
+        mask = mask.masked_fill(hidden, torch.finfo(torch.float32).min)
+        return args, kwargs | {"attention_mask": mask}
 
     return hook
+
+
+@pytest.mark.parametrize("model", ["gemma3_text", "gpt_oss", "cohere2"], indirect=True)
+@pytest.mark.parametrize(("anchors", "tail"), [(1, 1), (2, 3)])
+def test_speed_holds_no_anchors_where_layers_slide(
+    model: PreTrainedModel, anchors: int, tail: int
+) -> None:
+    prompt, generated = tokens_of(70), tokens_of(STEPS, seed=1)
+    options = {"anchors": anchors, "tail": tail}
+    full = hybrid.score(model, prompt, generated, hybrid.FULL)
+    uncut = hybrid.cut(model, prompt, generated, cutoff=8, **options)
+    assert change(uncut, full).max() < ATOL
+    result = hybrid.cut(model, prompt, generated, cutoff=4, **options)
+    assert change(result, full).min() > CLEAR
+    tokens = prompt + generated[:-1]
+    hidden = {}
+    for layer in range(4, 8):
+        each = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+        each[:, anchors : 70 - tail] = True
+        if layer not in hybrid.full_layers(model):
+            each[70 - tail :, : 70 - tail] = True
+        each.fill_diagonal_(False)
+        hidden[layer] = each
+    expected = hiding(model, tokens, hidden)[69:]
+    torch.testing.assert_close(result.logprobs, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
+def test_speed_below_a_recurrent_layer_is_refused(model: PreTrainedModel) -> None:
+    prompt, generated = tokens_of(PROMPT), tokens_of(STEPS, seed=1)
+    with pytest.raises(ValueError, match="above the recurrent layer 6"):
+        hybrid.cut(model, prompt, generated, cutoff=6)
+    assert hybrid.cut(model, prompt, generated, cutoff=7).tokens == generated
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
@@ -159,6 +191,10 @@ def test_without_other_layers_it_is_the_other_references(model: PreTrainedModel)
         theirs = module.score(model, prompt, generated, policy)
         ours = hybrid.score(model, prompt, generated, policy)
         assert ours.retained == theirs.retained
+        assert change(ours, theirs).max() < ATOL
+    for cutoff in (2, None):
+        theirs = speed.score(model, prompt, generated, cutoff=cutoff, anchors=2, tail=3)
+        ours = hybrid.cut(model, prompt, generated, cutoff=cutoff, anchors=2, tail=3)
         assert change(ours, theirs).max() < ATOL
     retrieve = Retrieve(budget=24, group=8)
     for keep in (hybrid.FULL, Keep(kv_rate=0.5)):

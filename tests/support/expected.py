@@ -286,9 +286,11 @@ def _score_read(model: Any, prompt: list[int], tokens: list[int], policy: Read) 
 
 
 def _score_hybrid(model: Any, prompt: list[int], tokens: list[int], policy: Any) -> speed.Result:
-    """Where only some layers have full attention. Raises ValueError for what propagates."""
-    if isinstance(policy, Speed) and policy.cutoff is None:
-        policy = FULL
+    """Where only some layers have full attention. Raises ValueError for what has no reference."""
+    if isinstance(policy, Speed):
+        return hybrid.cut(
+            model, prompt, tokens, cutoff=policy.cutoff, anchors=policy.anchors, tail=policy.tail
+        )
     if isinstance(policy, Read):
         return hybrid.read(model, prompt, tokens, policy.retrieve, policy.keep)
     return hybrid.score(model, prompt, tokens, policy)
