@@ -19,7 +19,7 @@ from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.model_checks import WITH_PROPAGATION
+from vllm_kvx.server.model_checks import WITH_PROPAGATION, WITH_SCORES
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
@@ -583,6 +583,11 @@ PROPAGATION_CASES = [
     ("model_config._model_info.architecture", "TransformersForCausalLM", "--model-impl vllm"),
     ("model_config._model_info.supports_pp", False, "SupportsPP"),
     ("compilation_config.fast_moe_cold_start", True, "fast_moe_cold_start"),
+    (
+        "attention_config.backend",
+        AttentionBackendEnum.HPC_ATTN,
+        "--attention-backend to one of FLASH_ATTN, TRITON_ATTN",
+    ),
 ]
 
 
@@ -604,6 +609,16 @@ def test_experts_of_several_engines(stock) -> None:
     assert "--data-parallel-size 1" in reason and "snapkv" in reason
     assert not reasons(WITH_PROPAGATION, several_engines(stock, "mp"))
     assert not reasons(WITH_POLICY, config)
+
+
+@pytest.mark.parametrize("policy", ["speed-4", "fastkv:tsp_layer=3", "snapkv", "fier-64"])
+def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
+    """HY-V3's under HPC_ATTN; each policy has one reason, whatever it does."""
+    with pytest.raises(ValueError) as error:
+        make_config(policy, dtype="float32", attention_backend="HPC_ATTN")
+    (line,) = lines(error)
+    assert "--attention-backend" in line and "TRITON_ATTN" in line
+    make_config("full", attention_backend="HPC_ATTN")
 
 
 @pytest.mark.parametrize(
@@ -652,7 +667,15 @@ def test_pooling_leaves_nothing_to_change(stock) -> None:
     assert len(found) == 1 and "pooling models" in found[0]
 
 
-TABLES = (*ALWAYS, *WITH_POLICY, *WITH_RETENTION, *WITH_SELECTION, *WITH_RETRIEVAL)
+TABLES = (
+    *ALWAYS,
+    *WITH_POLICY,
+    *WITH_RETENTION,
+    *WITH_PROPAGATION,
+    *WITH_SCORES,
+    *WITH_SELECTION,
+    *WITH_RETRIEVAL,
+)
 
 
 @pytest.mark.parametrize(

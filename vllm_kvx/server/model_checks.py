@@ -3,8 +3,17 @@
 What only shows once a model is loaded, ``models/attention`` and ``models/layer_ranges`` refuse.
 """
 
+from typing import TYPE_CHECKING
+
 from vllm_kvx.config.policy_layers import is_mixed, num_policy_layers
-from vllm_kvx.server.start_refusal import MODEL, RANGES, Refusal
+from vllm_kvx.server.start_refusal import (
+    BACKEND,
+    MODEL,
+    ON_GPUS,
+    RANGES,
+    Refusal,
+    asked_backend,
+)
 
 # Under any policy but `full`.
 OF_MODEL: tuple[Refusal, ...] = (
@@ -59,6 +68,9 @@ _OTHERS = (
     "others) run on this model"
 )
 
+# vLLM's backend whose operators write the KV cache outside of attention.
+_FUSED = "HPC_ATTN"
+
 # Where rows leave the batch between two layers, so that the decoder runs in ranges of layers.
 WITH_PROPAGATION: tuple[Refusal, ...] = (
     Refusal(
@@ -89,5 +101,13 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
         "with fast_moe_cold_start vLLM counts a forward pass's experts from its first layer, and "
         "ranges of layers begin elsewhere: set --compilation-config "
         "'{\"fast_moe_cold_start\": false}'",
+    ),
+    # It is never vLLM's own choice.
+    Refusal(
+        lambda c: asked_backend(c) == _FUSED,
+        f"with {_FUSED} layers such as HY-V3's rotate and store keys by the plan of a whole batch, "
+        "before their attention, and rows leave the batch between layers: set --attention-backend "
+        f"to one of {ON_GPUS}",
+        BACKEND,
     ),
 )

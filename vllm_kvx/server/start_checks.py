@@ -14,17 +14,16 @@ from vllm_kvx.server.start_refusal import (
     CACHE_DTYPE,
     MODEL,
     NO_POLICY,
+    ON_GPUS,
     RAY,
     Refusal,
+    asked_backend,
 )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HEAD_DIMS = (32, 64, 128, 256)
-
-# Attention backends of GPUs that run every policy.
-_ON_GPUS = "FLASH_ATTN, TRITON_ATTN"
 
 # Layouts of vLLM's whose outermost dimension is the block, as far as pages may have a tail.
 LAYERS_IN_BLOCKS = ("BLNHC", "BLHNC")
@@ -230,9 +229,9 @@ WITH_RETENTION: tuple[Refusal, ...] = (
         CACHE_DTYPE,
     ),
     Refusal(
-        lambda c: str(_backend(c)) not in ("None", *ATTENTION_BACKENDS),
+        lambda c: str(asked_backend(c)) not in ("None", *ATTENTION_BACKENDS),
         "retention and retrieval do not know how this attention backend lays out keys: drop "
-        f"--attention-backend, or set it to one of {_ON_GPUS}",
+        f"--attention-backend, or set it to one of {ON_GPUS}",
         BACKEND,
     ),
 )
@@ -241,9 +240,9 @@ WITH_RETENTION: tuple[Refusal, ...] = (
 # Where selected tokens run in passes of their own (``Layout.selects``).
 WITH_SELECTION: tuple[Refusal, ...] = (
     Refusal(
-        lambda c: _backend(c) in ONE_PLAN,
+        lambda c: asked_backend(c) in ONE_PLAN,
         "FlashInfer holds the plan of one batch, and selected tokens run in passes of their own, "
-        f"which are planned in the same step: set --attention-backend to one of {_ON_GPUS}",
+        f"which are planned in the same step: set --attention-backend to one of {ON_GPUS}",
         BACKEND,
     ),
 )
@@ -258,9 +257,9 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         MODEL,
     ),
     Refusal(
-        lambda c: _backend(c) in NO_SIDECAR,
+        lambda c: asked_backend(c) in NO_SIDECAR,
         "FlashInfer's pages have no room for retrieval's sidecar: set --attention-backend to one "
-        f"of {_ON_GPUS}",
+        f"of {ON_GPUS}",
         BACKEND,
     ),
     Refusal(
@@ -285,12 +284,6 @@ def _unifies(c: "VllmConfig") -> bool:
     connector = c.kv_transfer_config and c.kv_transfer_config.kv_connector
     chunk = getattr(c.model_config, "attention_chunk_size", None)
     return bool(connector) or chunk is not None
-
-
-def _backend(c: "VllmConfig") -> str | None:
-    """The attention backend that was asked for; None leaves it to vLLM."""
-    backend = c.attention_config.backend
-    return None if backend is None else backend.name
 
 
 def _has_scales_by_head(c: "VllmConfig") -> bool:

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 NO_POLICY, MODEL, RANGES = "no policy runs", "model", "ranges of layers"
 BACKEND, CACHE_DTYPE, RAY = "--attention-backend", "--kv-cache-dtype", "ray"
 
+# Attention backends of GPUs that run every policy.
+ON_GPUS = "FLASH_ATTN, TRITON_ATTN"
+
 
 class Refusal(NamedTuple):
     """A row of a table.
@@ -43,3 +46,9 @@ def told(rows: Sequence[Refusal]) -> list[str]:
 def reasons(table: Iterable[Refusal], vllm_config: "VllmConfig") -> list[str]:
     """What is `told` of the rows of `table` that apply."""
     return told(applying(table, vllm_config))
+
+
+def asked_backend(vllm_config: "VllmConfig") -> str | None:
+    """The attention backend that was asked for; None leaves it to vLLM."""
+    backend = vllm_config.attention_config.backend
+    return None if backend is None else backend.name
