@@ -1,6 +1,6 @@
 """Ranges of layers, on decoders of a few lines: what is a stream, and what has none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -161,6 +161,54 @@ class TwoArguments(Decoder):
 class ReadsWhatIsEarlier(Decoder):
     def forward(self, *args: Any, intermediate_tensors: Any = None) -> Any:  # type: ignore[override]
         return get_pp_group() and self.start_layer * self.saved  # type: ignore[operator]
+
+
+class KeepsAnEarlierLayer(Decoder):
+    """As Solar, whose layers in the middle add states from below: within one call alone."""
+
+    mixed_at = 2
+
+    def forward(
+        self, input_ids: Any, positions: Tensor, intermediate_tensors: Any, inputs_embeds: Any
+    ) -> Any:
+        # Layer 0 is in no range that begins above it.
+        kept: Any = None if self.start_layer else input_ids
+        if self.start_layer <= self.mixed_at < self.end_layer:
+            kept = kept + 0
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+
+class ScalesWhatItTakes(Decoder):
+    """Once a call, and so once a range."""
+
+    def forward(
+        self, input_ids: Any, positions: Tensor, intermediate_tensors: Any, inputs_embeds: Any
+    ) -> Any:
+        out = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        if isinstance(out, IntermediateTensors):
+            for tensor in out.tensors.values():
+                tensor.mul_(-3)
+        return out
+
+
+def test_ranges_that_do_not_make_up_the_decoder() -> None:
+    def check(decoder: Decoder, edges: list[int], projected: Sequence[int] = ()) -> None:
+        ranges = ranges_of(decoder)
+        ranges.check_ranges(edges, projected, torch.device("cpu"))
+        assert not any("forward" in layer.__dict__ for layer in ranges.attention)
+        assert get_pp_group.__name__ == "get_pp_group"
+
+    check(Decoder(), [0, 1, 2, LAYERS], [2])
+    check(Decoder("hidden", ("hidden_states",)), [0, 1, LAYERS], [1, 2])
+    # Where the layers that belong together are in one range, they may run.
+    check(KeepsAnEarlierLayer(), [0, LAYERS])
+    with pytest.raises(NoRanges, match=r"ranges that begin with layers 0, 1: TypeError") as error:
+        check(KeepsAnEarlierLayer(), [0, 1, LAYERS])
+    assert "\n" not in str(error.value)
+    with pytest.raises(NoRanges, match="does not run from layer 2: TypeError"):
+        check(KeepsAnEarlierLayer(), [0, LAYERS], [1, 2])
+    with pytest.raises(NoRanges, match="makes other states of the ranges that begin"):
+        check(ScalesWhatItTakes(), [0, 2, LAYERS])
 
 
 def _wrong_layers() -> Decoder:

@@ -8,6 +8,7 @@ graphs. Passes run ranges of that decoder's compiled code (``compiled_ranges``);
 segments of their own (``segment``), which round differently.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -78,6 +79,21 @@ class SegmentedModel(HookedModel):
         firsts = sorted({first for edges in self.segments.edges for first in edges[1:-1]})
         device = next(self.parameters()).device
         self.ranges.find_residual(firsts, self._dtype, device)
+
+    def check_ranges(self, projected: Sequence[int]) -> None:
+        """Runs some tokens through every way that the decoder is cut.
+
+        Inside vLLM's forward context, which experts read, and once these can run.
+
+        Args:
+            projected: layers whose entries are made without running the layers below.
+
+        Raises:
+            NoRanges: they do not make up the decoder.
+        """
+        device = next(self.parameters()).device
+        for edges in self.segments.edges:
+            self.ranges.check_ranges(edges, projected, device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # `forward` takes the plan, and enters its hooks itself.

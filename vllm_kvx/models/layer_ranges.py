@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -235,6 +236,82 @@ class LayerRanges:
             f"the residual stream of {type(self.decoder).__name__} below layer {layer} is not "
             "known: neither is it its hidden states, nor do they and the residual add up to it"
         )
+
+    @torch.no_grad()
+    def check_ranges(
+        self, edges: Sequence[int], projected: Sequence[int], device: torch.device
+    ) -> None:
+        """Runs some tokens through the ranges between `edges`, 0 and the number of layers included.
+
+        Attention is left out: it has no cache yet, and is not what might need the layers below.
+
+        Args:
+            projected: layers whose keys and values are made of the last states between two ranges.
+
+        Raises:
+            NoRanges: a range does not run by itself, or all of them do not make up the decoder.
+        """
+        ids, name = torch.arange(8, dtype=torch.int32, device=device), type(self.decoder).__name__
+        positions = torch.arange(8, device=device)
+        with self._without_attention():
+            # A decoder that does not run whole fails by its own words.
+            whole, other = (self._run((0, self.num_layers), of, positions) for of in (ids, ids + 8))
+            try:
+                out = self._run(edges, ids, positions)
+            except Exception as error:
+                # Such as one that reads what an earlier layer has left.
+                raise NoRanges(
+                    f"{name} does not run in the ranges that begin with layers "
+                    f"{', '.join(map(str, edges[:-1]))}: {error!r}"
+                ) from error
+        if _distance(out, whole) > _ROUNDING * _distance(whole, other):
+            raise NoRanges(
+                f"{name} makes other states of the ranges that begin with layers "
+                f"{', '.join(map(str, edges[:-1]))} than of all layers at once"
+            )
+        (stream,) = _streams(1, (8, self.hidden_size), whole.dtype, device)
+        for layer in projected:
+            try:
+                self.projected(layer, (stream,), positions)
+            except NoRanges:
+                raise
+            except Exception as error:
+                raise NoRanges(f"{name} does not run from layer {layer}: {error!r}") from error
+
+    def _run(self, edges: Sequence[int], ids: Tensor, positions: Tensor) -> Tensor:
+        """(n, H) final states of (n,) ids, range by range."""
+        states: tuple[Tensor | None, Tensor | None] = (None, None)
+        out: Any = None
+        for first, last in pairwise(edges):
+            with self.as_stage(first, last):
+                out = self.forward(None if first else ids, positions, *states)
+            if last < self.num_layers:
+                states = self.entering(self.leaving(*out))
+        assert isinstance(out, Tensor)
+        return out
+
+    @contextmanager
+    def _without_attention(self) -> Iterator[None]:
+        """Inside, attention puts out its queries."""
+
+        def take(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            output_shape: torch.Size | None = None,
+            output_dtype: torch.dtype | None = None,
+        ) -> Tensor:
+            out = query.to(output_dtype or query.dtype, copy=True)
+            return out.reshape(output_shape or (len(query), -1))
+
+        layers: list[Any] = list(self.attention)
+        for layer in layers:
+            layer.__dict__["forward"] = take
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.__dict__["forward"]
 
     @torch.no_grad()
     def check(self, layer: int, stream: Tensor, positions: Tensor, made: Projected) -> None:

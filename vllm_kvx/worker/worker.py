@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvx.cache.messages import PolicyResult, PolicyStep, attach_result, step_of
@@ -53,6 +54,11 @@ class _PolicyWorking(_Base):
         use_policy_model(config.model_config, build, layout.propagates)
         super().load_model(*args, **kwargs)
         runner = self.model_runner
+        if layout.propagates:
+            # Not before vLLM has set experts up, which is the last thing that it does.
+            ended = layout.later_starts[0] if layout.projects else settings.num_layers
+            with set_current_vllm_config(config), set_forward_context(None, config):
+                runner.model_state.hooked.check_ranges(range(ended, settings.num_layers))
         self._sleeping, self._asleep_stats = SleepingBuffers(), None
         if layout.online_cuts:
             attention = runner.model_state.hooks.layers[0].layer
