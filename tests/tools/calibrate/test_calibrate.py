@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference import zoo
 from reference.models import ARCHS, add_tokenizer, build_model
 from support import inside
 from support.models import LOOKUP
@@ -32,9 +33,18 @@ LAYERS = 6
 POLICY = FastKV(tsp_rate=0.3, window=4, kernel=5)
 
 
-@pytest.fixture(scope="module", params=[*((arch, 2) for arch in ARCHS), ("llama", 4)], ids=str)
+EXPERTS = ("qwen3_moe", "mixtral")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((arch, 2) for arch in (*ARCHS, *EXPERTS)), ("llama", 4)],
+    ids=str,
+)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arch, kv_heads = request.param
+    if arch in EXPERTS:
+        return zoo.build(tmp_path_factory.mktemp(arch), arch, num_hidden_layers=LAYERS)
     return build_model(tmp_path_factory.mktemp(arch), arch=arch, kv_heads=kv_heads, layers=LAYERS)
 
 
@@ -228,6 +238,19 @@ def test_the_command_stores_what_a_server_finds(
         record["tsp_layer"],
         f"calibrated by the paper's criterion: {path}",
     )
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_the_commands_on_experts(
+    arch: str, command: Callable[..., int], cache: Path, tmp_path: Path
+) -> None:
+    model = zoo.build(tmp_path / arch, arch, num_hidden_layers=4)
+    assert command(model, "--no-plot", tsp_rate=0.3, window=4, kernel=5, max_layer=2) == 0
+    prompts = write_prompts(tmp_path / "diagnosed.jsonl", prompt_of(40))
+    for method in ("structkv", "speed"):
+        argv = ["diagnose", str(model), "--method", method, "--prompts", str(prompts)]
+        argv += ["--device", "cpu", "--output", str(tmp_path / method)]
+        assert main(argv + (["--answer-tokens", "4"] if method == "speed" else [])) == 0
 
 
 def test_the_curve_is_drawn_where_it_is_wanted(

@@ -98,6 +98,11 @@ def test_bad_files_are_one_message(
     ("config", "tokenizer", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, {}, "has GPT2LMHeadModel; supported: Llama"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"]},
+            {},
+            "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantized: tune the checkpoint"),
         ({"sliding_window": 256}, {}, "more than the model's 256 tokens"),
         ({}, {"chat_template": None}, "has no chat template, so no prompts can be made"),

@@ -23,12 +23,14 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.checkpoint.placement import place
 
 # Their modules have the same names and the same meaning; q_norm and k_norm are Qwen3's alone.
-ARCHITECTURES = (
+DENSE_MLPS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+# And those of these but for an MLP of experts, in transformers' one module.
+ARCHITECTURES = (*DENSE_MLPS, "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 
 # Rows that projections and the MLP take at once: it bounds their intermediate values.
 _SLICE = 4096
@@ -90,11 +92,13 @@ class Cache:
         return Cache(list(self.layers))
 
 
-def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
+def load_config(
+    name: str, revision: str | None = None, supported: Sequence[str] = ARCHITECTURES
+) -> PretrainedConfig:
     """The configuration of the model in a directory, or of that name on the Hugging Face hub.
 
     Raises:
-        ToolError: there is none, or its architecture is none of ARCHITECTURES.
+        ToolError: there is none, or its architecture is none of the `supported` ones.
     """
     path = Path(name)
     if not path.is_dir() and (path.exists() or name[0] in "./~" or name.count("/") > 1):
@@ -104,8 +108,8 @@ def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
     except Exception as error:  # transformers and the hub raise what they like
         raise ToolError(f"cannot read the configuration of {name}: {_line(error)}") from error
     found = (getattr(config, "architectures", None) or ["no architecture"])[0]
-    if found not in ARCHITECTURES:
-        raise ToolError(f"{name} has {found}; supported: {', '.join(ARCHITECTURES)}")
+    if found not in supported:
+        raise ToolError(f"{name} has {found}; supported: {', '.join(supported)}")
     return config
 
 
@@ -118,7 +122,7 @@ def sliding_window(config: PretrainedConfig) -> int | None:
 
 
 class DenseDecoder:
-    """The layers of a Llama, Mistral, Qwen2 or Qwen3, to be run one after the other.
+    """The layers of a model of one of ARCHITECTURES, to be run one after the other.
 
     Sliding windows are not applied: prompts are to be no longer than `sliding_window(config)`.
     A layer's rows, keys and values are on its device; all else that is returned is on `device`.
@@ -349,7 +353,8 @@ def _finish(layer: Any, before: Tensor, mixed: Tensor) -> Tensor:
     hidden = torch.empty_like(before)
     for part in _slices(len(before)):
         residual = before[part] + layer.self_attn.o_proj(mixed[part].flatten(1))
-        hidden[part] = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        # Experts want a batch.
+        hidden[part] = residual + layer.mlp(layer.post_attention_layernorm(residual)[None])[0]
     return hidden
 
 

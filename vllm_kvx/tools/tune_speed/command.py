@@ -26,7 +26,7 @@ from vllm_kvx.records import tuned_weights as tuned_record
 from vllm_kvx.records.folder import check_writable
 from vllm_kvx.records.model_key import ModelIdentity, model_dir
 from vllm_kvx.records.tuned_weights import TunedRecord
-from vllm_kvx.tools.checkpoint.dense_decoder import choose_device, load_config
+from vllm_kvx.tools.checkpoint.dense_decoder import DENSE_MLPS, choose_device, load_config
 from vllm_kvx.tools.tune_speed import figures, merge, sources
 from vllm_kvx.tools.tune_speed.job import FILE, Job, check_same
 from vllm_kvx.tools.tune_speed.plan import Plan
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ToolError, PolicyError: it cannot be done as asked.
     """
-    config = load_config(args.model, args.revision)
+    config = load_config(args.model, args.revision, DENSE_MLPS)
     check_weights(args.model, config)
     policy = Speed(args.cutoff, args.anchors, args.tail)
     policy.check_model(config.num_hidden_layers)
