@@ -71,7 +71,7 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     assert settings is not None
     others: list[str] = []
     if not settings.stock:
-        more, others = _retention_problems(vllm_config, settings)
+        more, others = _layout_problems(vllm_config, settings)
         rows += more
     if problems := told(rows) + others:
         raise _cannot_run(settings.policy, problems)
@@ -116,10 +116,13 @@ def _cannot_run(policy: object, problems: list[str]) -> ValueError:
     )
 
 
-def _retention_problems(
+def _layout_problems(
     vllm_config: "VllmConfig", settings: KVSettings
 ) -> tuple[list[Refusal], list[str]]:
-    """What keeps the policies that drop or select entries: rows of tables, and other reasons."""
+    """What keeps the layout's policies, by what each kind needs: rows of tables, and other reasons.
+
+    May set the size of KV blocks, see `_block_size_problems`.
+    """
     layout = settings.layout
     problems: list[str] = []
     rows: list[Refusal] = []
