@@ -1,6 +1,7 @@
 """A policy that a body names in the wrong place is a 400, on every route of vLLM that generates."""
 
 import asyncio
+import json
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -235,10 +236,40 @@ def test_a_server_without_a_policy_leaves_all_else_to_vllm(post_stock: Any, path
         {"user": "kv_policy", "messages": [{"role": "user", "content": '{"kv_policy": "full"}'}]},
     ):
         assert "is not read" not in post_stock(path, json={**BODIES[path], **more}).text
-    json = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"}
     for content in (b"[]", b'"kv_policy"', b"{", b"null", b"\xff", b""):
-        response = post_stock(path, content=content, headers=json)
+        response = post_stock(path, content=content, headers=headers)
         assert response.status_code in (400, 422) and "is not read" not in response.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_given_twice(post: Any, post_stock: Any, path: str) -> None:
+    """JSON readers keep the last of equal keys: what the first asks for would be ignored."""
+    twice = (
+        ('"vllm_xargs": {"kv_policy": "full"}, "vllm_xargs": {"session_id": "a"}', "vllm_xargs"),
+        ('"vllm_xargs": {"kv_policy": "speed-4", "kv_policy": "full"}', "kv_policy"),
+        ('"vllm_xargs": {"kv_policy": "full", "kv_policy": null}', "kv_policy"),
+        ('"kv_policy": "full", "kv_policy": "full"', "kv_policy"),
+        (
+            '"sampling_params": {"extra_args": {"kv_policy": "full"}, "extra_args": {}}',
+            "extra_args",
+        ),
+    )
+    headers = {"Content-Type": "application/json"}
+    begin = json.dumps({**BODIES[path], "sampling_params": {}})[:-1].encode()
+    for text, key in twice:
+        for ask in (post, post_stock):
+            content = begin + f", {text}}}".encode()
+            if key == "extra_args":
+                content = content.replace(b'"sampling_params": {}, ', b"")
+            message = refusal(ask(path, content=content, headers=headers))
+            assert f"the first {key!r} of two in one object" in message
+    # Of keys that lead to no policy the last one counts, as vLLM has it.
+    others = b'{"user": "a", "user": "b", "metadata": {"extra_args": {}, "extra_args": {}}}'
+    quoted = json.dumps({"user": '"kv_policy" "kv_policy" "vllm_xargs": "vllm_xargs":'}).encode()
+    for content in (others, quoted):
+        for ask in (post, post_stock):
+            assert "of two" not in ask(path, content=content, headers=headers).text
 
 
 def test_every_route_that_generates_says_its_policy(app: FastAPI) -> None:
@@ -293,9 +324,9 @@ def test_other_bodies_pass(post: Any, path: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_what_is_no_object_is_left_to_vllm(post: Any, path: str) -> None:
-    json = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"}
     for content in (b"[]", b'"kv_policy"', b"{", b"null", b"\xff", b""):
-        response = post(path, content=content, headers=json)
+        response = post(path, content=content, headers=headers)
         assert response.status_code in (400, 422) and "is not read" not in response.text
     response = post(path, content=b"{}", headers={"Content-Type": "text/plain"})
     assert response.status_code in (400, 415, 422)

@@ -12,6 +12,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicMessagesResponse,
+    AnthropicStreamEvent,
+    AnthropicUsage,
+)
 from vllm.entrypoints.openai.responses.protocol import ResponseUsage
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
@@ -40,11 +45,24 @@ _DEFAULT_FORMAT = '%(levelprefix)s %(client_addr)s - "%(request_line)s" %(status
 def say_policies(app: FastAPI) -> None:
     """Has answers of `app` say their policy: in a header, in their usage and in the access log."""
     app.add_middleware(PolicyHeader)
-    for usage in (UsageInfo, ResponseUsage):
+    _give_anthropics_usage_room()
+    for usage in (UsageInfo, ResponseUsage, AnthropicUsage):
         wrap_once(usage, "__init__", _with_policy)
     access = logging.getLogger("uvicorn.access")
     if not any(isinstance(each, PolicyInLog) for each in access.filters):
         access.addFilter(PolicyInLog())
+
+
+def _give_anthropics_usage_room() -> None:
+    """Lets it have further fields, as vLLM's other models of usage do, and its holders write them.
+
+    A model's writer is made with its class, and has its inner models' in it.
+    """
+    if AnthropicUsage.model_config.get("extra") == "allow":
+        return
+    AnthropicUsage.model_config["extra"] = "allow"
+    for model in (AnthropicUsage, AnthropicMessagesResponse, AnthropicStreamEvent):
+        model.model_rebuild(force=True)
 
 
 def note_policy(request: Request, body: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-# Given the request and its body; raises VLLMValidationError where it refuses.
-BodyCheck = Callable[[Request, Any], None]
+# Given the request, its body, and that as it came; raises VLLMValidationError where it refuses.
+BodyCheck = Callable[[Request, Any, bytes], None]
 
 
 def check_bodies(app: FastAPI, check: BodyCheck) -> None:
@@ -24,7 +24,7 @@ def check_bodies(app: FastAPI, check: BodyCheck) -> None:
             body = await raw_request.json()
         except ValueError:  # The route says so in its own words.
             return
-        check(raw_request, body)
+        check(raw_request, body, await raw_request.body())
 
     dependants = [
         dependant

@@ -20,17 +20,23 @@ from vllm_kvx.server.request_keys import check_keys, check_policy_type, server_k
 STATUS = "kv_policy"
 
 
-def check_request_body(request: Request, body: Any) -> None:
+def check_request_body(request: Request, body: Any, raw: bytes) -> None:
     """Checks a request and its parsed JSON body, and counts it if it is refused.
 
+    Args:
+        raw: the body as it came.
+
     Raises:
-        VLLMValidationError: it names a policy, or nearly so, where no policy is read; a key in
-            ``vllm_xargs`` looks like one of ours; the policy is no string.
+        VLLMValidationError: it names a policy, or nearly so, where no policy is read; a key that
+            leads to a policy is there twice; a key in ``vllm_xargs`` looks like one of ours; the
+            policy is no string.
     """
     try:
         path = request.scope["path"]
         for key, where in misplaced.beside_body(request.scope):
             raise misplaced.refusal(key, where, _advice(path))
+        if twice := misplaced.given_twice(raw):
+            raise misplaced.refusal_of_twice(twice)
         check_body(body, path)
     except RefusedError as error:
         if (status := getattr(request.app.state, STATUS, None)) is not None:

@@ -4,6 +4,7 @@ vLLM drops keys of a body that it does not know, and the query. So such a reques
 under the server's policy, or in full on a server without one, with a 200.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,6 +26,8 @@ _OF_OTHERS = ("metadata", "chat_template_kwargs", "sampling_params")
 OBJECTS = (XARGS, *_CONTAINERS, *_OF_OTHERS)
 # Objects in these that name it in turn.
 INNER = (XARGS, "extra_args")
+# What leads to a policy in a body: of such keys there may be one in an object.
+_LEADING = (POLICY_KEY, XARGS, "sampling_params", "extra_args")
 # By its name in an answer; nobody reads it of a request.
 _HEADERS = (b"x-kv-policy", b"x-kv_policy", b"kv-policy", b"kv_policy")
 
@@ -63,12 +66,43 @@ def beside_body(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield header.decode(), "among the headers"
 
 
+def given_twice(raw: bytes) -> str | None:
+    """A key that leads to a policy and that an object of a JSON body has twice; None without one.
+
+    Who reads JSON keeps the last, and with it perhaps another policy, or none.
+
+    Args:
+        raw: the body, which is JSON.
+    """
+    if _quoted(POLICY_KEY) not in raw or all(raw.count(_quoted(key)) < 2 for key in _LEADING):
+        return None
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        found.extend(key for key in _LEADING if keys.count(key) > 1)
+        return dict(pairs)
+
+    json.loads(raw, object_pairs_hook=look)
+    return found[0] if found else None
+
+
+def _quoted(key: str) -> bytes:
+    return f'"{key}"'.encode()
+
+
 def policy_key(values: Mapping[str, Any]) -> str | None:
     """The key of `values` that is the policy's, or resembles it."""
     if POLICY_KEY in values:
         return POLICY_KEY
     found = misspelling(values, (POLICY_KEY,))
     return found.key if found else None
+
+
+def refusal_of_twice(key: str) -> RefusedError:
+    """The error for a key that `given_twice` has found."""
+    message = f"the first {quoted(key)} of two in one object is not read: send one"
+    return RefusedError(Reason.MISPLACED, key, message)
 
 
 def refusal(key: str, where: str, advice: str, reason: Reason = Reason.MISPLACED) -> RefusedError:

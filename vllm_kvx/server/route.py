@@ -65,8 +65,8 @@ class KVPolicyEndpoint:
             setattr(state, STATUS, PolicyStatus(settings, engine_client))
 
 
-def _look_at(request: Request, body: Any) -> None:
-    check_request_body(request, body)
+def _look_at(request: Request, body: Any, raw: bytes) -> None:
+    check_request_body(request, body, raw)
     note_policy(request, body)
 
 

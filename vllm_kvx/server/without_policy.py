@@ -40,8 +40,8 @@ class StockEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Called once the engine is up."""
 
-    def check(self, request: Request, body: Any) -> None:
-        """Looks at a request and its parsed JSON body.
+    def check(self, request: Request, body: Any, raw: bytes) -> None:
+        """Looks at a request and its parsed JSON body; `raw` is that as it came.
 
         A policy of null is as none: it is taken out of ``vllm_xargs``.
 
@@ -50,6 +50,9 @@ class StockEndpoint:
         """
         for key, where in misplaced.beside_body(request.scope):
             raise _error(key, where)
+        if twice := misplaced.given_twice(raw):
+            error = misplaced.refusal_of_twice(twice)
+            raise VLLMValidationError(str(error), parameter=twice)
         if not isinstance(body, dict):
             return
         objects = [values for name in misplaced.OBJECTS if (values := body.get(name))]
