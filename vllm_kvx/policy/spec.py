@@ -7,6 +7,7 @@ A policy is at most one answer on each axis; `full` is none.
 """
 
 import difflib
+import math
 
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.table import METHODS
@@ -79,7 +80,7 @@ def _parse_part(part: str) -> Method:
         )
     values = _parse_parameters(method, tail) if colon else {}
     if method.number:
-        values[method.number] = read_value(number)
+        values[method.number] = _read(method, method.number, number)
     missing = [key for key in method.mandatory() if key not in values]
     if missing:
         raise PolicyError(f"{name} needs {' and '.join(missing)}; for example {method.example}")
@@ -103,9 +104,21 @@ def _parse_parameters(method: type[Method], text: str) -> dict[str, Value]:
             raise PolicyError(f"unknown parameter {key!r}; {hint}{allowed}")
         if key in values:
             raise PolicyError(f"parameter {key!r} is given twice")
-        values[key] = read_value(value)
+        values[key] = _read(method, key, value)
         before = pair
     return values
+
+
+def _read(method: type[Method], key: str, text: str) -> Value:
+    """The value that `text` means; the text itself, which is none, if no float is such a number.
+
+    So the error shows what was written, and not the 0.0 or inf that is the nearest float.
+    """
+    value = read_value(text)
+    if not isinstance(value, float) or allows(method, key, value):
+        return value
+    is_zero = not set(text.partition("e")[0]) & set("123456789")
+    return text if math.isinf(value) or (value == 0 and not is_zero) else value
 
 
 def _number_with_comma(method: type[Method], pair: str, rest: str) -> str:
