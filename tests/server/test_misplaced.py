@@ -180,6 +180,7 @@ def test_beside_the_body(post: Any, path: str) -> None:
         ({f"x{i}": i for i in range(100)} | {"policy": 1}, "unknown key 'policy'"),
         ({"kv_policy": {"name": "full"}}, "kv_policy must be a string such as 'speed-24' or"),
         ({"kv_policy": ["full"]}, "must be a string such as 'speed-24' or 'full', got ['full']"),
+        ({"kv_policy": [{"a": 1}]}, "kv_policy must be a string such as 'speed-24' or 'full', got"),
         ({"kv_policy": True}, "got True"),
         ({"kv_policy": {"a" * 5000: 1}}, "... (5,007 characters)"),
     ],
