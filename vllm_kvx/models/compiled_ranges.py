@@ -71,7 +71,7 @@ class CompiledRanges:
             assert stream is not None
             live = self._entering(first, positions, stream)
             # Nothing reads them, but their number is the number of rows.
-            ids = torch.zeros(len(positions), dtype=torch.int32, device=positions.device)
+            ids = torch.zeros(positions.shape[-1], dtype=torch.int32, device=positions.device)
         assert ids is not None
         is_new = (first, last) not in self._parts
         out = self._run_part(first, last, ids, positions, live)
@@ -85,7 +85,7 @@ class CompiledRanges:
 
     def _check(self, layer: int, live: dict[str, Tensor], positions: Tensor) -> None:
         """Raises UnknownForm if what lives below `layer` is not what a pass would begin with."""
-        rows = len(positions)
+        rows = positions.shape[-1]
         cut, attention = self._program.cuts[layer], self._attention[layer]
         heads, kv_heads = attention.num_heads, attention.num_kv_heads
         shapes = {
@@ -105,7 +105,7 @@ class CompiledRanges:
             )
         made = Projected(*(live[name][:_CHECKED] for name in (cut.query, cut.key, cut.value)))
         try:
-            self._ranges.check(layer, residual[:_CHECKED], positions[:_CHECKED], made)
+            self._ranges.check(layer, residual[:_CHECKED], positions[..., :_CHECKED], made)
         except NoRanges as error:
             # Not raised amid a pass: ranks have different heads, and wait for each other.
             self.problem = error.why
@@ -120,7 +120,7 @@ class CompiledRanges:
             self._parts[first, last] = part
         self._asked = part, live
         try:
-            out = self._decode(ids, positions)
+            out = self._decode(ids, self._ranges.positions_of_decoder(positions))
             if self._asked is not None:
                 raise RuntimeError("the decoder ran, and not the program that its pieces are in")
             return out

@@ -21,13 +21,14 @@ from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.sequence import IntermediateTensors
 
 from vllm_kvx.config.disabled import COMPILED_RANGES, disabled_parts
 from vllm_kvx.models.attention import check_every_layer
 from vllm_kvx.models.compiled_ranges import CompiledRanges
 from vllm_kvx.models.hooked import HookedModel
-from vllm_kvx.models.layer_ranges import LayerRanges
+from vllm_kvx.models.layer_ranges import LayerRanges, PositionRows
 from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
@@ -40,6 +41,7 @@ from vllm_kvx.models.passes import (
 from vllm_kvx.models.segment import Segments
 from vllm_kvx.models.stitching import UnknownForm
 from vllm_kvx.models.stream import Out, Stream, rows_of
+from vllm_kvx.models.wrappers import check_wrapper
 
 logger = init_logger("vllm.kvx.models")
 
@@ -53,7 +55,8 @@ class SegmentedModel(HookedModel):
         self._dtype: torch.dtype = vllm_config.model_config.dtype  # type: ignore[assignment]
         hidden_size, attention = vllm_config.model_config.get_hidden_size(), self.attention_layers()
         check_every_layer(attention, vllm_config.model_config.get_total_num_hidden_layers())
-        self.ranges = LayerRanges(self, attention, hidden_size, self._dtype)
+        rows = _position_rows(vllm_config)
+        self.ranges = LayerRanges(self, attention, hidden_size, self._dtype, rows)
         row_cuts = build.row_cuts(attention)
         self.segments = Segments(self.ranges, row_cuts, build.online_cuts, vllm_config, prefix)
         self._captured_sizes: set[int] = set()
@@ -74,8 +77,10 @@ class SegmentedModel(HookedModel):
         """Finds what the residual stream is.
 
         Raises:
-            NoRanges: it cannot be told.
+            NoRanges: it cannot be told, or a model around the decoder does something of its own.
         """
+        if supports_multimodal(self):
+            check_wrapper(self, super().forward, self.ranges)
         firsts = sorted({first for edges in self.segments.edges for first in edges[1:-1]})
         device = next(self.parameters()).device
         self.ranges.find_residual(firsts, self._dtype, device)
@@ -106,7 +111,10 @@ class SegmentedModel(HookedModel):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """(T,) ids and positions -> (T, H) final states; rows dropped on the way are 0."""
+        """(T,) ids and positions -> (T, H) final states; rows dropped on the way are 0.
+
+        positions: (R, T) where the decoder takes R a token; those of a text are equal.
+        """
         plan = self.take_plan()
         if plan.passes is None:
             with plan.hooks:
@@ -117,7 +125,7 @@ class SegmentedModel(HookedModel):
         for now in plan.passes:
             with now.hooks:
                 out = self._run_pass(now, out, input_ids, positions)
-            output = self._write(now, out, output, positions.shape[0])
+            output = self._write(now, out, output, positions.shape[-1])
         return self._zeros(positions) if output is None else output
 
     def _run_pass(self, now: Pass, before: Out | None, input_ids: Tensor, positions: Tensor) -> Out:
@@ -140,7 +148,7 @@ class SegmentedModel(HookedModel):
             stream = Stream((source.states.index_select(0, source.rows),))
         at = positions if now.positions is None else now.positions
         # A size without captured pieces would be captured now, amid serving, which CUDA refuses.
-        captured = takes_batch and at.shape[0] in self._captured_sizes
+        captured = takes_batch and at.shape[-1] in self._captured_sizes
         context = _without_graphs(now.slot_mapping)
         if now.attn_metadata is not None:
             context = replace(context, attn_metadata=now.attn_metadata)
@@ -197,7 +205,7 @@ class SegmentedModel(HookedModel):
                 wanted.run(number, query)
 
     def _zeros(self, positions: Tensor) -> Tensor:
-        shape = positions.shape[0], self.ranges.hidden_size
+        shape = positions.shape[-1], self.ranges.hidden_size
         return torch.zeros(shape, dtype=self._dtype, device=positions.device)
 
     def _run_stock(
@@ -220,7 +228,7 @@ class SegmentedModel(HookedModel):
             # below, the first segment's beside them.
             if self.compiled_ranges is None:
                 self.segments.run_first(input_ids, positions)
-            self._captured_sizes.add(positions.shape[0])
+            self._captured_sizes.add(positions.shape[-1])
         out = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         if is_profiling and input_ids is not None:
             del out
@@ -267,7 +275,7 @@ class SegmentedModel(HookedModel):
 
     def _run_cuts(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """All layers, in passes of every kind; each row is copied wherever rows may leave."""
-        rows = torch.arange(positions.shape[0], device=positions.device)
+        rows = torch.arange(positions.shape[-1], device=positions.device)
         for edges in self.segments.edges:
             stream: Stream | None = None
             for first, last in pairwise(edges):
@@ -288,6 +296,15 @@ class SegmentedModel(HookedModel):
 def write_entries(attention: Any, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Writes keys and values, (n, KV heads, D), that a layer has made, into its KV cache."""
     attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
+
+
+def _position_rows(vllm_config: VllmConfig) -> PositionRows | None:
+    """How the model's decoder takes positions, if several a token."""
+    if not vllm_config.model_config.uses_mrope:
+        return None
+    # As in vLLM's own buffer (``RopeState``), which the stock decoder is compiled for.
+    stride = vllm_config.scheduler_config.max_num_batched_tokens + 1
+    return PositionRows(vllm_config.model_config.mrope_num_dims, stride)
 
 
 def _all_ranks(has: bool) -> bool:

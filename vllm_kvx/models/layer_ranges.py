@@ -35,6 +35,21 @@ class Residual(Enum):
     HIDDEN = "it is the hidden states; a residual beside them is not read"
 
 
+class PositionRows(NamedTuple):
+    """Positions of a decoder with several a token, of which rotary embeddings take turns (M-RoPE).
+
+    rows: positions a token, R. stride: from row to row in memory, which compiled code relies on.
+    """
+
+    rows: int
+    stride: int
+
+    def of(self, positions: Tensor) -> Tensor:
+        """(R, N) of (N,) positions of a text, whose rows are equal; N is less than the stride."""
+        buffer = positions.new_empty(self.rows, self.stride)[:, : len(positions)]
+        return buffer.copy_(positions)
+
+
 class NoRanges(ValueError):
     """The decoder cannot be asked for a range of its layers; the text says why."""
 
@@ -61,14 +76,24 @@ class LayerRanges:
     """Ranges of one decoder's layers."""
 
     def __init__(
-        self, model: nn.Module, attention: Sequence[Attention], hidden_size: int, dtype: torch.dtype
+        self,
+        model: nn.Module,
+        attention: Sequence[Attention],
+        hidden_size: int,
+        dtype: torch.dtype,
+        position_rows: PositionRows | None = None,
     ) -> None:
-        """attention: of each layer, in order. hidden_size: H of the states between two layers.
+        """Finds the decoder in `model`.
+
+        Args:
+            attention: of each layer, in order. hidden_size: H of the states between two layers.
+            position_rows: of a decoder that takes several positions a token.
 
         Raises:
             NoRanges: the model's decoder does not run as a pipeline stage.
         """
         self.decoder = decoder_of(model)
+        self.position_rows = position_rows
         self.attention, self.num_layers = attention, len(attention)
         self.hidden_size = hidden_size
         # Past the wrapper that torch.compile puts around a decoder's call.
@@ -126,6 +151,9 @@ class LayerRanges:
     ) -> Any:
         """The stage that `as_stage` has set, of (N,) ids or (N, H) states.
 
+        Args:
+            positions: (N,) or (R, N) int64, see `positions_of_decoder`.
+
         Returns:
             (N, H) final states; or hidden states and residual, None where there is none.
         """
@@ -135,10 +163,20 @@ class LayerRanges:
             if residual is not None:
                 tensors[_RESIDUAL] = residual
             given = IntermediateTensors(tensors)
-        out = self._forward(self.decoder, ids, positions, given, None)
+        at = self.positions_of_decoder(positions)
+        out = self._forward(self.decoder, ids, at, given, None)
         if not isinstance(out, IntermediateTensors):
             return out
         return out[_HIDDEN], out[_RESIDUAL] if self._has_residual else None
+
+    def positions_of_decoder(self, positions: Tensor) -> Tensor:
+        """What the decoder takes of (N,) int64 positions: (R, N) where it has R rows of them.
+
+        Rows of a text are equal. Those that have the decoder's form are returned as they are.
+        """
+        if self.position_rows is None or positions.ndim == 2:
+            return positions
+        return self.position_rows.of(positions)
 
     def entering(self, terms: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """Hidden states and residual, as the decoder takes them, of a stream's terms."""

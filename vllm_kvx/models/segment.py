@@ -71,7 +71,8 @@ def compiled_segment(name: str) -> type[DecoderSegment]:
 
     Segment.__qualname__ = Segment.__name__ = name
     Segment.forward.__qualname__ = f"{name}.forward"
-    dims: dict[str, Any] = {"input_ids": 0, "positions": 0, "hidden_states": 0, "residual": 0}
+    # The last of positions: there may be several rows of them.
+    dims: dict[str, Any] = {"input_ids": 0, "positions": -1, "hidden_states": 0, "residual": 0}
     return support_torch_compile(dynamic_arg_dims=dims)(Segment)
 
 
@@ -139,9 +140,10 @@ class Segments(nn.Module):
         if stream is not None:
             states = self.ranges.entering(stream.terms)
             stream.release()
+        at = self.ranges.positions_of_decoder(positions)
         for segment in self.path(first, last):
             with self.ranges.as_stage(segment.start, segment.end):
-                out = segment(ids, positions, *states)
+                out = segment(ids, at, *states)
             ids = None
             if isinstance(out, torch.Tensor):
                 return out
@@ -154,7 +156,7 @@ class Segments(nn.Module):
         """Runs the segment that a step's direct pass begins with, of (N,) ids and positions."""
         segment: DecoderSegment = self.all[0]  # type: ignore[assignment]
         with self.ranges.as_stage(segment.start, segment.end):
-            segment(ids, positions, None, None)
+            segment(ids, self.ranges.positions_of_decoder(positions), None, None)
 
     def path(self, first: int, last: int) -> list[DecoderSegment]:
         """The fewest segments that make up layers [first, last).

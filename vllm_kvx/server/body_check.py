@@ -15,6 +15,7 @@ from vllm_kvx.server import misplaced
 from vllm_kvx.server.misplaced import WITH_SAMPLING_PARAMS, WITHOUT_POLICY, XARGS
 from vllm_kvx.server.refusal_reasons import RefusedError, count_for
 from vllm_kvx.server.request_keys import check_keys, check_policy_type, server_key
+from vllm_kvx.server.text_alone import check_media
 
 # Where the app's state has what the server says of its policy; see ``route``.
 STATUS = "kv_policy"
@@ -29,8 +30,9 @@ def check_request_body(request: Request, body: Any, raw: bytes) -> None:
     Raises:
         VLLMValidationError: it names a policy, or nearly so, where no policy is read; a key that
             leads to a policy is there twice; a key in ``vllm_xargs`` looks like one of ours; the
-            policy is no string.
+            policy is no string; it has an image, and the server serves a model's text alone.
     """
+    status = getattr(request.app.state, STATUS, None)
     try:
         path = request.scope["path"]
         for key, where in misplaced.beside_body(request.scope):
@@ -38,8 +40,10 @@ def check_request_body(request: Request, body: Any, raw: bytes) -> None:
         if twice := misplaced.given_twice(raw):
             raise misplaced.refusal_of_twice(twice)
         check_body(body, path)
+        if status is not None and status.is_text_alone and isinstance(body, dict):
+            check_media(body)
     except RefusedError as error:
-        if (status := getattr(request.app.state, STATUS, None)) is not None:
+        if status is not None:
             count_for(status.model_name)(error.reason)
         raise VLLMValidationError(str(error), parameter=error.key) from None
 

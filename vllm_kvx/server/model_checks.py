@@ -14,11 +14,24 @@ from vllm_kvx.server.start_refusal import (
     asked_backend,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 # Under any policy but `full`.
 OF_MODEL: tuple[Refusal, ...] = (
     Refusal(
-        lambda c: c.model_config.is_multimodal_model,
-        "multimodal models are not supported yet: serve a text model, or drop the KV policy",
+        lambda c: _multimodal(c, "enable_mm_embeds"),
+        "policies serve the text of multimodal models alone, and no embeddings of images: drop "
+        "--enable-mm-embeds",
+    ),
+    Refusal(
+        lambda c: _multimodal(c, "mm_encoder_only"),
+        "an encoder alone generates nothing that a KV policy could save: drop --mm-encoder-only",
+    ),
+    Refusal(
+        lambda c: c.model_config.is_multimodal_raw_input_only_model,
+        "this model takes no text alone, and policies serve text alone: serve another model, or "
+        "drop the KV policy",
         MODEL,
     ),
     Refusal(
@@ -110,3 +123,8 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
         BACKEND,
     ),
 )
+
+
+def _multimodal(c: "VllmConfig", name: str) -> bool:
+    """Whether the flag `name` of multimodal models is set."""
+    return bool(getattr(c.model_config.multimodal_config, name, False))

@@ -18,6 +18,7 @@ class Reason(StrEnum):
     NO_ROOM = "no_room"  # It does not fit the server's layout.
     PROMPT_LOGPROBS = "prompt_logprobs"  # They need layers that the policy skips.
     BEAM_SEARCH = "beam_search"
+    MEDIA = "media"  # Images, audio or video, where a policy serves a model's text alone.
 
 
 class RefusedError(ValueError):

@@ -25,6 +25,7 @@ from vllm_kvx.server.engines import ENGINES
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.metrics import PolicyMetrics, export_build_info, export_evaluated
 from vllm_kvx.server.stats import StatsReader
+from vllm_kvx.server.text_alone import is_text_alone
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 from vllm_kvx.server.validate import identity_of
 
@@ -77,6 +78,7 @@ class PolicyStatus:
         config = engine_client.vllm_config
         self.settings = settings
         self.model_name = str(config.model_config.served_model_name)
+        self.is_text_alone = is_text_alone(config)
         # Anew: a hub's weights may have come since the start was checked.
         identity = identity_of(config)
         self.kv_cache_dtype = identity.kv_cache_dtype
