@@ -6,7 +6,7 @@ runs under any visibility (`forward`), or a layer at a time on any rows (`embed`
 `log_softmax`). Embedding multipliers, learned positions, experts, norms after sublayers, layers
 without rotary embeddings, residual and logits multipliers are all the model's own.
 
-What it asks of a model: a `ModuleList` of as many layers as the config has, in its base model, and
+What it asks of a model: a `ModuleList` of as many layers as the config has, in its decoder, and
 attention that goes through transformers' `AttentionInterface` once a layer. Windows, soft caps and
 sinks are refused: the function does not apply them. `run` hands them on to its caller instead, and
 takes a model in which some layers have no attention; `hybrid.py` has the policies on such models.
@@ -56,12 +56,18 @@ class Attended:
     probs: Tensor  # (H, n, t)
 
 
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language model, which may be a part of `model`."""
+    return model.config.get_text_config()
+
+
 def layers_of(model: PreTrainedModel) -> Any:
     """The decoder's layers, from the lowest. Raises ValueError where they cannot be told."""
-    count = model.config.num_hidden_layers
+    count = text_config(model).num_hidden_layers
+    decoder: Any = model.get_decoder()
     lists = [
         child
-        for child in model.base_model.children()
+        for child in decoder.children()
         if isinstance(child, torch.nn.ModuleList) and len(child) == count
     ]
     if len(lists) != 1:
@@ -262,14 +268,15 @@ def _attending(
     model: PreTrainedModel, attend: Callable[..., Tensor], *, by_call: bool = False
 ) -> Iterator[None]:
     """The model's attention is `attend` while the block runs: an `Attend`, or it takes a `Call`."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
+    config = text_config(model)
+    before = config._attn_implementation
+    config._attn_implementation = NAME
     _in_force.append(attend if by_call else _plain(attend))
     try:
         yield
     finally:
         _in_force.pop()
-        model.config._attn_implementation = before
+        config._attn_implementation = before
 
 
 def _attention(

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 from . import masked
 
@@ -48,10 +54,11 @@ def load(model: str | Path | PreTrainedModel) -> PreTrainedModel:
     """The float32 CPU model with eager attention; a loaded one is passed through."""
     if isinstance(model, PreTrainedModel):
         return model
-    model = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()
+    config = AutoConfig.from_pretrained(model)
+    wraps = config.get_text_config() is not config
+    kind = AutoModelForImageTextToText if wraps else AutoModelForCausalLM
+    loaded = kind.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    return loaded.eval()
 
 
 def generate(

@@ -206,14 +206,14 @@ def write(path: str | Path, name: str, entry: Entry, *, seed: int = 0, **overrid
             del fields[key]
     config = AutoConfig.for_model(name, **(fields | entry.fields | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _draw(model, entry, seed)
+    draw(model, entry, seed)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(path)
     return Path(path)
 
 
 @torch.no_grad()
-def _draw(model: PreTrainedModel, entry: Entry, seed: int) -> None:
+def draw(model: PreTrainedModel, entry: Entry, seed: int) -> None:
     """Fill every parameter, and the routers' biases, from one generator in the order of names."""
     generator = torch.Generator().manual_seed(seed)
     weights = dict(model.named_parameters())

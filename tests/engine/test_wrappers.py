@@ -1,0 +1,69 @@
+"""Models that also read images, of which policies serve the text: against the dense references.
+
+The references run transformers' own wrappers. vLLM's modules of these models import torchvision.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from reference import fastkv, structkv
+from reference.criticalkv import Critical
+from reference.fier import Retrieve
+from reference.wrappers import WRAPPERS, build
+from support.engine import greedy, running
+from support.expected import FULL, Policy, Read, Speed
+from support.nightly import by_day
+from support.parity import ask, assert_identical, assert_parity, room_for
+from support.prompts import prompts_of
+
+pytestmark = pytest.mark.skipif(
+    find_spec("torchvision") is None,
+    reason="torchvision is missing: `bash tests/run.sh` sets it up",
+)
+
+POLICIES: list[Policy] = [
+    FULL,
+    fastkv.Keep(kv_rate=0.2),
+    Speed(4),
+    Read(Retrieve(64)),
+    fastkv.Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=0.2),
+    Critical(kv_rate=0.3),
+    structkv.Struct(3, struct_rate=0.3, kv_rate=0.2),
+    Read(Retrieve(64), fastkv.Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.5)),
+]
+LENGTHS = (97, 33, 200, 161, 64, 130, 250, 48)
+NAMES = list(WRAPPERS)
+
+
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = build(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", by_day(NAMES, {NAMES.index("mistral3"), NAMES.index("qwen3_vl")}))
+def test_parity(wrapper: Callable[[str], Path], name: str) -> None:
+    """In chunks beside each other, and again with what their prompts left in the prefix cache."""
+    model, prompts = wrapper(name), prompts_of(LENGTHS)
+    with running(
+        model,
+        "full",
+        config=room_for(POLICIES),
+        enable_prefix_caching=True,
+        max_model_len=512,
+        max_num_seqs=16,
+    ) as engine:
+        answers = ask(engine, prompts, POLICIES, max_tokens=6)
+        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
+        again = ask(engine, longer, POLICIES, max_tokens=4)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert_parity(model, [*answers, *again], POLICIES * 2)
