@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 # What names of media have in them: image_url, input_audio, video_embeds and so on.
 _MEDIA = ("image", "audio", "video")
-# Lists of a body that hold messages.
-_MESSAGES = ("messages", "input")
+# Of /inference/v1/generate: parts of a message, and what an encoder makes of media.
+_PARTS, _FEATURES = "content_parts", "features"
+# Keys of a body that hold messages, or parts of one.
+_HAVE_PARTS = ("messages", "input", _PARTS)
+# Lists of lists of messages, their parts, and those of a tool's result have half as many levels.
+_DEEPEST = 16
 
 
 def serve_text_alone(vllm_config: "VllmConfig") -> None:
@@ -47,29 +51,38 @@ def check_media(body: dict[str, Any]) -> None:
     Raises:
         RefusedError: there is one.
     """
-    for key, name in _media_in(body):
-        raise RefusedError(
-            Reason.MEDIA,
-            key,
-            f"{quoted(name)} in {key!r}: this server has a KV policy, and serves text alone. Send "
-            "the request without it, or to a server without --kv-policy",
-        )
+    for key in _HAVE_PARTS:
+        for name in _media_in(body.get(key), key == _PARTS):
+            raise _refused(key, f"{quoted(name)} in {key!r}")
+    if body.get(_FEATURES) is not None:
+        raise _refused(_FEATURES, repr(_FEATURES))
 
 
-def _media_in(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys of the body that hold messages with media, and what these are called."""
-    for key in _MESSAGES:
-        messages = body.get(key)
-        for message in messages if isinstance(messages, list) else ():
-            parts = message.get("content") if isinstance(message, dict) else None
-            for part in parts if isinstance(parts, list) else ():
-                if isinstance(part, dict) and (name := _medium(part)):
-                    yield key, name
+def _refused(key: str, what: str) -> RefusedError:
+    return RefusedError(
+        Reason.MEDIA,
+        key,
+        f"{what}: this server has a KV policy, and serves text alone. Send the request without it, "
+        "or to a server without --kv-policy",
+    )
+
+
+def _media_in(value: Any, is_part: bool, depth: int = 0) -> Iterator[str]:
+    """What media are called among messages, or parts of one; a tool's result has parts too."""
+    if depth > _DEEPEST:
+        return
+    if isinstance(value, list):
+        for each in value:
+            yield from _media_in(each, is_part, depth + 1)
+    elif isinstance(value, dict):
+        if is_part and (name := _medium(value)):
+            yield name
+        yield from _media_in(value.get("content"), True, depth + 1)
 
 
 def _medium(part: dict[str, Any]) -> str | None:
-    """What a part of a message's content calls its medium; None for text."""
+    """What a part calls its medium; None for text."""
     kind = part.get("type")
     # vLLM also takes parts without a type, by their other key.
-    names = (kind,) if isinstance(kind, str) else part
+    names = [kind] if isinstance(kind, str) else [name for name in part if part[name] is not None]
     return next((name for name in names if any(medium in name for medium in _MEDIA)), None)

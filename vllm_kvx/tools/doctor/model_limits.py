@@ -67,8 +67,8 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
         if info.is_attention_free:
             yield Limit("its layers keep a state in the place of keys", FULL_ALONE)
             return
-        if info.supports_multimodal:
-            yield Limit("it reads images or sound, which policies do not yet", FULL_ALONE)
+        if info.supports_multimodal_raw_input_only:
+            yield Limit("it takes no text alone", FULL_ALONE)
             return
         if info.is_hybrid:
             yield Limit("some of its layers keep a state in the place of keys", NO_PROPAGATION)
@@ -76,6 +76,15 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
             yield Limit(f"{len(kinds) - full} of its {len(kinds)} layers slide", NO_PROPAGATION)
         elif not info.supports_pp:
             yield Limit("its code does not support pipeline parallelism", NO_PROPAGATION)
+
+
+def reads_media(architecture: str) -> bool:
+    """Whether a model of this architecture also reads images or sound, as vLLM's code of it says."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    registered = ModelRegistry.models.get(architecture)
+    info = None if registered is None else registered.inspect_model_cls()
+    return info is not None and info.supports_multimodal
 
 
 def _slides(text_config: Mapping[str, Any]) -> bool:
