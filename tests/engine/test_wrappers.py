@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from reference import fastkv, structkv
 from reference.criticalkv import Critical
 from reference.fier import Retrieve
@@ -49,7 +50,11 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-@pytest.mark.parametrize("name", by_day(NAMES, {NAMES.index("mistral3"), NAMES.index("qwen3_vl")}))
+# The one by day has three rows of positions, and adds what images leave to its first layers.
+every = pytest.mark.parametrize("name", by_day(NAMES, {NAMES.index("qwen3_vl")}))
+
+
+@every
 def test_parity(wrapper: Callable[[str], Path], name: str) -> None:
     """In chunks beside each other, and again with what their prompts left in the prefix cache."""
     model, prompts = wrapper(name), prompts_of(LENGTHS)
@@ -67,3 +72,18 @@ def test_parity(wrapper: Callable[[str], Path], name: str) -> None:
         engine.assert_idle()
     assert any(answer.cached for answer in again)
     assert_parity(model, [*answers, *again], POLICIES * 2)
+
+
+@every
+def test_full_is_stock(wrapper: Callable[[str], Path], name: str) -> None:
+    """Bit for bit, beside policies; and an image is refused before it reaches the engine."""
+    prompts = prompts_of((97, 33, 161))
+    with running(wrapper(name), None, language_model_only=True, max_model_len=512) as engine:
+        stock = engine.generate(prompts, max_tokens=6)
+    config = {"kv_layout": ["speed-4"]}
+    with running(wrapper(name), "full", config=config, max_model_len=512) as engine:
+        assert_identical(engine.generate(prompts, max_tokens=6), stock)
+        image = {"prompt_token_ids": [5, 6], "multi_modal_data": {"image": torch.zeros(3, 56, 56)}}
+        with pytest.raises(ValueError, match="not available for text-only models"):
+            engine.llm.generate(image, greedy(1))
+        engine.assert_idle()

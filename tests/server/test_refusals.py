@@ -53,6 +53,7 @@ class Connector:
 
 
 EXECUTOR = "parallel_config.distributed_executor_backend"
+MULTIMODAL = "model_config.multimodal_config"
 # Attribute, value -> what the message must name.
 CASES = [
     ("lora_config", object(), "--enable-lora, and serve a model that the adapter is merged into"),
@@ -66,12 +67,8 @@ CASES = [
     ("kv_transfer_config", Connector(), "--kv-transfer-config"),
     ("ec_transfer_config", Connector(), "--ec-transfer-config"),
     ("kv_events_config", Connector(), "--kv-events-config"),
-    (
-        "model_config.multimodal_config",
-        SimpleNamespace(enable_mm_embeds=True),
-        "--enable-mm-embeds",
-    ),
-    ("model_config.multimodal_config", SimpleNamespace(mm_encoder_only=True), "--mm-encoder-only"),
+    (MULTIMODAL, SimpleNamespace(enable_mm_embeds=True), "--enable-mm-embeds"),
+    (MULTIMODAL, SimpleNamespace(mm_encoder_only=True), "--mm-encoder-only"),
     ("model_config.is_multimodal_raw_input_only_model", True, "no text alone"),
     ("model_config.is_encoder_decoder", True, "encoder-decoder"),
     ("model_config.enable_prompt_embeds", True, "--enable-prompt-embeds"),

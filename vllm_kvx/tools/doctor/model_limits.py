@@ -79,7 +79,7 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
 
 
 def reads_media(architecture: str) -> bool:
-    """Whether a model of this architecture also reads images or sound, as vLLM's code of it says."""
+    """Whether vLLM's code of this architecture also reads images or sound."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     registered = ModelRegistry.models.get(architecture)
