@@ -1,16 +1,19 @@
-"""Which of vLLM's text models policies can run, by what their code says; one JSON.
+"""Which of vLLM's models policies can run, by what their code says; one JSON.
 
     KVX_CPU=1 python -m benchmarks.report.registry --out benchmarks/results/tests/registry.json
 
-Counted are the names of vLLM's registry of text generation. Layers that slide over a window are a
-matter of a checkpoint's configuration: models whose code knows windows are told apart. What only a
-loaded model shows, such as unequal heads, is not counted.
+Counted are the names of vLLM's registry of text generation, and apart from them those of models
+that also read images or sound, of which policies serve the text. Layers that slide over a window
+are a matter of a checkpoint's configuration: models whose code knows windows are told apart. So is
+the language model that such a wrapper wraps, where its configuration names that. What only a loaded
+model shows, such as unequal heads, is not counted.
 """
 
 import argparse
 import inspect
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ def judged(name: str) -> dict[str, Any]:
     found = {"class": model.__name__, "windows": "sliding_window" in code}
     if getattr(model, "is_attention_free", False) or getattr(model, "is_hybrid", False):
         return {**found, "policies": NONE, "why": "layers that keep a state"}
+    if _takes_no_text_alone(model, code):
+        return {**found, "policies": NONE, "why": "takes no text alone"}
     if "MLAAttention" in code or "MultiHeadLatentAttentionWrapper" in code:
         return {**found, "policies": NONE, "why": "latent attention"}
     if "alibi" in code and name.startswith(("Bloom", "MPT")):
@@ -43,26 +48,41 @@ def judged(name: str) -> dict[str, Any]:
     return {**found, "policies": ALL}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.report.registry")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+def _takes_no_text_alone(model: Any, code: str) -> bool:
+    flags = ("supports_multimodal_raw_input_only", "supports_transcription_only")
+    return any(getattr(model, flag, False) for flag in flags) or "CrossAttention" in code
 
-    models = {name: judged(name) for name in sorted(_TEXT_GENERATION_MODELS)}
+
+def counted(names: Iterable[str]) -> tuple[dict[str, int], dict[str, Any]]:
+    """How many of `names` run what, and each by itself."""
+    models = {name: judged(name) for name in sorted(names)}
     counts = Counter(
         (row["policies"], "windows possible" if row.get("windows") else "no windows")
         for row in models.values()
     )
-    what = "Which of vLLM's text models policies can run, by what their code says."
+    return {f"{kind}, {windows}": n for (kind, windows), n in sorted(counts.items())}, models
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.report.registry")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    from vllm.model_executor.models import registry
+
+    counts, models = counted(registry._TEXT_GENERATION_MODELS)
+    wrapper_counts, wrappers = counted(registry._MULTIMODAL_MODELS)
+    what = "Which of vLLM's models policies can run, by what their code says."
     content = {
         "about": about(what, command_line("benchmarks.report.registry", sys.argv[1:])),
-        "counts": {f"{kind}, {windows}": n for (kind, windows), n in sorted(counts.items())},
+        "counts": counts,
+        "wrapper_counts": wrapper_counts,
         "models": models,
+        "wrappers": wrappers,
     }
     write_json(args.out, content)
-    for kind, n in content["counts"].items():
-        print(f"{n:4} {kind}")
+    for title, found in (("text", counts), ("text of wrappers", wrapper_counts)):
+        for kind, n in found.items():
+            print(f"{n:4} {title}: {kind}")
 
 
 if __name__ == "__main__":

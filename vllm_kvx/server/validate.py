@@ -98,6 +98,8 @@ def identity_of(vllm_config: "VllmConfig") -> ModelIdentity:
     """The model of a configuration, which what was measured of it is found by."""
     model = vllm_config.model_config
     config = model.hf_text_config.to_dict()
+    # A language model in another may not say what it is.
+    config["architectures"] = config.get("architectures") or model.hf_config.architectures
     return ModelIdentity(model.model, config, model.revision, dtype_of_engine(vllm_config))
 
 

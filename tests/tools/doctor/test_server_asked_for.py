@@ -1,12 +1,14 @@
 """What doctor says of the server that was asked for: its model, flags, policy and records."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from reference.wrappers import build
 from support.configs import planned_kv_cache, vllm_config, write_config
 from support.models import LOOKUP
 from vllm.platforms import current_platform
@@ -106,6 +108,17 @@ def test_a_model_whose_attention_caps_its_logits(doctor, tmp_path: Path) -> None
     for policy in ("fier-64", "snapkv", "speed-4"):
         asked = doctor(policy, model=tmp_path, serve_args=ON_CPU)
         assert lines(asked("model", "flags"), "problem") == []
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's code of it imports that")
+def test_a_model_that_also_reads_images(doctor, tmp_path: Path) -> None:
+    build(tmp_path, "qwen3_vl")
+    asked = doctor("speed-4", model=tmp_path, serve_args=ON_CPU)
+    found = asked("model")
+    assert any("Qwen3VLForConditionalGeneration of 8 layers: every" in each.says for each in found)
+    (note,) = (each for each in found if "images" in each.says)
+    assert "policies serve its text alone" in note.says
+    assert lines(asked("model", "flags"), "problem") == []
 
 
 def test_nothing_is_measured_where_layers_are_unknown(doctor, tmp_path: Path) -> None:
