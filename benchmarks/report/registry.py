@@ -11,6 +11,7 @@ model shows, such as unequal heads, is not counted.
 
 import argparse
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -39,6 +40,8 @@ def judged(name: str) -> dict[str, Any]:
         return {**found, "policies": NONE, "why": "takes no text alone"}
     if "MLAAttention" in code or "MultiHeadLatentAttentionWrapper" in code:
         return {**found, "policies": NONE, "why": "latent attention"}
+    if "AttentionLayerBase" in code:
+        return {**found, "policies": NONE, "why": "attention of its own kind"}
     if "alibi" in code and name.startswith(("Bloom", "MPT")):
         return {**found, "policies": NONE, "why": "ALiBi"}
     if model.__name__.startswith("Transformers"):
@@ -50,7 +53,9 @@ def judged(name: str) -> dict[str, Any]:
 
 def _takes_no_text_alone(model: Any, code: str) -> bool:
     flags = ("supports_multimodal_raw_input_only", "supports_transcription_only")
-    return any(getattr(model, flag, False) for flag in flags) or "CrossAttention" in code
+    if any(getattr(model, flag, False) for flag in flags):
+        return True
+    return re.search(r"\b(Whisper)?CrossAttention\b", code) is not None
 
 
 def counted(names: Iterable[str]) -> tuple[dict[str, int], dict[str, Any]]:
