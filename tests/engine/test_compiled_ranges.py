@@ -6,6 +6,7 @@ pieces that run as they are (vLLM's backend "eager").
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import fastkv
+from reference import fastkv, wrappers
 from support.engine import Engine, running
 from support.expected import FULL, Policy, Speed
 from support.nightly import by_day
@@ -105,6 +106,22 @@ def test_parity(tiny: Callable[..., Path], kind: str) -> None:
     policies = [kinds[i % len(kinds)] for i in range(2 * len(LENGTHS))]
     prompts = prompts_of((*LENGTHS, *LENGTHS))
     with running(model, "full", config=room_for(kinds), **COMPILED) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=6)
+        assert ranges_of(engine) is not None
+        engine.assert_idle()
+    assert_parity(model, answers, policies, most=0)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's code of it imports that")
+@pytest.mark.usefixtures("no_segments", "dense_ops")
+@pytest.mark.parametrize("name", by_day(["qwen3_vl", "qwen2_5_vl"], {0}))
+def test_parity_with_rows_of_positions(tmp_path: Path, name: str) -> None:
+    """Compiled pieces read them as they lie in vLLM's own buffer."""
+    kinds = [Speed(4), FULL, fastkv.Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)]
+    model, prompts = wrappers.build(tmp_path / "model", name), prompts_of(LENGTHS)
+    policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
+    options = COMPILED | {"max_model_len": 512}
+    with running(model, "full", config=room_for(kinds), **options) as engine:
         answers = ask(engine, prompts, policies, max_tokens=6)
         assert ranges_of(engine) is not None
         engine.assert_idle()

@@ -4,6 +4,7 @@ Their language models have weights as those of the zoo. Tokens that stand for im
 vocabulary, as in released checkpoints: a text may hold them, and they are tokens like others there.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,56 +36,65 @@ _TOKENS = {
 }
 
 
-def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
-    """Rotary positions of which three rows take turns, so many dimensions each."""
-    fields = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(sections)}
+def _rotary(head_dim: int, *sections: int, **more: Any) -> dict[str, Any]:
+    """Rotary positions of which three rows take turns; sections are in 16ths of the dimensions."""
+    assert sum(sections) == 16
+    taken = [section * head_dim // 32 for section in sections]
+    fields = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": taken}
     return {"rope_parameters": fields | more}
 
 
+def _mistral3(head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    text = {"model_type": "mistral", "hidden_size": 64, "sliding_window": None}
+    vision = {
+        "model_type": "pixtral",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 56,
+        "patch_size": 14,
+    }
+    others = {"image_token_index": VOCAB - 4, "vision_config": vision}
+    return text | {"head_dim": head_dim}, others
+
+
+def _qwen2_5_vl(head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    # The head size is not a field of its own.
+    hidden = HEADS * head_dim
+    vision = _VISION | {"out_hidden_size": hidden, "fullatt_block_indexes": [1]}
+    return {"hidden_size": hidden} | _rotary(head_dim, 4, 6, 6), {"vision_config": vision}
+
+
+def _qwen3_vl(head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    vision = _VISION | {"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]}
+    rotary = _rotary(head_dim, 6, 5, 5, mrope_interleaved=True)
+    return {"hidden_size": 64, "head_dim": head_dim} | rotary, {"vision_config": vision}
+
+
 # By transformers' model type: the language model's fields beside the common ones, and others.
-WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "mistral3": (
-        {"model_type": "mistral", "hidden_size": 64, "head_dim": HEAD_DIM, "sliding_window": None},
-        {
-            "image_token_index": VOCAB - 4,
-            "vision_config": {
-                "model_type": "pixtral",
-                "num_hidden_layers": 2,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_attention_heads": 2,
-                "head_dim": 16,
-                "image_size": 56,
-                "patch_size": 14,
-            },
-        },
-    ),
-    "qwen2_5_vl": (
-        {"hidden_size": HEADS * HEAD_DIM} | _rotary(4, 6, 6),
-        {
-            **_TOKENS,
-            "vision_config": _VISION
-            | {"out_hidden_size": HEADS * HEAD_DIM, "fullatt_block_indexes": [1]},
-        },
-    ),
-    "qwen3_vl": (
-        {"hidden_size": 64, "head_dim": HEAD_DIM} | _rotary(6, 5, 5, mrope_interleaved=True),
-        {
-            **_TOKENS,
-            "vision_config": _VISION | {"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]},
-        },
-    ),
+WRAPPERS: dict[str, Callable[[int], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "mistral3": _mistral3,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
 }
 
 
-def build(path: str | Path, name: str, *, seed: int = 0) -> Path:
+def build(path: str | Path, name: str, *, head_dim: int = HEAD_DIM, seed: int = 0) -> Path:
     """Write the float32 model of WRAPPERS entry `name` to `path` and return it.
 
     It has no image processor. Raises KeyError for a name that is not in WRAPPERS.
     """
-    text, others = WRAPPERS[name]
+    text, others = WRAPPERS[name](head_dim)
+    tokens = _TOKENS if name.startswith("qwen") else {}
     config = AutoConfig.for_model(
-        name, text_config=_TEXT | text, tie_word_embeddings=False, dtype="float32", **others
+        name,
+        text_config=_TEXT | text,
+        tie_word_embeddings=False,
+        dtype="float32",
+        **tokens,
+        **others,
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     draw(model, Entry(), seed)
