@@ -3,6 +3,7 @@
 What only shows once a model is loaded, ``models/attention`` and ``models/layer_ranges`` refuse.
 """
 
+from typing import TYPE_CHECKING
 
 from vllm_kvx.config.policy_layers import is_mixed, num_policy_layers
 from vllm_kvx.server.start_refusal import (
