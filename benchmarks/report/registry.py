@@ -4,9 +4,10 @@
 
 Counted are the names of vLLM's registry of text generation, and apart from them those of models
 that also read images or sound, of which policies serve the text. Layers that slide over a window
-are a matter of a checkpoint's configuration: models whose code knows windows are told apart. So is
-the language model that such a wrapper wraps, where its configuration names that. What only a loaded
-model shows, such as unequal heads, is not counted.
+are a matter of a checkpoint's configuration: models whose code knows windows are told apart, and
+where some layers slide, policies that retain or retrieve remain. So is the language model that a
+wrapper wraps, where the configuration names that. What only a loaded model shows, such as unequal
+heads, is not counted.
 """
 
 import argparse
@@ -34,18 +35,21 @@ def judged(name: str) -> dict[str, Any]:
     except Exception as error:  # Of a package that is not here.
         return {"policies": UNKNOWN, "why": f"{type(error).__name__}: {error}"[:120]}
     found = {"class": model.__name__, "windows": "sliding_window" in code}
-    if getattr(model, "is_attention_free", False) or getattr(model, "is_hybrid", False):
+    if getattr(model, "is_attention_free", False):
         return {**found, "policies": NONE, "why": "layers that keep a state"}
+    is_hybrid = getattr(model, "is_hybrid", False)
     if _takes_no_text_alone(model, code):
         return {**found, "policies": NONE, "why": "takes no text alone"}
     if "MLAAttention" in code or "MultiHeadLatentAttentionWrapper" in code:
         return {**found, "policies": NONE, "why": "latent attention"}
-    if "AttentionLayerBase" in code:
+    if "AttentionLayerBase" in code and not is_hybrid:
         return {**found, "policies": NONE, "why": "attention of its own kind"}
     if "alibi" in code and name.startswith(("Bloom", "MPT")):
         return {**found, "policies": NONE, "why": "ALiBi"}
     if model.__name__.startswith("Transformers"):
         return {**found, "policies": RETAIN, "why": "run by Transformers' code"}
+    if is_hybrid:
+        return {**found, "policies": RETAIN, "why": "some layers keep a state"}
     if not getattr(model, "supports_pp", False):
         return {**found, "policies": RETAIN, "why": "no SupportsPP"}
     return {**found, "policies": ALL}
