@@ -7,9 +7,10 @@ runs under any visibility (`forward`), or a layer at a time on any rows (`embed`
 without rotary embeddings, residual and logits multipliers are all the model's own.
 
 What it asks of a model: a `ModuleList` of as many layers as the config has, in its decoder, and
-attention that goes through transformers' `AttentionInterface` once a layer. Windows, soft caps and
-sinks are refused: the function does not apply them. `run` hands them on to its caller instead, and
-takes a model in which some layers have no attention; `hybrid.py` has the policies on such models.
+attention that goes through transformers' `AttentionInterface` once a layer. Soft caps and sinks are
+applied by `attention`, and refused where a function attends without it. Windows are refused. `run`
+hands all three on to its caller instead, and takes a model in which some layers have no attention;
+`hybrid.py` has the policies on such models.
 """
 
 from collections.abc import Callable, Iterator
@@ -103,8 +104,11 @@ def attention(
     """What heads read (H, n, D) and by which weights (H, n, t).
 
     query (H, n, D), key and value (G, t, D), seen bool (n, t) or (H, n, t), sinks (H,). With sinks
-    a row's weights add up to less than 1.
+    a row's weights add up to less than 1. Beside those given are those of the layer that runs.
     """
+    if _unapplied:
+        call = _unapplied.pop()
+        softcap, sinks = call.softcap, call.sinks
     shared = query.shape[0] // key.shape[0]
     logits = query @ key.repeat_interleave(shared, 0).transpose(1, 2) * scale
     if softcap is not None:
@@ -259,6 +263,8 @@ def _replaced(layers: Any, forward: Callable[..., Tensor]) -> Iterator[None]:
             del layer.__dict__["forward"]
 
 
+# The call whose soft cap and sinks the next `attention` is to apply.
+_unapplied: list[Call] = []
 # The innermost block of `_attending` is the one in force.
 _in_force: list[Callable[[Call], Tensor]] = []
 
@@ -309,10 +315,15 @@ def _plain(attend: Attend) -> Callable[[Call], Tensor]:
     """`attend` for calls that have nothing it would ignore; others raise ValueError."""
 
     def called(call: Call) -> Tensor:
-        for name in ("window", "softcap", "sinks"):
-            if getattr(call, name) is not None:
-                raise ValueError(f"{type(call.module).__name__} has {name}, which is ignored here")
-        return attend(call.layer, call.query, call.key, call.value, call.scale)
+        if call.window is not None:
+            raise ValueError(f"{type(call.module).__name__} has window, which is ignored here")
+        if call.softcap is not None or call.sinks is not None:
+            _unapplied.append(call)
+        out = attend(call.layer, call.query, call.key, call.value, call.scale)
+        if _unapplied:
+            _unapplied.clear()
+            raise ValueError(f"{type(call.module).__name__} has softcap or sinks, ignored here")
+        return out
 
     return called
 
