@@ -1,0 +1,75 @@
+"""Quantised weights in the formats that people serve, with vLLM's own kernels. Needs a GPU.
+
+A format that stock vLLM does not serve on this GPU is skipped, with vLLM's own words.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.engine import forget_ranks, running
+from support.expected import FULL, Speed, named
+from support.gpu import COMPILED
+from support.inside import count_graph_replays, runs_compiled_ranges
+from support.parity import ask, assert_identical, room_for
+from support.prompts import prompts_of
+from support.quantized import FORMATS, Quantized, make
+from support.quantized_answers import POLICIES, assert_near, off, run, run_stock
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LENGTHS, MAX_TOKENS = (97, 161, 290, 400), 16
+# Stock and ours compile apart and then round apart; without torch.compile the bits are the same.
+SAME_BITS = COMPILED | {
+    "block_size": 32,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+
+
+@pytest.fixture(autouse=True)
+def ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_ranks()
+    # It would compile a kernel for every shape of tiny matrices, with nvcc.
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_of_a_format(tmp_path: Path, name: str) -> None:
+    """`full` is stock bit for bit; policies are near their references, whole and in chunks."""
+    quantized = make(tmp_path, FORMATS[name])
+    ran = run(quantized, POLICIES, LENGTHS, MAX_TOKENS, **SAME_BITS)
+    assert_identical(ran.whole[named(FULL)], ran.stock)
+    assert_dequantised(quantized, ran.stock)
+    assert_near(quantized, ran.whole, POLICIES)
+    assert_near(quantized, ran.chunked, POLICIES)
+
+
+def assert_dequantised(quantized: Quantized, stock: list) -> None:
+    """The references have the weights that vLLM has, and not those before they were quantised."""
+    with quantized.as_served() as model:
+        own = off(model, stock, FULL)
+    original = off(quantized.original, stock, FULL)
+    print(f"stock: {own}, of the weights before: {original}")
+    assert own.median < 0.7 * original.median
+
+
+@pytest.mark.parametrize("name", ["fp8_online", "fp8_compressed", "awq", "mxfp4_experts"])
+def test_compiled(tmp_path: Path, name: str) -> None:
+    """On the engine's default path: fusions with quantisation, ranges of the compiled decoder."""
+    quantized = make(tmp_path, FORMATS[name])
+    # SwiftKV needs every row of the layer that others split.
+    policies = [policy for policy in POLICIES if not named(policy).startswith("swiftkv")]
+    prompts = prompts_of(LENGTHS)
+    options = quantized.options | COMPILED | {"block_size": 32, "max_model_len": 1024}
+    run_stock(quantized, (97,), 2, **SAME_BITS)
+    with running(quantized.path, "full", config=room_for(policies), **options) as engine:
+        assert runs_compiled_ranges(engine)
+        counts = count_graph_replays(engine)
+        answers = {
+            named(policy): ask(engine, prompts, [policy] * len(prompts), max_tokens=MAX_TOKENS)
+            for policy in policies
+        }
+        assert counts["full"] > 0
+        engine.assert_idle()
+    assert Speed(4) in policies
+    assert_near(quantized, answers, policies)

@@ -1,0 +1,126 @@
+"""What engines answer over quantised weights, beside stock vLLM and beside the dense references."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from reference.criticalkv import Critical
+from reference.fastkv import Keep
+from reference.fier import Retrieve
+from reference.swiftkv import Swift
+
+from support.engine import Answer, forget_ranks, running
+from support.expected import FULL, Policy, Read, Speed, expect, named
+from support.parity import ask, room_for
+from support.prompts import prompts_of
+from support.quantized import Quantized
+
+POLICIES: list[Policy] = [
+    FULL,
+    Keep(kv_rate=0.2),
+    Critical(kv_rate=0.2),
+    Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=0.2),
+    Read(Retrieve(64)),
+    Speed(4),
+    Swift(4),
+]
+CHUNK = 96
+# What an engine says that has no kernel for a format.
+_CANNOT = (ValueError, NotImplementedError, ImportError)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Answers by policy: in whole prompts, and in chunks of mixed batches; and stock vLLM's."""
+
+    stock: list[Answer]
+    whole: dict[str, list[Answer]]
+    chunked: dict[str, list[Answer]]
+
+
+class Off(NamedTuple):
+    """How far logprobs are from a reference's: in the median, and nine times in ten."""
+
+    median: float
+    most: float
+
+
+def run_stock(
+    quantized: Quantized, lengths: Sequence[int], max_tokens: int, **options: Any
+) -> list[Answer]:
+    """Stock vLLM's answers; skips the test with vLLM's own words where it cannot serve these."""
+    options = _options(quantized, options)
+    try:
+        with running(quantized.path, None, **options) as engine:
+            return engine.generate(prompts_of(lengths), max_tokens=max_tokens)
+    except _CANNOT as error:
+        forget_ranks()
+        pytest.skip(f"stock vLLM does not serve these weights here: {error}")
+
+
+def run(
+    quantized: Quantized,
+    policies: Sequence[Policy],
+    lengths: Sequence[int],
+    max_tokens: int,
+    **options: Any,
+) -> Ran:
+    """Stock vLLM's answers, and those of one server with room for `policies`.
+
+    lengths: of the prompts, which together fit a step.
+    """
+    prompts = prompts_of(lengths)
+    stock = run_stock(quantized, lengths, max_tokens, **options)
+    options = _options(quantized, options)
+    with running(quantized.path, "full", config=room_for(policies), **options) as engine:
+        whole = [ask(engine, prompts, [p] * len(prompts), max_tokens=max_tokens) for p in policies]
+        engine.assert_idle()
+        engine.scheduler.max_num_scheduled_tokens = CHUNK
+        steps = engine.watch_running()
+        each = [policy for policy in policies for _ in prompts]
+        chunked = ask(engine, prompts * len(policies), each, max_tokens=max_tokens)
+        engine.assert_idle()
+    assert len(steps) >= sum(lengths) * len(policies) // CHUNK
+    names, count = [named(policy) for policy in policies], len(prompts)
+    parts = [chunked[begin : begin + count] for begin in range(0, len(chunked), count)]
+    return Ran(stock, dict(zip(names, whole, strict=True)), dict(zip(names, parts, strict=True)))
+
+
+def _options(quantized: Quantized, options: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 2048}
+    return quantized.options | sizes | options
+
+
+def off(model: Any, answers: Sequence[Answer], policy: Policy) -> Off:
+    """By how much the logprobs of given tokens differ from the reference's for these tokens."""
+    apart = torch.cat(
+        [
+            (each.logprobs - expect(model, each.prompt, each.tokens, policy).logprobs).abs()
+            for each in answers
+        ]
+    )
+    return Off(float(apart.median()), float(apart.quantile(0.9)))
+
+
+def assert_near(
+    quantized: Quantized, answers: dict[str, list[Answer]], policies: Sequence[Policy]
+) -> None:
+    """Answers are as near to the references of their policies as the format allows.
+
+    They must also be much further from what stock would answer, or nearness would show nothing.
+    Selection is discrete and the model random: where rounding lets another token in, an answer
+    changes, and so only the most of them are compared.
+    """
+    found = {}
+    with quantized.as_served() as model:
+        for policy in policies:
+            given = answers[named(policy)]
+            found[named(policy)] = off(model, given, policy), off(model, given, FULL)
+    allowed = Off(*quantized.format.off)
+    told = "\n".join(f"{name}: {own}, as full {full}" for name, (own, full) in found.items())
+    print(told)
+    for name, (own, as_full) in found.items():
+        assert own.median <= allowed.median and own.most <= allowed.most, f"{name} of\n{told}"
+        assert name == named(FULL) or own.median <= 0.5 * as_full.median, f"{name} of\n{told}"
