@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine import forget_ranks, running
-from support.expected import FULL, Speed, named
+from support.expected import FULL, named
 from support.gpu import COMPILED
 from support.inside import count_graph_replays, runs_compiled_ranges
 from support.parity import ask, assert_identical, room_for
 from support.prompts import prompts_of
-from support.quantized import FORMATS, Quantized, make
-from support.quantized_answers import POLICIES, assert_near, off, run, run_stock
+from support.quantized import FORMATS, make
+from support.quantized_answers import POLICIES, assert_dequantised, assert_near, run, run_stock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-LENGTHS, MAX_TOKENS = (97, 161, 290, 400), 16
+LENGTHS, MAX_TOKENS = (161, 290, 400, 700), 16
 # Stock and ours compile apart and then round apart; without torch.compile the bits are the same.
 SAME_BITS = COMPILED | {
     "block_size": 32,
@@ -44,15 +44,6 @@ def test_weights_of_a_format(tmp_path: Path, name: str) -> None:
     assert_near(quantized, ran.chunked, POLICIES)
 
 
-def assert_dequantised(quantized: Quantized, stock: list) -> None:
-    """The references have the weights that vLLM has, and not those before they were quantised."""
-    with quantized.as_served() as model:
-        own = off(model, stock, FULL)
-    original = off(quantized.original, stock, FULL)
-    print(f"stock: {own}, of the weights before: {original}")
-    assert own.median < 0.7 * original.median
-
-
 @pytest.mark.parametrize("name", ["fp8_online", "fp8_compressed", "awq", "mxfp4_experts"])
 def test_compiled(tmp_path: Path, name: str) -> None:
     """On the engine's default path: fusions with quantisation, ranges of the compiled decoder."""
@@ -71,5 +62,4 @@ def test_compiled(tmp_path: Path, name: str) -> None:
         }
         assert counts["full"] > 0
         engine.assert_idle()
-    assert Speed(4) in policies
     assert_near(quantized, answers, policies)

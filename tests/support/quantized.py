@@ -295,11 +295,11 @@ def _scheme(bits: int, strategy: str, *, dynamic: bool = False, **more: Any) -> 
     return fields | {"dynamic": dynamic} | more
 
 
-# How far logprobs may be off. With weights alone quantised, float16 kernels are near; a token that
-# rounding selects or drops shows nine times in ten at most. Where inputs are rounded to 8 bits,
-# any difference, of the last bit too, grows from layer to layer to that of the rounding itself; and
-# experts are chosen by what bfloat16 has rounded.
-_TIGHT, _ROUNDED, _EXPERTS = (0.01, 0.1), (0.5, 1.5), (0.1, 0.8)
+# How far logprobs may be off: about three times what rounding of 16 bits did to the references
+# themselves. A token that rounding selects or drops shows nine times in ten at most. Where inputs
+# are rounded to 8 bits too, a difference in the last bit grows from layer to layer to that of the
+# rounding itself.
+TIGHT, _BFLOAT16, _ROUNDED = (0.02, 0.25), (0.12, 0.8), (0.8, 2.0)
 
 _BLOCKS = {
     "quant_method": "fp8",
@@ -327,10 +327,10 @@ FORMATS: dict[str, Format] = {
         rounds=fp8_inputs,
     ),
     "fp8_weights": Format(
-        fp8_per_channel, _TIGHT, config=_compressed("float-quantized", weights=_CHANNELS)
+        fp8_per_channel, TIGHT, config=_compressed("float-quantized", weights=_CHANNELS)
     ),
-    "awq": Format(awq, _TIGHT, config=_AWQ | {"version": "gemm"}),
-    "gptq": Format(gptq, _TIGHT, config=_GPTQ),
+    "awq": Format(awq, TIGHT, config=_AWQ | {"version": "gemm"}),
+    "gptq": Format(gptq, TIGHT, config=_GPTQ),
     "fp8_experts": Format(
         fp8_per_block,
         _ROUNDED,
@@ -341,7 +341,7 @@ FORMATS: dict[str, Format] = {
     ),
     "mxfp4_experts": Format(
         mxfp4,
-        _EXPERTS,
+        _BFLOAT16,
         dtype="bfloat16",
         config=_compressed(
             "mxfp4-pack-quantized",
