@@ -1,6 +1,6 @@
 """What engines answer over quantised weights, beside stock vLLM and beside the dense references."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,9 +11,9 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.swiftkv import Swift
 
-from support.engine import Answer, forget_ranks, running
+from support.engine import Answer, Engine, forget_ranks, running
 from support.expected import FULL, Policy, Read, Speed, expect, named
-from support.parity import ask, room_for
+from support.parity import ask, assert_identical, largest_difference, room_for
 from support.prompts import prompts_of
 from support.quantized import TIGHT, Quantized
 
@@ -33,11 +33,17 @@ _CANNOT = (ValueError, NotImplementedError, ImportError)
 
 @dataclass(frozen=True)
 class Ran:
-    """Answers by policy: in whole prompts, and in chunks of mixed batches; and stock vLLM's."""
+    """Answers by policy: in whole prompts, and in chunks of mixed batches; and stock vLLM's.
+
+    again: stock vLLM's to the same prompts once more.
+    seen: what `look` found.
+    """
 
     stock: list[Answer]
+    again: list[Answer]
     whole: dict[str, list[Answer]]
     chunked: dict[str, list[Answer]]
+    seen: Any = None
 
 
 class Off(NamedTuple):
@@ -49,12 +55,16 @@ class Off(NamedTuple):
 
 def run_stock(
     quantized: Quantized, lengths: Sequence[int], max_tokens: int, **options: Any
-) -> list[Answer]:
-    """Stock vLLM's answers; skips the test with vLLM's own words where it cannot serve these."""
-    options = _options(quantized, options)
+) -> tuple[list[Answer], list[Answer]]:
+    """Stock vLLM's answers, twice.
+
+    Skips the test, with vLLM's own words, where it cannot serve these weights.
+    """
+    prompts, options = prompts_of(lengths), _options(quantized, options)
     try:
         with running(quantized.path, None, **options) as engine:
-            return engine.generate(prompts_of(lengths), max_tokens=max_tokens)
+            first, again = (engine.generate(prompts, max_tokens=max_tokens) for _ in range(2))
+            return first, again
     except _CANNOT as error:
         forget_ranks()
         pytest.skip(f"stock vLLM does not serve these weights here: {error}")
@@ -65,16 +75,19 @@ def run(
     policies: Sequence[Policy],
     lengths: Sequence[int],
     max_tokens: int,
+    *,
+    look: Callable[[Engine], Any] | None = None,
     **options: Any,
 ) -> Ran:
     """Stock vLLM's answers, and those of one server with room for `policies`.
 
-    lengths: of the prompts, which together fit a step.
+    lengths: of the prompts, which together fit a step. look: into the server.
     """
     prompts = prompts_of(lengths)
-    stock = run_stock(quantized, lengths, max_tokens, **options)
+    stock, again = run_stock(quantized, lengths, max_tokens, **options)
     options = _options(quantized, options)
     with running(quantized.path, "full", config=room_for(policies), **options) as engine:
+        seen = None if look is None else look(engine)
         whole = [ask(engine, prompts, [p] * len(prompts), max_tokens=max_tokens) for p in policies]
         engine.assert_idle()
         engine.scheduler.max_num_scheduled_tokens = CHUNK
@@ -83,9 +96,22 @@ def run(
         chunked = ask(engine, prompts * len(policies), each, max_tokens=max_tokens)
         engine.assert_idle()
     assert len(steps) >= sum(lengths) * len(policies) // CHUNK
-    names, count = [named(policy) for policy in policies], len(prompts)
+    count = len(prompts)
     parts = [chunked[begin : begin + count] for begin in range(0, len(chunked), count)]
-    return Ran(stock, dict(zip(names, whole, strict=True)), dict(zip(names, parts, strict=True)))
+    by_name = (
+        {named(policy): part for policy, part in zip(policies, found, strict=True)}
+        for found in (whole, parts)
+    )
+    return Ran(stock, again, *by_name, seen)
+
+
+def assert_same_bits(ran: Ran) -> None:
+    """`full` answers as stock does, bit for bit, unless stock's own kernels do not repeat."""
+    if largest_difference(ran.stock, ran.again) == 0:
+        assert_identical(ran.whole[named(FULL)], ran.stock)
+    else:
+        apart = largest_difference(ran.stock, ran.again)
+        assert largest_difference(ran.whole[named(FULL)], ran.stock) <= 2 * apart
 
 
 def _options(quantized: Quantized, options: dict[str, Any]) -> dict[str, Any]:
