@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from support.engine import running
 from support.prompts import prompt_of
 
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.worker import warm_up as module
 from vllm_kvx.worker.warm_up import warm_up
 
 
@@ -64,3 +67,34 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
             for name, totals in worker.kv_policy_stats()["policies"].items()
         }
         assert counted_now == {"snapkv:kv_floor=0": (0, 0), policy: (1, 150), "full": (0, 0)}
+
+
+def test_ranks_of_experts_agree_on_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one has no room for a prompt, none runs it: they run in lockstep."""
+    seen: list[int] = []
+
+    def run(runner: Any, *_args: Any, **_options: Any) -> bool:
+        seen.append(runner.kv_cache_config.num_blocks)
+        return False
+
+    def reduce(blocks: Any, **_options: Any) -> None:
+        blocks.clamp_(max=7)  # What another rank has.
+
+    monkeypatch.setattr(module, "run_mixed_prefill_decode_warmup", run)
+    monkeypatch.setattr(module, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(module.distributed, "all_reduce", reduce)
+    settings: Any = SimpleNamespace(
+        policies=[parse_policy("snapkv")], layout=SimpleNamespace(stash=False)
+    )
+    for ranks, is_moe, expected in ((2, True, 7), (2, False, 20), (1, True, 20)):
+        runner: Any = SimpleNamespace(
+            kv_cache_config=SimpleNamespace(num_blocks=20),
+            parallel_config=SimpleNamespace(data_parallel_size=ranks),
+            model_config=SimpleNamespace(is_moe=is_moe, get_vocab_size=lambda: 512),
+            model_state=SimpleNamespace(checks_blocks=True),
+            max_num_tokens=96,
+            max_model_len=1024,
+        )
+        seen.clear()
+        assert warm_up(runner, lambda _: None, lambda _: None, settings) == []
+        assert set(seen) == {expected} and runner.kv_cache_config.num_blocks == 20

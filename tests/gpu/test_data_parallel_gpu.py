@@ -1,5 +1,6 @@
 """Two engines on two GPUs behind one address. Skipped without two GPUs."""
 
+import json
 import os
 import sys
 import time
@@ -11,6 +12,15 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from reference.criticalkv import Critical
+from reference.fastkv import Keep
+from reference.fier import Retrieve
+from reference.models import add_tokenizer
+from reference.zoo import build
+from support.answers_over_http import ask_server
+from support.expected import FULL, Policy, Read, named
+from support.parity import assert_parity, room_for
+from support.prompts import VOCAB, prompts_of
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
@@ -85,3 +95,37 @@ def test_two_engines_answer_as_one(tmp_path: Path) -> None:
         for field in ("requests", "prompt_tokens", "layer_tokens_skipped", "entries_retained"):
             assert two["counters"][policy][field] == one["counters"][policy][field], (policy, field)
         assert two["counters"][policy]["blocks_held"] == 0
+
+
+def test_experts_of_two_ranks(tmp_path: Path) -> None:
+    """Experts are spread over two engines, which run in lockstep: one waits where the other lacks.
+
+    Prompts come in two waves, the second of a single one: then a rank has nothing to do but that.
+    """
+    model = build(tmp_path / "model", "qwen3_moe", head_dim=64, hidden_size=256)
+    add_tokenizer(model, VOCAB)
+    policies: list[Policy] = [
+        FULL,
+        Keep(kv_rate=0.2),
+        Critical(kv_rate=0.2),
+        Read(Retrieve(64)),
+    ]
+    prompts = prompts_of((97, 33, 200, 5, 161, 64, 130, 250, 48, 500, 290, 340))
+    asked = [policies[i % len(policies)] for i in range(len(prompts))]
+    flags = [
+        *(str(model), "--kv-policy", "full"),
+        *("--additional-config", json.dumps({"kv_debug": True, **room_for(policies)})),
+        *("--data-parallel-size", "2", "--enable-expert-parallel"),
+        *("--dtype", "float32", "--attention-backend", "TRITON_ATTN", "--block-size", "32"),
+        *("--max-model-len", "1024", "--gpu-memory-utilization", "0.1"),
+        *("--kv-cache-memory-bytes", str(1 << 28), "--max-num-batched-tokens", "96"),
+        "--no-enable-prefix-caching",
+    ]
+    with serving(flags, tmp_path / "server.log", os.environ, 420.0, VLLM) as url:
+        answers = ask_server(url, prompts, [named(policy) for policy in asked], 16)
+        for i in range(len(policies)):
+            answers += ask_server(url, prompts[i : i + 1], [named(policies[i])], 16)
+        told = httpx.get(f"{url}/v1/kv_policy", timeout=60).raise_for_status().json()
+        assert told["engines"] == 2
+    # Rounding may choose another expert.
+    assert_parity(model, answers, [*asked, *policies], most=2)

@@ -1,9 +1,13 @@
 """Every policy of a server runs before the server is ready: no request waits for a compiler."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import distributed
+from vllm.distributed.parallel_state import get_dp_group
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
@@ -35,6 +39,16 @@ def warm_up(
     runner: vLLM's GPUModelRunner. execute, sample: the worker's, through which steps go.
     Returns the policies that ran: those for which a step, the KV cache and the stash have room.
     """
+    with _same_room(runner):
+        return _warm_up(runner, execute, sample, settings)
+
+
+def _warm_up(
+    runner: Any,
+    execute: Callable[[Any], Any],
+    sample: Callable[[Any], Any],
+    settings: KVSettings,
+) -> list[KVPolicy]:
     # vLLM's steps give every KV group blocks for every token.
     state, ran = runner.model_state, []
     checked, state.checks_blocks = state.checks_blocks, False
@@ -71,6 +85,25 @@ def warm_up(
             "No room to run %s before the first request, which will wait for its kernels.", missing
         )
     return ran
+
+
+@contextmanager
+def _same_room(runner: Any) -> Iterator[None]:
+    """Inside, each data-parallel rank of experts goes by the fewest blocks that one of them has.
+
+    Experts run in lockstep over these ranks. If one had no room for a prompt and passed it over,
+    the others would wait for it. How many tokens a step has may differ, and is the same here.
+    """
+    cache = runner.kv_cache_config
+    own = cache.num_blocks
+    if runner.parallel_config.data_parallel_size > 1 and runner.model_config.is_moe:
+        fewest = torch.tensor([own])
+        distributed.all_reduce(fewest, op=distributed.ReduceOp.MIN, group=get_dp_group().cpu_group)
+        cache.num_blocks = int(fewest)
+    try:
+        yield
+    finally:
+        cache.num_blocks = own
 
 
 def _tokens(runner: Any, settings: KVSettings) -> int:
