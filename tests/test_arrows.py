@@ -101,7 +101,7 @@ RULES = {
         (
             *("policy", "config", "compat", "plugin", "records", "server", "cache.group_size"),
             *("indexes", "ops.retrieval.backends", "ops.retrieval.costs"),
-            "ops.retrieval.crossover",
+            *("ops.retrieval.crossover", "tools.experts"),
         ),
         "asks what servers and tools ask, before either runs",
     ),
@@ -114,6 +114,7 @@ RULES = {
         ),
         "asks engines from outside, as a user does; the rest is counting",
     ),
+    "tools.experts": Rule((), "reads a model's configuration alone"),
     "tools.plots": Rule(("errors",), "what the plots of several tools share"),
     "tools.policies": Rule(
         ("policy", "config", "tools.batch.lines"),

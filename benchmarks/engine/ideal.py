@@ -153,7 +153,7 @@ def prefill_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
     that a token uses, h hidden size, V vocabulary. A projected entry costs 2 h 2 G d, with G KV
     heads of size d.
     """
-    linear = 2 * shape.layer_weights * sum(work.rows)
+    linear = 2 * sum(shape.weights_of(layer) * rows for layer, rows in enumerate(work.rows))
     attention = attention_flops(shape, work, kv_bytes)
     entry = 4 * shape.hidden * shape.kv_heads * shape.head_dim
     projected = entry * sum(work.projected)
@@ -174,7 +174,7 @@ def decode_bytes(
     G KV heads; `generated` tokens are in the cache of every layer. A sidecar keeps its 16 bits. Of
     experts those are read that some token of the batch chooses.
     """
-    weights = shape.layers * shape.weights_read(batch) + shape.head_weights
+    weights = shape.all_read(batch)
     entries = (sum(work.read) + generated * shape.layers) * kv_bytes
     entries += sum(work.sidecar) * (2 - kv_bytes)
     return weights * weight_bytes + batch * entries * 2 * shape.kv_heads * shape.head_dim

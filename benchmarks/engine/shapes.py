@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from vllm_kvx.tools.experts import Experts
+
 # By model_type, what the name of the model's class begins with.
 _CLASSES = {
     "llama": "Llama",
@@ -36,24 +38,40 @@ class Shape:
     experts: int = 0
     chosen: int = 0
     expert_size: int = 0
+    shared_size: int = 0
+    dense_layers: int = 0
+
+    def weights_of(self, layer: int) -> int:
+        """Elements of the matrices of `layer` that a token uses."""
+        return self._dense_weights if layer < self.dense_layers else self.layer_weights
+
+    def all_read(self, tokens: float) -> float:
+        """Elements of all matrices that a step of so many tokens reads, the head's too."""
+        with_experts = self.layers - self.dense_layers
+        layers = self.dense_layers * self._dense_weights + with_experts * self.weights_read(tokens)
+        return layers + self.head_weights
+
+    @property
+    def _dense_weights(self) -> int:
+        return self.hidden * (self._attention + 3 * self.intermediate)
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the matrices of one layer that a token uses.
+        """Elements of the matrices of one layer, of those with experts, that a token uses.
 
         They are the projections of q, k, v and o; gate, up and down of its experts or of the MLP;
         and the router.
         """
         mlp = 3 * self.intermediate
         if self.experts:
-            mlp = 3 * self.chosen * self.expert_size + self.experts
+            mlp = 3 * (self.chosen * self.expert_size + self.shared_size) + self.experts
         return self.hidden * (self._attention + mlp)
 
     @property
     def _attention(self) -> int:
         return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
 
-    def weights_read(self, tokens: int) -> float:
+    def weights_read(self, tokens: float) -> float:
         """Elements of one layer's matrices that a step of so many tokens reads.
 
         Of E experts k a token, E (1 - (1 - k/E)^tokens), if tokens choose at random.
@@ -61,7 +79,8 @@ class Shape:
         if not self.experts:
             return self.layer_weights
         used = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
-        return self.hidden * (self._attention + self.experts + 3 * used * self.expert_size)
+        mlp = 3 * (used * self.expert_size + self.shared_size) + self.experts
+        return self.hidden * (self._attention + mlp)
 
     @property
     def head_weights(self) -> int:
@@ -99,6 +118,7 @@ class Shape:
     def from_config(cls, config: dict[str, Any]) -> "Shape":
         """The shape of a checkpoint, from its config.json."""
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        experts = Experts.of(config) or Experts(0, 0, 0)
         return cls(
             model_type=config["model_type"],
             layers=config["num_hidden_layers"],
@@ -109,18 +129,17 @@ class Shape:
             intermediate=config["intermediate_size"],
             vocab=config["vocab_size"],
             max_position=config["max_position_embeddings"],
-            experts=config.get("num_experts") or config.get("num_local_experts") or 0,
-            chosen=config.get("num_experts_per_tok") or 0,
-            expert_size=config.get("moe_intermediate_size") or config["intermediate_size"],
+            experts=experts.count,
+            chosen=experts.chosen,
+            expert_size=experts.size,
+            shared_size=experts.shared,
+            dense_layers=experts.dense_layers,
         )
 
     def as_dict(self) -> dict[str, Any]:
         """By field; those of experts only where there are any, as in files of earlier versions."""
-        found = asdict(self)
-        if not self.experts:
-            for name in ("experts", "chosen", "expert_size"):
-                del found[name]
-        return found
+        of_experts = ("experts", "chosen", "expert_size", "shared_size", "dense_layers")
+        return {name: each for name, each in asdict(self).items() if each or name not in of_experts}
 
 
 _LLAMA3_ROPE = {

@@ -154,10 +154,10 @@ def _least_time(
     """Seconds a request. pool: entries of all layers that the pool holds, of `kv` bytes a value."""
     request = sum(work.stored) + setting.output * shape.layers
     batch = max(1.0, min(most, pool / request))
-    step = decode_bytes(shape, work, 1, setting.output / 2, 2, kv)
-    weights = (shape.layers * shape.weights_read(1) + shape.head_weights) * 2
+    cache = decode_bytes(shape, work, 1, setting.output / 2, 2, kv) - 2 * shape.all_read(1)
     prefill = prefill_flops(shape, work, kv) / peaks[0]
-    return prefill + setting.output * (weights / batch + step - weights) / peaks[1]
+    # Of experts, more are read by a larger batch.
+    return prefill + setting.output * (2 * shape.all_read(batch) / batch + cache) / peaks[1]
 
 
 def pool_of_log(log: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from support.configs import GLM_AIR
 
 from benchmarks.engine import ideal, shapes
 
@@ -36,6 +37,19 @@ def test_experts_that_are_read() -> None:
     experts = 3 * shape.hidden * shape.expert_size * shape.experts
     more = shape.weights_read(16) - shape.weights_read(1)
     assert more / experts == pytest.approx(0.6439 - 1 / 16, rel=1e-3)
+
+
+def test_dense_layers_and_experts_that_every_token_runs() -> None:
+    """GLM-4.5-Air: 106 billion weights, of which a token uses 12 billion in its layers."""
+    shape = shapes.Shape.from_config(GLM_AIR)
+    assert shape.all_read(100_000) + shape.head_weights == pytest.approx(106.8e9, rel=1e-2)
+    used = sum(shape.weights_of(layer) for layer in range(shape.layers))
+    assert used == pytest.approx(12.2e9, rel=1e-2)
+    assert shape.all_read(1) == pytest.approx(used + shape.head_weights)
+    attention = 2 * 4096 * 128 * (96 + 8)
+    assert shape.weights_of(0) == attention + 3 * 4096 * 10944
+    assert shape.weights_of(1) == attention + 4096 * (3 * 9 * 1408 + 128)
+    assert shapes.shape_of(shape.as_dict()) == replace(shape, rope_theta=5e5)
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)

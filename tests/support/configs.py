@@ -20,6 +20,26 @@ LLAMA = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+# GLM-4.5-Air's, as published.
+GLM_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
 
 
 def write_config(directory: Path, **changes: Any) -> str:

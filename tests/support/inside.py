@@ -855,3 +855,17 @@ def run_in_full(request: Any, why: str) -> None:
     from vllm_kvx.cache import scheduler
 
     scheduler._run_in_full(request, why)
+
+
+def value_factors(engine: Any) -> list[Tensor]:
+    """Of each layer's output projection, (H, D, D) float32, as criticalkv reads it."""
+    from vllm_kvx.models.attention import attention_layers, output_projections
+    from vllm_kvx.worker.prefill.projections import value_factors as read
+
+    runner = engine.runner
+    layers = attention_layers(runner.vllm_config, runner.model_config.get_total_num_hidden_layers())
+    heads, size = layers[0].num_heads, layers[0].head_size
+    return [
+        read(each, heads, size, runner.dtype).float()
+        for each in output_projections(runner.model, layers)
+    ]

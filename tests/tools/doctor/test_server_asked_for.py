@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from reference.wrappers import build
-from support.configs import planned_kv_cache, vllm_config, write_config
+from support.configs import GLM_AIR, planned_kv_cache, vllm_config, write_config
 from support.models import LOOKUP
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from benchmarks.engine.shapes import SHAPES
 from vllm_kvx import plugin
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
 from vllm_kvx.cache.pool_capacity import pool_tokens
@@ -24,9 +25,10 @@ from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.validate import identity_of
 from vllm_kvx.tools.doctor import asked as asked_for
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request
-from vllm_kvx.tools.doctor.model import weights_bytes
 from vllm_kvx.tools.doctor.plan import rows_of
 from vllm_kvx.tools.doctor.sizes import GIB, Pool, Sizes
+from vllm_kvx.tools.doctor.weights import weights_bytes
+from vllm_kvx.tools.experts import Experts
 
 ON_CPU = ("--enforce-eager", "--dtype", "float32") if current_platform.is_cpu() else ()
 LAYERS = 8
@@ -141,6 +143,32 @@ def test_weights_are_estimated(tmp_path: Path) -> None:
     index = {"metadata": {"total_size": 1000}, "weight_map": {"a": "gone.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert weights_bytes(tmp_path, config, stored) == (1000, "by their index")
+
+
+def test_weights_of_experts_and_of_quantized_models(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B, 30.5 billion weights, and GLM-4.5-Air, 106 billion with its last layer."""
+    qwen = SHAPES["qwen3-30b-a3b"].config()
+    assert weights_bytes(tmp_path, qwen, 2)[0] / 2 == pytest.approx(30.53e9, rel=2e-3)
+    tables = 2 * 151936 * 2048
+    in_fp8, _ = weights_bytes(tmp_path, qwen, 2, "fp8_per_tensor")
+    assert in_fp8 == pytest.approx(30.53e9 + tables, rel=2e-3)
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert weights_bytes(tmp_path, qwen | {"quantization_config": blocks}, 2)[0] == in_fp8
+    for quantized in (
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "awq"},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+        },
+    ):
+        found, _ = weights_bytes(tmp_path, qwen | {"quantization_config": quantized}, 2)
+        assert found == pytest.approx((30.53e9 - tables) / 2 + 2 * tables, rel=2e-3), quantized
+    assert Experts.of(GLM_AIR) == Experts(128, 8, 1408, shared=1408, dense_layers=1)
+    assert weights_bytes(tmp_path, GLM_AIR, 2)[0] / 2 == pytest.approx(106.8e9, rel=0.01)
+    mixtral = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336}
+    assert Experts.of(mixtral) == Experts(8, 2, 14336)
+    assert Experts.of({"intermediate_size": 14336, "num_experts": 0}) is None
 
 
 # The flags.

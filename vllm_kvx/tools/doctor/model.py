@@ -1,15 +1,13 @@
 """The model, from its configuration and the sizes of its files: what it is, and what runs it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_kvx.records.model_key import architecture_of, model_dir, weight_files
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
 from vllm_kvx.tools.doctor.model_limits import FULL_ALONE, limits_of, reads_media
-
-INDEX = "model.safetensors.index.json"
 
 
 def model(context: Context) -> Iterator[Finding]:
@@ -89,40 +87,3 @@ def _weights(directory: Path) -> Iterator[Finding]:
         return
     size = sum(path.stat().st_size for path in files)
     yield ok(f"weights: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**20:,.1f} MiB")
-
-
-def weights_bytes(directory: Path, config: Mapping[str, Any], served_bytes: int) -> tuple[int, str]:
-    """About how many bytes the weights take on all GPUs together, and what says so.
-
-    served_bytes: of one weight as it is served, unless they are quantized.
-    """
-    stored = element_bytes(config)
-    scale = 1.0
-    if stored and not config.get("quantization_config"):
-        scale = served_bytes / stored
-    if files := weight_files(directory):
-        return int(sum(path.stat().st_size for path in files) * scale), "by their files"
-    try:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        return int(index["metadata"]["total_size"] * scale), "by their index"
-    except (OSError, ValueError, KeyError, TypeError):
-        return _parameters(config) * served_bytes, "counted from the configuration"
-
-
-def element_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of a weight as the checkpoint has it; 0 if it does not say."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    return {"float32": 4, "float16": 2, "bfloat16": 2}.get(name, 0)
-
-
-def _parameters(config: Mapping[str, Any]) -> int:
-    """Weights of a dense decoder of this configuration."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
-    mlp = 3 * hidden * config.get("intermediate_size", 4 * hidden)
-    embeddings = 1 if config.get("tie_word_embeddings") else 2
-    total: int = layers * (attention + mlp) + embeddings * config.get("vocab_size", 0) * hidden
-    return total

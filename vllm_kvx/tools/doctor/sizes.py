@@ -9,7 +9,7 @@ from vllm_kvx.cache.group_size import GroupChoice, blocks_per_token, group_layer
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.tools.doctor.findings import Context, Request
-from vllm_kvx.tools.doctor.model import element_bytes, weights_bytes
+from vllm_kvx.tools.doctor.weights import element_bytes, weights_bytes
 
 GIB = 2**30
 # vLLM's defaults, for where it cannot be asked.
@@ -169,7 +169,11 @@ def memory_of(context: Context, sizes: Sizes, stash_tokens: int) -> Memory | Non
             return None
         return Memory(int(space) * GIB, f"VLLM_CPU_KVCACHE_SPACE={space} GiB")
     assert context.directory is not None
-    weights, how = weights_bytes(context.directory, context.text_config, sizes.state_bytes)
+    server: Any = context.vllm_config
+    quantization = None if server is None else server.model_config.quantization
+    weights, how = weights_bytes(
+        context.directory, context.text_config, sizes.state_bytes, quantization
+    )
     weights //= sizes.ranks
     stash = stash_tokens * sizes.hidden * sizes.state_bytes
     pool = int(total * sizes.memory_share) - weights - stash
