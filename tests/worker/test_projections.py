@@ -43,3 +43,26 @@ def test_ranks_have_the_factors_of_one() -> None:
     ]
     gram = torch.cat(shards).mT @ torch.cat(shards)
     torch.testing.assert_close(gram, whole.mT @ whole, rtol=1e-4, atol=1e-4)
+
+
+def test_rounded_inputs_change_no_order() -> None:
+    """8-bit inputs: exact with a scale for each row, times one number with a fixed one."""
+    weight = torch.randn(HIDDEN, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(3))
+
+    def rounding(scale: float | None) -> Any:
+        def apply(_layer: Any, rows: Tensor) -> Tensor:
+            scales = rows.abs().amax(1, keepdim=True) / 448 if scale is None else scale
+            return (rows / scales).to(torch.float8_e4m3fn).float() * scales @ weight.t()
+
+        linear = projection(weight)
+        linear.quant_method = SimpleNamespace(apply=apply)
+        return linear
+
+    plain, by_row, fixed = (
+        value_factors(linear, HEADS, HEAD_DIM, torch.float32)
+        for linear in (projection(weight), rounding(None), rounding(0.037))
+    )
+    torch.testing.assert_close(by_row, plain, rtol=1e-4, atol=1e-4)
+    ratio = fixed.norm() / plain.norm()
+    assert 1e-3 < abs(ratio - 1) < 0.07
+    torch.testing.assert_close(fixed, ratio * plain, rtol=1e-4, atol=1e-4)

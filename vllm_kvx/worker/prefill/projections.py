@@ -15,8 +15,10 @@ def value_factors(
     """Factors of a layer's output projection by query head, as `value_norms` takes them.
 
     The weights are read by projecting unit vectors with the layer's own kernel, which knows how
-    they are packed and quantised. With several ranks each has the columns of its own heads, and
-    all rows of these, so nothing has to be added up.
+    they are packed and quantised. Where the kernel quantises its input, a scale for each row (or
+    part of one) stores a unit vector exactly. One scale for all rows multiplies all factors by the
+    same number, which changes no order among a layer's entries. With several ranks each has the
+    columns of its own heads, and all rows of these, so nothing has to be added up.
 
     Args:
         projection: vLLM's RowParallelLinear.
