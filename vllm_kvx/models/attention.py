@@ -11,8 +11,6 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from vllm_kvx.ops.paged import ATTENTION_BACKENDS
-
 # Attributes that one layer's attention must share with all others: scores and moves run on all
 # layers of a step at once.
 _SHAPE = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype")
@@ -98,8 +96,7 @@ def check_softmax(layers: Sequence[Attention], computes: bool, moves: bool) -> N
         if computes and layer.has_sink and getattr(impl, "sinks", None) is None:
             raise _cannot(
                 f"its attention has sinks, and attention backend {layer.attn_backend.get_name()} "
-                f"keeps them where they are not found: set --attention-backend to one of "
-                f"{', '.join(ATTENTION_BACKENDS)}"
+                "keeps them where they are not found: set --attention-backend TRITON_ATTN"
             )
 
 
