@@ -5,7 +5,7 @@ import re
 import pytest
 
 from vllm_kvx.config.wording import in_python, worded
-from vllm_kvx.server.model_checks import WITH_PROPAGATION, WITH_SCORES
+from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
@@ -53,7 +53,7 @@ def test_in_python(message: str, expected: str) -> None:
 
 
 def test_no_reason_keeps_a_flag() -> None:
-    model = *WITH_PROPAGATION, *WITH_SCORES
+    model = WITH_PROPAGATION
     for row in (*ALWAYS, *WITH_POLICY, *model, *WITH_RETENTION, *WITH_SELECTION, *WITH_RETRIEVAL):
         said = re.sub("`[^`]*`", "", in_python(row.reason))
         assert "--" not in said, said

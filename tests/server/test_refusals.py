@@ -19,7 +19,7 @@ from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.model_checks import WITH_PROPAGATION, WITH_SCORES
+from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_POLICY,
@@ -630,14 +630,18 @@ def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
         ("speed-4", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("snapkv", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("speed-4", model("Gemma2", head_dim=32), "slide over a window"),
-        ("snapkv", model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8), "caps its"),
-        ("fier-64", model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8), "caps its"),
     ],
 )
 def test_models_that_do_not(make_config, model_dir, policy: str, changes: dict, says: str) -> None:
     with pytest.raises(ValueError) as error:
         make_config(policy, model=model_dir(**changes), dtype="float32")
     assert len(lines(error)) == 1 and says in lines(error)[0]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "fier-64", "fastkv:tsp_layer=3"])
+def test_models_that_cap_their_logits(make_config, model_dir, policy: str) -> None:
+    capped = model_dir(**model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8))
+    make_config(policy, model=capped, dtype="float32")
 
 
 def lines(error: Any) -> list[str]:
@@ -675,7 +679,6 @@ TABLES = (
     *WITH_POLICY,
     *WITH_RETENTION,
     *WITH_PROPAGATION,
-    *WITH_SCORES,
     *WITH_SELECTION,
     *WITH_RETRIEVAL,
 )
