@@ -291,22 +291,17 @@ class LayerRanges:
         """
         ids, name = torch.arange(8, dtype=torch.int32, device=device), type(self.decoder).__name__
         positions = torch.arange(8, device=device)
-        with self._without_attention():
+        ranges = f"the ranges that begin with layers {', '.join(map(str, edges[:-1]))}"
+        # What vLLM compiles by itself in a layer, such as activations, would be compiled for this.
+        with torch.compiler.set_stance("force_eager"), self._without_attention():
             # A decoder that does not run whole fails by its own words.
             whole, other = (self._run((0, self.num_layers), of, positions) for of in (ids, ids + 8))
             try:
                 out = self._run(edges, ids, positions)
             except Exception as error:
-                # Such as one that reads what an earlier layer has left.
-                raise NoRanges(
-                    f"{name} does not run in the ranges that begin with layers "
-                    f"{', '.join(map(str, edges[:-1]))}: {error!r}"
-                ) from error
+                raise NoRanges(f"{name} does not run in {ranges}: {error!r}") from error
         if _distance(out, whole) > _ROUNDING * _distance(whole, other):
-            raise NoRanges(
-                f"{name} makes other states of the ranges that begin with layers "
-                f"{', '.join(map(str, edges[:-1]))} than of all layers at once"
-            )
+            raise NoRanges(f"{name} makes other states of {ranges} than of all layers at once")
         (stream,) = _streams(1, (8, self.hidden_size), whole.dtype, device)
         for layer in projected:
             try:
