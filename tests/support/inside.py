@@ -863,7 +863,7 @@ def value_factors(engine: Any) -> list[Tensor]:
     from vllm_kvx.worker.prefill.projections import value_factors as read
 
     runner = engine.runner
-    layers = attention_layers(runner.vllm_config, runner.model_config.get_total_num_hidden_layers())
+    layers = attention_layers(runner.vllm_config)
     heads, size = layers[0].num_heads, layers[0].head_size
     return [
         read(each, heads, size, runner.dtype).float()
