@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vllm_kvx.models.layer_ranges import LayerRanges, NoRanges, PositionRows
+from vllm_kvx.models.layer_ranges import LayerRanges, NoRanges
+from vllm_kvx.models.position_rows import PositionRows
 from vllm_kvx.models.wrappers import check_wrapper
 
 HIDDEN, ROWS = 16, 3

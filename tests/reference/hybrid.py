@@ -40,7 +40,7 @@ from .criticalkv import Critical
 from .fastkv import Keep, KeptResult, load
 from .fier import Choice, ReadResult, Retrieve, choose, fill_holes
 from .knorm import Norm
-from .masked import Call, attention, causal, output_weight_of, run
+from .masked import Call, attention, causal, output_weight_of, run, text_config
 from .pyramidkv import Pyramid
 from .speed import Result
 
@@ -68,7 +68,7 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
 
 def is_hybrid(model: PreTrainedModel) -> bool:
     """Whether some layer is not full."""
-    return len(full_layers(model)) < model.config.num_hidden_layers
+    return len(full_layers(model)) < text_config(model).num_hidden_layers
 
 
 def score(
@@ -116,7 +116,7 @@ def cut(
     """
     model = load(model)
     attending = set(_windows(model))
-    recurrent = [i for i in range(model.config.num_hidden_layers) if i not in attending]
+    recurrent = [i for i in range(text_config(model).num_hidden_layers) if i not in attending]
     if cutoff is not None and recurrent and recurrent[-1] >= cutoff:
         raise ValueError(f"cutoff={cutoff} must be above the recurrent layer {recurrent[-1]}")
     total, count = len(prompt), len(prompt) + len(generated) - 1

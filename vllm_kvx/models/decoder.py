@@ -28,7 +28,7 @@ from vllm_kvx.config.disabled import COMPILED_RANGES, disabled_parts
 from vllm_kvx.models.attention import check_every_layer
 from vllm_kvx.models.compiled_ranges import CompiledRanges
 from vllm_kvx.models.hooked import HookedModel
-from vllm_kvx.models.layer_ranges import LayerRanges, PositionRows
+from vllm_kvx.models.layer_ranges import LayerRanges
 from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
@@ -38,6 +38,7 @@ from vllm_kvx.models.passes import (
     TokenIds,
     ToStash,
 )
+from vllm_kvx.models.position_rows import PositionRows
 from vllm_kvx.models.segment import Segments
 from vllm_kvx.models.stitching import UnknownForm
 from vllm_kvx.models.stream import Out, Stream, rows_of
@@ -55,7 +56,7 @@ class SegmentedModel(HookedModel):
         self._dtype: torch.dtype = vllm_config.model_config.dtype  # type: ignore[assignment]
         hidden_size, attention = vllm_config.model_config.get_hidden_size(), self.attention_layers()
         check_every_layer(attention, vllm_config.model_config.get_total_num_hidden_layers())
-        rows = _position_rows(vllm_config)
+        rows = PositionRows.of_model(vllm_config)
         self.ranges = LayerRanges(self, attention, hidden_size, self._dtype, rows)
         row_cuts = build.row_cuts(attention)
         self.segments = Segments(self.ranges, row_cuts, build.online_cuts, vllm_config, prefix)
@@ -296,15 +297,6 @@ class SegmentedModel(HookedModel):
 def write_entries(attention: Any, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Writes keys and values, (n, KV heads, D), that a layer has made, into its KV cache."""
     attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
-
-
-def _position_rows(vllm_config: VllmConfig) -> PositionRows | None:
-    """How the model's decoder takes positions, if several a token."""
-    if not vllm_config.model_config.uses_mrope:
-        return None
-    # As in vLLM's own buffer (``RopeState``), which the stock decoder is compiled for.
-    stride = vllm_config.scheduler_config.max_num_batched_tokens + 1
-    return PositionRows(vllm_config.model_config.mrope_num_dims, stride)
 
 
 def _all_ranks(has: bool) -> bool:

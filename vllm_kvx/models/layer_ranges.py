@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.sequence import IntermediateTensors
 
+from vllm_kvx.models.position_rows import PositionRows
 from vllm_kvx.models.stream import Projected
 
 _HIDDEN, _RESIDUAL = "hidden_states", "residual"
@@ -33,21 +34,6 @@ class Residual(Enum):
 
     SUM = "hidden states and residual add up to it"
     HIDDEN = "it is the hidden states; a residual beside them is not read"
-
-
-class PositionRows(NamedTuple):
-    """Positions of a decoder with several a token, of which rotary embeddings take turns (M-RoPE).
-
-    rows: positions a token, R. stride: from row to row in memory, which compiled code relies on.
-    """
-
-    rows: int
-    stride: int
-
-    def of(self, positions: Tensor) -> Tensor:
-        """(R, N) of (N,) positions of a text, whose rows are equal; N is less than the stride."""
-        buffer = positions.new_empty(self.rows, self.stride)[:, : len(positions)]
-        return buffer.copy_(positions)
 
 
 class NoRanges(ValueError):
