@@ -26,6 +26,7 @@ from benchmarks.engine import composed
 from benchmarks.engine.ideal import Case, case_ratio, entry_bytes, pool_ratio
 from benchmarks.engine.plot import table
 from benchmarks.engine.shapes import SHAPES, Shape
+from vllm_kvx.tools.doctor.weights import quantized_bytes
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -90,6 +91,13 @@ def prepare_model(model: str, folder: Path) -> tuple[Shape, dict[str, Any]]:
         return Shape.from_config(json.loads(config.read_text())), {"model": model}
     (folder / "config.json").write_text(json.dumps(SHAPES[model].config(), indent=1))
     return SHAPES[model], {"model": str(folder), "load_format": "dummy"}
+
+
+def stored_weights(model: str) -> dict[str, float]:
+    """`weight_bytes`, those of a weight, where a checkpoint has quantized ones."""
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    return {"weight_bytes": quantized_bytes(config)} if config.get("quantization_config") else {}
 
 
 def engine_options(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
@@ -183,7 +191,7 @@ def derive(results: dict[str, Any], shape: Shape) -> None:
     settings = results["settings"]["engine"]
     model_bytes: float = _DTYPE_BYTES[settings["dtype"]]
     is_fp8 = str(settings.get("quantization", "")).startswith("fp8")
-    weight_bytes = 1 if is_fp8 else model_bytes
+    weight_bytes = results.get("model", {}).get("weight_bytes", 1 if is_fp8 else model_bytes)
     of_all = settings.get("kv_cache_dtype")
     baseline = baseline_of(results["engines"]) or STOCK
     stock = results["engines"].get(baseline, {})
@@ -244,6 +252,7 @@ class Results:
         self.path: Path = args.out
         self.shape = shape
         info = {"name": args.model, "dummy_weights": dummy, **shape.as_dict()}
+        info |= stored_weights(args.model)
         settings = {key: getattr(args, key) for key in ("tokens", "steps", "seed")}
         settings["engine"] = engine_options(args, shape)
         command = command_line("benchmarks.engine.compare", argv)

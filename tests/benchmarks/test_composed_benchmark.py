@@ -1,5 +1,6 @@
 """Compositions beside the product of their parts; engines with a KV cache dtype of their own."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,3 +153,20 @@ def test_waits_while_the_long_prompt_comes_in() -> None:
     assert waits_during([*steps, after]) == [3.0, 1.0, 2.0]
     assert waits_during([after]) == []
     assert [percentile([4.0, 1.0, 3.0, 2.0], q) for q in (50, 99)] == [2.0, 4.0]
+
+
+def test_ideals_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """Where weights take fewer bytes, the cache is more of a step, and a policy can gain more."""
+    assert compare.stored_weights("llama-3.1-8b") == {}
+    config = LLAMA.config()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert compare.stored_weights(str(tmp_path)) == {}
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config | quantized))
+    stored = compare.stored_weights(str(tmp_path))
+    assert stored == {"weight_bytes": 0.5}
+    content = results({"stock": 12.0, "fier-2048": 6.0}, {"stock": 7, "fier-2048": 7})
+    plain = content["engines"]["fier-2048"]["cases"][CASE]["ideal"]
+    content["model"] = stored
+    compare.derive(content, LLAMA)
+    assert content["engines"]["fier-2048"]["cases"][CASE]["ideal"] > 1.2 * plain
