@@ -79,6 +79,32 @@ def work_of(policy: str | None, layers: int, length: int) -> Work | None:
     return Work(rows, pairs, stored, read, made, sidecar if any(sidecar) else ())
 
 
+def work_in(shape: Shape, policy: str | None, length: int) -> Work | None:
+    """The work of a policy on a model of this shape, whose layers may slide; None as `work_of`."""
+    work = work_of(policy, shape.full_layers, length)
+    return None if work is None else with_windows(work, shape, length)
+
+
+def with_windows(work: Work, shape: Shape, length: int) -> Work:
+    """`work` in the layers with full attention, and that of the layers that slide behind it.
+
+    They run every row, see the last `window` tokens of each, and hold and read as many.
+    """
+    count = shape.layers - shape.full_layers
+    if not count:
+        return work
+    seen = min(length, shape.window)
+    pairs = _pairs(seen) + (length - seen) * seen
+    return Work(
+        work.rows + (length,) * count,
+        work.pairs + (pairs,) * count,
+        work.stored + (seen,) * count,
+        work.read + (seen,) * count,
+        work.projected + (0,) * count if work.projected else (),
+        work.sidecar + (0,) * count if work.sidecar else (),
+    )
+
+
 def _by_position(policy: KVPolicy, layer: int, layers: int, length: int) -> tuple[int, int, int]:
     """Rows, pairs and projected entries of a layer, where positions decide which rows go on."""
     gap, first = skipped_of(policy, length, layer), policy.projects_from
@@ -171,11 +197,11 @@ def decode_bytes(
     """Bytes that one decode step of `batch` requests has to read.
 
     (L W + h V) weight_bytes + batch * sum over layers of (read + generated) * 2 G d kv_bytes, with
-    G KV heads; `generated` tokens are in the cache of every layer. A sidecar keeps its 16 bits. Of
-    experts those are read that some token of the batch chooses.
+    G KV heads; `generated` tokens are in the cache of every layer with full attention. A sidecar
+    keeps its 16 bits. Of experts those are read that some token of the batch chooses.
     """
     weights = shape.all_read(batch)
-    entries = (sum(work.read) + generated * shape.layers) * kv_bytes
+    entries = (sum(work.read) + generated * shape.full_layers) * kv_bytes
     entries += sum(work.sidecar) * (2 - kv_bytes)
     return weights * weight_bytes + batch * entries * 2 * shape.kv_heads * shape.head_dim
 
@@ -196,10 +222,10 @@ def prefill_ratio(
 
     Stock's cache has the same dtype, unless `stock_kv_bytes` says otherwise.
     """
-    work = work_of(policy, shape.layers, length)
+    work = work_in(shape, policy, length)
     if work is None:
         return None
-    stock = full_work(shape.layers, length)
+    stock = with_windows(full_work(shape.full_layers, length), shape, length)
     of_stock = prefill_flops(shape, stock, stock_kv_bytes or kv_bytes)
     return of_stock / prefill_flops(shape, work, kv_bytes)
 
@@ -218,19 +244,23 @@ def decode_ratio(
     With the same batch it is the ratio of step times. `options` go to `decode_bytes`; stock's
     cache has the same dtype, unless `stock_kv_bytes` says otherwise.
     """
-    work = work_of(policy, shape.layers, length)
+    work = work_in(shape, policy, length)
     if work is None:
         return None
     stock_batch = stock_batch or batch
     of_stock = options if stock_kv_bytes is None else {**options, "kv_bytes": stock_kv_bytes}
-    stock = decode_bytes(shape, full_work(shape.layers, length), stock_batch, **of_stock)
+    whole = with_windows(full_work(shape.full_layers, length), shape, length)
+    stock = decode_bytes(shape, whole, stock_batch, **of_stock)
     return (batch / decode_bytes(shape, work, batch, **options)) / (stock_batch / stock)
 
 
 def pool_ratio(shape: Shape, policy: str | None, length: int = 1 << 20) -> float | None:
-    """Prompt tokens that a KV pool holds, over stock: N L / (entries stored in all layers)."""
-    work = work_of(policy, shape.layers, length)
-    return None if work is None else length * shape.layers / sum(work.stored)
+    """Prompt tokens that a KV pool holds, over stock: N L / (entries stored in all L layers).
+
+    Windows hold the same for every prompt that is long, and are left out.
+    """
+    work = work_of(policy, shape.full_layers, length)
+    return None if work is None else length * shape.full_layers / sum(work.stored)
 
 
 @dataclass(frozen=True)

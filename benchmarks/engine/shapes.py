@@ -13,6 +13,7 @@ _CLASSES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "gemma3_text": "Gemma3",
 }
 
 
@@ -22,6 +23,8 @@ class Shape:
 
     experts, chosen, expert_size: of a layer whose MLP is experts, how many it has, how many of them
         a token runs, and the intermediate size of each; 0 where the MLP is dense.
+    full_every, window: one layer in so many has full attention, the last of them, and the others
+        see so many tokens; 0 where all have full attention.
     """
 
     model_type: str
@@ -40,6 +43,13 @@ class Shape:
     expert_size: int = 0
     shared_size: int = 0
     dense_layers: int = 0
+    full_every: int = 0
+    window: int = 0
+
+    @property
+    def full_layers(self) -> int:
+        """Layers with full attention, which policies are about."""
+        return self.layers // self.full_every if self.full_every else self.layers
 
     def weights_of(self, layer: int) -> int:
         """Elements of the matrices of `layer` that a token uses."""
@@ -111,7 +121,20 @@ class Shape:
             "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
             **(experts if self.experts else {}),
+            **(self._windows if self.full_every else {}),
             **self.extra,
+        }
+
+    @property
+    def _windows(self) -> dict[str, Any]:
+        kinds = ["sliding_attention"] * (self.full_every - 1) + ["full_attention"]
+        return {
+            "layer_types": kinds * self.full_layers,
+            "sliding_window": self.window,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "default", "rope_theta": self.rope_theta},
+            },
         }
 
     @classmethod
@@ -137,9 +160,10 @@ class Shape:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """By field; those of experts only where there are any, as in files of earlier versions."""
-        of_experts = ("experts", "chosen", "expert_size", "shared_size", "dense_layers")
-        return {name: each for name, each in asdict(self).items() if each or name not in of_experts}
+        """By field; what earlier versions did not have only where there is any."""
+        optional = {"experts", "chosen", "expert_size", "shared_size", "dense_layers"}
+        optional |= {"full_every", "window"}
+        return {name: each for name, each in asdict(self).items() if each or name not in optional}
 
 
 _LLAMA3_ROPE = {
@@ -172,6 +196,22 @@ SHAPES: dict[str, Shape] = {
         experts=128,
         chosen=8,
         expert_size=768,
+    ),
+    "gemma3-12b": Shape(
+        *("gemma3_text", 48, 3840, 16, 8, 256, 15360, 262208, 131072, 1e6),
+        extra={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+        },
+        full_every=6,
+        window=1024,
+    ),
+    "tiny-hybrid": Shape(
+        *("gemma3_text", 8, 64, 4, 2, 32, 128, 512, 4096),
+        extra={"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        full_every=4,
+        window=128,
     ),
     "tiny": Shape("llama", 8, 64, 4, 2, 32, 128, 512, 4096),
 }

@@ -10,7 +10,7 @@ from reference.criticalkv import Critical
 from reference.fier import Retrieve
 from support.engine import Answer, forget_ranks, running
 from support.expected import FULL, Policy, Read
-from support.gpu import COMPILED, EXACT
+from support.gpu import COMPILED, EXACT, delta_rule_of
 from support.inside import count_graph_replays
 from support.parity import ATOL, ask, assert_identical, assert_parity, room_for
 from support.prompts import prompts_of
@@ -40,7 +40,11 @@ def test_parity_compiled(tmp_path: Path, name: str) -> None:
     model = hybrids.build(tmp_path / name, name)
     prompts = prompts_of((97, 33, 200, 5, 161, 64, 130, 250, 48, 500))
     policies = [POLICIES[i % len(POLICIES)] for i in range(len(prompts))]
-    options = EXACT | {"block_size": 32, "max_model_len": 1024, "enable_prefix_caching": True}
+    options = (
+        EXACT
+        | delta_rule_of(name)
+        | {"block_size": 32, "max_model_len": 1024, "enable_prefix_caching": True}
+    )
     with running(model, "full", config=room_for(POLICIES), **options) as engine:
         counts = count_graph_replays(engine)
         answers = ask(engine, prompts, policies, max_tokens=16)
@@ -58,11 +62,15 @@ def test_parity_compiled(tmp_path: Path, name: str) -> None:
 def test_full_is_stock_bit_for_bit(tmp_path: Path, name: str) -> None:
     model = hybrids.build(tmp_path / "model", name)
     prompts = prompts_of((5, 33, 130, 700, 900, 17, 64, 250))
-    options: dict[str, Any] = COMPILED | {
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        "max_model_len": 1024,
-        "dtype": "bfloat16",
-    }
+    options: dict[str, Any] = (
+        COMPILED
+        | delta_rule_of(name)
+        | {
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            "max_model_len": 1024,
+            "dtype": "bfloat16",
+        }
+    )
 
     def answers(policy: str | None) -> list[Answer]:
         with running(model, policy, **options) as engine:

@@ -11,7 +11,7 @@ import torch
 from reference import hybrids
 from support.engine import forget_ranks, running
 from support.expected import Speed
-from support.gpu import EXACT
+from support.gpu import EXACT, delta_rule_of
 from support.parity import ATOL, assert_parity
 from support.prompts import prompts_of
 
@@ -23,6 +23,8 @@ RECURRENT = ("qwen3_next", "qwen3_5_text", "granitemoehybrid", "nemotron_h")
 
 @pytest.mark.parametrize("name", hybrids.HYBRIDS)
 def test_stock_is_the_reference(name: str, tmp_path: Path) -> None:
+    if name == "olmo3":
+        pytest.skip("in float32 vLLM's Transformers backend fails on it, without a policy too")
     if name == "qwen3_5_text":
         pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it")
     _assert_stock_is_the_reference(hybrids.build(tmp_path, name), name)
@@ -37,7 +39,8 @@ def test_experts_between_mamba_layers(tmp_path: Path) -> None:
 def _assert_stock_is_the_reference(model: Path, name: str) -> None:
     forget_ranks()
     prompts = prompts_of((40, 97, 230, 500))
-    with running(model, None, **EXACT, max_model_len=1024, enable_prefix_caching=True) as engine:
+    options = EXACT | delta_rule_of(name) | {"max_model_len": 1024, "enable_prefix_caching": True}
+    with running(model, None, **options) as engine:
         answers = engine.generate(prompts, max_tokens=16)
         again = engine.generate([[*prompt, 7, 8, 9] for prompt in prompts], max_tokens=4)
         engine.assert_idle()

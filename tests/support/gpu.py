@@ -9,3 +9,8 @@ COMPILED: dict[str, Any] = dict(enforce_eager=False, block_size=16, gpu_memory_u
 EXACT: dict[str, Any] = dict(COMPILED, attention_config={"backend": "TRITON_ATTN"})
 # Float32 scores of two implementations agree to about this; a closer choice may fall either way.
 NEAR_TIE = 5e-5
+
+
+def delta_rule_of(name: str) -> dict[str, Any]:
+    """Options of hybrids with a delta rule, for which vLLM would want FlashInfer on Hopper."""
+    return {"gdn_prefill_backend": "triton"} if name in ("qwen3_next", "qwen3_5_text") else {}
