@@ -125,6 +125,7 @@ class AttentionLayer:
     kv_cache_torch_dtype = torch.float32
     kv_cache_dtype = "auto"
     kv_cache: torch.Tensor | None = None
+    has_sink = False
     num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, HEAD_SIZE
 
     def __init__(self, index: int) -> None:
