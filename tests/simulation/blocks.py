@@ -29,7 +29,7 @@ def check_blocks(scheduler: Any) -> None:
         stock -= len(held_ids) - len(set(held_ids))
     # The first stage's groups may have come by different blocks of one prefix.
     stock *= (len(managers) + len(scheduler.later_stage_managers)) / len(managers)
-    given_out = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    given_out = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - _num_others(scheduler)
     rounding = len(stats["held"]) if len(managers) > 1 else 0
     if (
         held != given_out
@@ -37,3 +37,18 @@ def check_blocks(scheduler: Any) -> None:
         or min(stats["held"].values(), default=0) < 0
     ):
         raise Mismatch(f"{given_out} blocks held, {stock} in stock; counted: {stats}")
+
+
+def _num_others(scheduler: Any) -> int:
+    """Blocks of the KV groups that follow no policy."""
+    ours = (*scheduler.first_stage_managers, *scheduler.later_stage_managers)
+    return len(
+        {
+            block.block_id
+            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+            if manager not in ours
+            for blocks in manager.req_to_blocks.values()
+            for block in blocks
+            if not block.is_null
+        }
+    )

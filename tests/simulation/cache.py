@@ -1,5 +1,6 @@
 """The KV cache: what every slot of every layer holds, and what the sidecars were made of."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,28 +23,35 @@ class Cache:
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, group: int, copies_pages: bool
+        self,
+        places: Sequence[int],
+        num_blocks: int,
+        block_size: int,
+        group: int,
+        copies_pages: bool,
     ) -> None:
-        """group: entries of a sidecar's group; 0 without sidecars.
+        """places: of each layer in its KV group: those of one place in all groups share memory.
 
+        group: entries of a sidecar's group; 0 without sidecars.
         copies_pages: a copy takes the sidecar along, as vLLM's does of whole pages.
         """
-        self._copies_pages = copies_pages
+        self._copies_pages, self._places_of = copies_pages, places
         self.block_size, self.group = block_size, group
-        self._slots = np.zeros((num_layers, num_blocks * block_size), dtype=np.int64)
+        memories = max(places) + 1
+        self._slots = np.zeros((memories, num_blocks * block_size), dtype=np.int64)
         groups = num_blocks * block_size // group if group else 0
-        self._sidecars = np.zeros((num_layers, groups), dtype=np.int64)
+        self._sidecars = np.zeros((memories, groups), dtype=np.int64)
         self._kept: list[list[State]] = []
         self._weights = np.arange(1, 2 * group, 2, dtype=np.int64)
 
     def write(self, layer: int, slots: Ints, entries: Ints) -> None:
         if len(slots) and slots.min() < self.block_size:
             raise Mismatch(f"layer {layer} writes to a block that nobody holds")
-        self._slots[layer, slots] = entries
+        self._slots[self._places_of[layer], slots] = entries
 
     def read(self, layer: int, table: Ints, places: Ints) -> Ints:
         """(..., n) what is at these places, (n,), of requests with block tables (..., B)."""
-        return self._slots[layer, self.slots_of(table, places)]
+        return self._slots[self._places_of[layer], self.slots_of(table, places)]
 
     def slots_of(self, table: Ints, places: Ints) -> Ints:
         """The slots of requests' entries, counted in their order."""
@@ -65,15 +73,28 @@ class Cache:
 
     def states(self, block: int) -> list[State]:
         """What `keep_states` wrote, if nothing was written since."""
-        held = np.unique(self._slots[:, block * self.block_size : (block + 1) * self.block_size])
+        held = np.unique(self._slots[:, self._slots_in(block)])
         if len(held) > 1 or not -len(self._kept) <= held[0] < 0:
             raise Mismatch(f"block {block} has no states: it was written over")
         return self._kept[-held[0] - 1]
 
     def write_block(self, block: int, entry: int) -> None:
-        for layer in range(len(self._slots)):
-            slots = np.arange(block * self.block_size, (block + 1) * self.block_size)
-            self.write(layer, slots, np.full(self.block_size, entry))
+        if block == 0:
+            raise Mismatch("hidden states go to a block that nobody holds")
+        self._slots[:, self._slots_in(block)] = entry
+
+    # States of layers that keep one, each in a page of its own.
+
+    def write_state(self, layer: int, block: int, state: int) -> None:
+        self.write(layer, self._slots_in(block), np.full(self.block_size, state))
+
+    def state(self, layer: int, block: int) -> int | None:
+        """What `write_state` wrote; None if something was written over it."""
+        held = np.unique(self._slots[self._places_of[layer], self._slots_in(block)])
+        return int(held[0]) if len(held) == 1 else None
+
+    def _slots_in(self, block: int) -> Ints:
+        return np.arange(block * self.block_size, (block + 1) * self.block_size)
 
     # Sidecars.
 
@@ -85,11 +106,12 @@ class Cache:
     def write_sidecar(self, layer: int, table: Ints, begin: int, end: int) -> None:
         """Quantises groups [begin, end) of the request with this block table."""
         entries = self.read(layer, table, np.arange(begin * self.group, end * self.group))
-        self._sidecars[layer, self._places(table, begin, end)] = self.checksums(entries)
+        groups = self._places(table, begin, end)
+        self._sidecars[self._places_of[layer], groups] = self.checksums(entries)
 
     def read_sidecar(self, layer: int, table: Ints, count: int) -> Ints:
         """The first `count` groups."""
-        return self._sidecars[layer, self._places(table, 0, count)]
+        return self._sidecars[self._places_of[layer], self._places(table, 0, count)]
 
     def checksums(self, entries: Ints) -> Ints:
         """What a sidecar holds once it was made of these entries, whole groups of them."""

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 from support import inside
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -40,14 +41,15 @@ class Engine:
         """config: see ``Server.config``; it stays as it is."""
         self.case = case
         vllm_config = case.config(config)
-        self.worker = Worker(vllm_config, case, rng or random.Random(0))
+        self.worker = Worker(vllm_config, case, rng or random.Random(0), server.others)
         scheduler = AsyncPolicyScheduler if case.is_async else PolicyScheduler
+        sizes = resolve_kv_cache_block_sizes(self.worker.kv_cache_config, vllm_config)
         self.scheduler: Any = scheduler(
             vllm_config=vllm_config,
             kv_cache_config=self.worker.kv_cache_config,
             structured_output_manager=MagicMock(),
-            block_size=server.block_size,
-            hash_block_size=server.block_size,
+            block_size=sizes[0],
+            hash_block_size=sizes[1],
             log_stats=False,
         )
         self.queue = Queue(self.scheduler, server, case)

@@ -1,6 +1,6 @@
 """Longer runs of the simulation: `python -m simulation.fuzz NAME SEEDS [FIRST [OUT]]`, from tests/.
 
-NAME is one of `servers.SERVERS`, or `all`. Prints every failure with its seed and goes on.
+NAME is one of `hybrids.EVERY`, or `all`. Prints every failure with its seed and goes on.
 For a night: `all` and many seeds, from another FIRST each time. OUT is a JSON of what happened.
 """
 
@@ -18,7 +18,7 @@ import conftest  # noqa: F401  The environment, before vLLM is imported.
 
 sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.common.about import about
-from simulation.servers import SERVERS
+from simulation.hybrids import EVERY
 
 WHAT = "Random traffic over scheduler and worker, against a model of what each step has to do."
 
@@ -27,7 +27,7 @@ def fuzz(name: str, seeds: range) -> Counter[str]:
     """How often what happened in these seeds; `failed`: seeds that did."""
     from simulation.run import Simulation
 
-    server, counts, begin = SERVERS[name], Counter[str](), time.monotonic()
+    server, counts, begin = EVERY[name], Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         config = server.config(Path(directory))
     for done, seed in enumerate(seeds, 1):
@@ -51,9 +51,9 @@ def fuzz(name: str, seeds: range) -> Counter[str]:
 def main() -> int:
     name, number, *more = sys.argv[1:]
     begin = int(more[0]) if more else 0
-    if name not in ("all", *SERVERS):
-        raise SystemExit(f"no server {name!r}: give all, or one of {', '.join(SERVERS)}")
-    names = list(SERVERS) if name == "all" else [name]
+    if name not in ("all", *EVERY):
+        raise SystemExit(f"no server {name!r}: give all, or one of {', '.join(EVERY)}")
+    names = list(EVERY) if name == "all" else [name]
     found: dict[str, dict[str, int]] = {}
     for each in names:
         counts = fuzz(each, range(begin, begin + int(number)))

@@ -94,6 +94,11 @@ class Live:
             known.append(hash((known[-1], token)))
         return np.array(known, dtype=np.int64)[positions + 1]
 
+    def entries(self, positions: Ints, layer: int, is_own: np.ndarray) -> Ints:
+        """What a layer makes of the tokens at these positions. is_own: (n,) bool."""
+        shared = self.shared(positions) * _MIX + layer
+        return np.where(is_own, shared ^ np.array([self.number]) * _OWN, shared)
+
     def state_at(self, position: int) -> int:
         """What the state of a prompt token below the layer that selects is made of."""
         online = self.selection is not None and self.selection.online is not None

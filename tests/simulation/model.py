@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from simulation.beside import Beside, Seen
 from simulation.cache import Cache, Mismatch
 from simulation.live import Expected, Ints, Live, Made
+from simulation.other_layers import OtherLayers
 from simulation.state import Metadata
 from vllm_kvx.models.passes import (
     BatchRows,
@@ -79,11 +80,14 @@ class Model:
         live: dict[int, Live],
         starts: list[int],
         splits: frozenset[int],
+        others: OtherLayers,
     ) -> None:
         """live: by request state. starts: by layer, the first one of its KV stage.
 
         splits: the layers that are split: see ``worker/split_layers``.
+        others: the layers that follow no policy; half of them run before all that do.
         """
+        self._others = others
         self.splits = splits
         # By layer that is split: the request states whose entries this step projects in it.
         self._projected: dict[int, set[int]] = {}
@@ -100,6 +104,7 @@ class Model:
             Mismatch: a row sees, or a state was, anything but what it has to be.
         """
         self._projected = {layer: set() for layer in self.splits}
+        self._others.run(batch, slice(None, None, 2))
         passes: Iterable[Pass] | None = plan.passes
         if passes is None:
             last_layer = len(self.hooks.layers)
@@ -110,6 +115,7 @@ class Model:
             with now.hooks:
                 rows = self._run_pass(batch, now, rows)
             self._write(batch, now, rows, final)
+        self._others.run(batch, slice(1, None, 2))
         self.beside.check_done()
         last = batch.starts[1:] - 1
         is_final = final.requests[last] == batch.requests

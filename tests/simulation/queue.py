@@ -25,6 +25,9 @@ class Queue:
 
     def __init__(self, scheduler: Any, server: Server, case: Case) -> None:
         self._scheduler, self._case = scheduler, case
+        self._waits_for_states = (
+            server.others is not None and server.others.is_state and server.others.mode == "align"
+        )
         self._total_pages = stash_pages(scheduler.kv_settings.stash_tokens)
         # Blocks that are enough for any request.
         self._enough = server.num_groups * -(-server.max_len // server.block_size)
@@ -82,6 +85,9 @@ class Queue:
     def _lacks_anything(self, output: SchedulerOutput) -> bool:
         """Whether the server may have had no seat, tokens or blocks for one more request."""
         scheduler = self._scheduler
+        if self._waits_for_states:
+            # Chunks end where blocks do, and a step does not read the states of the same step.
+            return bool(output.num_scheduled_tokens)
         return bool(
             output.preempted_req_ids
             or len(scheduler.running) >= self._case.max_seqs

@@ -9,7 +9,8 @@ from typing import Any
 from support.configs import vllm_config, write_config
 from vllm.config import VllmConfig
 
-from vllm_kvx.cache.group_size import group_layers
+from simulation.other_layers import Others
+from vllm_kvx.cache.group_size import group_layers, grouped
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
 
@@ -24,6 +25,7 @@ class Server:
     max_prompt, max_answer: tokens. stash: `kv_stash_tokens`; 0 where it has none.
     steps: of which in the last fifth nothing new comes.
     repeats: the share of the prompts that are one of the last few.
+    others: layers beside the `NUM_LAYERS` that follow policies.
     """
 
     policy: str
@@ -36,12 +38,24 @@ class Server:
     max_answer: int = 25
     steps: int = 300
     repeats: float = 0.25
+    others: Others | None = None
 
     @property
     def num_groups(self) -> int:
         """KV groups."""
         layout = layout_of(map(parse_policy, (self.policy, *self.layout)), NUM_LAYERS)
-        return sum(group_layers(layout.stage_sizes(NUM_LAYERS)).groups_per_stage)
+        sizes = layout.stage_sizes(NUM_LAYERS)
+        if self.others is None:
+            return sum(group_layers(sizes).groups_per_stage)
+        # vLLM's own choice: see ``group_size``.
+        sizes = (*sizes, self.others.layers)
+        most, least = max(sizes), min(sizes)
+        return sum(grouped(sizes, most if most < 1.5 * least else least).groups_per_stage)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether it may have a prefix cache."""
+        return self.others is None or self.others.may_share
 
     @property
     def retrieves(self) -> bool:
@@ -51,8 +65,10 @@ class Server:
     def config(self, directory: Path) -> VllmConfig:
         """As the server would be configured, but for what is drawn; see `Case`."""
         stash: dict[str, Any] = {"kv_stash_tokens": self.stash} if self.stash else {}
+        others = self.others
+        changes = {} if others is None else _hybrid(others)
         config = vllm_config(
-            write_config(directory, num_hidden_layers=NUM_LAYERS),
+            write_config(directory, **({"num_hidden_layers": NUM_LAYERS} | changes)),
             self.policy,
             additional_config={"kv_layout": list(self.layout), "kv_debug": True, **stash},
             dtype="float32",
@@ -64,7 +80,27 @@ class Server:
         # What vLLM refuses in arguments: the simulated attention takes blocks of any size.
         config.cache_config.block_size = self.block_size
         config.cache_config.kv_cache_layout = "LBHNC"  # vLLM's engine asks the backend.
+        if others is not None and others.is_state:
+            config.cache_config.mamba_cache_mode = others.mode
+            config.cache_config.mamba_block_size = self.block_size
         return config
+
+
+def _hybrid(others: Others) -> dict[str, Any]:
+    """What the configuration of a model has that mixes kinds of layers.
+
+    Those with a state stand in it as others with a window: the simulation makes its own layers.
+    """
+    total = NUM_LAYERS + others.layers
+    kinds = ["sliding_attention", "full_attention"]
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "num_hidden_layers": total,
+        "layer_types": [kinds[place < NUM_LAYERS] for place in range(total)],
+        "sliding_window": others.window or 16,
+    }
 
 
 def long(**kwargs: Any) -> Server:
@@ -108,7 +144,7 @@ class Case:
         return cls(
             is_async=rng.random() < 0.75,
             by_priority=by_priority,
-            shares_prefixes=not by_priority and rng.random() < 0.8,
+            shares_prefixes=not by_priority and rng.random() < 0.8 and server.may_share,
             reserves_prompts=rng.random() < 0.5,
             max_seqs=rng.choice([4, 8]),
             max_batch=rng.choice([3, 5, 12, 24, 64, 128]) * scale,

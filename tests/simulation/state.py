@@ -4,7 +4,7 @@ It plans and changes batches, block tables and attention metadata as on any serv
 reaches a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,15 +16,22 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.utils import AttentionGroup
 
 from simulation.live import Ints
 from vllm_kvx.models.passes import StepPlan
-from vllm_kvx.worker.model_state import PolicyModelState
+from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 
 if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401  vLLM's stand-ins for pinned memory.
@@ -54,14 +61,16 @@ class Metadata:
         return self.plan not in (0, self.builder.plans)
 
 
-class _DefaultState(DefaultModelState):
-    """What the project's model state inherits of vLLM's, without a model or attention backends."""
+class _NoModel:
+    """What vLLM's model states do without a model or attention backends."""
+
+    max_num_reqs: int
 
     def __init__(self, vllm_config: VllmConfig, model: Any, encoder_cache: None, device: Any):
-        ModelState.__init__(self, vllm_config, model, encoder_cache, device)
-        self.rope_state = self.prompt_embeds_state = None  # type: ignore[assignment]
+        ModelState.__init__(cast(Any, self), vllm_config, model, encoder_cache, device)
+        self.rope_state = self.prompt_embeds_state = None
 
-    def prepare_attn(  # type: ignore[override]
+    def prepare_attn(
         self,
         input_batch: InputBatch,
         cudagraph_mode: CUDAGraphMode,
@@ -87,8 +96,57 @@ class _DefaultState(DefaultModelState):
         }
 
 
+class _DefaultState(_NoModel, DefaultModelState):  # type: ignore[misc]
+    """What the project's model state inherits of vLLM's."""
+
+
+class _HybridState(_NoModel, MambaHybridModelState):  # type: ignore[misc]
+    """The same of a model with layers that keep a state.
+
+    A state is carried along from block to block: where a step ends in another one than the step
+    before it, the state goes there before the forward pass.
+
+    copy_state: copies a block; the worker sets it.
+    """
+
+    copy_state: Callable[[int, int], None]
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: Any) -> None:
+        specs = [(g, group.kv_cache_spec) for g, group in enumerate(kv_cache_config.kv_cache_groups)]
+        self._aligned = {
+            g: spec.block_size
+            for g, spec in specs
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
+        }
+        self._state_tables = block_tables
+        # By request state, tokens that its last step ended with.
+        self._ends: dict[int, int] = {}
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        self._ends[req_index] = new_req_data.num_computed_tokens
+
+    def preprocess_state(self, input_batch: InputBatch, *args: Any) -> None:
+        begins = input_batch.num_computed_tokens_np.tolist()
+        counts = input_batch.num_scheduled_tokens.tolist()
+        requests = input_batch.idx_mapping_np.tolist()
+        for request, begin, count in zip(requests, begins, counts, strict=True):
+            before, self._ends[request] = self._ends[request], begin + count
+            for group, size in self._aligned.items():
+                source, target = (before - 1) // size, (begin + count - 1) // size
+                if before and source != target:
+                    table = self._state_tables.block_tables[group].gpu[request]
+                    self.copy_state(int(table[source]), int(table[target]))
+
+
 class State(PolicyModelState, _DefaultState):
     """The model state; what it plans is in `decoder`."""
+
+    def __init__(self, vllm_config: VllmConfig, decoder: "Decoder") -> None:
+        super().__init__(vllm_config, cast(Any, decoder), None, torch.device("cpu"))
+
+
+class StateOfHybrid(PolicyHybridModelState, _HybridState):
+    """The same of a model with layers that keep a state."""
 
     def __init__(self, vllm_config: VllmConfig, decoder: "Decoder") -> None:
         super().__init__(vllm_config, cast(Any, decoder), None, torch.device("cpu"))
@@ -98,6 +156,7 @@ class Decoder:
     """What the model state asks of the model: its layers, and to take the plan of a step."""
 
     def __init__(self, num_layers: int) -> None:
+        """num_layers: those with full attention."""
         self.layers = [AttentionLayer(index) for index in range(num_layers)]
         self._plan = StepPlan()
 
@@ -212,9 +271,10 @@ class _Builder:
 class Tables:
     """vLLM's ``BlockTables`` on the host, as far as the model state uses them."""
 
-    def __init__(self, num_groups: int, block_size: int, max_reqs: int, max_len: int) -> None:
-        width = -(-max_len // block_size) + 1
-        self.block_sizes = [block_size] * num_groups
+    def __init__(self, block_sizes: Sequence[int], max_reqs: int, max_len: int) -> None:
+        """block_sizes: by KV group."""
+        width, num_groups = -(-max_len // min(block_sizes)) + 1, len(block_sizes)
+        self.block_sizes = list(block_sizes)
         self.num_blocks = SimpleNamespace(np=np.zeros((num_groups, max_reqs), dtype=np.int32))
         self.block_tables = [
             SimpleNamespace(gpu=torch.zeros(max_reqs, width, dtype=torch.int32))
@@ -234,14 +294,23 @@ class Tables:
             self._arrays[group][request, begin:end] = blocks
             self.num_blocks.np[group, request] = end
 
-    def gather(self, requests: Ints, num_tokens: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The tables of a batch, and room for its slots; what is past a table's end is block 0."""
+    def gather(
+        self, requests: Ints, owners: Ints, positions: Ints
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The tables of a batch, and its slots by position; what is past a table's end is block 0.
+
+        requests: (R,) request states. owners, positions: (T,), by token its request's state.
+        """
         tables = []
         for group, table in enumerate(self._arrays):
             held = self.num_blocks.np[group, requests, None]
             rows = np.where(np.arange(table.shape[1]) < held, table[requests], 0)
             tables.append(torch.from_numpy(rows))
-        self.slot_mappings = torch.full((len(tables), num_tokens), PAD_SLOT_ID, dtype=torch.int64)
+        slots = [
+            table[owners, positions // size].astype(np.int64) * size + positions % size
+            for table, size in zip(self._arrays, self.block_sizes, strict=True)
+        ]
+        self.slot_mappings = torch.from_numpy(np.stack(slots))
         return tuple(tables), self.slot_mappings
 
 

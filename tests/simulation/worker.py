@@ -21,16 +21,19 @@ from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
 from simulation.live import Expected, Ints, Live, Made, storages_of
 from simulation.model import Batch, Model
+from simulation.other_layers import OtherLayers, Others
 from simulation.servers import Case
 from simulation.state import (
     Decoder,
     State,
+    StateOfHybrid,
     Tables,
     attention_groups,
     input_batch,
 )
 from simulation.traffic import VOCAB, Text
 from vllm_kvx.cache.messages import PolicyResult, PolicyStep, attach_result, step_of
+from vllm_kvx.cache.pool_capacity import policy_groups
 from vllm_kvx.config.settings import request_policy
 from vllm_kvx.models.passes import StepPlan
 
@@ -42,19 +45,36 @@ class Worker:
     counts: how often what happened. began_at: by request, the tokens that it took from the cache.
     """
 
-    def __init__(self, vllm_config: VllmConfig, case: Case, rng: random.Random) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        case: Case,
+        rng: random.Random,
+        others: Others | None = None,
+    ) -> None:
+        """others: the layers that follow no policy."""
         self.rng, self.live, self.finished = rng, dict[str, Live](), list[Text]()
         self.counts = Counter[str]()
         self.began_at: dict[str, int] = {}
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        num_layers -= 0 if others is None else others.layers
         self.decoder = Decoder(num_layers)
-        self.state = state = State(vllm_config, self.decoder)
-        specs = {x.layer_name: x.get_kv_cache_spec(vllm_config) for x in self.decoder.layers}
-        groups = kv_cache_groups(vllm_config, specs)
+        beside = [] if others is None else others.made(num_layers)
+        context = vllm_config.compilation_config.static_forward_context
+        context.update({layer.layer_name: layer for layer in beside})
+        has_states = others is not None and others.is_state
+        self.state = state = (StateOfHybrid if has_states else State)(vllm_config, self.decoder)
+        # The layers that run first come first, so that their KV group does.
+        every: list[Any] = [*beside[::2], *self.decoder.layers, *beside[1::2]]
+        groups = kv_cache_groups(
+            vllm_config, {layer.layer_name: layer.get_kv_cache_spec(vllm_config) for layer in every}
+        )
         self.kv_cache_config = KVCacheConfig(case.num_blocks, [], groups)
         self._attention_groups = attention_groups(groups)
-        block_size, max_reqs = groups[0].kv_cache_spec.block_size, state.max_num_reqs
-        self.tables = Tables(len(groups), block_size, max_reqs, state.max_model_len)
+        block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        block_size = policy_groups(self.kv_cache_config)[0].kv_cache_spec.block_size
+        max_reqs = state.max_num_reqs
+        self.tables = Tables(block_sizes, max_reqs, state.max_model_len)
         for layer in self.decoder.layers:
             layer.bind(case.num_blocks, block_size)
         state.initialize_kv_cache(self.kv_cache_config, cast(Any, self.tables))
@@ -63,8 +83,9 @@ class Worker:
         self._starts = [state.starts[stage_of(layer)] for layer in range(num_layers)]
         self.expected = Expected(num_layers, max_reqs, state.max_model_len)
         sidecar = state.settings.layout.sidecar
+        where = {name: (g, at) for g, x in enumerate(groups) for at, name in enumerate(x.layer_names)}
         self.cache = Cache(
-            num_layers,
+            [where[layer.layer_name][1] for layer in (*self.decoder.layers, *beside)],
             case.num_blocks,
             block_size,
             sidecar.group if sidecar is not None else 0,
@@ -84,7 +105,17 @@ class Worker:
             by_state,
             self._starts,
             state.cuts.split_layers,
+            OtherLayers(
+                beside,
+                {name: group for name, (group, _) in where.items()},
+                block_sizes,
+                self.cache,
+                by_state,
+                self.counts,
+            ),
         )
+        if isinstance(state, StateOfHybrid):
+            state.copy_state = self._carry
         pages: Any = state.prefix_states
         pages.copy_in, pages.copy_out = self._states_in, self._states_out
         self._free, self._number = list(range(max_reqs)), 1
@@ -117,6 +148,8 @@ class Worker:
                 raise Mismatch(f"{req_id}: {self.live[req_id].done} tokens are in, not {computed}")
             if blocks is not None:
                 self.tables.append(self.live[req_id].index, blocks, overwrite=False)
+        for block in output.new_block_ids_to_zero or ():
+            self.cache.write_block(block, 0)
         for copy in output.kv_cache_block_copies or ():
             self.cache.copy(copy.src_block_id, copy.dst_block_id)
             self.counts["copies"] += 1
@@ -140,6 +173,13 @@ class Worker:
         size = len(rows) // len(blocks)
         for number, block in enumerate(blocks):
             self.cache.keep_states(block, states[number * size : (number + 1) * size])
+
+    def _carry(self, source: int, target: int) -> None:
+        """A state goes on in another block."""
+        self.counts["states carried"] += 1
+        if target == 0:
+            raise Mismatch("a state goes to a block that nobody holds")
+        self.cache.copy(source, target)
 
     def _add(self, new: NewRequestData) -> None:
         index, salt = self._free.pop(), self._salts[new.req_id]
@@ -203,7 +243,9 @@ class Worker:
     def _plan(self, batch: InputBatch) -> tuple[StepPlan, Batch]:
         """What the model state makes of a step, in the order of vLLM's hooks."""
         state, config, mode = self.state, self.kv_cache_config, self._graph_mode(batch)
-        tables, slots = self.tables.gather(batch.idx_mapping_np, batch.num_tokens)
+        requests = batch.idx_mapping_np
+        owners = np.repeat(requests, np.diff(batch.query_start_loc_np))
+        tables, slots = self.tables.gather(requests, owners, batch.positions.numpy())
         state.preprocess_state(batch, tables, config, batch.positions)
         metadata = state.prepare_attn(batch, mode, tables, slots, self._attention_groups, config)
         token_ids = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._ids))

@@ -1,0 +1,85 @@
+"""Servers of models that mix kinds of layers: windows and states beside what follows policies."""
+
+from simulation.other_layers import Others
+from simulation.servers import SERVERS, Server, long
+
+_SNAP = "snapkv:window=3,kernel=3,kv_floor=0"
+_FIER = "fier-64:dense_below=0"
+_PYRAMID = "pyramidkv:kv_floor=0,window=3,kernel=3"
+_ONE_STAGE = (
+    f"{_SNAP},kv_rate=0.4",
+    f"{_SNAP},kv_rate=0.8",
+    "snapkv:window=2,kv_rate=0.2,kv_floor=0",
+    "streamingllm:sinks=2,recent=10",
+    "knorm:kv_rate=0.3,kv_floor=0",
+    "criticalkv:window=3,kv_rate=0.4,kv_floor=0",
+    "full",
+    "full",
+)
+_LAYOUT = ("streamingllm", "knorm:kv_floor=0", "criticalkv:kv_floor=0,window=3", "full")
+_RETRIEVES = (
+    _FIER,
+    "fier-64:dense_below=100",
+    f"{_SNAP},kv_rate=0.5+{_FIER}",
+    f"streamingllm:sinks=2,recent=70+{_FIER}",
+    "snapkv:kv_floor=0,window=3",
+    "full",
+)
+_RETRIEVES_LAYOUT = ("snapkv:kv_floor=0,window=3", "streamingllm:sinks=2,recent=70")
+
+HYBRIDS: dict[str, Server] = {
+    "windows": Server(
+        f"{_SNAP},kv_rate=0.4", _LAYOUT, _ONE_STAGE, repeats=0.4, others=Others(11, window=10)
+    ),
+    # A window of a block and a half, and fewer of its layers than others.
+    "narrow": Server(
+        f"{_SNAP},kv_rate=0.4", _LAYOUT, _ONE_STAGE, repeats=0.4, others=Others(3, window=6)
+    ),
+    "pyramidwindows": Server(
+        f"{_PYRAMID},kv_rate=0.4",
+        ("knorm:kv_floor=0", "snapkv:kv_floor=0,window=3"),
+        (
+            f"{_PYRAMID},kv_rate=0.4",
+            f"{_PYRAMID},kv_rate=0.3,groups=4",
+            f"{_PYRAMID},kv_rate=0.6,groups=2,beta=3",
+            "snapkv:window=3,kv_rate=0.5,kv_floor=0",
+            "knorm:kv_rate=0.3,kv_floor=0",
+            "full",
+        ),
+        repeats=0.4,
+        others=Others(5, window=13),
+    ),
+    "states": Server(
+        f"{_SNAP},kv_rate=0.4", _LAYOUT, _ONE_STAGE, repeats=0.4, others=Others(9)
+    ),
+    "privatestates": Server(
+        f"{_SNAP},kv_rate=0.4", _LAYOUT, _ONE_STAGE, others=Others(9, mode="none")
+    ),
+    "pyramidstates": Server(
+        f"{_PYRAMID},kv_rate=0.4",
+        ("snapkv:kv_floor=0,window=3",),
+        (
+            f"{_PYRAMID},kv_rate=0.4",
+            f"{_PYRAMID},kv_rate=0.3,groups=4",
+            "snapkv:window=3,kv_rate=0.5,kv_floor=0",
+            "full",
+        ),
+        repeats=0.4,
+        others=Others(4),
+    ),
+    "fierwindows": long(
+        policy=_FIER,
+        layout=_RETRIEVES_LAYOUT,
+        requests=_RETRIEVES,
+        repeats=0.4,
+        others=Others(11, window=70),
+    ),
+    "fierstates": long(
+        policy=_FIER,
+        layout=_RETRIEVES_LAYOUT,
+        requests=_RETRIEVES,
+        repeats=0.4,
+        others=Others(9),
+    ),
+}
+EVERY = {**SERVERS, **HYBRIDS}

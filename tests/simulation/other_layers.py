@@ -1,0 +1,182 @@
+"""Layers beside those with full attention: what they hold, and what each step has to show them.
+
+A window's entry is made of its token as any other layer's is. A state is made of all tokens before
+it, so it is the entry of the last one. vLLM says where both are; they are held against what stock
+vLLM would have shown: the tokens of the request, whatever its policy dropped elsewhere.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
+
+from simulation.cache import Cache, Mismatch
+from simulation.live import Ints, Live
+
+if TYPE_CHECKING:
+    from simulation.model import Batch
+
+KV_HEADS, HEAD_SIZE = 2, 32
+
+
+@dataclass(frozen=True)
+class Others:
+    """The layers of a model that follow no policy, all of one kind.
+
+    window: tokens that a row sees, its own among them; 0 where layers keep a state.
+    mode: vLLM's ``mamba_cache_mode`` of these.
+    """
+
+    layers: int
+    window: int = 0
+    mode: Literal["none", "align"] = "align"
+
+    @property
+    def is_state(self) -> bool:
+        return self.window == 0
+
+    @property
+    def may_share(self) -> bool:
+        """Whether vLLM has a prefix cache for them."""
+        return not self.is_state or self.mode == "align"
+
+    def made(self, first: int) -> "list[WindowLayer | StateLayer]":
+        """Its layers, numbered from `first` on."""
+        kind = StateLayer if self.is_state else WindowLayer
+        return [kind(first + place, self) for place in range(self.layers)]
+
+
+class WindowLayer(Attention):
+    """What the project and vLLM read of a layer that slides over a window."""
+
+    def __init__(self, index: int, others: Others) -> None:
+        nn.Module.__init__(self)
+        self.index, self.window = index, others.window
+        self.layer_name = f"layers.{index}.window"
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        block_size = vllm_config.cache_config.block_size
+        assert block_size is not None
+        return SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=KV_HEADS,
+            head_size=HEAD_SIZE,
+            dtype=torch.float32,
+            sliding_window=self.window,
+        )
+
+
+class StateLayer:
+    """The same of a layer that keeps a state, which is smaller than a page of keys and values."""
+
+    def __init__(self, index: int, others: Others) -> None:
+        self.index, self._mode = index, others.mode
+        self.layer_name = f"layers.{index}.state"
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        size, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
+        assert size is not None
+        return MambaSpec(
+            block_size=size if self._mode == "align" else longest,
+            shapes=((3, HEAD_SIZE),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode=self._mode,
+        )
+
+
+class OtherLayers:
+    """Runs these layers, over the cache that all groups have their blocks in."""
+
+    def __init__(
+        self,
+        layers: "Sequence[WindowLayer | StateLayer]",
+        groups: dict[str, int],
+        block_sizes: Sequence[int],
+        cache: Cache,
+        live: dict[int, Live],
+        counts: Counter[str],
+    ) -> None:
+        """groups: by layer name. block_sizes: tokens, by group. live: by request state."""
+        self._layers, self._groups, self._block_sizes = layers, groups, block_sizes
+        self._cache, self._live, self._counts = cache, live, counts
+
+    def run(self, batch: "Batch", part: slice) -> None:
+        """Some of the layers in one step.
+
+        Raises:
+            Mismatch: one reads what is not its request's, or writes where another one does.
+        """
+        made = [
+            (self._live[int(request)], int(batch.positions[begin]), int(batch.positions[end - 1]))
+            for request, begin, end in zip(
+                batch.requests, batch.starts[:-1], batch.starts[1:], strict=True
+            )
+        ]
+        for layer in self._layers[part]:
+            metadata: Any = batch.metadata[layer.layer_name]
+            ends = np.array([last + 1 for *_, last in made])
+            if (
+                (metadata.requests != batch.requests).any()
+                or (metadata.starts != batch.starts).any()
+                or (metadata.lens != ends).any()
+            ):
+                raise Mismatch(f"layer {layer.index}: it runs {metadata}, not the whole batch")
+            if isinstance(layer, WindowLayer):
+                self._slide(batch, layer, metadata.table, made)
+            else:
+                self._step(layer, metadata.table, made)
+
+    def _slide(
+        self, batch: "Batch", layer: WindowLayer, table: Ints, made: list[tuple[Live, int, int]]
+    ) -> None:
+        slots = batch.slots[self._groups[layer.layer_name]]
+        entries = [of(one, np.arange(begin, last + 1), layer.index) for one, begin, last in made]
+        self._disjoint(layer.index, [slots[a:b] for a, b in _spans(batch.starts)])
+        self._cache.write(layer.index, slots, np.concatenate(entries))
+        for row, (one, begin, last) in enumerate(made):
+            at = np.arange(max(begin - layer.window + 1, 0), last + 1)
+            held = self._cache.read(layer.index, table[row], at)
+            wrong = at[held != of(one, at, layer.index)]
+            if len(wrong):
+                raise Mismatch(
+                    f"{one}, layer {layer.index}: in the window of {begin} to {last} it sees "
+                    f"others' entries at {wrong.tolist()}"
+                )
+            self._counts["windows"] += last >= layer.window
+
+    def _step(self, layer: StateLayer, table: Ints, made: list[tuple[Live, int, int]]) -> None:
+        size = self._block_sizes[self._groups[layer.layer_name]]
+        blocks = [int(table[row, last // size]) for row, (*_, last) in enumerate(made)]
+        if len(set(blocks)) < len(blocks):
+            raise Mismatch(f"layer {layer.index}: requests write their states to {blocks}")
+        for block, (one, begin, last) in zip(blocks, made, strict=True):
+            before, after = of(one, np.array([max(begin - 1, 0), last]), layer.index).tolist()
+            if begin and self._cache.state(layer.index, block) != before:
+                raise Mismatch(
+                    f"{one}, layer {layer.index}: the state in block {block} is not that after "
+                    f"{begin} tokens"
+                )
+            self._cache.write_state(layer.index, block, after)
+            self._counts["states"] += begin > 0
+
+    def _disjoint(self, layer: int, slots: Sequence[Ints]) -> None:
+        blocks = [np.unique(each // self._cache.block_size) for each in slots]
+        every = np.concatenate(blocks)
+        if len(np.unique(every)) < len(every):
+            raise Mismatch(f"layer {layer}: requests write the same blocks, {blocks}")
+
+
+def of(one: Live, positions: Ints, layer: int) -> Ints:
+    """What a layer makes of these tokens of a request, which all layers below have run."""
+    return one.entries(positions, layer, (positions >= one.prompt_len) & one.is_lossy)
+
+
+def _spans(starts: Ints) -> list[tuple[int, int]]:
+    return list(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True))
