@@ -164,16 +164,20 @@ class _PolicyScheduling(_Base):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        start = request.num_computed_tokens + num_new_local_computed_tokens
+        start, wanted = request.num_computed_tokens + num_new_local_computed_tokens, num_new_tokens
         if self.admission.coming:
             num_new_tokens = self.admission.clip(request, start, num_new_tokens)
-        if self._has_states:
-            num_new_tokens = super()._mamba_block_aligned_split(
-                request,
-                num_new_tokens,
-                num_new_local_computed_tokens,
-                num_external_computed_tokens,
-            )
+        if self._has_states and num_new_tokens:
+            computed = num_new_local_computed_tokens, num_external_computed_tokens
+            aligned = super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
+            # No block ends in what is left of the prompt, or of it before its window: then the
+            # chunk takes all of the prompt, even where generated tokens follow, or ends in the
+            # window. It would never come to its end otherwise.
+            if aligned == 0 and start + num_new_tokens == request.num_prompt_tokens:
+                aligned = num_new_tokens
+            elif aligned == 0 and num_new_tokens < wanted:
+                aligned = super()._mamba_block_aligned_split(request, wanted, *computed)
+            num_new_tokens = aligned
             if not self.admission.may_end(request, start + num_new_tokens):
                 return 0
         end, running = start + num_new_tokens, self.running
