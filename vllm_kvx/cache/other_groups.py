@@ -4,12 +4,15 @@ A window holds the last blocks of a prefix alone, and a state what it was at som
 they may have less of a prefix than the layers with full attention, which have every block of it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.request import Request
+
+from vllm_kvx.cache.request_kv import RequestKV
 
 
 class OtherGroups:
@@ -29,6 +32,19 @@ class OtherGroups:
         known = {manager.kv_cache_group_id for manager in ours}
         groups = [g for g in coordinator.attention_groups if not known & set(g.group_ids)]
         return cls(coordinator, groups) if groups else None
+
+    def keep_to_prompts(self, requests: Mapping[str, RequestKV]) -> None:
+        """From now on, no answer under a policy whose decode is lossy is published.
+
+        Windows and states of its tokens follow from what the policy has read of the prompt. Layers
+        with full attention do not publish them either, but others may compute the same tokens as a
+        prompt: then the cache would have both under one hash.
+
+        requests: by id, those of a manager that follows policies.
+        """
+        for group in self._groups:
+            for group_id in group.group_ids:
+                _keep_to_prompts(self._coordinator.single_type_managers[group_id], requests)
 
     def find(
         self, hashes: Sequence[BlockHash], length: int
@@ -59,3 +75,20 @@ class OtherGroups:
                 )
                 blocks.update(zip(group_ids, found, strict=True))
         return length, blocks if length else {}
+
+
+def _keep_to_prompts(
+    manager: SingleTypeKVCacheManager, requests: Mapping[str, RequestKV]
+) -> None:
+    stock = manager.cache_blocks
+
+    def cache_blocks(request: Request, num_tokens: int, *args: Any, **options: Any) -> None:
+        kv, prompt_len = requests.get(request.request_id), request.num_prompt_tokens
+        if kv is not None and kv.policy.is_lossy_decode and num_tokens > prompt_len:
+            num_tokens = prompt_len
+            done = manager.num_cached_block.get(request.request_id, 0)
+            if done >= num_tokens // manager.block_size:
+                return
+        stock(request, num_tokens, *args, **options)
+
+    manager.cache_blocks = cache_blocks  # type: ignore[method-assign]

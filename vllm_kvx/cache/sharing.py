@@ -52,6 +52,8 @@ class PrefixSharing:
         self._num_groups = len(kv_cache_manager.kv_cache_config.kv_cache_groups)
         self.step_room = StepRoom(self._managers, kv_cache_manager, config)
         self._others = OtherGroups.of(kv_cache_manager.coordinator, self._managers)
+        if self._others is not None:
+            self._others.keep_to_prompts(self._managers[0].requests)
         self._ends = dict(pairwise((*settings.layout.stage_starts, settings.num_layers)))
         # The first layer above the one that selects, of each running request that does.
         self._resumes: dict[str, int] = {}
