@@ -54,3 +54,20 @@ def test_nobody_reads_what_a_lossy_answer_left(name: str, tmp_path: Path, one_th
         client.send(who, "full", [*text, 1], answer=2)
         client.order()
     assert client.engine.worker.began_at["asks again"] == 60
+
+
+@pytest.mark.parametrize("policy", [SNAP, "full"])
+def test_a_prefix_in_common_is_kept_once_it_is_seen_to_be(
+    policy: str, tmp_path: Path, one_thread: None
+) -> None:
+    """States are kept where chunks end: the first prompt has none where the second parts from it.
+
+    The second one ends a chunk there, as under stock vLLM, and the third one finds it.
+    """
+    server = HYBRIDS["states"]
+    client = Client(server, server.config(tmp_path), replace(AMPLE, shares_prefixes=True))
+    for number, name in enumerate(("first", "second", "third")):
+        client.send(name, policy, [*PROMPT[:24], *[number] * 30], answer=2)
+        client.order()
+    began_at = client.engine.worker.began_at
+    assert [began_at[name] for name in ("first", "second", "third")] == [0, 0, 24]

@@ -148,7 +148,7 @@ class _PolicyScheduling(_Base):
             self.sharing.pass_up(request)
             return manager.empty_kv_cache_blocks, 0, 0, False
         limit = min([limit, *(most for most in max_cache_hit_length if most is not None)])
-        return *self.sharing.find(request, limit), 0, False
+        return *self.sharing.find(request, limit), False
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # False makes vLLM pass over the request and go on; where its first chunk gets no tokens,

@@ -173,8 +173,12 @@ class PrefixSharing:
         limit = max(end, 0) // self._block_size * self._block_size
         return limit if limit > least else 0
 
-    def find(self, request: Request, limit: int) -> tuple[KVCacheBlocks, int]:
-        """The longest cached prefix of at most `limit` tokens: blocks by KV group, and tokens."""
+    def find(self, request: Request, limit: int) -> tuple[KVCacheBlocks, int, int]:
+        """The longest cached prefix of at most `limit` tokens: blocks by KV group, and tokens.
+
+        The third is vLLM's ``shared_prefix_boundary``: where a longer prefix ends that only lacks
+        windows or states, 0 if none does. vLLM ends a chunk there, so that the next one finds all.
+        """
         manager = self._kv_cache_manager
         needed, kvs = [], [m.requests[request.request_id] for m in self._managers]
         for each, kv in zip(self._managers, kvs, strict=True):
@@ -184,7 +188,7 @@ class PrefixSharing:
                 assert isinstance(each, LaterStageKVCacheManager)
                 if each.find_anchors(kv) is None:
                     self.pass_up(request)
-                    return manager.empty_kv_cache_blocks, 0
+                    return manager.empty_kv_cache_blocks, 0, 0
         assert needed, "every request that shares runs the first stage whole"
         hits: list[list[KVCacheBlock]] = [[] for _ in range(self._num_groups)]
         num_blocks, hashes, size = 0, self._hashes(request), self._block_size
@@ -209,21 +213,23 @@ class PrefixSharing:
         if num_blocks * size <= max(kv.anchors for kv in kvs):
             num_blocks = 0
         theirs: dict[int, list[KVCacheBlock]] = {}
+        boundary = 0
         if self._others is not None and num_blocks:
             found, theirs = self._others.find(request.block_hashes, num_blocks * size)
+            boundary = num_blocks * size if found < num_blocks * size else 0
             num_blocks = found // size
             hits = [blocks[:num_blocks] for blocks in hits]
         self._note_fit(request, hashes, layer, num_blocks, hits, kvs)
         self.looked_up[request.request_id] = num_blocks * size, in_cache * size
         if num_blocks == 0:
-            return manager.empty_kv_cache_blocks, 0
+            return manager.empty_kv_cache_blocks, 0, boundary
         for group, blocks in theirs.items():
             hits[group] = blocks
         if manager.enable_kv_cache_events:
             report: Any = getattr(request, "kv_cache_report_mode", "incremental")
             if report == "full":  # As vLLM's own lookup does.
                 manager.coordinator.emit_cached_block_events(request, tuple(hits))
-        return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * size
+        return manager.create_kv_cache_blocks(tuple(hits)), num_blocks * size, boundary
 
     def _note_fit(
         self,
