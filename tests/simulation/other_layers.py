@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from simulation.cache import Cache, Mismatch
 from simulation.live import Ints, Live
+from vllm_kvx.cache.group_size import grouped
 
 if TYPE_CHECKING:
     from simulation.model import Batch
@@ -46,6 +47,29 @@ class Others:
     def may_share(self) -> bool:
         """Whether vLLM has a prefix cache for them."""
         return not self.is_state or self.mode == "align"
+
+    def num_groups(self, stage_sizes: Sequence[int]) -> int:
+        """KV groups, these layers' included: vLLM chooses their size, see ``group_size``."""
+        sizes = (*stage_sizes, self.layers)
+        most, least = max(sizes), min(sizes)
+        return sum(grouped(sizes, most if most < 1.5 * least else least).groups_per_stage)
+
+    def model(self, num_layers: int) -> dict[str, Any]:
+        """What the configuration of a model has with these beside `num_layers` others.
+
+        Layers with a state stand in it as some with a window: the simulation makes its own.
+        """
+        if not self.layers:
+            return {"num_hidden_layers": num_layers}
+        kinds = ["full_attention"] * num_layers + ["sliding_attention"] * self.layers
+        return {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "head_dim": HEAD_SIZE,
+            "num_hidden_layers": len(kinds),
+            "layer_types": kinds,
+            "sliding_window": self.window or 16,
+        }
 
     def made(self, first: int) -> "list[WindowLayer | StateLayer]":
         """Its layers, numbered from `first` on."""

@@ -10,7 +10,7 @@ from support.configs import vllm_config, write_config
 from vllm.config import VllmConfig
 
 from simulation.other_layers import Others
-from vllm_kvx.cache.group_size import group_layers, grouped
+from vllm_kvx.cache.group_size import group_layers
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
 
@@ -47,10 +47,7 @@ class Server:
         sizes = layout.stage_sizes(NUM_LAYERS)
         if self.others is None:
             return sum(group_layers(sizes).groups_per_stage)
-        # vLLM's own choice: see ``group_size``.
-        sizes = (*sizes, self.others.layers)
-        most, least = max(sizes), min(sizes)
-        return sum(grouped(sizes, most if most < 1.5 * least else least).groups_per_stage)
+        return self.others.num_groups(sizes)
 
     @property
     def may_share(self) -> bool:
@@ -65,10 +62,9 @@ class Server:
     def config(self, directory: Path) -> VllmConfig:
         """As the server would be configured, but for what is drawn; see `Case`."""
         stash: dict[str, Any] = {"kv_stash_tokens": self.stash} if self.stash else {}
-        others = self.others
-        changes = {} if others is None else _hybrid(others)
+        others = self.others or Others(0)
         config = vllm_config(
-            write_config(directory, **({"num_hidden_layers": NUM_LAYERS} | changes)),
+            write_config(directory, **others.model(NUM_LAYERS)),
             self.policy,
             additional_config={"kv_layout": list(self.layout), "kv_debug": True, **stash},
             dtype="float32",
@@ -80,27 +76,10 @@ class Server:
         # What vLLM refuses in arguments: the simulated attention takes blocks of any size.
         config.cache_config.block_size = self.block_size
         config.cache_config.kv_cache_layout = "LBHNC"  # vLLM's engine asks the backend.
-        if others is not None and others.is_state:
+        if others.layers and others.is_state:
             config.cache_config.mamba_cache_mode = others.mode
             config.cache_config.mamba_block_size = self.block_size
         return config
-
-
-def _hybrid(others: Others) -> dict[str, Any]:
-    """What the configuration of a model has that mixes kinds of layers.
-
-    Those with a state stand in it as others with a window: the simulation makes its own layers.
-    """
-    total = NUM_LAYERS + others.layers
-    kinds = ["sliding_attention", "full_attention"]
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "head_dim": 32,
-        "num_hidden_layers": total,
-        "layer_types": [kinds[place < NUM_LAYERS] for place in range(total)],
-        "sliding_window": others.window or 16,
-    }
 
 
 def long(**kwargs: Any) -> Server:

@@ -15,7 +15,6 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -112,7 +111,9 @@ class _HybridState(_NoModel, MambaHybridModelState):  # type: ignore[misc]
     copy_state: Callable[[int, int], None]
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: Any) -> None:
-        specs = [(g, group.kv_cache_spec) for g, group in enumerate(kv_cache_config.kv_cache_groups)]
+        specs = [
+            (g, group.kv_cache_spec) for g, group in enumerate(kv_cache_config.kv_cache_groups)
+        ]
         self._aligned = {
             g: spec.block_size
             for g, spec in specs

@@ -1,4 +1,4 @@
-"""Windows and states beside policies, in situations that random traffic hardly ever brings about."""
+"""Windows and states beside policies, in situations that random traffic hardly reaches."""
 
 from dataclasses import replace
 from pathlib import Path

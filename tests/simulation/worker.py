@@ -83,7 +83,9 @@ class Worker:
         self._starts = [state.starts[stage_of(layer)] for layer in range(num_layers)]
         self.expected = Expected(num_layers, max_reqs, state.max_model_len)
         sidecar = state.settings.layout.sidecar
-        where = {name: (g, at) for g, x in enumerate(groups) for at, name in enumerate(x.layer_names)}
+        where = {
+            name: (g, at) for g, x in enumerate(groups) for at, name in enumerate(x.layer_names)
+        }
         self.cache = Cache(
             [where[layer.layer_name][1] for layer in (*self.decoder.layers, *beside)],
             case.num_blocks,

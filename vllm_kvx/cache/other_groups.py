@@ -77,9 +77,7 @@ class OtherGroups:
         return length, blocks if length else {}
 
 
-def _keep_to_prompts(
-    manager: SingleTypeKVCacheManager, requests: Mapping[str, RequestKV]
-) -> None:
+def _keep_to_prompts(manager: SingleTypeKVCacheManager, requests: Mapping[str, RequestKV]) -> None:
     stock = manager.cache_blocks
 
     def cache_blocks(request: Request, num_tokens: int, *args: Any, **options: Any) -> None:
