@@ -85,9 +85,9 @@ class Queue:
     def _lacks_anything(self, output: SchedulerOutput) -> bool:
         """Whether the server may have had no seat, tokens or blocks for one more request."""
         scheduler = self._scheduler
-        if self._waits_for_states:
+        if self._waits_for_states and output.num_scheduled_tokens:
             # Chunks end where blocks do, and a step does not read the states of the same step.
-            return bool(output.num_scheduled_tokens)
+            return True
         return bool(
             output.preempted_req_ids
             or len(scheduler.running) >= self._case.max_seqs

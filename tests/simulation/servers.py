@@ -62,7 +62,7 @@ class Server:
     def config(self, directory: Path) -> VllmConfig:
         """As the server would be configured, but for what is drawn; see `Case`."""
         stash: dict[str, Any] = {"kv_stash_tokens": self.stash} if self.stash else {}
-        others = self.others or Others(0)
+        others = self.others or Others(0, mode="none")
         config = vllm_config(
             write_config(directory, **others.model(NUM_LAYERS)),
             self.policy,
@@ -76,9 +76,8 @@ class Server:
         # What vLLM refuses in arguments: the simulated attention takes blocks of any size.
         config.cache_config.block_size = self.block_size
         config.cache_config.kv_cache_layout = "LBHNC"  # vLLM's engine asks the backend.
-        if others.layers and others.is_state:
-            config.cache_config.mamba_cache_mode = others.mode
-            config.cache_config.mamba_block_size = self.block_size
+        config.cache_config.mamba_cache_mode = others.mode if others.is_state else "none"
+        config.cache_config.mamba_block_size = self.block_size
         return config
 
 
