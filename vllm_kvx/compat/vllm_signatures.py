@@ -66,6 +66,7 @@ REPLACED = {
     "engine": (
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         "vllm.v1.attention.backend:AttentionImpl.forward",
+        "vllm.v1.core.block_pool:BlockPool._emit_block_removed_events",
         "vllm.v1.core.block_pool:BlockPool.free_blocks",
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
         "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",

@@ -113,6 +113,11 @@ class Layout:
         return bool(self.row_cuts or self.online_cuts)
 
     @property
+    def shares_whole_prefixes(self) -> bool:
+        """Whether a cached block of a prompt holds the entries of every layer, for all to read."""
+        return not (self.later_starts or self.propagates or self.stash)
+
+    @property
     def selects(self) -> bool:
         """Whether tokens that a score selects may run in passes of their own.
 

@@ -75,10 +75,13 @@ OF_MODEL: tuple[Refusal, ...] = (
     ),
 )
 
-_OTHERS = (
+_DROP = (
     "drop the policies that propagate (speed, fastkv, structkv, gemfilter, swiftkv, selfonly) from "
-    "the KV policy and kv_layout; those that only retain or retrieve (snapkv, criticalkv, fier and "
-    "others) run on this model"
+    "the KV policy and kv_layout"
+)
+_OTHERS = (
+    f"{_DROP}; those that only retain or retrieve (snapkv, criticalkv, fier and others) run on "
+    "this model"
 )
 
 # vLLM's backend whose operators write the KV cache outside of attention.
@@ -114,6 +117,13 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
         "with fast_moe_cold_start vLLM counts a forward pass's experts from its first layer, and "
         "ranges of layers begin elsewhere: set --compilation-config "
         "'{\"fast_moe_cold_start\": false}'",
+    ),
+    Refusal(
+        lambda c: c.lora_config,
+        "vLLM maps the tokens of a step to their LoRA adapters once, and rows leave the step "
+        "between layers: drop --enable-lora and serve a model that the adapter is merged into "
+        f"(`vllm-kvx tune-speed` writes merged weights), or {_DROP}; with those that only retain "
+        "or retrieve (snapkv, fier and others) adapters work",
     ),
     # It is never vLLM's own choice.
     Refusal(

@@ -75,11 +75,6 @@ ALWAYS: tuple[Refusal, ...] = (
 WITH_POLICY: tuple[Refusal, ...] = (
     *OF_MODEL,
     Refusal(
-        lambda c: c.lora_config,
-        "LoRA is not supported yet: drop --enable-lora, and serve a model that the adapter is "
-        "merged into (`vllm-kvx tune-speed` writes merged weights)",
-    ),
-    Refusal(
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
         "pipeline parallelism is not supported yet: set --pipeline-parallel-size 1 and use "
         "--tensor-parallel-size",
@@ -136,11 +131,6 @@ WITH_POLICY: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.ec_transfer_config and c.ec_transfer_config.ec_connector,
         "encoder cache connectors are not supported: drop --ec-transfer-config",
-    ),
-    Refusal(
-        lambda c: c.kv_events_config and c.kv_events_config.enable_kv_cache_events,
-        "KV cache events would promise prefixes that only requests of the same policy may read: "
-        "drop --kv-events-config",
     ),
     Refusal(
         lambda c: c.model_config.enable_prompt_embeds,
@@ -233,6 +223,29 @@ WITH_RETENTION: tuple[Refusal, ...] = (
         "retention and retrieval do not know how this attention backend lays out keys: drop "
         f"--attention-backend, or set it to one of {ON_GPUS}",
         BACKEND,
+    ),
+)
+
+
+# Where keys are scored by projected values (``Layout.value_norms``).
+WITH_VALUE_NORMS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.lora_config,
+        "criticalkv rates values by the output projections of the base model, which adapters "
+        "change: retain with snapkv in its place, or drop --enable-lora and serve a model that "
+        "the adapter is merged into",
+    ),
+)
+
+
+# Where some requests compute or keep some layers alone (``Layout.shares_whole_prefixes``).
+WITH_PARTIAL_PREFIXES: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.kv_events_config and c.kv_events_config.enable_kv_cache_events,
+        "with policies that propagate, or keep unequally many entries in different layers "
+        "(pyramidkv), some layers' blocks may be cached without the others', and KV cache events "
+        "would promise prefixes that not every request may read: drop --kv-events-config, or "
+        "these policies from the KV policy and kv_layout",
     ),
 )
 

@@ -15,14 +15,16 @@ from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
-from vllm_kvx.server.measured_layers import find_measured
+from vllm_kvx.server.measured_layers import find_measured, parts_of
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
+    WITH_PARTIAL_PREFIXES,
     WITH_POLICY,
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
+    WITH_VALUE_NORMS,
 )
 from vllm_kvx.server.start_refusal import Refusal, applying, told
 from vllm_kvx.server.text_alone import serve_text_alone
@@ -60,15 +62,19 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     rows = applying(ALWAYS, vllm_config)
     if not _is_full_alone(config):
         rows += machinery_rows(vllm_config)
+    known = list(rows)
+    if any(part.unmeasured is not None for part in parts_of(config)):
+        # What is measured is where tokens leave.
+        known += applying(WITH_PROPAGATION, vllm_config)
     try:
         # Measuring may take minutes, which a server that cannot run need not spend.
-        sources = find_measured(vllm_config, identity, may_measure=not rows)
+        sources = find_measured(vllm_config, identity, may_measure=not known)
         settings = KVSettings.from_vllm_config(vllm_config)
     except PolicyError:
         # A policy that suits the model, or a layer of it, is of no use where the model is refused.
-        if not rows:
+        if not known:
             raise
-        raise _cannot_run(config[POLICY_KEY], told(rows)) from None
+        raise _cannot_run(config[POLICY_KEY], told(known)) from None
     assert settings is not None
     others: list[str] = []
     if not settings.stock:
@@ -134,6 +140,10 @@ def _layout_problems(
         rows += applying(WITH_RETENTION, vllm_config)
     if layout.propagates:
         rows += applying(WITH_PROPAGATION, vllm_config)
+    if not layout.shares_whole_prefixes:
+        rows += applying(WITH_PARTIAL_PREFIXES, vllm_config)
+    if layout.value_norms:
+        rows += applying(WITH_VALUE_NORMS, vllm_config)
     if layout.selects:
         rows += applying(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:
