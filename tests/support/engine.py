@@ -71,6 +71,7 @@ class Engine:
         self._windows = inside.free_windows(self)
         self._count_preemptions()
         self._submitted = 0
+        self._adapters: dict[Path, int] = {}
         self.answered: dict[str, list[int]] = {}
 
     def generate(
@@ -79,11 +80,12 @@ class Engine:
         max_tokens: int = 4,
         policies: Sequence[str | None] | None = None,
         cache_salt: str | Sequence[str] | None = None,
+        adapters: Sequence[Path | None] | None = None,
         **sampling: Any,
     ) -> list[Answer]:
         """Greedy answers to all prompts, given to the engine at once.
 
-        cache_salt: of all prompts, or of each.
+        cache_salt: of all prompts, or of each. adapters: the LoRA adapter of each, if it has one.
         """
         from vllm.inputs import TokensPrompt
 
@@ -94,7 +96,8 @@ class Engine:
             salts = repeat(cache_salt) if isinstance(cache_salt, str) else cache_salt
             for item, salt in zip(inputs, salts, strict=False):
                 item["cache_salt"] = salt
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        named = adapters and [self._lora_request(adapter) for adapter in adapters]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=named)
         return [
             Answer(
                 prompt=prompt,
@@ -116,18 +119,32 @@ class Engine:
         prompts: Sequence[list[int]],
         max_tokens: int,
         policies: Sequence[str | None] | None = None,
+        adapters: Sequence[Path | None] | None = None,
     ) -> list[str]:
         """Adds requests without running them; their ids."""
         from vllm.inputs import TokensPrompt
 
-        ids = []
-        for prompt, name in zip(prompts, policies or [None] * len(prompts), strict=True):
+        ids, none = [], [None] * len(prompts)
+        each = zip(prompts, policies or none, adapters or none, strict=True)
+        for prompt, name, adapter in each:
             self._submitted += 1
             ids.append(f"submitted-{self._submitted}")
             self.llm.llm_engine.add_request(
-                ids[-1], TokensPrompt(prompt_token_ids=prompt), greedy(max_tokens, name)
+                ids[-1],
+                TokensPrompt(prompt_token_ids=prompt),
+                greedy(max_tokens, name),
+                lora_request=self._lora_request(adapter),
             )
         return ids
+
+    def _lora_request(self, adapter: Path | None) -> Any:
+        """vLLM's name of an adapter: its folder's, and a number of this engine's own."""
+        from vllm.lora.request import LoRARequest
+
+        if adapter is None:
+            return None
+        number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+        return LoRARequest(adapter.name, number, str(adapter))
 
     def step(self, count: int = 1) -> None:
         """Steps of the engine; `answered` gets the tokens of requests that end with them."""

@@ -1,0 +1,57 @@
+"""LoRA adapters of tiny models on disk, and the checkpoints that each is merged into."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+RANK, ALPHA = 8, 16
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_WEIGHTS = "model.safetensors"
+# How much a projection's output changes, of what it is: other answers, and no other kind of model.
+_CHANGE = 0.5
+
+
+def make_adapter(model: Path, directory: Path, seed: int) -> Path:
+    """Writes a random adapter of every projection of `model`, as PEFT does, and returns its folder.
+
+    model: a directory with one safetensors file.
+    """
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in _projections(load_file(model / _WEIGHTS)):
+        rows, columns = weight.shape
+        down = torch.randn(RANK, columns, generator=generator) / columns**0.5
+        up = torch.randn(rows, RANK, generator=generator)
+        up *= _CHANGE * weight.norm() / ((up @ down).norm() * ALPHA / RANK)
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA}
+    config |= {"target_modules": list(PROJECTIONS), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def merge(model: Path, adapter: Path, directory: Path) -> Path:
+    """Writes `model` with the adapter added to its weights, and returns its folder."""
+    shutil.copytree(model, directory)
+    weights = load_file(model / _WEIGHTS)
+    added = load_file(adapter / "adapter_model.safetensors")
+    for name, weight in _projections(weights):
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        down, up = added[f"{prefix}.lora_A.weight"], added[f"{prefix}.lora_B.weight"]
+        weight += ALPHA / RANK * (up @ down)
+    save_file(weights, directory / _WEIGHTS, metadata={"format": "pt"})
+    return directory
+
+
+def _projections(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in sorted(weights.items()):
+        if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight"):
+            yield name, weight
