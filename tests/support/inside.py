@@ -129,6 +129,33 @@ def published_blocks(scheduler: Any) -> dict[tuple[int, str], int]:
     }
 
 
+def cached_hashes(engine: Any) -> set[int]:
+    """The hashes that are in the prefix cache, as KV cache events name them."""
+    from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+    cached = engine.pool.cached_block_hash_to_block._cache
+    return {maybe_convert_block_hash(get_block_hash(key)) for key in cached}  # type: ignore[misc]
+
+
+def hashes_of_several_blocks(engine: Any) -> int:
+    """How many hashes in the prefix cache have more than one block."""
+    cached = engine.pool.cached_block_hash_to_block._cache
+    return sum(isinstance(blocks, dict) and len(blocks) > 1 for blocks in cached.values())
+
+
+def watch_evictions(engine: Any) -> set[int]:
+    """Grows by the blocks that a scheduler of ours takes out of the prefix cache."""
+    gone: set[int] = set()
+    evict = engine.pool.evict_blocks
+
+    def watched(block_ids: set[int]) -> None:
+        gone.update(block_ids)
+        evict(block_ids)
+
+    engine.pool.evict_blocks = watched
+    return gone
+
+
 def let_quiet_steps_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks whether a step that should need nothing does."""
     from vllm_kvx.cache.decode_fast_path import DecodeFastPath
