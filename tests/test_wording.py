@@ -8,10 +8,12 @@ from vllm_kvx.config.wording import in_python, worded
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
+    WITH_PARTIAL_PREFIXES,
     WITH_POLICY,
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
+    WITH_VALUE_NORMS,
 )
 
 
@@ -53,8 +55,8 @@ def test_in_python(message: str, expected: str) -> None:
 
 
 def test_no_reason_keeps_a_flag() -> None:
-    model = WITH_PROPAGATION
-    for row in (*ALWAYS, *WITH_POLICY, *model, *WITH_RETENTION, *WITH_SELECTION, *WITH_RETRIEVAL):
+    layout = *WITH_PROPAGATION, *WITH_PARTIAL_PREFIXES, *WITH_VALUE_NORMS
+    for row in (*ALWAYS, *WITH_POLICY, *layout, *WITH_RETENTION, *WITH_SELECTION, *WITH_RETRIEVAL):
         said = re.sub("`[^`]*`", "", in_python(row.reason))
         assert "--" not in said, said
 

@@ -22,10 +22,12 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
+    WITH_PARTIAL_PREFIXES,
     WITH_POLICY,
     WITH_RETENTION,
     WITH_RETRIEVAL,
     WITH_SELECTION,
+    WITH_VALUE_NORMS,
 )
 from vllm_kvx.server.start_refusal import applying, reasons
 from vllm_kvx.server.validate import WORKERS, machinery_rows
@@ -56,7 +58,6 @@ EXECUTOR = "parallel_config.distributed_executor_backend"
 MULTIMODAL = "model_config.multimodal_config"
 # Attribute, value -> what the message must name.
 CASES = [
-    ("lora_config", object(), "--enable-lora, and serve a model that the adapter is merged into"),
     ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
     ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 1"),
     ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 1"),
@@ -66,7 +67,6 @@ CASES = [
     ("speculative_config", object(), "--speculative-config"),
     ("kv_transfer_config", Connector(), "--kv-transfer-config"),
     ("ec_transfer_config", Connector(), "--ec-transfer-config"),
-    ("kv_events_config", Connector(), "--kv-events-config"),
     (MULTIMODAL, SimpleNamespace(enable_mm_embeds=True), "--enable-mm-embeds"),
     (MULTIMODAL, SimpleNamespace(mm_encoder_only=True), "--mm-encoder-only"),
     ("model_config.is_multimodal_raw_input_only_model", True, "no text alone"),
@@ -383,6 +383,60 @@ def test_rows_where_selected_tokens_run_passes(stock) -> None:
     assert not reasons(WITH_SELECTION, stock)
 
 
+# Policies, and whether tokens may leave between layers; whether layers may keep unequally much;
+# whether the output projections' weights are read.
+@pytest.mark.parametrize(
+    ("policy", "rows_leave", "unequal", "reads_weights"),
+    [
+        ("snapkv", False, False, False),
+        ("streamingllm", False, False, False),
+        ("knorm", False, False, False),
+        ("fier-64", False, False, False),
+        ("snapkv+quest-64", False, False, False),
+        ("pyramidkv", False, True, False),
+        ("criticalkv", False, False, True),
+        ("speed-4", True, True, False),
+        ("fastkv:tsp_layer=3", True, True, False),
+        ("structkv:pivot=online", True, True, False),
+        ("fastkv:tsp_layer=3,kv_rate=1+criticalkv", True, True, True),
+    ],
+)
+def test_adapters_and_events(
+    make_config, policy: str, rows_leave: bool, unequal: bool, reads_weights: bool
+) -> None:
+    """Refused by what a policy needs, whether the server runs it or has room for it."""
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    beside = {"additional_config": {"kv_layout": [policy]}}
+    for name, room in ((policy, {}), ("full", beside)):
+        found = lines_of(make_config, name, enable_lora=True, **room)
+        assert ["merged into" in line for line in found] == [True] * (rows_leave + reads_weights)
+        assert any("criticalkv rates values" in line for line in found) == reads_weights
+        found = lines_of(make_config, name, kv_events_config=events, **room)
+        assert ["--kv-events-config" in line for line in found] == [True] * unequal
+        off = events | {"enable_kv_cache_events": False}
+        assert not lines_of(make_config, name, kv_events_config=off, **room)
+
+
+def lines_of(make_config: Any, policy: str, **settings: Any) -> list[str]:
+    """What such a server is refused for."""
+    try:
+        make_config(policy, dtype="float32", **settings)
+    except ValueError as error:
+        return [line for line in str(error).splitlines() if line.startswith("  - ")]
+    return []
+
+
+def test_rows_of_weights_and_prefixes(stock) -> None:
+    adapters, events = (
+        changed(stock, "lora_config", object()),
+        changed(stock, "kv_events_config", Connector()),
+    )
+    assert reasons(WITH_VALUE_NORMS, adapters) == [row.reason for row in WITH_VALUE_NORMS]
+    assert reasons(WITH_PARTIAL_PREFIXES, events) == [row.reason for row in WITH_PARTIAL_PREFIXES]
+    for table in (WITH_VALUE_NORMS, WITH_PARTIAL_PREFIXES):
+        assert not reasons(table, stock)
+
+
 def sidecar_of(policy: str) -> RetrievalLayout:
     sidecar = layout_of([parse_policy(policy)], 8).sidecar
     assert sidecar is not None
@@ -586,6 +640,7 @@ PROPAGATION_CASES = [
     ("model_config._model_info.architecture", "TransformersForCausalLM", "--model-impl vllm"),
     ("model_config._model_info.supports_pp", False, "SupportsPP"),
     ("compilation_config.fast_moe_cold_start", True, "fast_moe_cold_start"),
+    ("lora_config", object(), "--enable-lora and serve a model that the adapter is merged into"),
     (
         "attention_config.backend",
         AttentionBackendEnum.HPC_ATTN,
@@ -664,13 +719,13 @@ def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypat
     from vllm_kvx.server import measure_at_start as at_start
 
     monkeypatch.setattr(at_start, "measured", lambda *_: pytest.fail("it measures"))
-    with pytest.raises(ValueError, match="\n  - LoRA is not supported yet"):
+    with pytest.raises(ValueError, match=r"\n  - vLLM maps the tokens .* LoRA"):
         make_config("fastkv", dtype="float32", enable_lora=True, load_format="auto")
 
 
 def test_pooling_leaves_nothing_to_change(stock) -> None:
     pooling = changed(stock, "model_config.runner_type", "pooling")
-    found = reasons((*ALWAYS, *WITH_POLICY), changed(pooling, "lora_config", object()))
+    found = reasons((*ALWAYS, *WITH_POLICY), changed(pooling, "speculative_config", object()))
     assert len(found) == 1 and "pooling models" in found[0]
 
 
@@ -679,6 +734,8 @@ TABLES = (
     *WITH_POLICY,
     *WITH_RETENTION,
     *WITH_PROPAGATION,
+    *WITH_PARTIAL_PREFIXES,
+    *WITH_VALUE_NORMS,
     *WITH_SELECTION,
     *WITH_RETRIEVAL,
 )

@@ -686,7 +686,7 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
             "error: kv_policy: speed-8: this model has 8 layers; use",
             marks=nightly,
         ),
-        (["--enable-lora"], "error: KV policy .*\n.*  - LoRA is not supported yet: drop --enab"),
+        (["--enable-lora"], "error: KV policy .*\n.*  - vLLM maps the tokens .*: drop --enable-l"),
     ],
     ids=["unknown", "all layers", "refused"],
 )

@@ -235,10 +235,10 @@ def test_flags_in_a_config_file(doctor, tmp_path: Path) -> None:
 
 
 def test_flags_without_a_policy(doctor) -> None:
-    asked = doctor(serve_args=("--enable-lora", *ON_CPU))
+    asked = doctor(serve_args=("--enable-prompt-embeds", *ON_CPU))
     taken, refused = asked("model", "flags")
     assert taken == Finding("ok", "vLLM takes these flags")
-    assert refused.status == "note" and "drop --enable-lora" in refused.says
+    assert refused.status == "note" and "drop --enable-prompt-embeds" in refused.says
 
 
 def test_a_policy_that_nobody_reads(doctor, monkeypatch) -> None:
