@@ -92,20 +92,15 @@ def _key(parent: int, tokens: Sequence[int], adapter: str | None, extra: Any) ->
 
 
 def follow(engine: Engine) -> Index:
-    """An index of this engine, compared with its prefix cache after every step."""
+    """An index of this engine's events, compared with its prefix cache after every step."""
     index = Index()
-    publisher, core = engine.scheduler.kv_event_publisher, engine.core
-    encode, step = msgspec.msgpack.Encoder().encode, core.step_fn
-    publisher.publish = lambda batch: index.read(encode(batch))
 
-    def compared() -> Any:
-        result = step()
+    def compare() -> None:
         assert not engine.pool.kv_event_queue, "not all is published"
         assert index.held == inside.cached_hashes(engine)
         index.several += inside.hashes_of_several_blocks(engine)
-        return result
 
-    core.step_fn = compared
+    inside.read_events(engine, index.read, compare)
     return index
 
 

@@ -129,6 +129,22 @@ def published_blocks(scheduler: Any) -> dict[tuple[int, str], int]:
     }
 
 
+def read_events(engine: Any, read: Callable[[bytes], None], after_step: Callable[[], None]) -> None:
+    """Hands every published batch of KV cache events to `read`, encoded as it is sent."""
+    from msgspec.msgpack import Encoder
+
+    core, encode = engine.core, Encoder().encode
+    step = core.step_fn
+    engine.scheduler.kv_event_publisher.publish = lambda batch: read(encode(batch))
+
+    def stepped() -> Any:
+        result = step()
+        after_step()
+        return result
+
+    core.step_fn = stepped
+
+
 def cached_hashes(engine: Any) -> set[int]:
     """The hashes that are in the prefix cache, as KV cache events name them."""
     from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
