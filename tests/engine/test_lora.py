@@ -4,7 +4,7 @@ Every batch mixes adapters, requests without one, and policies. There are more a
 for their weights, so some requests wait, and weights are loaded while others run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from support import inside
-from support.adapters import make_adapter, merge
+from support.adapters import Adapters
 from support.engine import Answer, Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
+from support.nightly import by_day
 from support.parity import assert_close, assert_parity, room_for
 from support.prompts import prompt_of, prompts_of
 
@@ -30,25 +31,6 @@ POLICIES: list[Policy] = [
     Read(Retrieve(64, dense_below=0), Keep(kv_rate=0.6)),
 ]
 SLOTS, ADAPTERS = 2, 3
-
-
-class Adapters(Mapping[Path | None, Path]):
-    """The merged checkpoint of each adapter; None is the base model's."""
-
-    def __init__(self, model: Path, directory: Path, count: int) -> None:
-        self._merged: dict[Path | None, Path] = {None: model}
-        for seed in range(count):
-            adapter = make_adapter(model, directory / f"adapter-{seed}", seed)
-            self._merged[adapter] = merge(model, adapter, directory / f"merged-{seed}")
-
-    def __getitem__(self, adapter: Path | None) -> Path:
-        return self._merged[adapter]
-
-    def __iter__(self) -> Iterator[Path | None]:
-        return iter(self._merged)
-
-    def __len__(self) -> int:
-        return len(self._merged)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +85,7 @@ def test_all_in_one_batch(engine: Engine, adapters: Adapters) -> None:
     engine.assert_idle()
 
 
-@pytest.mark.parametrize("policy", POLICIES[:3], ids=named)
+@pytest.mark.parametrize("policy", by_day(POLICIES[:3], {1}), ids=named)
 def test_no_prefix_crosses_adapters(engine: Engine, adapters: Adapters, policy: Policy) -> None:
     """One prompt under each adapter: each finds its own blocks alone, whoever came before."""
     prompt = prompt_of(200, 40 + len(named(policy)))

@@ -16,6 +16,25 @@ _WEIGHTS = "model.safetensors"
 _CHANGE = 0.5
 
 
+class Adapters(Mapping[Path | None, Path]):
+    """The merged checkpoint of each adapter; None is the base model's."""
+
+    def __init__(self, model: Path, directory: Path, count: int) -> None:
+        self._merged: dict[Path | None, Path] = {None: model}
+        for seed in range(count):
+            adapter = make_adapter(model, directory / f"adapter-{seed}", seed)
+            self._merged[adapter] = merge(model, adapter, directory / f"merged-{seed}")
+
+    def __getitem__(self, adapter: Path | None) -> Path:
+        return self._merged[adapter]
+
+    def __iter__(self) -> Iterator[Path | None]:
+        return iter(self._merged)
+
+    def __len__(self) -> int:
+        return len(self._merged)
+
+
 def make_adapter(model: Path, directory: Path, seed: int) -> Path:
     """Writes a random adapter of every projection of `model`, as PEFT does, and returns its folder.
 
