@@ -14,10 +14,13 @@ import msgspec
 import pytest
 from reference.fastkv import Keep
 from reference.fier import Retrieve
+from reference.hybrids import build as build_hybrid
 from support import inside, options
 from support.adapters import make_adapter
+from support.cpu_hybrids import complete_cpu_hybrids
 from support.engine import BLOCK, Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
+from support.nightly import nightly
 from support.parity import room_for
 from support.prompts import prompt_of
 
@@ -34,13 +37,14 @@ class Index:
     """Which blocks a server holds, by its events.
 
     Blocks have the router's own keys, made of tokens, what comes before them, and adapters: a
-    router looks prompts up for which no server has made a hash. `held` has the server's hashes.
-    `several` counts those that had more than one block after a step.
+    router looks prompts up for which no server has made a hash. `held` has the server's hashes, and
+    their KV groups. `several` counts those that had more than one block after a step.
     """
 
-    def __init__(self) -> None:
-        self.held: set[int] = set()
-        self.several = 0
+    def __init__(self, is_hybrid: bool = False) -> None:
+        """is_hybrid: there are several KV groups, and prompts are not looked up."""
+        self.held: set[tuple[int, int]] = set()
+        self.several, self._is_hybrid = 0, is_hybrid
         self._keys: dict[int, int] = {}
         self._is_there: Counter[int] = Counter()
 
@@ -54,7 +58,9 @@ class Index:
                 self._is_there.clear()
             elif isinstance(event, BlockRemoved):
                 for each in event.block_hashes:
-                    self._remove(each)
+                    self._remove(each, event.group_idx)
+            elif self._is_hybrid:
+                self.held.update((each, event.group_idx) for each in event.block_hashes)
             else:
                 self._store(event)
 
@@ -66,14 +72,15 @@ class Index:
         for place, each in enumerate(event.block_hashes):
             tokens = event.token_ids[place * BLOCK : (place + 1) * BLOCK]
             key = self._keys[each] = _key(key, tokens, event.lora_name, extra[place])
-            if each not in self.held:
-                self.held.add(each)
+            if (each, 0) not in self.held:
+                self.held.add((each, 0))
                 self._is_there[key] += 1
 
-    def _remove(self, each: int) -> None:
-        assert each in self.held, "it removes what was never there, or twice"
-        self.held.remove(each)
-        self._is_there[self._keys[each]] -= 1
+    def _remove(self, each: int, group: int) -> None:
+        assert (each, group) in self.held, "it removes what was never there, or twice"
+        self.held.remove((each, group))
+        if not self._is_hybrid:
+            self._is_there[self._keys[each]] -= 1
 
     def promised(self, prompt: Sequence[int], adapter: str | None) -> int:
         """Leading tokens of the prompt that the server holds, in whole blocks."""
@@ -91,9 +98,9 @@ def _key(parent: int, tokens: Sequence[int], adapter: str | None, extra: Any) ->
     return hash((parent, tuple(tokens), adapter, tuple(extra or ())))
 
 
-def follow(engine: Engine) -> Index:
+def follow(engine: Engine, is_hybrid: bool = False) -> Index:
     """An index of this engine's events, compared with its prefix cache after every step."""
-    index = Index()
+    index = Index(is_hybrid)
 
     def compare() -> None:
         assert not engine.pool.kv_event_queue, "not all is published"
@@ -111,24 +118,29 @@ def own(policy: Policy) -> int:
     return getattr(policy, "window", 1)
 
 
+def events() -> dict[str, Any]:
+    """An engine's options."""
+    from vllm.config import KVEventsConfig
+
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return {"kv_events_config": config, "enable_prefix_caching": True}
+
+
 @pytest.fixture
 def engine(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """A pool that holds a few of the prompts, so that most are compacted in place."""
-    from vllm.config import KVEventsConfig
-
     keep_in_process(monkeypatch)
     inside.use_dense_ops(monkeypatch)
     with running(
         tiny(),
         named(POLICIES[1]),
         config=room_for(POLICIES),
-        enable_prefix_caching=True,
         enable_lora=True,
         max_lora_rank=8,
         max_model_len=320,
         num_gpu_blocks_override=16,
         max_num_seqs=4,
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        **events(),
     ) as engine:
         yield engine
 
@@ -170,3 +182,30 @@ def test_an_index_of_events_is_the_cache(
     assert engine.scheduler.reset_prefix_cache()
     engine.generate([texts[0]], 2, ["full"])
     assert index.held == inside.cached_hashes(engine) and index.held
+
+
+@nightly
+@pytest.mark.parametrize(("name", "blocks"), [("gemma3_text", 40), ("qwen3_next", 60)])
+def test_every_group_of_a_hybrid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, blocks: int
+) -> None:
+    """Blocks of windows and of states are vLLM's own, and reported as they come and go."""
+    complete_cpu_hybrids(monkeypatch)
+    inside.use_dense_ops(monkeypatch)
+    rng, texts, hits = random.Random(0), [prompt_of(70 + 50 * seed, seed) for seed in range(5)], 0
+    with running(
+        build_hybrid(tmp_path / "model", name),
+        "full",
+        config=room_for(POLICIES),
+        max_model_len=320,
+        num_gpu_blocks_override=blocks,
+        max_num_seqs=4,
+        **events(),
+    ) as engine:
+        index = follow(engine, is_hybrid=True)
+        for _ in range(6):
+            asked = rng.choices(texts, k=4)
+            policies = [named(policy) for policy in rng.choices(POLICIES, k=4)]
+            hits += sum(answer.cached for answer in engine.generate(asked, 4, policies))
+            engine.assert_idle()
+    assert hits and len({group for _, group in index.held}) > 1

@@ -145,12 +145,13 @@ def read_events(engine: Any, read: Callable[[bytes], None], after_step: Callable
     core.step_fn = stepped
 
 
-def cached_hashes(engine: Any) -> set[int]:
-    """The hashes that are in the prefix cache, as KV cache events name them."""
-    from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+def cached_hashes(engine: Any) -> set[tuple[int, int]]:
+    """What is in the prefix cache, as KV cache events name it: hashes and KV groups."""
+    from vllm.v1.core import kv_cache_utils as utils
 
-    cached = engine.pool.cached_block_hash_to_block._cache
-    return {maybe_convert_block_hash(get_block_hash(key)) for key in cached}  # type: ignore[misc]
+    cached: Any = engine.pool.cached_block_hash_to_block._cache
+    named: Any = utils.maybe_convert_block_hash
+    return {(named(utils.get_block_hash(key)), utils.get_group_id(key)) for key in cached}
 
 
 def hashes_of_several_blocks(engine: Any) -> int:
