@@ -54,6 +54,20 @@ def test_the_window_is_a_chunk_of_its_own_beside_several_passes() -> None:
     assert one.clip(request, 592, 8) == 8
 
 
+@pytest.mark.parametrize(
+    ("start", "tokens", "expected"),
+    [(0, 96, 96), (144, 96, 51), (195, 96, 5), (195, 3, 3), (200, 30, 30)],
+)
+def test_a_chunk_ends_where_entries_take_the_slots_of_others(
+    start: int, tokens: int, expected: int
+) -> None:
+    one = admission()
+    request = SimpleNamespace(request_id="a", num_prompt_tokens=200, num_computed_tokens=0)
+    policy = KVSettings.of({"kv_policy": "speed-4:tail=5"}, num_layers=8).policy
+    one.add_request(request, policy, changes=True, turn=195)  # type: ignore[arg-type]
+    assert one.clip(request, start, tokens) == expected  # type: ignore[arg-type]
+
+
 def test_other_policies_are_left_alone() -> None:
     one = admission()
     assert one.clip(add(one, "a", 200, "full"), 150, 120) == 120

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 from vllm_kvx.models import attention as module
 from vllm_kvx.models.attention import (
     attention_layers,
-    check_every_layer,
     check_softmax,
+    every_layer,
     output_projections,
 )
 
@@ -61,8 +61,36 @@ def test_layers_that_slide_or_keep_a_state_are_left_out(monkeypatch: pytest.Monk
     layers = {"n0_conv": state, "n1_a": layer(sliding_window=8, num_heads=2), "n2_a": full}
     found_layers = found(monkeypatch, **layers)
     assert found_layers == [full]
-    with pytest.raises(ValueError, match="1 of its 3 layers have full attention"):
-        check_every_layer(found_layers, 3)
+    with pytest.raises(ValueError, match="2 of its 3 layers have full attention or slide"):
+        every_layer(None, found_layers, 3)  # type: ignore[arg-type]
+
+
+def test_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, slides = layer(), layer(sliding_window=8, num_heads=2)
+    found_layers = found(monkeypatch, n1_attn=full, n0_attn=slides)
+    assert every_layer(None, found_layers, 2) == [slides, full]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("slides", "says"),
+    [
+        (layer(Subclass, sliding_window=8), "are not plain attention"),
+        (layer(sliding_window=8, attn_type="encoder"), "of type encoder"),
+        (layer(sliding_window=8, kv_sharing_target_layer_name="0"), "read other layers' keys"),
+    ],
+)
+def test_layers_that_slide_otherwise(
+    monkeypatch: pytest.MonkeyPatch, slides: Any, says: str
+) -> None:
+    found_layers = found(monkeypatch, n0_attn=layer(), n1_attn=slides)
+    with pytest.raises(ValueError, match=says):
+        every_layer(None, found_layers, 2)  # type: ignore[arg-type]
+
+
+def test_both_kinds_in_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    found_layers = found(monkeypatch, n0_a=layer(), n0_b=layer(sliding_window=8))
+    with pytest.raises(ValueError, match="more than one attention a layer"):
+        every_layer(None, found_layers, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_kvx.cache.group_size import GroupChoice, choose_group_size
-from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits, layout_of
+from vllm_kvx.policy.layout import Layout, RetrievalLayout, Stage, check_fits, layout_of
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 
@@ -130,6 +130,27 @@ def test_stage_sizes() -> None:
     assert Layout(()).stage_sizes(32) == (32,)
     assert Layout((24,)).stage_sizes(32) == (24, 8)
     assert Layout((1, 16, 27), FIER).stage_sizes(28) == (1, 15, 11, 1)
+
+
+def test_stages_of_layers_that_slide() -> None:
+    """Those below the first cut are in none."""
+    layout = Layout((4, 6, 7), row_cuts=(4, 6, 7), sliding=(0, 1, 3, 4, 5, 7))
+    full = [Stage(0), Stage(4), Stage(6), Stage(7)]
+    assert list(layout.stages) == [*full, Stage(4, True), Stage(7, True)]
+    assert [layout.sliding_stage_of(layer) for layer in layout.sliding] == [None] * 3 + [4, 4, 5]
+    assert [layout.stage_of(layer) for layer in (2, 6)] == [0, 2]
+    assert Layout((4,)).stages == (Stage(0), Stage(4))
+
+
+def test_beside_layers_that_slide() -> None:
+    layout = Layout((4, 6), row_cuts=(4, 6), sliding=(0, 1, 2, 4, 5, 6))
+    check_fits(parse_policy("full"), layout, 8)
+    check_fits(parse_policy("speed-4:anchors=3"), layout, 8)
+    with pytest.raises(PolicyError, match="speed-K alone can run, not selfonly-4"):
+        check_fits(parse_policy("selfonly-4"), layout, 8)
+    for name in ("speed-4+fier-64", "speed-4+snapkv", "snapkv", "fier-64"):
+        with pytest.raises(PolicyError, match="beside nothing that retains or retrieves"):
+            check_fits(parse_policy(name), layout, 8)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,30 @@ def test_no_gap(name: str) -> None:
         assert NO_GAP.slot(logical_len) == logical_len
 
 
+@pytest.mark.parametrize(("prompt_len", "anchors", "tail"), SHAPES)
+def test_speed_in_layers_that_slide(prompt_len: int, anchors: int, tail: int) -> None:
+    """Anchors until the tail comes, which takes their slots; no gap from there on."""
+    policy = KVPolicy(propagate=Speed(CUTOFF, anchors, tail))
+    storage = storage_of(policy, prompt_len, CUTOFF, 16, 8, slides=True)
+    begin = max(prompt_len - tail, 0)
+    first, most = list(range(min(anchors, begin))), 0
+    for logical_len in range(LONGEST + 1):
+        before = sum(position < logical_len for position in first)
+        stored = before if logical_len <= begin else logical_len - begin
+        most = max(most, stored)
+        assert storage.stored_len(logical_len) == stored
+        assert storage.peak_len(logical_len) == most
+    assert storage.turn == (begin or None)
+    assert storage.changes == bool(first)
+    assert not storage.compacts
+    for position in range(LONGEST):
+        assert storage.prefill.is_kept(position) == (position in first or position >= begin)
+        assert storage.decode.slot(position) == (position - begin if position >= begin else None)
+    below = storage_of(policy, prompt_len, CUTOFF - 1, 16, 8, slides=True)
+    assert below == storage_of(KVPolicy(), prompt_len, CUTOFF, 16, 8, slides=True)
+    assert not below.changes and below.prefill == NO_GAP
+
+
 def test_speed_composed_keeps_its_gap() -> None:
     assert gap_of(parse_policy("speed-3+fier-64"), 100, 3) == Gap(1, 98)
 

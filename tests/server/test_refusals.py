@@ -684,7 +684,10 @@ def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
     [
         ("speed-4", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("snapkv", model("Mistral", sliding_window=64), "--disable-sliding-window"),
-        ("speed-4", model("Gemma2", head_dim=32), "slide over a window"),
+        ("speed-1", model("Gemma2", head_dim=32), "use speed-2 or a higher cut"),
+        ("fastkv:tsp_layer=3", model("Gemma2", head_dim=32), "speed-K alone can run, not fastkv"),
+        ("selfonly-4", model("Gemma2", head_dim=32), "speed-K alone can run, not selfonly-4"),
+        ("speed-4+fier-64", model("Gemma2", head_dim=32), "retains or retrieves"),
     ],
 )
 def test_models_that_do_not(make_config, model_dir, policy: str, changes: dict, says: str) -> None:

@@ -65,7 +65,7 @@ def bind(policies: Sequence[str], attention: Any, block_size: int) -> None:
         )
         for name in names
     ]
-    model: Any = SimpleNamespace(attention_layers=lambda: layers)
+    model: Any = SimpleNamespace(attention_layers=lambda: layers, every_layer=lambda: layers)
     layout = layout_of([parse_policy(policy) for policy in policies], LAYERS)
     LayerHooks(model, [0] * LAYERS, torch.float32, layout).bind(config, layout)
 

@@ -42,13 +42,15 @@ class _Prompt:
     window: int
     pages: int
     needs_passes: bool
+    turn: int | None = None
     has_waited: bool = False
 
 
 class PromptAdmission:
     """Clips chunks, and says which waiting prompts may begin.
 
-    A chunk ends at the end of the prompt, if it reaches it: there entries go. It does not end
+    A chunk ends at the end of the prompt, if it reaches it: there entries go. So does one that
+    reaches a position from which on entries take the slots of others. It does not end
     within the window if it can end before, so that the window's queries are in one chunk. Where
     the selected tokens take several passes through the later stages, the window is a chunk of its
     own: else these passes would come on top of a chunk as long as any other, and running requests
@@ -85,8 +87,13 @@ class PromptAdmission:
         # By request that waits for the stash, since when: seconds of the monotonic clock.
         self._waiting_since: dict[str, float] = {}
 
-    def add_request(self, request: Request, policy: KVPolicy, changes: bool) -> None:
-        """`changes`: whether any stage stores something else once the prompt is in."""
+    def add_request(
+        self, request: Request, policy: KVPolicy, changes: bool, turn: int | None = None
+    ) -> None:
+        """changes: whether any stage stores something else once the prompt is in.
+
+        turn: see ``Storage``, of whichever stage has one.
+        """
         length, window, pages, propagated = request.num_prompt_tokens, 0, 0, 0
         selection = policy.selection(length, self.num_layers)
         if selection is not None:
@@ -97,7 +104,7 @@ class PromptAdmission:
             window = max(window, policy.retain.keeps_by.window)
         if changes:
             self._prompts[request.request_id] = _Prompt(
-                length, min(window, length), pages, needs_passes=propagated > self.max_tokens
+                length, min(window, length), pages, propagated > self.max_tokens, turn
             )
             self.coming[request.request_id] = request
             self._seek(request.request_id)
@@ -146,6 +153,8 @@ class PromptAdmission:
         if not self._take_pages(request.request_id, prompt):
             return 0
         end = min(start + num_new_tokens, prompt.length)
+        if prompt.turn is not None and start < prompt.turn:
+            end = min(end, prompt.turn)
         window_start = prompt.length - prompt.window
         if prompt.needs_passes and start < window_start:
             return min(end, window_start) - start

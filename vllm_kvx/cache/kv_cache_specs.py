@@ -5,8 +5,9 @@ gets groups of its own. Both have managers that allocate blocks by *stored* entr
 with vLLM when this module is imported, which unpickling a spec does in every process that needs it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -14,16 +15,22 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvx.cache.group_size import buckets_of, group_layers
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager
+from vllm_kvx.cache.sliding_stage_manager import SlidingStageKVCacheManager
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.indexes.base import PageShape
 from vllm_kvx.indexes.table import INDEXES
-from vllm_kvx.policy.layout import RetrievalLayout
+from vllm_kvx.policy.layout import Layout, RetrievalLayout
 
 logger = init_logger("vllm.kvx.cache")
 
@@ -77,11 +84,50 @@ class LaterStageAttentionSpec(AttentionSpec):
         return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlidingStageSpec(SlidingWindowSpec):
+    """KV of one layer that slides, of a stage whose entries follow the request's policy.
+
+    stage, start_layer: as in ``LaterStageAttentionSpec``.
+    """
+
+    stage: int
+    start_layer: int
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        return False
+
+
+def sliding_stage_specs(sliding: Mapping[int, Attention], layout: Layout) -> None:
+    """Gives every layer that slides above a row cut the KV cache spec of its stage.
+
+    sliding: the attention of the layers that slide, by their numbers in the decoder.
+    """
+    for number, layer in sliding.items():
+        stage = layout.sliding_stage_of(number)
+        if stage is not None:
+            _slide(layer, stage, layout.stages[stage].start)
+
+
+def _slide(layer: Attention, stage: int, start: int) -> None:
+    stock = layer.get_kv_cache_spec
+
+    def get_kv_cache_spec(vllm_config: VllmConfig) -> KVCacheSpec:
+        spec = stock(vllm_config)
+        assert type(spec) is SlidingWindowSpec, f"unexpected KV cache spec {spec}"
+        values = {f.name: getattr(spec, f.name) for f in fields(SlidingWindowSpec)}
+        return SlidingStageSpec(**values, stage=stage, start_layer=start)
+
+    layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
+
+
 def policy_kv_cache_specs(
     attention: Sequence[Attention],
     settings: KVSettings,
     others: int = 0,
     sliding: Sequence[Attention] = (),
+    numbers: Sequence[int] = (),
 ) -> None:
     """Gives every policy layer the KV cache spec of its stage; all others keep vLLM's own.
 
@@ -89,9 +135,13 @@ def policy_kv_cache_specs(
         attention: of the policy layers, in order. others: layers that are none.
         sliding: the attention of those that slide. Pages with a sidecar are larger, and all pages
             of a pool have one size.
+        numbers: by which stages know the policy layers, if not by their order.
     """
-    sizes = settings.layout.stage_sizes(len(attention))
-    starts = settings.layout.stage_starts
+    layout, numbered = settings.layout, dict(zip(numbers or count(), attention, strict=False))
+    stages: list[list[Attention]] = [[] for _ in layout.stage_starts]
+    for number, layer in numbered.items():
+        stages[layout.stage_of(number)].append(layer)
+    sizes = [len(layers) for layers in stages]
     # Beside groups of its own, vLLM's choice of a group's size has to do.
     buckets = None if others else buckets_of(sizes)
     if others:
@@ -102,13 +152,14 @@ def policy_kv_cache_specs(
         )
     else:
         logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
-    for stage, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+    for stage, layers in enumerate(stages):
         num_buckets = 1 if buckets is None else buckets[stage]
-        for offset, layer in enumerate(attention[start : start + size]):
-            _override_spec(layer, stage, start, offset % num_buckets, settings.layout.sidecar)
+        start = layout.stage_starts[stage]
+        for offset, layer in enumerate(layers):
+            _override_spec(layer, stage, start, offset % num_buckets, layout.sidecar)
 
     for layer in sliding:
-        _pad_spec(layer, settings.layout.sidecar)
+        _pad_spec(layer, layout.sidecar)
 
 
 def page_shape(spec: AttentionSpec, sidecar: RetrievalLayout) -> PageShape:
@@ -153,3 +204,4 @@ KVCacheSpecRegistry.register(FirstStageAttentionSpec, FirstStageKVCacheManager, 
 KVCacheSpecRegistry.register(
     LaterStageAttentionSpec, LaterStageKVCacheManager, LaterStageAttentionSpec
 )
+KVCacheSpecRegistry.register(SlidingStageSpec, SlidingStageKVCacheManager, SlidingStageSpec)

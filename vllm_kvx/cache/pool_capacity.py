@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from vllm_kvx.cache.group_size import blocks_per_token
-from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
+from vllm_kvx.cache.kv_cache_specs import (
+    FirstStageAttentionSpec,
+    LaterStageAttentionSpec,
+    SlidingStageSpec,
+)
 from vllm_kvx.config.settings import KVSettings
 
 # In the place of a stage's number, of KV groups that are vLLM's own: of windows and states.
@@ -14,14 +18,18 @@ VLLMS_OWN = -1
 
 def stage_of(spec: object) -> tuple[int, int]:
     """Index and first layer of the KV stage that a KV group's spec belongs to."""
-    if isinstance(spec, LaterStageAttentionSpec):
+    if isinstance(spec, LaterStageAttentionSpec | SlidingStageSpec):
         return spec.stage, spec.start_layer
     return (0 if isinstance(spec, FirstStageAttentionSpec) else VLLMS_OWN), 0
 
 
 def policy_groups(config: KVCacheConfig) -> list[KVCacheGroupSpec]:
-    """The KV groups whose layers follow policies."""
-    return [g for g in config.kv_cache_groups if stage_of(g.kv_cache_spec)[0] != VLLMS_OWN]
+    """The KV groups of policy layers."""
+    return [
+        group
+        for group in config.kv_cache_groups
+        if isinstance(group.kv_cache_spec, FirstStageAttentionSpec | LaterStageAttentionSpec)
+    ]
 
 
 @dataclass(frozen=True)

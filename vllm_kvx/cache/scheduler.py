@@ -22,6 +22,7 @@ from vllm_kvx.cache.messages import PolicyStep, StateBlocks, attach, result_of
 from vllm_kvx.cache.pool_capacity import pool_tokens
 from vllm_kvx.cache.scheduler_stats import PolicySchedulerStats, RunInFull
 from vllm_kvx.cache.sharing import PrefixSharing
+from vllm_kvx.cache.sliding_stage_manager import SlidingStageKVCacheManager
 from vllm_kvx.config.quoting import one_line, quoted
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
 from vllm_kvx.policy.layout import check_fits
@@ -56,13 +57,19 @@ class _PolicyScheduling(_Base):
             for manager in self.kv_cache_manager.coordinator.single_type_managers
             if isinstance(manager, FirstStageKVCacheManager)
         ]
+        self._sliding_managers = [
+            manager
+            for manager in self.kv_cache_manager.coordinator.single_type_managers
+            if isinstance(manager, SlidingStageKVCacheManager)
+        ]
         managers: list[PolicyKVCacheManager] = [
             *self.first_stage_managers,
             *self.later_stage_managers,
         ]
         for manager in managers:
             manager.siblings = managers
-        self.sharing = PrefixSharing(settings, self.kv_cache_manager, managers, self.vllm_config)
+        told = [*managers, *self._sliding_managers]
+        self.sharing = PrefixSharing(settings, self.kv_cache_manager, told, self.vllm_config)
         report_last_blocks_alone(self.kv_cache_manager.block_pool)
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)
         self._to_shrink: list[Request] = []
@@ -131,7 +138,8 @@ class _PolicyScheduling(_Base):
     def _tell_managers(self, request: Request, policy: KVPolicy) -> None:
         row = self.policy_stats.row_of(str(policy))
         storages = self.sharing.add_request(request, policy, row)
-        self.admission.add_request(request, policy, any(s.changes for s in storages))
+        turn = next((s.turn for s in storages if s.turn is not None), None)
+        self.admission.add_request(request, policy, any(s.changes for s in storages), turn)
 
     def _get_local_prefix_cache_hit(
         self, request: Request, *max_cache_hit_length: int | None
@@ -273,7 +281,8 @@ class _PolicyScheduling(_Base):
         self.admission.remove_request(request.request_id)
         self.sharing.remove_request(request.request_id)
         self._to_shrink = [r for r in self._to_shrink if r is not request]
-        for manager in (*self.first_stage_managers, *self.later_stage_managers):
+        every = *self.first_stage_managers, *self.later_stage_managers, *self._sliding_managers
+        for manager in every:
             manager.remove_request(request.request_id)
 
 

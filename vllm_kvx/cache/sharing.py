@@ -48,7 +48,14 @@ class PrefixSharing:
         self._settings, self._kv_cache_manager = settings, kv_cache_manager
         self._managers = sorted(managers, key=lambda manager: manager.kv_cache_group_id)
         self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
-        self._is_on = kv_cache_manager.enable_caching
+        self._stages = settings.layout.stages
+        slides = any(stage.slides for stage in self._stages)
+        self._is_on = kv_cache_manager.enable_caching and not slides
+        if kv_cache_manager.enable_caching and slides:
+            logger.warning(
+                "Requests share no prefixes on this server: above the cut some layers slide over a "
+                "window, and what they hold of a prompt is not kept."
+            )
         self._num_groups = len(kv_cache_manager.kv_cache_config.kv_cache_groups)
         self.step_room = StepRoom(self._managers, kv_cache_manager, config)
         self._others = OtherGroups.of(kv_cache_manager.coordinator, self._managers)
@@ -101,11 +108,12 @@ class PrefixSharing:
             self._resumes[request.request_id] = selection.resumes_at
             self.restart(request.request_id)
         size = self._block_size
-        storages = {
-            start: storage_of(policy, prompt_len, start, size, num_layers) for start in self._ends
-        }
+        storages = [
+            storage_of(policy, prompt_len, stage.start, size, num_layers, stage.slides)
+            for stage in self._stages
+        ]
         for manager in self._managers:
-            storage = storages[manager.start_layer]
+            storage = storages[manager.stage]
             kv = RequestKV(storage, policy, by_block=by_block, row=row)
             # Whether every prompt token is computed in the manager's layers.
             is_whole = not (storage.prefill.size or storage.prefill.grows)
@@ -125,7 +133,7 @@ class PrefixSharing:
                 kv.anchor_hash = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
                 kv.first_hash = next(iter(self._hashes(request)), None)
             manager.add_request(request.request_id, kv)
-        return list(storages.values())
+        return storages
 
     def publishes(self, request: Request, policy: KVPolicy) -> bool:
         """Whether others may read what such a request computes in full."""

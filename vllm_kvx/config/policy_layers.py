@@ -26,6 +26,16 @@ def num_policy_layers(model_config: "ModelConfig") -> int:
     return sum(map(is_full, kinds))
 
 
+def sliding_layers(model_config: "ModelConfig") -> tuple[int, ...]:
+    """The layers that slide over a window, where all others have full attention; else none."""
+    if model_config.get_sliding_window() is None or model_config.is_hybrid:
+        return ()
+    kinds = layer_kinds(model_config.hf_text_config)
+    if len(kinds) != model_config.get_total_num_hidden_layers():
+        return ()
+    return tuple(layer for layer, kind in enumerate(kinds) if not is_full(kind))
+
+
 def is_mixed(model_config: "ModelConfig") -> bool:
     """Whether some layers are policy layers and some are not, or keep a state beside."""
     count = num_policy_layers(model_config)

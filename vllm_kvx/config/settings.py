@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.disabled import DISABLE_KEY, disabled_parts
 from vllm_kvx.config.environment import refuse_replaced
-from vllm_kvx.config.policy_layers import num_policy_layers
+from vllm_kvx.config.policy_layers import num_policy_layers, sliding_layers
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.config.spelling import has_prefix, misspelling
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
@@ -203,7 +203,10 @@ class KVSettings:
         model = vllm_config.model_config
         num_layers = model.get_total_num_hidden_layers()
         settings = cls.of(config, num_layers)
-        if not settings.layout.propagates:
+        if settings.layout.propagates:
+            layout = replace(settings.layout, sliding=sliding_layers(model))
+            settings = replace(settings, layout=layout)
+        else:
             settings = cls.of(config, num_policy_layers(model) or num_layers)
         if not settings.layout.stash:
             if STASH_KEY in config:

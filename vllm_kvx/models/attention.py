@@ -1,6 +1,6 @@
 """The attention layers of whatever model vLLM has loaded, and what policies cannot do with some."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import nn
@@ -37,17 +37,8 @@ def attention_layers(config: VllmConfig) -> list[Attention]:
         is_known = isinstance(layer, AttentionLayerBase)
         if is_known and isinstance(layer.get_kv_cache_spec(config), _VLLMS_OWN):
             continue
-        # A subclass attends in a way of its own: within chunks, or with sinks.
-        if type(layer) is not Attention:
-            raise _cannot(f"some of its layers, such as {name}, are not plain attention")
-        if layer.attn_type != AttentionType.DECODER:
-            raise _cannot(f"its attention is of type {layer.attn_type}")
-        if layer.kv_sharing_target_layer_name is not None:
-            raise _cannot("some of its layers read other layers' keys and values")
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        if len(numbers) != 1 or numbers[0] in found:
-            raise _cannot(f"it has more than one attention a layer ({name})")
-        found[numbers[0]] = layer
+        _check_plain(name, layer)
+        found[_number(name, found)] = layer
     if not found:
         raise _cannot("none of its layers has full attention")
     layers = [found[number] for number in sorted(found)]
@@ -61,17 +52,49 @@ def attention_layers(config: VllmConfig) -> list[Attention]:
     return layers
 
 
-def check_every_layer(layers: Sequence[Attention], num_layers: int) -> None:
-    """Refuses, of policies that propagate, a model with layers that are no policy layers.
+def every_layer(
+    config: VllmConfig, layers: Sequence[Attention], num_layers: int
+) -> list[Attention]:
+    """The attention of each of the model's layers, in order, as policies that propagate need it.
+
+    layers: those with full attention, see `attention_layers`.
 
     Raises:
-        ValueError: it says how many are.
+        ValueError: a layer has neither full attention nor slides over a window, has both, or
+            slides in a way of its own.
     """
-    if len(layers) != num_layers:
+    full, found = set(map(id, layers)), dict[int, Attention]()
+    for name, layer in get_layers_from_vllm_config(config, Attention).items():
+        if id(layer) not in full:
+            if not isinstance(layer.get_kv_cache_spec(config), SlidingWindowSpec):
+                continue
+            _check_plain(name, layer)
+        found[_number(name, found)] = layer
+    if sorted(found) != list(range(num_layers)):
         raise _cannot(
-            f"{len(layers)} of its {num_layers} layers have full attention, and policies that "
-            "propagate need it in every layer"
+            f"{len(found)} of its {num_layers} layers have full attention or slide over a window, "
+            "and policies that propagate need one of these in every layer"
         )
+    return [found[number] for number in range(num_layers)]
+
+
+def _check_plain(name: str, layer: Attention) -> None:
+    """Refuses attention that is not vLLM's own, or not over a sequence's own earlier keys."""
+    # A subclass attends in a way of its own: within chunks, or with sinks.
+    if type(layer) is not Attention:
+        raise _cannot(f"some of its layers, such as {name}, are not plain attention")
+    if layer.attn_type != AttentionType.DECODER:
+        raise _cannot(f"its attention is of type {layer.attn_type}")
+    if layer.kv_sharing_target_layer_name is not None:
+        raise _cannot("some of its layers read other layers' keys and values")
+
+
+def _number(name: str, found: Container[int]) -> int:
+    """The number of the layer with attention `name`, which is none of those that were found."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if len(numbers) != 1 or numbers[0] in found:
+        raise _cannot(f"it has more than one attention a layer ({name})")
+    return numbers[0]
 
 
 def check_softmax(layers: Sequence[Attention], computes: bool, moves: bool) -> None:

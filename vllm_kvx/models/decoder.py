@@ -21,11 +21,12 @@ from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.sequence import IntermediateTensors
 
 from vllm_kvx.config.disabled import COMPILED_RANGES, disabled_parts
-from vllm_kvx.models.attention import check_every_layer
+from vllm_kvx.models.attention import every_layer
 from vllm_kvx.models.compiled_ranges import CompiledRanges
 from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.models.layer_ranges import LayerRanges
@@ -54,8 +55,9 @@ class SegmentedModel(HookedModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
         build = HookedModel.build
         self._dtype: torch.dtype = vllm_config.model_config.dtype  # type: ignore[assignment]
-        hidden_size, attention = vllm_config.model_config.get_hidden_size(), self.attention_layers()
-        check_every_layer(attention, vllm_config.model_config.get_total_num_hidden_layers())
+        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        hidden_size = vllm_config.model_config.get_hidden_size()
+        attention = every_layer(vllm_config, self.attention_layers(), num_layers)
         rows = PositionRows.of_model(vllm_config)
         self.ranges = LayerRanges(self, attention, hidden_size, self._dtype, rows)
         row_cuts = build.row_cuts(attention)
@@ -73,6 +75,9 @@ class SegmentedModel(HookedModel):
                 "compile %s by itself.",
                 type(self.ranges.decoder).__name__,
             )
+
+    def every_layer(self) -> list[Attention]:
+        return list(self.ranges.attention)
 
     def weights_are_loaded(self) -> None:
         """Finds what the residual stream is.

@@ -45,6 +45,10 @@ class HookedModel(nn.Module):
         """The attention of every policy layer, in order; see ``models/attention``."""
         return self._attention_layers
 
+    def every_layer(self) -> list[Attention]:
+        """The attention of every layer that passes know of, in order: here the policy layers'."""
+        return self._attention_layers
+
     def output_projections(self) -> list[nn.Module]:
         """What projects the output of each of them; ValueError where it is not known."""
         return output_projections(self, self.attention_layers())

@@ -226,9 +226,11 @@ class Propagate(Method):
     By position (`gap`) or by score (`selection`); a method overrides one of them.
 
     restarts: whether chosen tokens run again from their ids, so that no states wait for the choice.
+    slides: whether layers above its cut may slide over a window: `window_gap` is theirs.
     """
 
     restarts: ClassVar[bool] = False
+    slides: ClassVar[bool] = False
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
         """The first layers that some rows do not run, by which the decoder is cut into segments.
@@ -240,6 +242,14 @@ class Propagate(Method):
 
     def gap(self, prompt_len: int, layer: int) -> Gap:
         """The prompt positions that `layer` does not store, known before the prompt runs."""
+        return NO_GAP
+
+    def window_gap(self, prompt_len: int, layer: int) -> Gap:
+        """The same of a layer that slides over a window, until the gap is past.
+
+        From then on it holds nothing of what is before the gap either: what stays follows one
+        another, so that a window over stored entries is one over positions.
+        """
         return NO_GAP
 
     def skipped(self, prompt_len: int, layer: int) -> Gap:

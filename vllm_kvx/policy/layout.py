@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vllm_kvx.policy.axes import Positions, Retrieve, ScoreSpec
 from vllm_kvx.policy.methods.table import METHODS
@@ -72,6 +73,13 @@ class RetrievalLayout:
         return f"{what} of {self.group} tokens ({self.reduction}, budgets of up to {budget})"
 
 
+class Stage(NamedTuple):
+    """Layers that store alike: those from `start` to the next stage's that slide, or do not."""
+
+    start: int
+    slides: bool = False
+
+
 @dataclass(frozen=True)
 class Layout:
     """Three kinds of boundary in the decoder, and what else the server has room for.
@@ -90,6 +98,8 @@ class Layout:
         factors of the output projections.
     projects: True if layers may store entries of prompt tokens that do not run them, projected from
         the states below.
+    sliding: sorted layers that slide over a window, of a server that propagates. Above the first
+        row cut they are in stages of their own, below it vLLM's own business.
     """
 
     later_starts: tuple[int, ...]
@@ -101,11 +111,25 @@ class Layout:
     online_cuts: tuple[int, ...] = ()
     value_norms: bool = False
     projects: bool = False
+    sliding: tuple[int, ...] = ()
 
     @property
     def stage_starts(self) -> tuple[int, ...]:
-        """The first layer of every KV stage."""
+        """The first layer of every KV stage whose layers have full attention."""
         return (0, *self.later_starts)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All KV stages: those with full attention, lowest first, then those that slide."""
+        full = (Stage(start) for start in self.stage_starts)
+        over = dict.fromkeys(self.stage_of(layer) for layer in self.sliding)
+        slide = (Stage(self.stage_starts[stage], True) for stage in over if stage > 0)
+        return (*full, *slide)
+
+    def sliding_stage_of(self, layer: int) -> int | None:
+        """The KV stage that `layer`, which slides, is in; None if it is vLLM's own business."""
+        stage = Stage(self.stage_starts[self.stage_of(layer)], True)
+        return self.stages.index(stage) if stage in self.stages else None
 
     @property
     def propagates(self) -> bool:
@@ -132,7 +156,7 @@ class Layout:
         return tuple(end - begin for begin, end in itertools.pairwise(edges))
 
     def stage_of(self, layer: int) -> int:
-        """The KV stage that `layer` is in."""
+        """The KV stage that `layer` is in, if it has full attention."""
         return sum(start <= layer for start in self.later_starts)
 
     def __str__(self) -> str:
@@ -214,6 +238,8 @@ def _window(score: ScoreSpec | Positions | None) -> int:
 def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     """Raise PolicyError, saying what to change, unless a server with `layout` can run `policy`."""
     needed = layout_of([policy], num_layers)
+    if layout.sliding and (problem := beside_windows(policy)):
+        raise PolicyError(f"{policy} does not fit this server: {problem}")
     missing = [layer for layer in needed.later_starts if layer not in layout.later_starts]
     needs = [f"a split at {_layers(missing)}"] if missing else []
     only_groups = set(layout.later_starts) - set(layout.row_cuts)
@@ -240,6 +266,24 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
             f"{policy} does not fit this server: its layout has {layout}; {policy} needs "
             f"{' and '.join(needs)}: {_way_out(policy, needed, layout, num_layers)}"
         )
+
+
+def beside_windows(policy: KVPolicy) -> str | None:
+    """Why `policy` cannot run above or below layers that slide, on a server that propagates.
+
+    None if it can.
+    """
+    if policy.propagate is not None and not policy.propagate.slides:
+        return (
+            "some layers of this model slide over a window, and show which tokens follow one "
+            f"another: of the policies that propagate speed-K alone can run, not {policy.propagate}"
+        )
+    if policy.retain is not None or policy.retrieve is not None:
+        return (
+            "some layers of this model slide over a window, where speed-K runs beside nothing that "
+            "retains or retrieves: name it alone, or give the others a server without speed-K"
+        )
+    return None
 
 
 def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) -> str:

@@ -33,12 +33,15 @@ class Storage:
         of the prompt.
     decode: the gap from then on. Positions below N have no slot of their own any more if it
         differs from `prefill`: the entries that stayed are the first `kept` ones.
+    turn: where it is not the end of the prompt, the position from which on `decode` is in force.
+        No step may cross it. Entries from there on take the slots of those before it.
     """
 
     prompt_len: int
     prefill: Gap = NO_GAP
     rows: int = 0
     decode: Gap = NO_GAP
+    turn: int | None = None
 
     @property
     def kept(self) -> int:
@@ -57,25 +60,36 @@ class Storage:
 
     def stored_len(self, logical_len: int) -> int:
         """Entries once `logical_len` tokens are computed and retention has run."""
-        gap = self.prefill if logical_len < self.prompt_len else self.decode
-        return gap.stored_len(logical_len)
+        is_before = logical_len < self.prompt_len if self.turn is None else logical_len <= self.turn
+        return (self.prefill if is_before else self.decode).stored_len(logical_len)
 
     def peak_len(self, logical_len: int) -> int:
         """The most entries held on the way to `logical_len`."""
         stored = self.stored_len(logical_len)
+        if self.turn is not None:
+            return max(stored, self.prefill.stored_len(min(logical_len, self.turn)))
         return stored if logical_len < self.prompt_len else max(stored, self.rows)
 
 
 def storage_of(
-    policy: KVPolicy, prompt_len: int, layer: int, block_size: int, num_layers: int
+    policy: KVPolicy,
+    prompt_len: int,
+    layer: int,
+    block_size: int,
+    num_layers: int,
+    slides: bool = False,
 ) -> Storage:
     """What `policy` stores in the stage that begins at `layer` of a model of `num_layers`.
+
+    slides: whether the stage's layers slide over a window.
 
     A gap by position stays as it is, and retention leaves it alone. Layers that chosen tokens run,
     if they are known, store those: above the choice all at once when the prompt is in; where the
     tokens run again, in the place of all. Retention keeps some of what a layer computed: entries,
     or whole blocks of `block_size`.
     """
+    if slides:
+        return _of_windows(policy, prompt_len, layer)
     gap = gap_of(policy, prompt_len, layer)
     if gap.size or gap.grows:
         return Storage(prompt_len, gap, prompt_len - gap.size, gap)
@@ -92,6 +106,15 @@ def storage_of(
     if kept == prompt_len:
         return Storage(prompt_len, gap, peak, NO_GAP)
     return Storage(prompt_len, gap, peak, Gap(kept, prompt_len - kept))
+
+
+def _of_windows(policy: KVPolicy, prompt_len: int, layer: int) -> Storage:
+    """`storage_of` layers that slide over a window, but for what is behind it."""
+    gap = NO_GAP if policy.propagate is None else policy.propagate.window_gap(prompt_len, layer)
+    turn = gap.start + gap.size
+    if turn == 0:
+        return Storage(prompt_len, NO_GAP, prompt_len, NO_GAP)
+    return Storage(prompt_len, gap, prompt_len - turn, Gap(0, turn), turn)
 
 
 def gap_of(policy: KVPolicy, prompt_len: int, layer: int) -> Gap:

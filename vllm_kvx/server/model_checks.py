@@ -5,7 +5,8 @@ What only shows once a model is loaded, ``models/attention`` and ``models/layer_
 
 from typing import TYPE_CHECKING
 
-from vllm_kvx.config.policy_layers import is_mixed, num_policy_layers
+from vllm_kvx.config.policy_layers import is_mixed, num_policy_layers, sliding_layers
+from vllm_kvx.policy.layout import beside_windows
 from vllm_kvx.server.start_refusal import (
     BACKEND,
     MODEL,
@@ -17,6 +18,8 @@ from vllm_kvx.server.start_refusal import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_kvx.config.settings import KVSettings
 
 # Under any policy but `full`.
 OF_MODEL: tuple[Refusal, ...] = (
@@ -90,9 +93,10 @@ _FUSED = "HPC_ATTN"
 # Where rows leave the batch between two layers, so that the decoder runs in ranges of layers.
 WITH_PROPAGATION: tuple[Refusal, ...] = (
     Refusal(
-        lambda c: is_mixed(c.model_config),
-        "some layers of this model slide over a window or keep a state, where tokens cannot be "
-        f"dropped without changing what these layers compute: {_OTHERS}",
+        lambda c: is_mixed(c.model_config) and not sliding_layers(c.model_config),
+        "some layers of this model keep a state, or its configuration does not say which slide "
+        "over a window, and tokens cannot be dropped without changing what these layers compute: "
+        f"{_OTHERS}",
         RANGES,
     ),
     Refusal(
@@ -134,6 +138,23 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
         BACKEND,
     ),
 )
+
+
+def beside_sliding_layers(settings: "KVSettings") -> list[str]:
+    """What keeps the policies of a server that propagates from a model some of whose layers slide.
+
+    Each cut has to leave a layer with full attention below it, which holds every token.
+    """
+    if not (sliding := settings.layout.sliding):
+        return []
+    problems = dict.fromkeys(filter(None, map(beside_windows, settings.policies)))
+    first = next(layer for layer in range(settings.num_layers) if layer not in sliding)
+    if settings.layout.row_cuts and settings.layout.row_cuts[0] <= first:
+        problems[
+            f"layers 0 to {first - 1} slide over a window, and below its cut speed-K needs a layer "
+            f"with full attention: use speed-{first + 1} or a higher cut"
+        ] = None
+    return list(problems)
 
 
 def _multimodal(c: "VllmConfig", name: str) -> bool:

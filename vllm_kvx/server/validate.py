@@ -16,7 +16,7 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import find_measured, parts_of
-from vllm_kvx.server.model_checks import WITH_PROPAGATION
+from vllm_kvx.server.model_checks import WITH_PROPAGATION, beside_sliding_layers
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_PARTIAL_PREFIXES,
@@ -140,6 +140,7 @@ def _layout_problems(
         rows += applying(WITH_RETENTION, vllm_config)
     if layout.propagates:
         rows += applying(WITH_PROPAGATION, vllm_config)
+        problems += beside_sliding_layers(settings)
     if not layout.shares_whole_prefixes:
         rows += applying(WITH_PARTIAL_PREFIXES, vllm_config)
     if layout.value_norms:

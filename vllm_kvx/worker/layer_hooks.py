@@ -154,6 +154,9 @@ class LayerHooks:
     ) -> None:
         """stages: the KV stage of each layer."""
         attention = model.attention_layers()
+        # Of every layer that passes know of, and the KV groups of those, once they are formed.
+        self.names = [layer.layer_name for layer in model.every_layer()]
+        self._groups: dict[str, int] = {}
         self.dtype = dtype
         self.work: PassWork | None = None
         self.scratch_bytes, self.is_bound = 0, False
@@ -195,6 +198,7 @@ class LayerHooks:
         self.is_bound = True
         groups = config.kv_cache_groups
         names = {name: group for group, spec in enumerate(groups) for name in spec.layer_names}
+        self._groups = names
         known = [
             name
             for name in ATTENTION_BACKENDS
@@ -229,6 +233,10 @@ class LayerHooks:
                     f"into blocks of {kernel_size}, in which entries would be looked for in the "
                     f"wrong place: set --block-size {kernel_size}"
                 )
+
+    def slots(self, slots: Tensor, first: int, last: int) -> dict[str, Tensor]:
+        """The slots (N,) of layers [first, last), by layer name; slots: (KV groups, N)."""
+        return {name: slots[self._groups[name]] for name in self.names[first:last]}
 
     def run_work(self, layer: int, query: Tensor) -> None:
         """The running pass's work in a layer that does not run; query: (n, H, D)."""

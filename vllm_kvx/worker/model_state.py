@@ -11,9 +11,8 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -25,7 +24,6 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_kvx.cache.admission import num_split_windows
-from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
 from vllm_kvx.cache.pool_capacity import VLLMS_OWN, stage_of
 from vllm_kvx.config.settings import KVSettings, request_policy
 from vllm_kvx.models.attention import check_softmax
@@ -47,6 +45,7 @@ from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows
 from vllm_kvx.worker.shared_attn_metadata import AttentionGroups, SharedAttnMetadata, only
 from vllm_kvx.worker.split_layers import cuts_of
+from vllm_kvx.worker.stages import set_specs
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step
 
@@ -70,24 +69,18 @@ class PolicyModelState(DefaultModelState):
         dtype = cast(torch.dtype, self.dtype)
         attention = self.hooked.attention_layers()
         computes = bool(layout.window or layout.sidecar)
-        check_softmax(attention, computes, layout.retain or layout.propagates)
+        check_softmax(self.hooked.every_layer(), computes, layout.retain or layout.propagates)
         if isinstance(model, SegmentedModel):
             model.weights_are_loaded()
         self.cuts = cuts_of(layout, attention, vllm_config)
         # The segment of the decoder that each KV stage begins in.
-        self.stage_segments = [self.cuts.segment_of(start) for start in layout.stage_starts]
-        num_layers = self.model_config.get_total_num_hidden_layers()
-        sliding = [
-            layer
-            for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
-            if layer not in attention
-        ]
-        policy_kv_cache_specs(attention, settings, num_layers - len(attention), sliding)
-        stages = [layout.stage_of(layer) for layer in range(len(attention))]
+        self.stage_segments = [self.cuts.segment_of(stage.start) for stage in layout.stages]
+        stages = set_specs(self.hooked, vllm_config, settings)
         self.hooks = LayerHooks(self.hooked, stages, dtype, layout)
         num_windows = num_split_windows(vllm_config.scheduler_config)
         policies = settings.counted_policies()
-        self.stats = PolicyStats(layout.stage_sizes(len(attention)), policies)
+        sizes = [stages.count(stage) for stage in range(len(self.starts))]
+        self.stats = PolicyStats(sizes, policies, len(self.hooks.names))
         self.memory = PrefillBuffers(
             attention, num_windows, layout.window, dtype, device, policies.size
         )
@@ -100,7 +93,7 @@ class PolicyModelState(DefaultModelState):
         )
         # By stage, in batch order; at a fixed address for CUDA graphs.
         self.stored_lens = torch.zeros(
-            len(self.starts), self.max_num_reqs, dtype=torch.int32, device=device
+            len(layout.stages), self.max_num_reqs, dtype=torch.int32, device=device
         )
         self.retrieval: Retrieval | None = None
         if layout.sidecar is not None:
@@ -191,6 +184,7 @@ class PolicyModelState(DefaultModelState):
         requests, tables = self.requests, self.block_tables
         if requests.has_growing_gaps:
             requests.grow_gaps(input_batch.idx_mapping_np, ends_of(input_batch))
+        requests.turn_gaps(input_batch.idx_mapping_np, input_batch.num_computed_tokens_np)
         requests.copy_gaps()
         map_slots(
             self._groups,
@@ -212,7 +206,8 @@ class PolicyModelState(DefaultModelState):
         requests.seq_lens[step.requests] = step.ends
         self.prefix_states.restore()
         if self.checks_blocks:
-            check_blocks(step, self.group_stages, tables.block_sizes, tables.num_blocks.np)
+            num_blocks, num_full = tables.num_blocks.np, len(self.starts)
+            check_blocks(step, self.group_stages, tables.block_sizes, num_blocks, num_full)
         for chunk in step.chunks:
             if chunk.is_last:
                 # From the next step on; what this one reads was copied to the device before.
@@ -388,7 +383,8 @@ class PolicyModelState(DefaultModelState):
     def reset_counters(self) -> None:
         """Forgets what was counted: vLLM's own requests, by which it warms up."""
         sizes = self.stats.stage_sizes.tolist()
-        self.stats = PolicyStats(sizes, self.settings.counted_policies())
+        policies = self.settings.counted_policies()
+        self.stats = PolicyStats(sizes, policies, self.stats.num_layers)
         self.memory.reset_counters()
         if self.retrieval is not None:
             self.retrieval.reset_counters()

@@ -38,6 +38,7 @@ class Requests:
     ) -> None:
         """cuts: of the decoder. num_windows: room for windows that are split."""
         self.starts, self.num_layers, self.stash = layout.stage_starts, num_layers, stash
+        self._stages = layout.stages
         self._split_layers = cuts.split_layers
         # By segment: the layer whose rows it runs, its KV stage, and that of its first layer, if
         # this one is split.
@@ -46,7 +47,7 @@ class Requests:
             (cut, layout.stage_of(cut), None if cut == first else layout.stage_of(first))
             for cut, first in rows_of
         ]
-        shape = (len(self.starts), max_num_reqs)
+        shape = (len(self._stages), max_num_reqs)
         self.gap_starts = UvaBackedTensor(shape, dtype=torch.int32)
         self.gap_sizes = UvaBackedTensor(shape, dtype=torch.int32)
         self.grows = np.zeros(shape, dtype=bool)
@@ -61,6 +62,8 @@ class Requests:
         self.index: dict[str, int] = {}
         # Requests whose gaps grow, and those whose prompt entries are projected: few, if any.
         self._growing: set[int] = set()
+        # By request, the stages where entries are yet to take the slots of others: see ``Storage``.
+        self._turning: dict[int, list[tuple[int, Storage]]] = {}
         self._projecting: set[int] = set()
         self.prompts: dict[int, PromptState] = {}
         self.free_windows = list(range(num_windows))
@@ -70,8 +73,8 @@ class Requests:
     ) -> None:
         """row: the policy's in the counters. block_size: entries of a KV cache block."""
         storages = [
-            storage_of(policy, prompt_len, start, block_size, self.num_layers)
-            for start in self.starts
+            storage_of(policy, prompt_len, start, block_size, self.num_layers, slides)
+            for start, slides in self._stages
         ]
         gaps = [storage.prefill for storage in storages]
         self.gap_starts.np[:, index] = [gap.start for gap in gaps]
@@ -79,6 +82,8 @@ class Requests:
         self.grows[:, index] = [gap.grows for gap in gaps]
         if self.grows[:, index].any():
             self._growing.add(index)
+        if turning := [(i, s) for i, s in enumerate(storages) if s.turn is not None]:
+            self._turning[index] = turning
         self._gaps_changed = True
         # Rows that a score chooses wait for the choice: nothing is stored of them before.
         skipped = [
@@ -97,7 +102,13 @@ class Requests:
         if projects_from is not None:
             self._projecting.add(index)
         prompt = PromptState.of(
-            req_id, policy, prompt_len, self.starts, storages, self.num_layers, self._split_layers
+            req_id,
+            policy,
+            prompt_len,
+            self.starts,
+            storages[: len(self.starts)],
+            self.num_layers,
+            self._split_layers,
         )
         if prompt is not None:
             prompt.stats_row = row
@@ -114,6 +125,7 @@ class Requests:
         if index is not None:
             self.prompt_is_over(index)
             self._growing.discard(index)
+            self._turning.pop(index, None)
             self._projecting.discard(index)
 
     def prompt_is_over(self, index: int) -> None:
@@ -160,6 +172,20 @@ class Requests:
             self.gap_starts.np[stage, index] = storage.decode.start
             self.gap_sizes.np[stage, index] = storage.decode.size
         self._gaps_changed = True
+
+    def turn_gaps(self, requests: np.ndarray, begins: np.ndarray) -> None:
+        """Brings gaps to a step of these requests, which begins at (R,) positions `begins`."""
+        if not self._turning:
+            return
+        for index, begin in zip(requests.tolist(), begins.tolist(), strict=True):
+            turning = self._turning.get(index, ())
+            past = [each for each in turning if each[1].turn is not None and begin >= each[1].turn]
+            for stage, storage in past:
+                self.gap_starts.np[stage, index] = storage.decode.start
+                self.gap_sizes.np[stage, index] = storage.decode.size
+                self._gaps_changed = True
+            if len(past) == len(turning):
+                self._turning.pop(index, None)
 
     @property
     def has_growing_gaps(self) -> bool:

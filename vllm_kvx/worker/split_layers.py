@@ -49,6 +49,8 @@ def cuts_of(layout: Layout, attention: Sequence[Attention], config: VllmConfig) 
 
 def _can_split(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> bool:
     """Whether layers can be split on this server."""
+    if layout.sliding:
+        return False  # The layer below a cut may be one, whose entries are vLLM's business.
     if layout.projects:
         return False  # swiftkv needs every row of the layer below its cut.
     if config.compilation_config.pass_config.fuse_attn_quant:

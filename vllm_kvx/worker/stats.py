@@ -30,10 +30,15 @@ class PolicyStats:
             first time.
     """
 
-    def __init__(self, stage_sizes: Sequence[int], policies: CountedPolicies | None = None) -> None:
-        """stage_sizes: layers of every KV stage."""
+    def __init__(
+        self,
+        stage_sizes: Sequence[int],
+        policies: CountedPolicies | None = None,
+        num_layers: int | None = None,
+    ) -> None:
+        """stage_sizes: layers of every KV stage. num_layers: that run, if others run as well."""
         self.stage_sizes = np.array(stage_sizes)
-        self.num_layers = sum(stage_sizes)
+        self.num_layers = sum(stage_sizes) if num_layers is None else num_layers
         self.policies = policies if policies is not None else CountedPolicies()
         size = self.policies.size
         self.requests = np.zeros(size, dtype=np.int64)

@@ -22,8 +22,9 @@ class Speed(Propagate):
     """SPEED-K: above the cutoff only anchors, tail and decode tokens exist (arXiv 2605.06105).
 
     Layers 0..K-1 process the whole prompt; layers K..L-1 process and store the first `anchors` and
-    the last `tail` prompt tokens, and every decode token (Table 1, Eq. 3). Quality is the paper's
-    only for weights tuned under this visibility.
+    the last `tail` prompt tokens, and every decode token (Table 1, Eq. 3). Layers among
+    them that slide over a window show anchors to one another alone. Quality is the paper's only for
+    weights tuned under this visibility.
 
     cutoff: K, the first layer that sees the reduced prompt; 0 < K < number of layers. Required.
     anchors: first prompt tokens that go on to every layer (default 1; 0 is the diagnostic).
@@ -31,6 +32,7 @@ class Speed(Propagate):
         first output token).
     """
 
+    slides: ClassVar[bool] = True
     name: ClassVar[str] = "speed"
     summary: ClassVar[str] = "prompt tokens run the lower K layers alone, but for anchors and tail"
     paper: ClassVar[str] = "arXiv 2605.06105"
@@ -53,6 +55,13 @@ class Speed(Propagate):
     def gap(self, prompt_len: int, layer: int) -> Gap:
         size = prompt_len - self.anchors - self.tail
         return Gap(self.anchors, size) if layer >= self.cutoff and size > 0 else NO_GAP
+
+    def window_gap(self, prompt_len: int, layer: int) -> Gap:
+        if layer < self.cutoff:
+            return NO_GAP
+        end = max(prompt_len - self.tail, 0)
+        anchors = min(self.anchors, end)
+        return Gap(anchors, end - anchors)
 
     @property
     def shared_prefix(self) -> SharedPrefix:

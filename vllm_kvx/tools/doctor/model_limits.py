@@ -14,6 +14,7 @@ from vllm_kvx.config.policy_layers import is_full, layer_kinds
 
 FULL_ALONE = "full alone"
 NO_PROPAGATION = "policies that retain or retrieve, such as snapkv or fier"
+BESIDE_WINDOWS = f"speed-K alone, or {NO_PROPAGATION}"
 
 
 _UNKNOWN = {
@@ -73,7 +74,8 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
         if info.is_hybrid:
             yield Limit("some of its layers keep a state in the place of keys", NO_PROPAGATION)
         elif full < len(kinds):
-            yield Limit(f"{len(kinds) - full} of its {len(kinds)} layers slide", NO_PROPAGATION)
+            remain = BESIDE_WINDOWS if info.supports_pp else NO_PROPAGATION
+            yield Limit(f"{len(kinds) - full} of its {len(kinds)} layers slide", remain)
         elif not info.supports_pp:
             yield Limit("its code does not support pipeline parallelism", NO_PROPAGATION)
 

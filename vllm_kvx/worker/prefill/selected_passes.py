@@ -74,7 +74,7 @@ class PassMaker:
         max_tokens: int,
     ) -> None:
         self.hooks, self.memory, self.stash = hooks, memory, stash
-        self.num_layers = len(hooks.layers)
+        self.num_layers = len(hooks.names)
         self.segments = tuple(pairwise((*cuts.firsts, self.num_layers)))
         self.split_layers = cuts.split_layers
         self.stages, self.group_stages, self.block_sizes = stages, group_stages, block_sizes
@@ -170,7 +170,7 @@ class PassMaker:
 
     def slots(self, slots: Tensor, first: int, last: int) -> dict[str, Tensor]:
         """The slots (N,) of layers [first, last), by layer name; slots: (KV groups, N)."""
-        return {hook.layer.layer_name: slots[hook.group] for hook in self.hooks.layers[first:last]}
+        return self.hooks.slots(slots, first, last)
 
     def _to_stash(self, plan: ChunkPlan) -> ToStash:
         assert self.stash is not None

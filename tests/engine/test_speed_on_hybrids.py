@@ -1,0 +1,87 @@
+"""SPEED on models some of whose layers slide over a window, against the dense reference.
+
+Above the cut layers with full attention hold anchors, tail and generated tokens; those that slide
+hold no anchors. Prompts are shorter and longer than the window and than a chunk.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from reference import hybrids
+from support.cpu_hybrids import complete_cpu_hybrids
+from support.engine import running
+from support.expected import Policy, Speed
+from support.nightly import by_day
+from support.parity import ask, assert_parity, room_for
+from support.prompts import prompts_of
+
+# By model, a cut with layers of both kinds on either side.
+CUTS = {"gemma3_text": 5, "gemma2": 3, "gpt_oss": 4, "cohere2": 4, "exaone4": 6}
+names = list(CUTS)
+every = by_day(names, {names.index("gemma3_text")})
+
+
+def policies_of(cut: int) -> list[Policy]:
+    """Of one server; anchors and tails are shorter and longer than a block and than a window."""
+    return [
+        Speed(cut),
+        Speed(),
+        Speed(cut, anchors=0),
+        Speed(cut, anchors=40, tail=5),
+        Speed(cut, tail=100),
+        Speed(cut, anchors=70),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete_cpu_hybrids(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    models: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in models:
+            models[name] = hybrids.build(tmp_path_factory.mktemp(name), name)
+        return models[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", every)
+def test_parity(made: Callable[[str], Path], name: str) -> None:
+    """In chunks beside each other; answers longer than the window."""
+    model, policies = made(name), policies_of(CUTS[name])
+    lengths = (97, 200, 33, 161, 130, 250, 1, 2, 5, 41, 64, 96, 193)
+    prompts = prompts_of(lengths)
+    each = [policies[i % len(policies)] for i in range(len(lengths))]
+    with running(
+        model, "full", config=room_for(policies), max_model_len=512, max_num_seqs=16
+    ) as engine:
+        answers = ask(engine, prompts, each, max_tokens=6)
+        long = ask(engine, prompts[:6], each[:6], max_tokens=90)
+        engine.assert_idle()
+    assert_parity(model, [*answers, *long], [*each, *each[:6]])
+
+
+@pytest.mark.parametrize("name", every)
+def test_preempted(made: Callable[[str], Path], name: str) -> None:
+    """A pool that is too small: prompts come in anew, and generated tokens after them."""
+    model, policies = made(name), policies_of(CUTS[name])
+    prompts = prompts_of((180, 150, 200, 170, 90, 129, 200, 155, 140))
+    each = [policies[i % len(policies)] for i in range(len(prompts))]
+    with running(
+        model,
+        "full",
+        config=room_for(policies),
+        num_gpu_blocks_override=76,
+        max_model_len=288,
+        max_num_seqs=9,
+    ) as engine:
+        answers = ask(engine, prompts, each, max_tokens=70)
+        assert engine.preempted, "the pool was meant to be too small"
+        engine.assert_idle()
+    assert_parity(model, answers, each, most=2)

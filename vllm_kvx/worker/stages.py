@@ -1,0 +1,36 @@
+"""Which KV stage each layer is in, and the KV cache spec that it gets for that."""
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+
+from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs, sliding_stage_specs
+from vllm_kvx.config.settings import KVSettings
+from vllm_kvx.models.hooked import HookedModel
+
+
+def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> list[int]:
+    """Gives the layers of `model` their KV cache specs; returns the stage of each policy layer.
+
+    Raises:
+        ValueError: other layers slide than the model's configuration says.
+    """
+    attention, layout = model.attention_layers(), settings.layout
+    policy_layers = {layer.layer_name for layer in attention}
+    numbered = list(enumerate(model.every_layer()))
+    numbers = [number for number, layer in numbered if layer.layer_name in policy_layers]
+    above = {number: layer for number, layer in numbered if layer.layer_name not in policy_layers}
+    if layout.propagates and tuple(above) != layout.sliding:
+        raise ValueError(
+            f"layers {', '.join(map(str, above)) or 'none'} of this model slide over a window, and "
+            f"its configuration says {', '.join(map(str, layout.sliding)) or 'none'}: policies "
+            "that propagate cannot run on it"
+        )
+    others = [
+        layer
+        for layer in get_layers_from_vllm_config(config, Attention).values()
+        if layer.layer_name not in policy_layers
+    ]
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    policy_kv_cache_specs(attention, settings, num_layers - len(attention), others, numbers)
+    sliding_stage_specs(above, layout)
+    return [layout.stage_of(number) for number in numbers]
