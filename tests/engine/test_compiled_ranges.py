@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import fastkv, wrappers
+from reference import fastkv, hybrids, wrappers
+from support.cpu_hybrids import complete_cpu_hybrids
 from support.engine import Engine, running
 from support.expected import FULL, Policy, Speed
-from support.nightly import by_day
+from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import prompts_of
 from torch import Tensor
@@ -119,6 +120,24 @@ def test_parity_with_rows_of_positions(tmp_path: Path, name: str) -> None:
     """Compiled pieces read them as they lie in vLLM's own buffer."""
     kinds = [Speed(4), FULL, fastkv.Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)]
     model, prompts = wrappers.build(tmp_path / "model", name), prompts_of(LENGTHS)
+    policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
+    options = COMPILED | {"max_model_len": 512}
+    with running(model, "full", config=room_for(kinds), **options) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=6)
+        assert ranges_of(engine) is not None
+        engine.assert_idle()
+    assert_parity(model, answers, policies, most=0)
+
+
+@nightly
+@pytest.mark.usefixtures("no_segments", "dense_ops")
+@pytest.mark.parametrize("name", ["gemma3_text", "exaone4"])
+def test_parity_where_layers_slide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    complete_cpu_hybrids(monkeypatch)
+    kinds: list[Policy] = [Speed(5), Speed(), Speed(4, 3, 2)]
+    model, prompts = hybrids.build(tmp_path / "model", name), prompts_of(LENGTHS)
     policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
     options = COMPILED | {"max_model_len": 512}
     with running(model, "full", config=room_for(kinds), **options) as engine:

@@ -31,6 +31,7 @@ def policies_of(cut: int) -> list[Policy]:
         Speed(cut, anchors=40, tail=5),
         Speed(cut, tail=100),
         Speed(cut, anchors=70),
+        Speed(cut + 1, anchors=3),
     ]
 
 

@@ -164,6 +164,9 @@ class Decoder:
     def attention_layers(self) -> list["AttentionLayer"]:
         return self.layers
 
+    def every_layer(self) -> list["AttentionLayer"]:
+        return self.layers
+
     def output_projections(self) -> list[torch.nn.Module]:
         """One for all layers, since nothing asks for its values."""
         linear: Any = torch.nn.Linear(HEADS * HEAD_SIZE, 64, bias=False)
