@@ -54,17 +54,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", every)
 def test_parity(made: Callable[[str], Path], name: str) -> None:
-    """In chunks beside each other; answers longer than the window."""
+    """In chunks beside each other; answers longer than the window; nobody reads a prefix."""
     model, policies = made(name), policies_of(CUTS[name])
     lengths = (97, 200, 33, 161, 130, 250, 1, 2, 5, 41, 64, 96, 193)
     prompts = prompts_of(lengths)
     each = [policies[i % len(policies)] for i in range(len(lengths))]
     with running(
-        model, "full", config=room_for(policies), max_model_len=512, max_num_seqs=16
+        model,
+        "full",
+        config=room_for(policies),
+        enable_prefix_caching=True,
+        max_model_len=512,
+        max_num_seqs=16,
     ) as engine:
         answers = ask(engine, prompts, each, max_tokens=6)
         long = ask(engine, prompts[:6], each[:6], max_tokens=90)
         engine.assert_idle()
+    assert not any(answer.cached for answer in long)
     assert_parity(model, [*answers, *long], [*each, *each[:6]])
 
 

@@ -9,7 +9,7 @@ from reference import fastkv, hybrids
 from reference.criticalkv import Critical
 from reference.fier import Retrieve
 from support.engine import Answer, forget_ranks, running
-from support.expected import FULL, Policy, Read
+from support.expected import FULL, Policy, Read, Speed
 from support.gpu import COMPILED, EXACT, delta_rule_of
 from support.inside import count_graph_replays
 from support.parity import ATOL, ask, assert_identical, assert_parity, room_for
@@ -56,6 +56,30 @@ def test_parity_compiled(tmp_path: Path, name: str) -> None:
     atol = 1e-3 if name in RECURRENT else ATOL
     # Rounding may choose another expert.
     assert_parity(model, [*answers, *again], policies * 2, most=2, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"), [("gemma3_text", 5), ("gemma2", 3), ("gpt_oss", 4), ("cohere2", 4)]
+)
+def test_propagation_compiled(tmp_path: Path, name: str, cut: int) -> None:
+    """SPEED above whose cut layers slide, with FULL graphs replayed; answers pass a window."""
+    model = hybrids.build(tmp_path / name, name)
+    kinds: list[Policy] = [
+        Speed(cut),
+        FULL,
+        Speed(cut, anchors=40, tail=5),
+        Speed(cut + 1, anchors=0),
+    ]
+    prompts = prompts_of((97, 33, 200, 5, 161, 64, 130, 250, 48, 500, 1, 96))
+    policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
+    options = EXACT | {"block_size": 32, "max_model_len": 1024}
+    with running(model, "full", config=room_for(kinds), **options) as engine:
+        counts = count_graph_replays(engine)
+        answers = ask(engine, prompts, policies, max_tokens=80)
+        assert counts["full"] > 0
+        engine.assert_idle()
+    # Rounding may choose another expert.
+    assert_parity(model, answers, policies, most=2)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_next"])
