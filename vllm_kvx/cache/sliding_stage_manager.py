@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
@@ -37,9 +38,12 @@ class SlidingStageKVCacheManager(PolicyKVCacheManager, SlidingWindowManager):
             apply_admission_cap,
             prefill_end,
         )
-        # Blocks behind the window go as others come, so that a long answer never holds all at once.
-        most = self.max_admission_blocks_per_request
-        return min(count, most) if apply_admission_cap and most is not None else count
+        most, kv = self.max_admission_blocks_per_request, self.requests.get(request_id)
+        if not apply_admission_cap or most is None or kv is None:
+            return count
+        # Blocks behind the window go as others come, so that a long answer never holds all at once;
+        # anchors stay until the tail comes.
+        return min(count, max(most, cdiv(kv.storage.prefill.start, self.block_size)))
 
     def remove_skipped_blocks(
         self,

@@ -275,8 +275,9 @@ def beside_windows(policy: KVPolicy) -> str | None:
     """
     if policy.propagate is not None and not policy.propagate.slides:
         return (
-            "some layers of this model slide over a window, and show which tokens follow one "
-            f"another: of the policies that propagate speed-K alone can run, not {policy.propagate}"
+            "some layers of this model slide over a window, in which positions follow one another: "
+            f"of the policies that propagate speed-K alone can run, not {policy.propagate}; those "
+            "that only retain or retrieve can (snapkv, fier and others)"
         )
     if policy.retain is not None or policy.retrieve is not None:
         return (
