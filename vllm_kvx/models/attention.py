@@ -37,8 +37,7 @@ def attention_layers(config: VllmConfig) -> list[Attention]:
         is_known = isinstance(layer, AttentionLayerBase)
         if is_known and isinstance(layer.get_kv_cache_spec(config), _VLLMS_OWN):
             continue
-        _check_plain(name, layer)
-        found[_number(name, found)] = layer
+        found[_number(name, found)] = _plain(name, layer)
     if not found:
         raise _cannot("none of its layers has full attention")
     layers = [found[number] for number in sorted(found)]
@@ -68,7 +67,7 @@ def every_layer(
         if id(layer) not in full:
             if not isinstance(layer.get_kv_cache_spec(config), SlidingWindowSpec):
                 continue
-            _check_plain(name, layer)
+            _plain(name, layer)
         found[_number(name, found)] = layer
     if sorted(found) != list(range(num_layers)):
         raise _cannot(
@@ -78,8 +77,8 @@ def every_layer(
     return [found[number] for number in range(num_layers)]
 
 
-def _check_plain(name: str, layer: Attention) -> None:
-    """Refuses attention that is not vLLM's own, or not over a sequence's own earlier keys."""
+def _plain(name: str, layer: object) -> Attention:
+    """The layer, unless it is not vLLM's attention itself over a sequence's own earlier keys."""
     # A subclass attends in a way of its own: within chunks, or with sinks.
     if type(layer) is not Attention:
         raise _cannot(f"some of its layers, such as {name}, are not plain attention")
@@ -87,6 +86,7 @@ def _check_plain(name: str, layer: Attention) -> None:
         raise _cannot(f"its attention is of type {layer.attn_type}")
     if layer.kv_sharing_target_layer_name is not None:
         raise _cannot("some of its layers read other layers' keys and values")
+    return layer
 
 
 def _number(name: str, found: Container[int]) -> int:
