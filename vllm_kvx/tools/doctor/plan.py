@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from vllm_kvx.config.settings import POLICY_KEY, REQUESTS_KEY, KVSettings
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.policy.storage import skipped_of
+from vllm_kvx.policy.storage import skipped_of, storage_of
 from vllm_kvx.tools.doctor.asked import additional_config, settings_of
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
 from vllm_kvx.tools.doctor.reads import reads
@@ -40,7 +40,8 @@ def policy(context: Context) -> Iterator[Finding]:
     if settings.stock:
         return
     yield ok(f"requests may name {settings.names_allowed()} ({REQUESTS_KEY})")
-    yield ok(f"layout on {settings.num_layers} layers: {settings.layout}")
+    of = "" if settings.num_layers == context.text_config["num_hidden_layers"] else " policy"
+    yield ok(f"layout on {settings.num_layers}{of} layers: {settings.layout}")
     try:
         sizes = Sizes.of(context)
     except KeyError as error:
@@ -81,6 +82,8 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
         f"KV of such a prompt: {pool.token_bytes / 1024:.2f} KiB a token"
         f"{' and GPU' if sizes.ranks > 1 else ''}, stock {pool.stock_token_bytes / 1024:.2f} KiB"
     )
+    if sizes.kv_layers is not None:
+        yield ok(sizes.kv_layers.says(prompt_len, _kept(served, prompt_len, sizes)))
     if not sizes.from_server:
         yield note(
             f"counted by config.json, KV blocks of {sizes.block_size} tokens and 16-bit entries, "
@@ -88,6 +91,13 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
         )
     yield from _pool(context, settings, sizes, pool)
     yield from reads(context, served, sizes)
+
+
+def _kept(served: KVPolicy, prompt_len: int, sizes: Sizes) -> float:
+    """The share of a prompt's entries that the policy keeps in its layers, in [0, 1]."""
+    layers, size = sizes.policy_layers, sizes.block_size
+    stored = (storage_of(served, prompt_len, each, size, layers).kept for each in range(layers))
+    return sum(stored) / (prompt_len * layers)
 
 
 def _pool(context: Context, settings: KVSettings, sizes: Sizes, pool: Pool) -> Iterator[Finding]:

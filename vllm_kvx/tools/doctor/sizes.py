@@ -1,8 +1,9 @@
 """What of a server decides how many prompt tokens its KV pool holds."""
 
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvx.cache.group_size import GroupChoice, blocks_per_token, group_layers
@@ -10,6 +11,7 @@ from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.tools.doctor.findings import Context, Request
 from vllm_kvx.tools.doctor.weights import element_bytes, weights_bytes
+from vllm_kvx.tools.kv_layers import KVLayers
 
 GIB = 2**30
 # vLLM's defaults, for where it cannot be asked.
@@ -24,6 +26,7 @@ class Sizes:
     entry_bytes: of one number in the cache. state_bytes: of one number of a hidden state.
     block_size: tokens of a KV block. longest: tokens of the longest prompt. step: tokens of a step.
     memory_share: of a GPU's memory that vLLM takes. ranks: tensor parallel.
+    kv_layers: what its layers hold, where some slide or keep a state; else None.
     from_server: whether vLLM said so; else they are of config.json and vLLM's defaults.
     """
 
@@ -39,6 +42,7 @@ class Sizes:
     memory_share: float
     ranks: int
     from_server: bool
+    kv_layers: KVLayers | None = None
 
     @classmethod
     def of(cls, context: Context) -> "Sizes":
@@ -57,7 +61,7 @@ class Sizes:
 
         model, cache = config.model_config, config.cache_config
         entry = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
-        return cls(
+        sizes = cls(
             layers=model.get_total_num_hidden_layers(),
             kv_heads=model.get_num_kv_heads(config.parallel_config),
             head_dim=model.get_head_size(),
@@ -71,6 +75,10 @@ class Sizes:
             ranks=config.parallel_config.tensor_parallel_size,
             from_server=True,
         )
+        token = sizes.page_bytes() / sizes.block_size
+        states = _state_bytes(config)
+        kv_layers = KVLayers.of(model.hf_text_config, None if states is None else states / token)
+        return replace(sizes, kv_layers=kv_layers)
 
     @classmethod
     def _of_model(cls, config: dict[str, Any], request: Request) -> "Sizes":
@@ -90,7 +98,13 @@ class Sizes:
             memory_share=_MEMORY_SHARE,
             ranks=request.ranks,
             from_server=False,
+            kv_layers=KVLayers.of(config),
         )
+
+    @property
+    def policy_layers(self) -> int:
+        """The layers that policies are about."""
+        return self.layers if self.kv_layers is None else self.kv_layers.full
 
     def page_bytes(self) -> int:
         """Bytes of a layer's keys and values in one block, in stock vLLM."""
@@ -116,8 +130,9 @@ class Sizes:
 class Pool:
     """A KV pool's arithmetic under a policy; bytes are those of one rank.
 
-    choice: how layers are shared out to KV groups. token_bytes: what a prompt token takes on
-    average, padding and sidecar included. stock_token_bytes: in stock vLLM.
+    choice: how policy layers are shared out to KV groups. token_bytes: what a prompt token takes on
+    average, padding and sidecar included. stock_token_bytes: in stock vLLM. Both count what other
+    layers hold, as far as it is known.
     """
 
     choice: GroupChoice
@@ -132,7 +147,8 @@ class Pool:
         Raises:
             ImportError, ValueError: as ``Sizes.sidecar_bytes``.
         """
-        stages = layout.stage_sizes(sizes.layers)
+        layers = sizes.policy_layers
+        stages = layout.stage_sizes(layers)
         choice = group_layers(stages)
         groups = [
             (start, sizes.block_size)
@@ -140,11 +156,15 @@ class Pool:
             for _ in range(count)
         ]
         block = choice.size * (sizes.page_bytes() + sizes.sidecar_bytes(layout))
+        entry = sizes.page_bytes() / sizes.block_size
+        others = 0.0
+        if sizes.kv_layers is not None:
+            others = sizes.kv_layers.other_entries(prompt_len) * entry / prompt_len
         return cls(
             choice,
             stages,
-            blocks_per_token(policy, prompt_len, groups, sizes.layers) * block,
-            sizes.layers * sizes.page_bytes() / sizes.block_size,
+            blocks_per_token(policy, prompt_len, groups, layers) * block + others,
+            layers * entry + others,
         )
 
 
@@ -189,3 +209,24 @@ def memory_of(context: Context, sizes: Sizes, stash_tokens: int) -> Memory | Non
 def size_of(num_bytes: float) -> str:
     """A number of bytes in words: "1.5 GiB", or in MiB if it is below one GiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _state_bytes(config: Any) -> float | None:
+    """What the states of a request take in all recurrent layers; None if vLLM does not say.
+
+    config: vLLM's, of a server. Bytes of one rank.
+    """
+    model = config.model_config
+    if not model.is_hybrid:
+        return None
+    try:
+        found, _ = model.registry.resolve_model_cls(model.architectures, model_config=model)
+        shapes = found.get_mamba_state_shape_from_config(config)
+        dtypes = found.get_mamba_state_dtype_from_config(config)
+    except Exception:  # Models raise what they like, and some import what is not here.
+        return None
+    layer = sum(
+        math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    layers = KVLayers.of(model.hf_text_config)
+    return None if layers is None else float(layer * layers.recurrent)

@@ -33,6 +33,7 @@ from vllm_kvx.tools.evaluate.save import save
 from vllm_kvx.tools.evaluate.server import RunningServer, running_server
 from vllm_kvx.tools.evaluate.store import Answer, QuestionId, Store
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
+from vllm_kvx.tools.kv_layers import KVLayers
 from vllm_kvx.tools.plots import check_matplotlib
 from vllm_kvx.tools.tasks.table import FIXED, GROUPS, TASKS
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     if args.save:
         check_saves(suite, rows)
     for model in models:
-        suite.check(model.config.max_position_embeddings)
+        suite.check(model.text_config.max_position_embeddings)
         check_rows(model.rows)
     check_yardstick({rows[0]: FULL_ROW.over(args.engine_args.get("kv_cache_dtype"))}, rows)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
@@ -175,10 +176,11 @@ def finish(
     rows: all that were asked for, answered or not. Returns what could not be done.
     """
     facts = store.facts
-    print(report.table(summary))
+    layers = KVLayers.of(model.text_config)
+    print(report.table(summary, layers))
     written = {
-        "report.json": json.dumps(report.as_json(summary, facts), indent=1) + "\n",
-        "report.txt": report.text(summary),
+        "report.json": json.dumps(report.as_json(summary, facts, layers), indent=1) + "\n",
+        "report.txt": report.text(summary, layers),
     }
     for name, text in written.items():
         try:
@@ -304,9 +306,9 @@ def engines_of(
     groups = []
     for model in models:
         wanted = {row: policy for row, policy in model.rows.items() if missing[row]}
-        groups += [(model, rows) for rows in grouped(wanted, model.config.num_hidden_layers)]
+        groups += [(model, rows) for rows in grouped(wanted, model.text_config.num_hidden_layers)]
     for left, (model, rows) in zip(range(len(groups), 0, -1), groups, strict=True):
-        longest = min(context, model.config.max_position_embeddings)
+        longest = min(context, model.text_config.max_position_embeddings)
         options = {"max_model_len": longest, "revision": model.revision, **args.engine_args}
         members = {row: model.rows[row] for row in rows}
         cache = {} if (dtype := rows[0].cache_dtype) is None else {"kv_cache_dtype": dtype}

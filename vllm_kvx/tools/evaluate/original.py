@@ -24,14 +24,19 @@ _PROBE = Sample("In 1865, x_1 = 3.14159;\n\treturn {'naïve': [10**6]}  # 你好
 class Model:
     """A model that is asked.
 
-    source: directory or hub name. config: transformers' own. rows: the policies that it is asked
-    under, by the report's rows.
+    source: directory or hub name. config: transformers' own, of any architecture: the engine says
+    which it serves. rows: the policies that it is asked under, by the report's rows.
     """
 
     source: str
     revision: str | None
     config: Any
     rows: Mapping[Row, KVPolicy]
+
+    @property
+    def text_config(self) -> Any:
+        """The configuration of what reads text, which a wrapper has inside its own."""
+        return self.config.get_text_config()
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -56,16 +61,16 @@ def models_of(args: argparse.Namespace) -> list[Model]:
         ToolError: one has no configuration that is served, or their depths differ.
         PolicyError: a policy cannot run on them.
     """
-    config = load_config(args.model, args.revision)
-    layers = config.num_hidden_layers
+    config = load_config(args.model, args.revision, supported=None)
+    layers = config.get_text_config().num_hidden_layers
     policies = read_policies(args.policies, layers)
     model = Model(args.model, args.revision, config, policies)
     if args.original is None:
         return [model]
-    config = load_config(args.original, args.original_revision)
-    if config.num_hidden_layers != layers:
+    config = load_config(args.original, args.original_revision, supported=None)
+    if (found := config.get_text_config().num_hidden_layers) != layers:
         raise ToolError(
-            f"{args.original} has {config.num_hidden_layers} layers and {args.model} {layers}: "
+            f"{args.original} has {found} layers and {args.model} {layers}: "
             "--original is the model whose weights were tuned"
         )
     rows = {row.of_original(): policy for row, policy in policies.items()}

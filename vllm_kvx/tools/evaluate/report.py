@@ -6,13 +6,17 @@ from typing import Any
 from vllm_kvx.tools.evaluate.intervals import Interval
 from vllm_kvx.tools.evaluate.recovery import Recovery, bucket_name, recoveries
 from vllm_kvx.tools.evaluate.summary import KEPT_ALL, PERPLEXITY, Cell, Summary, kept_all
+from vllm_kvx.tools.kv_layers import KVLayers
 
 # What a recovery is made of, see ``Recovery``.
 _PARTS = ("lost", "back", "newly_lost")
 
 
-def table(summary: Summary) -> str:
-    """Policies by lengths: right answers of all prompts in percent, the interval and n."""
+def table(summary: Summary, layers: KVLayers | None = None) -> str:
+    """Policies by lengths: right answers of all prompts in percent, the interval and n.
+
+    layers: the model's, if not all of them have full attention.
+    """
     lengths: list[int | None] = [*summary.lengths]
     # Short questions have no length and stand in the last column alone.
     if len(lengths) != 1 or summary.has_short:
@@ -43,6 +47,8 @@ def table(summary: Summary) -> str:
             "cache; read: share of them that a decode step reads;\nof full: ratio to "
             f"{summary.yardstick} on the same prompts."
         )
+        if layers is not None and summary.lengths:
+            parts.append(layers.bounds(summary.lengths))
         if said := notes(summary):
             parts.append("\n".join(said))
     if PERPLEXITY in summary.tasks:
@@ -88,9 +94,9 @@ def bucket_table(summary: Summary) -> str:
     return _aligned(lines)
 
 
-def text(summary: Summary) -> str:
-    """All tables of a run."""
-    parts = [table(summary)]
+def text(summary: Summary, layers: KVLayers | None = None) -> str:
+    """All tables of a run; `layers` as in ``table``."""
+    parts = [table(summary, layers)]
     if summary.scored:
         loops = "; loops: answers that end in a loop" if summary.looping else ""
         what = f"By task; same: answers that are those of {summary.yardstick}{loops}, in %:"
@@ -99,8 +105,13 @@ def text(summary: Summary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def as_json(summary: Summary, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of the run and every cell; scores and their intervals are shares, not percent."""
+def as_json(
+    summary: Summary, facts: Mapping[str, Any], layers: KVLayers | None = None
+) -> dict[str, Any]:
+    """Facts of the run and every cell; scores and their intervals are shares, not percent.
+
+    layers: as in ``table``. What share of the model's KV policies are about is by length.
+    """
     cells = []
     lengths: Sequence[int | None] = [*summary.lengths, None]
     for row in summary.rows:
@@ -116,6 +127,10 @@ def as_json(summary: Summary, facts: Mapping[str, Any]) -> dict[str, Any]:
         for bucket in summary.buckets
         if (cell := summary.cell(row, bucket=bucket)) is not None
     ]
+    if layers is not None:
+        shares = {str(each): round(layers.share(each), 5) for each in summary.lengths}
+        held = {"layers": layers.total, "full_attention": layers.full, "share_of_kv": shares}
+        facts = {**facts, "policy_layers": held}
     found = {**facts, "yardstick": str(summary.yardstick), "cells": cells, "by_tokens": buckets}
     if summary.yardstick.on_original:
         found["recovery"] = [

@@ -1,0 +1,86 @@
+"""What share of a model's KV its policy layers hold: the most of it that a policy can save."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_kvx.config.policy_layers import is_full, layer_kinds
+
+# What configurations call layers that hold nothing of a prompt.
+_NOTHING = ("mlp", "moe")
+
+
+@dataclass(frozen=True)
+class KVLayers:
+    """A model's layers by what they hold of a prompt, where not all have full attention alone.
+
+    total: layers. full: those with full attention, which policies are about. sliding: those that
+    hold the last `window` tokens. recurrent: those that keep a state, whatever the prompt, alone or
+    beside full attention. state_entries: what one request's states take in all of these together,
+    in the bytes of a token in one layer; None if that is not known.
+
+    The entries of all layers count as equally large.
+    """
+
+    total: int
+    full: int
+    sliding: int
+    recurrent: int
+    window: int
+    state_entries: float | None = None
+
+    @classmethod
+    def of(cls, text_config: Any, state_entries: float | None = None) -> "KVLayers | None":
+        """The layers of this configuration; None if all are alike, or it has no list of them.
+
+        text_config: of the language model, as transformers or config.json has it. state_entries:
+        as the class has it.
+        """
+        if isinstance(text_config, Mapping):
+            text_config = SimpleNamespace(**text_config)
+        kinds = layer_kinds(text_config)
+        full = sum(map(is_full, kinds))
+        sliding = sum("sliding" in kind for kind in kinds)
+        others = [kind for kind in kinds if not is_full(kind) and "sliding" not in kind]
+        recurrent = sum(kind not in _NOTHING for kind in others) + kinds.count("hybrid")
+        if not full or (full == len(kinds) and not recurrent):
+            return None
+        window = getattr(text_config, "sliding_window", None) or 0
+        return cls(len(kinds), full, sliding, recurrent, window, state_entries)
+
+    def other_entries(self, prompt_len: int) -> float:
+        """What the others hold of such a prompt, in tokens of one layer; known states included."""
+        return self.sliding * min(prompt_len, self.window) + (self.state_entries or 0)
+
+    def share(self, prompt_len: int) -> float:
+        """The share of the KV of such a prompt that layers with full attention hold, in [0, 1]."""
+        own = self.full * prompt_len
+        return own / (own + self.other_entries(prompt_len))
+
+    def says(self, prompt_len: int, kept: float) -> str:
+        """The share in words, and what a policy saves that keeps the share `kept` of its entries.
+
+        kept: in [0, 1].
+        """
+        share = self.share(prompt_len)
+        words = (
+            f"full attention in {self.full} of {self.total} layers, which hold {share:.0%} of the "
+            f"KV of {prompt_len:,} tokens{self._left_out()}: "
+        )
+        if kept >= 1:
+            return words + f"a policy saves at most {share:.0%}"
+        return words + f"a policy that keeps {kept:.0%} there saves {share * (1 - kept):.0%} of it"
+
+    def bounds(self, lengths: Sequence[int]) -> str:
+        """What no policy saves more than, at each of these lengths of a prompt."""
+        shares = " and ".join(f"{self.share(each):.0%} at {each:,} tokens" for each in lengths)
+        return (
+            f"kept and read are of the {self.full} of {self.total} layers that have full "
+            f"attention. They hold {shares} of the model's KV{self._left_out()}: no policy saves "
+            "more."
+        )
+
+    def _left_out(self) -> str:
+        counted = not self.recurrent or self.state_entries is not None
+        return "" if counted else " (the states of the others are not counted)"
