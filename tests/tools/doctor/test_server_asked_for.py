@@ -112,6 +112,26 @@ def test_a_model_whose_attention_caps_its_logits(doctor, tmp_path: Path) -> None
         assert lines(asked("model", "flags"), "problem") == []
 
 
+def test_a_hybrid_says_what_share_of_its_kv_a_policy_can_save(doctor, tmp_path: Path) -> None:
+    write_config(
+        tmp_path,
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 2,
+        sliding_window=64,
+        head_dim=64,
+    )
+    policy = "snapkv:kv_rate=0.25,kv_floor=0"
+    asked = doctor(policy, model=tmp_path, serve_args=ON_CPU, prompt_len=1024, gpu_memory=8)
+    found = [each.says for each in asked("model", "flags", "policy")]
+    assert any(line.startswith("layout on 2 policy layers: ") for line in found)
+    # 2 x 1,024 entries against 6 x 64; a quarter of the first is kept.
+    assert any("in 2 of 8 layers, which hold 84% of the KV of 1,024" in line for line in found)
+    assert any("keeps 25% there saves 63% of it" in line for line in found)
+    # The pool counts the same: (2048 + 384) / (512 + 384).
+    assert any(f"{(2048 + 384) / (512 + 384):.2f}x" in line for line in found)
+
+
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's code of it imports that")
 def test_a_model_that_also_reads_images(doctor, tmp_path: Path) -> None:
     build(tmp_path, "qwen3_vl")
