@@ -25,8 +25,9 @@ POLICIES: list[Policy] = [
     Read(Retrieve(64), fastkv.Keep(kv_rate=0.5)),
 ]
 # A state adds up what a chunk of tokens left in it, in another order than transformers does.
-RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2", "nemotron_h")
-NAMES = ("gemma3_text", "gemma2", "gpt_oss", "qwen3_next", "granitemoehybrid", "lfm2")
+RECURRENT = ("granitemoehybrid", "lfm2")
+# The delta rule has no float32 kernel on a GPU: of Qwen3-Next only bits are compared.
+NAMES = ("gemma3_text", "gemma2", "gpt_oss", "granitemoehybrid", "lfm2")
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +41,7 @@ def test_parity_compiled(tmp_path: Path, name: str) -> None:
     model = hybrids.build(tmp_path / name, name)
     prompts = prompts_of((97, 33, 200, 5, 161, 64, 130, 250, 48, 500))
     policies = [POLICIES[i % len(POLICIES)] for i in range(len(prompts))]
-    options = (
-        EXACT
-        | delta_rule_of(name)
-        | {"block_size": 32, "max_model_len": 1024, "enable_prefix_caching": True}
-    )
+    options = EXACT | {"block_size": 32, "max_model_len": 1024, "enable_prefix_caching": True}
     with running(model, "full", config=room_for(POLICIES), **options) as engine:
         counts = count_graph_replays(engine)
         answers = ask(engine, prompts, policies, max_tokens=16)

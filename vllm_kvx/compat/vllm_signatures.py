@@ -41,7 +41,10 @@ CLASSES = {
         "vllm_kvx.cache.decode_fast_path:NoBlocks",
         "vllm_kvx.cache.kv_cache_specs:FirstStageAttentionSpec",
         "vllm_kvx.cache.kv_cache_specs:LaterStageAttentionSpec",
+        "vllm_kvx.cache.kv_cache_specs:SlidingStageSpec",
+        "vllm_kvx.cache.sliding_stage_manager:SlidingStageKVCacheManager",
         "vllm_kvx.worker.model_state:PolicyModelState",
+        "vllm_kvx.worker.model_state:PolicyHybridModelState",
     ),
     # The one that runs, too: the other's module may not be importable there.
     "worker": (
