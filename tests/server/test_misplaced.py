@@ -251,6 +251,7 @@ def test_given_twice(post: Any, post_stock: Any, path: str) -> None:
         ('"vllm_xargs": {"kv_policy": "speed-4", "kv_policy": "full"}', "kv_policy"),
         ('"vllm_xargs": {"kv_policy": "full", "kv_policy": null}', "kv_policy"),
         ('"kv_policy": "full", "kv_policy": "full"', "kv_policy"),
+        ('"vllm_xargs": {"kv\\u005fpolicy": "full", "kv_policy": "full"}', "kv_policy"),
         (
             '"sampling_params": {"extra_args": {"kv_policy": "full"}, "extra_args": {}}',
             "extra_args",
@@ -363,6 +364,16 @@ HAVE_MEDIA = [
     ("/v1/chat/completions", {"messages": [{"input_audio": {"data": "A"}}]}, "input_audio"),
     ("/v1/chat/completions/batch", {"messages": [PICTURE]}, "image_url"),
     ("/v1/responses", {"input": [{"type": "input_image", "image_url": "A"}]}, "input_image"),
+    (
+        "/v1/responses",
+        {"input": [{"type": "function_call_output", "output": [{"type": "input_image"}]}]},
+        "input_image",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"type": "text", "text": "", "uuid": "u", "image_url": {"url": "A"}}]},
+        "image_url",
+    ),
     ("/v1/messages", {"messages": [{"type": "image", "source": {}}]}, "image"),
     ("/v1/messages", {"messages": [{"type": "tool_result", "content": [PICTURE]}]}, "image_url"),
     ("/inference/v1/generate", {"content_parts": [PICTURE]}, "image_url"),

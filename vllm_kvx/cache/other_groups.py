@@ -84,6 +84,10 @@ def _keep_to_prompts(manager: SingleTypeKVCacheManager, requests: Mapping[str, R
         kv, prompt_len = requests.get(request.request_id), request.num_prompt_tokens
         if kv is not None and kv.policy.is_lossy_decode and num_tokens > prompt_len:
             num_tokens = prompt_len
+            # Mamba 2 may have kept a state of the answer, which would be published besides.
+            checkpoints = getattr(manager, "_checkpoints", {})
+            if checkpoints.get(request.request_id, (0,))[0] > prompt_len:
+                del checkpoints[request.request_id]
             done = manager.num_cached_block.get(request.request_id, 0)
             if done >= num_tokens // manager.block_size:
                 return

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from vllm_kvx.cache.group_size import blocks_per_token
 from vllm_kvx.cache.kv_cache_specs import (
@@ -67,10 +74,7 @@ class PoolTokens:
 
 
 def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) -> PoolTokens:
-    """Counts from the groups that vLLM formed, their padding included.
-
-    Groups of windows and states hold the same for any prompt that is long, and are left out.
-    """
+    """Counts of prompts of `prompt_len` tokens, from the groups that vLLM formed, with padding."""
     usable, groups = config.num_blocks - 1, policy_groups(config)
     num_layers = sum(len(group.layer_names) for group in groups)
     needed = blocks_per_token(
@@ -81,13 +85,24 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
     )
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     spec = groups[0].kv_cache_spec
-    block_size = spec.block_size
     # Stock pages have no sidecar.
     stock_blocks = usable
     if isinstance(spec, AttentionSpec):
         stock_blocks = usable * spec.page_size_bytes // spec.unpadded_page_size_bytes
+    beside = sum(
+        _blocks_beside(group.kv_cache_spec, prompt_len) for group in config.kv_cache_groups
+    )
+    of_stock = num_layers / (spec.block_size * group_layers)
     return PoolTokens(
         num_blocks=config.num_blocks,
-        policy=int(usable / needed),
-        stock=int(stock_blocks * block_size * group_layers / num_layers),
+        policy=int(usable / (needed + beside / prompt_len)),
+        stock=int(stock_blocks / (of_stock + beside / prompt_len)),
     )
+
+
+def _blocks_beside(spec: object, prompt_len: int) -> int:
+    """Blocks that a prompt holds in a KV group that is vLLM's own: of a window, or of states."""
+    if isinstance(spec, SlidingWindowSpec) and stage_of(spec)[0] == VLLMS_OWN:
+        return cdiv(min(prompt_len, spec.sliding_window), spec.block_size) + 1
+    # The state that runs, and the one before it.
+    return 2 if isinstance(spec, MambaSpec) else 0

@@ -27,10 +27,6 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-# Blocks of the first group tell for all, as do those of states, which count as its own: a prefix
-# that lost a block in one is lost in all.
-_GROUP = 0
-_SUFFIX = make_block_hash_with_group_id(BlockHash(b""), _GROUP)
 # Of the last answers that count, by how many the balance may lean to a side; and questions open.
 _MOST, _OPEN = 8, 256
 # Seconds without a prompt after which answers are outdated.
@@ -55,9 +51,17 @@ class Recency:
     Time is counted in prompts that began. It remembers as many lost blocks as the pool has.
     """
 
-    def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds, of which only differences count."""
+    def __init__(
+        self, pool: BlockPool, clock: Callable[[], float] = time.monotonic, group: int = 0
+    ) -> None:
+        """clock: seconds, of which only differences count.
+
+        group: the first KV group of the first stage. Its blocks tell for all, as do those of
+            states, which count as its own: a prefix that lost a block in one is lost in all.
+        """
         self._pool, self._now, self._clock, self._last = pool, 0, clock, clock()
+        self._group = group
+        self._suffix = make_block_hash_with_group_id(BlockHash(b""), group)
         # By key, in the order of use: those that were cached when last looked at, with their
         # blocks, and those that were not.
         self._cached: dict[BlockHashWithGroupId, tuple[int, KVCacheBlock]] = {}
@@ -133,7 +137,7 @@ class Recency:
     def _use_lost(self, hashes: Iterable[BlockHash]) -> None:
         lost, now = self._lost, self._now
         for each in hashes:
-            key = make_block_hash_with_group_id(each, _GROUP)
+            key = make_block_hash_with_group_id(each, self._group)
             # Those that this step computes have their names already: they are noted again if they
             # are kept.
             if key in lost:
@@ -148,7 +152,7 @@ class Recency:
             key = block.block_hash
             if key is None:
                 self._empty += block.ref_cnt == 0 and not block.is_null
-            elif key.endswith(_SUFFIX):
+            elif key.endswith(self._suffix):
                 cached.pop(key, None)
                 lost.pop(key, None)
                 cached[key] = now, block
@@ -172,7 +176,7 @@ class Recency:
         found: blocks before it, which the same request is about to use. needed: blocks that the
             request takes beside them, of all groups; as many empty ones leave nothing to evict.
         """
-        key = make_block_hash_with_group_id(block_hash, _GROUP)
+        key = make_block_hash_with_group_id(block_hash, self._group)
         before = self._lost.get(key)
         if before is None:
             if key not in self._cached:

@@ -72,7 +72,11 @@ class PrefixSharing:
         self.looked_up: dict[str, tuple[int, int]] = {}
         # By the same requests, see `Recency`.
         self._rivals: dict[str, Rivals | None] = {}
-        self.recency = Recency(self._pool) if self._is_on and settings.keeps_by_reuse else None
+        # Layers of other kinds may come first in the model, and so their groups.
+        self._first = next(m.kv_cache_group_id for m in self._managers if m.stage == 0)
+        self.recency: Recency | None = None
+        if self._is_on and settings.keeps_by_reuse:
+            self.recency = Recency(self._pool, group=self._first)
         self.states: StateCache | None = None
         if self._is_on and settings.shares and settings.layout.stash:
             rows = StateRows.of(kv_cache_manager.kv_cache_config, config)
@@ -255,7 +259,9 @@ class PrefixSharing:
         if layer is not None and self.states is not None:
             following += self.states.following(hashes, layer, num_blocks * self._block_size)
         # What is there, but not of use to this request, is not lost.
-        following = [each for each in following if not self._pool.get_cached_block(each, [0])]
+        following = [
+            each for each in following if not self._pool.get_cached_block(each, [self._first])
+        ]
         found = list(chain.from_iterable(hits))
         needed = self._peak_blocks(request, kvs) - len(found)
         each_rivals = (self.recency.too_late(each, found, needed) for each in following)

@@ -286,7 +286,8 @@ class LayerRanges:
                 out = self._run(edges, ids, positions)
             except Exception as error:
                 raise NoRanges(f"{name} does not run in {ranges}: {error!r}") from error
-        if _distance(out, whole) > _ROUNDING * _distance(whole, other):
+        # Not a number is no match either.
+        if not _distance(out, whole) <= _ROUNDING * _distance(whole, other):
             raise NoRanges(f"{name} makes other states of {ranges} than of all layers at once")
         (stream,) = _streams(1, (8, self.hidden_size), whole.dtype, device)
         for layer in projected:

@@ -18,6 +18,9 @@ def use_policy_model(model_config: "ModelConfig", build: "Build", in_segments: b
 
     Args:
         in_segments: whether it runs in passes over ranges of layers, see ``SegmentedModel``.
+
+    Raises:
+        ValueError: the model has a model state of its own, in whose place ours would be.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -30,6 +33,11 @@ def use_policy_model(model_config: "ModelConfig", build: "Build", in_segments: b
     if any(name.startswith(_ALIAS) for name in names):
         return
     stock, architecture = ModelRegistry.resolve_model_cls(names, model_config)
+    if hasattr(stock, "get_model_state_cls"):
+        raise ValueError(
+            f"{architecture} prepares inputs of its own in every step (get_model_state_cls), which "
+            "policies do not know: drop the KV policy, or serve another model"
+        )
     mixin = SegmentedModel if in_segments else HookedModel
     alias = f"{_ALIAS}{mixin.__name__.removesuffix('Model')}{architecture}"
     ModelRegistry.register_model(alias, type(alias, (mixin, stock), {}))

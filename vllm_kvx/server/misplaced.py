@@ -74,17 +74,22 @@ def given_twice(raw: bytes) -> str | None:
     Args:
         raw: the body, which is JSON.
     """
-    if _quoted(POLICY_KEY) not in raw or all(raw.count(_quoted(key)) < 2 for key in _LEADING):
+    is_plain = b"\\u" not in raw and b"\0" not in raw  # No letter is escaped, and it is UTF-8.
+    if is_plain and (
+        _quoted(POLICY_KEY) not in raw or all(raw.count(_quoted(key)) < 2 for key in _LEADING)
+    ):
         return None
     found: list[str] = []
+    named: list[str] = []
 
     def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
+        named.extend(key for key in keys if key == POLICY_KEY)
         found.extend(key for key in _LEADING if keys.count(key) > 1)
         return dict(pairs)
 
     json.loads(raw, object_pairs_hook=look)
-    return found[0] if found else None
+    return found[0] if found and named else None
 
 
 def _quoted(key: str) -> bytes:

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.quoting import quoted
+from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.refusal_reasons import Reason, RefusedError
 
 if TYPE_CHECKING:
@@ -19,16 +22,37 @@ _MEDIA = ("image", "audio", "video")
 _PARTS, _FEATURES = "content_parts", "features"
 # Keys of a body that hold messages, or parts of one.
 _HAVE_PARTS = ("messages", "input", _PARTS)
+# What has parts in a message: its own content, and what a tool put out.
+_CONTENTS = ("content", "output")
 # Lists of lists of messages, their parts, and those of a tool's result have half as many levels.
 _DEEPEST = 16
 
 
-def serve_text_alone(vllm_config: "VllmConfig") -> None:
-    """Makes a model of several modalities a text model, and says so in the log."""
-    multimodal = vllm_config.model_config.multimodal_config
-    if multimodal is None or multimodal.language_model_only:
+def ask_for_text_alone(engine_args: Any) -> bool:
+    """Sets --language-model-only where a policy but `full` is named; whether it was not set.
+
+    Before vLLM makes its configuration, much of which follows from it. Models of text ignore it.
+    """
+    config = engine_args.additional_config
+    names = [config.get(POLICY_KEY), *(config.get(LAYOUT_KEY) or ())]
+    if engine_args.language_model_only or all(map(_is_full, names)):
+        return False
+    engine_args.language_model_only = True
+    return True
+
+
+def _is_full(name: Any) -> bool:
+    """Whether a name is that of `full`, or of nothing that could be served."""
+    try:
+        return parse_policy(name).is_full
+    except (PolicyError, TypeError, AttributeError):
+        return True
+
+
+def say_text_alone(vllm_config: "VllmConfig") -> None:
+    """Says in the log that a model of several modalities is served as a text model."""
+    if not is_text_alone(vllm_config):
         return
-    multimodal.language_model_only = True
     from vllm.logger import init_logger
 
     init_logger("vllm.kvx").warning(
@@ -77,12 +101,14 @@ def _media_in(value: Any, is_part: bool, depth: int = 0) -> Iterator[str]:
     elif isinstance(value, dict):
         if is_part and (name := _medium(value)):
             yield name
-        yield from _media_in(value.get("content"), True, depth + 1)
+        for key in _CONTENTS:
+            yield from _media_in(value.get(key), True, depth + 1)
 
 
 def _medium(part: dict[str, Any]) -> str | None:
     """What a part calls its medium; None for text."""
     kind = part.get("type")
-    # vLLM also takes parts without a type, by their other key.
-    names = [kind] if isinstance(kind, str) else [name for name in part if part[name] is not None]
+    # vLLM also takes parts by another key than their type.
+    names = [kind] if isinstance(kind, str) else []
+    names += [name for name in part if part[name] is not None]
     return next((name for name in names if any(medium in name for medium in _MEDIA)), None)

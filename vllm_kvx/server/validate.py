@@ -27,7 +27,6 @@ from vllm_kvx.server.start_checks import (
     WITH_VALUE_NORMS,
 )
 from vllm_kvx.server.start_refusal import Refusal, applying, told
-from vllm_kvx.server.text_alone import serve_text_alone
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     if problems := told(rows) + others:
         raise _cannot_run(settings.policy, problems)
     if not settings.stock:
-        serve_text_alone(vllm_config)
         scheduler_config = vllm_config.scheduler_config
         scheduler_config.scheduler_cls = (
             ASYNC_SCHEDULER if scheduler_config.async_scheduling else SCHEDULER

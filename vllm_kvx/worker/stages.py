@@ -25,6 +25,12 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> l
             f"its configuration says {', '.join(map(str, layout.sliding)) or 'none'}: policies "
             "that propagate cannot run on it"
         )
+    if len(layout.stage_starts) > 1 and len(attention) != settings.num_layers:
+        raise ValueError(
+            f"{len(attention)} layers of this model have full attention, and its configuration "
+            f"says {settings.num_layers}: policies that divide layers, such as pyramidkv, cannot "
+            "run on it"
+        )
     others = [
         layer
         for layer in get_layers_from_vllm_config(config, Attention).values()

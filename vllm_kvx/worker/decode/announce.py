@@ -6,15 +6,17 @@ from vllm_kvx.ops.library import COMMAND
 from vllm_kvx.ops.retrieval.backends import Backends
 from vllm_kvx.ops.retrieval.costs import Begins
 from vllm_kvx.ops.retrieval.crossover import NEVER
-from vllm_kvx.policy.axes import Retrieve
+from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
 
 logger = init_logger("vllm.kvx.retrieval")
 
 
-def announce(policy: Retrieve, begins: Begins, backends: Backends, max_model_len: int) -> None:
+def announce(
+    policy: Retrieve, begins: Begins, backends: Backends, max_model_len: int, num_layers: int
+) -> None:
     """Logs what `policy` reads on this machine; warns if it reads every context whole.
 
-    begins: from where on it retrieves here. backends: the ops that run.
+    begins: from where on it retrieves here. backends: the ops that run. num_layers: policy layers.
     """
     shorter = ", and shorter ones whole" if begins.batch < NEVER else ""
     # A warning where faster ops could run, had they been built.
@@ -28,6 +30,12 @@ def announce(policy: Retrieve, begins: Begins, backends: Backends, max_model_len
         backends,
         backends.reason,
     )
+    if num_layers <= DENSE_LAYERS:
+        logger.warning(
+            "%s saves nothing on this model: it reads the first %d layers with full attention "
+            "whole, and there are %d",
+            *(policy, DENSE_LAYERS, num_layers),
+        )
     if begins.batch <= max_model_len:
         return
     build = (

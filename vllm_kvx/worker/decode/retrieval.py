@@ -117,7 +117,7 @@ class Retrieval:
             self.costs,
             max_reqs,
         )
-        announce(self.policy, self.begins, self.backends, model.max_model_len)
+        announce(self.policy, self.begins, self.backends, model.max_model_len, len(layers))
         self.sidecars = Sidecars(index, layers, max_reqs, self.backends.score == "torch", device)
         self.sampler = RecallSampler(settings.recall_every, device, num_policies)
         self.graph: Modes = (Mode.DENSE,) * num_stages
