@@ -142,6 +142,8 @@ class Shape:
         """The shape of a checkpoint, from its config.json."""
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         experts = Experts.of(config) or Experts(0, 0, 0)
+        kinds = config.get("layer_types") or []
+        slides = "sliding_attention" in kinds and "full_attention" in kinds
         return cls(
             model_type=config["model_type"],
             layers=config["num_hidden_layers"],
@@ -157,6 +159,8 @@ class Shape:
             expert_size=experts.size,
             shared_size=experts.shared,
             dense_layers=experts.dense_layers,
+            full_every=kinds.index("full_attention") + 1 if slides else 0,
+            window=config["sliding_window"] if slides else 0,
         )
 
     def as_dict(self) -> dict[str, Any]:
