@@ -115,7 +115,7 @@ def test_parity(tiny: Callable[..., Path], kind: str) -> None:
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's code of it imports that")
 @pytest.mark.usefixtures("no_segments", "dense_ops")
-@pytest.mark.parametrize("name", by_day(["qwen3_vl", "qwen2_5_vl"], {0}))
+@pytest.mark.parametrize("name", by_day(["qwen3_vl", "qwen2_5_vl"], ()))
 def test_parity_with_rows_of_positions(tmp_path: Path, name: str) -> None:
     """Compiled pieces read them as they lie in vLLM's own buffer."""
     kinds = [Speed(4), FULL, fastkv.Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.1)]

@@ -16,7 +16,12 @@ from vllm_kvx.plugin import with_request_checks
 def test_refused_under_a_policy_only(config: dict[str, str], refused: bool) -> None:
     from vllm.sampling_params import BeamSearchParams, SamplingParams
 
-    model_config = SimpleNamespace(get_total_num_hidden_layers=lambda: 8, served_model_name="beams")
+    model_config = SimpleNamespace(
+        get_total_num_hidden_layers=lambda: 8,
+        get_sliding_window=lambda: None,
+        is_hybrid=False,
+        served_model_name="beams",
+    )
     processor = SimpleNamespace(
         vllm_config=SimpleNamespace(additional_config=config, model_config=model_config)
     )

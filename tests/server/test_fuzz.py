@@ -282,7 +282,12 @@ good_config = st.fixed_dictionaries(
 def test_a_server_has_settings_or_does_not_start(config: Any) -> None:
     vllm_config: Any = SimpleNamespace(
         additional_config=config,
-        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS, max_model_len=512),
+        model_config=SimpleNamespace(
+            get_total_num_hidden_layers=lambda: LAYERS,
+            get_sliding_window=lambda: None,
+            is_hybrid=False,
+            max_model_len=512,
+        ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )
     try:

@@ -44,9 +44,13 @@ class Engine:
             model_config=SimpleNamespace(
                 served_model_name=model,
                 get_total_num_hidden_layers=lambda: 8,
+                get_sliding_window=lambda: None,
+                is_hybrid=False,
+                multimodal_config=None,
                 max_model_len=64,
                 model=directory,
                 revision=None,
+                hf_config=SimpleNamespace(architectures=None),
                 hf_text_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 8}),
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=32),

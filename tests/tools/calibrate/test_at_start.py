@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.records import answers as evaluations
+from vllm_kvx.records import evaluation as evaluations
 from vllm_kvx.records.folder import CacheFolderError, cache_problem, cache_root
 from vllm_kvx.records.layers import load
 from vllm_kvx.records.lock import Lock
