@@ -25,7 +25,8 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> l
             f"its configuration says {', '.join(map(str, layout.sliding)) or 'none'}: policies "
             "that propagate cannot run on it"
         )
-    if len(layout.stage_starts) > 1 and len(attention) != settings.num_layers:
+    divides = len(layout.stage_starts) > 1 and not layout.propagates
+    if divides and len(attention) != settings.num_layers:
         raise ValueError(
             f"{len(attention)} layers of this model have full attention, and its configuration "
             f"says {settings.num_layers}: policies that divide layers, such as pyramidkv, cannot "
