@@ -205,6 +205,7 @@ def _with_policy(original: _Function) -> _Function:
         from vllm_kvx.config.settings import policy_is_set
         from vllm_kvx.config.wording import worded
         from vllm_kvx.server.text_alone import ask_for_text_alone, say_text_alone
+        from vllm_kvx.server.validate import is_full_alone
 
         in_python = _is_of_python(*args, **kwargs)
         with refusing(), worded(in_python):
@@ -212,7 +213,7 @@ def _with_policy(original: _Function) -> _Function:
             if is_set:
                 check_version()
                 check_server()
-                was_set = ask_for_text_alone(self)
+                asks = not is_full_alone(self.additional_config) and ask_for_text_alone(self)
         vllm_config = original(self, *args, **kwargs)
         if not is_set:
             with _idle_on_untested():
@@ -226,7 +227,7 @@ def _with_policy(original: _Function) -> _Function:
         _has_policy = True
         with refusing(), worded(in_python):
             prepare_engine_config(vllm_config, in_python)
-        if was_set:
+        if asks:
             say_text_alone(vllm_config)
         if getattr(self, "_api_process_count", 1) > 1:
             # Further API servers are given these arguments: what was found need not be found again,

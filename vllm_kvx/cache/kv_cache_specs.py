@@ -5,8 +5,9 @@ gets groups of its own. Both have managers that allocate blocks by *stored* entr
 with vLLM when this module is imported, which unpickling a spec does in every process that needs it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -111,15 +112,12 @@ def sliding_stage_specs(sliding: Mapping[int, Attention], layout: Layout) -> Non
 
 
 def _slide(layer: Attention, stage: int, start: int) -> None:
-    stock = layer.get_kv_cache_spec
-
-    def get_kv_cache_spec(vllm_config: VllmConfig) -> KVCacheSpec:
-        spec = stock(vllm_config)
+    def slide(spec: KVCacheSpec) -> KVCacheSpec:
         assert type(spec) is SlidingWindowSpec, f"unexpected KV cache spec {spec}"
         values = {f.name: getattr(spec, f.name) for f in fields(SlidingWindowSpec)}
         return SlidingStageSpec(**values, stage=stage, start_layer=start)
 
-    layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
+    _change_spec(layer, slide)
 
 
 def policy_kv_cache_specs(
@@ -159,7 +157,7 @@ def policy_kv_cache_specs(
             _override_spec(layer, stage, start, offset % num_buckets, layout.sidecar)
 
     for layer in sliding:
-        _pad_spec(layer, layout.sidecar)
+        _change_spec(layer, partial(_with_room, sidecar=layout.sidecar))
 
 
 def page_shape(spec: AttentionSpec, sidecar: RetrievalLayout) -> PageShape:
@@ -175,18 +173,20 @@ def _with_room(spec: Any, sidecar: RetrievalLayout | None) -> Any:
     return replace(spec, page_size_padded=spec.page_size_bytes + room)
 
 
-def _pad_spec(layer: Attention, sidecar: RetrievalLayout | None) -> None:
+def _change_spec(layer: Attention, change: Callable[[Any], KVCacheSpec]) -> None:
+    """The layer asks vLLM for `change` of the spec that it would ask for."""
     stock = layer.get_kv_cache_spec
-    layer.get_kv_cache_spec = lambda config: _with_room(stock(config), sidecar)  # type: ignore
+
+    def get_kv_cache_spec(vllm_config: VllmConfig) -> KVCacheSpec:
+        return change(stock(vllm_config))
+
+    layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
 
 
 def _override_spec(
     layer: Attention, stage: int, start: int, bucket: int, sidecar: RetrievalLayout | None
 ) -> None:
-    stock = layer.get_kv_cache_spec
-
-    def get_kv_cache_spec(vllm_config: VllmConfig) -> KVCacheSpec:
-        spec = stock(vllm_config)
+    def of_stage(spec: KVCacheSpec) -> KVCacheSpec:
         assert type(spec) is FullAttentionSpec, f"unexpected KV cache spec {spec}"
         spec = _with_room(spec, sidecar)
         if stage == 0:
@@ -195,7 +195,7 @@ def _override_spec(
         values = {f.name: getattr(spec, f.name) for f in fields(AttentionSpec)}
         return LaterStageAttentionSpec(**values, stage=stage, start_layer=start, bucket=bucket)
 
-    layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
+    _change_spec(layer, of_stage)
 
 
 # The registry fills itself only while it is empty, so vLLM's own specs have to go in first.

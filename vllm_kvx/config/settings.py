@@ -206,8 +206,8 @@ class KVSettings:
         if settings.layout.propagates:
             layout = replace(settings.layout, sliding=sliding_layers(model))
             settings = replace(settings, layout=layout)
-        else:
-            settings = cls.of(config, num_policy_layers(model) or num_layers)
+        elif (count := num_policy_layers(model) or num_layers) != num_layers:
+            settings = cls.of(config, count)
         if not settings.layout.stash:
             if STASH_KEY in config:
                 raise ValueError(

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.quoting import quoted
-from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY
-from vllm_kvx.policy.parameters import PolicyError
-from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.refusal_reasons import Reason, RefusedError
 
 if TYPE_CHECKING:
@@ -29,24 +26,13 @@ _DEEPEST = 16
 
 
 def ask_for_text_alone(engine_args: Any) -> bool:
-    """Sets --language-model-only where a policy but `full` is named; whether it was not set.
+    """Sets --language-model-only; whether it was not set.
 
     Before vLLM makes its configuration, much of which follows from it. Models of text ignore it.
     """
-    config = engine_args.additional_config
-    names = [config.get(POLICY_KEY), *(config.get(LAYOUT_KEY) or ())]
-    if engine_args.language_model_only or all(map(_is_full, names)):
-        return False
+    was_set = bool(engine_args.language_model_only)
     engine_args.language_model_only = True
-    return True
-
-
-def _is_full(name: Any) -> bool:
-    """Whether a name is that of `full`, or of nothing that could be served."""
-    try:
-        return parse_policy(name).is_full
-    except (PolicyError, TypeError, AttributeError):
-        return True
+    return not was_set
 
 
 def say_text_alone(vllm_config: "VllmConfig") -> None:

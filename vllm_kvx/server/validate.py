@@ -59,7 +59,7 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
         return vllm_config
     identity = identity_of(vllm_config)
     rows = applying(ALWAYS, vllm_config)
-    if not _is_full_alone(config):
+    if not is_full_alone(config):
         rows += machinery_rows(vllm_config)
     known = list(rows)
     if any(part.unmeasured is not None for part in parts_of(config)):
@@ -107,7 +107,7 @@ def identity_of(vllm_config: "VllmConfig") -> ModelIdentity:
     return ModelIdentity(model.model, config, model.revision, dtype_of_engine(vllm_config))
 
 
-def _is_full_alone(config: Any) -> bool:
+def is_full_alone(config: Any) -> bool:
     """Whether all policies in ``additional_config`` are ``full``, or one does not parse."""
     names = config.get(LAYOUT_KEY, ())
     try:
