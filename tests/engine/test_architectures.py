@@ -5,7 +5,7 @@ pool. Models that vLLM runs by Transformers' own code have no ranges of layers: 
 retrieve.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,14 @@ from support.cpu_router import complete_cpu_router
 from support.engine import forget_ranks, running
 from support.expected import FULL, Policy, Read, Speed
 from support.nightly import by_day
-from support.parity import ask, assert_parity, room_for
+from support.parity import (
+    ask,
+    assert_parity,
+    assert_parity_and_again,
+    assert_parity_preempted,
+    in_turn,
+    room_for,
+)
 from support.prompts import prompts_of
 from support.transformers_backend import keep_transformers_classes
 
@@ -48,10 +55,6 @@ def policies_of(name: str) -> list[Policy]:
     return KEEPS + PROPAGATES
 
 
-def in_turn(policies: Sequence[Policy], count: int) -> list[Policy]:
-    return [policies[i % len(policies)] for i in range(count)]
-
-
 names = list(ZOO)
 every = by_day(names, {names.index(name) for name in DAILY})
 
@@ -77,44 +80,15 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", every)
 def test_parity(zoo: Callable[[str], Path], name: str) -> None:
-    """In chunks beside each other, and again with what their prompts left in the prefix cache."""
-    model, each = zoo(name), policies_of(name)
-    prompts, policies = prompts_of(LENGTHS), in_turn(each, len(LENGTHS))
-    with running(
-        model,
-        "full",
-        config=room_for(each),
-        enable_prefix_caching=True,
-        max_model_len=512,
-        max_num_seqs=16,
-    ) as engine:
-        answers = ask(engine, prompts, policies, max_tokens=6)
-        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
-        again = ask(engine, longer, policies, max_tokens=4)
-        engine.assert_idle()
-    assert any(answer.cached for answer in again)
-    assert_parity(model, [*answers, *again], policies * 2)
+    assert_parity_and_again(zoo(name), LENGTHS, policies_of(name))
 
 
 @pytest.mark.parametrize("name", by_day(names, {names.index("qwen3_moe")}))
 def test_preempted(zoo: Callable[[str], Path], name: str) -> None:
-    """A pool that is too small: prompts come in anew, and generated tokens after them."""
-    model, each = zoo(name), policies_of(name)
-    prompts = prompts_of((180, 150, 200, 170, 90, 129, 200, 155, 140))
-    policies = in_turn(each, len(prompts))
-    with running(
-        model,
-        "full",
-        config=room_for(each),
-        num_gpu_blocks_override=60,
-        max_model_len=384,
-        max_num_seqs=6,
-    ) as engine:
-        answers = ask(engine, prompts, policies, max_tokens=70)
-        assert engine.preempted, "the pool was meant to be too small"
-        engine.assert_idle()
     # In 70 steps retrieval meets near-ties that six have not: GPT-2's end at 74% of the tokens.
-    assert_parity(model, answers, policies, most=2, least=0.6)
+    least = 0.6 if name == "gpt2" else 0.8
+    options = {"num_gpu_blocks_override": 60, "max_model_len": 384, "max_num_seqs": 6}
+    assert_parity_preempted(zoo(name), policies_of(name), least=least, **options)
 
 
 def test_transformers_code_where_vllm_has_its_own(zoo: Callable[[str], Path]) -> None:

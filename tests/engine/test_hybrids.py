@@ -14,11 +14,12 @@ from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from support.cpu_hybrids import complete_cpu_hybrids
-from support.engine import running
 from support.expected import FULL, Policy, Read
 from support.nightly import by_day
-from support.parity import ask, assert_parity, room_for
-from support.prompts import prompts_of
+from support.parity import (
+    assert_parity_and_again,
+    assert_parity_preempted,
+)
 
 POLICIES: list[Policy] = [
     FULL,
@@ -55,40 +56,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", every)
 def test_parity(made: Callable[[str], Path], name: str) -> None:
-    """In chunks beside each other, and again with what their prompts left in the prefix cache."""
-    model, count = made(name), len(LENGTHS)
-    prompts, policies = prompts_of(LENGTHS), [POLICIES[i % len(POLICIES)] for i in range(count)]
-    with running(
-        model,
-        "full",
-        config=room_for(POLICIES),
-        enable_prefix_caching=True,
-        max_model_len=512,
-        max_num_seqs=16,
-    ) as engine:
-        answers = ask(engine, prompts, policies, max_tokens=6)
-        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
-        again = ask(engine, longer, policies, max_tokens=4)
-        engine.assert_idle()
-    assert any(answer.cached for answer in again)
-    assert_parity(model, [*answers, *again], policies * 2)
+    assert_parity_and_again(made(name), LENGTHS, POLICIES)
 
 
 @pytest.mark.parametrize("name", by_day(names, ()))
 def test_preempted(made: Callable[[str], Path], name: str) -> None:
-    """A pool that is too small: prompts come in anew, and generated tokens after them."""
-    model = made(name)
-    prompts = prompts_of((180, 150, 200, 170, 90, 129, 200, 155, 140))
-    policies = [POLICIES[i % len(POLICIES)] for i in range(len(prompts))]
-    with running(
-        model,
-        "full",
-        config=room_for(POLICIES),
-        num_gpu_blocks_override=66,
-        max_model_len=288,
-        max_num_seqs=6,
-    ) as engine:
-        answers = ask(engine, prompts, policies, max_tokens=70)
-        assert engine.preempted, "the pool was meant to be too small"
-        engine.assert_idle()
-    assert_parity(model, answers, policies, most=2)
+    options = {"num_gpu_blocks_override": 66, "max_model_len": 288, "max_num_seqs": 6}
+    assert_parity_preempted(made(name), POLICIES, **options)

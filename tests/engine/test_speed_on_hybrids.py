@@ -13,7 +13,7 @@ from support.cpu_hybrids import complete_cpu_hybrids
 from support.engine import running
 from support.expected import Policy, Speed
 from support.nightly import by_day
-from support.parity import ask, assert_parity, room_for
+from support.parity import ask, assert_parity, assert_parity_preempted, in_turn, room_for
 from support.prompts import prompts_of
 
 # By model, a cut with layers of both kinds on either side.
@@ -58,7 +58,7 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
     model, policies = made(name), policies_of(CUTS[name])
     lengths = (97, 200, 33, 161, 130, 250, 1, 2, 5, 41, 64, 96, 193)
     prompts = prompts_of(lengths)
-    each = [policies[i % len(policies)] for i in range(len(lengths))]
+    each = in_turn(policies, len(lengths))
     with running(
         model,
         "full",
@@ -76,19 +76,5 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
 
 @pytest.mark.parametrize("name", by_day(names, ()))
 def test_preempted(made: Callable[[str], Path], name: str) -> None:
-    """A pool that is too small: prompts come in anew, and generated tokens after them."""
-    model, policies = made(name), policies_of(CUTS[name])
-    prompts = prompts_of((180, 150, 200, 170, 90, 129, 200, 155, 140))
-    each = [policies[i % len(policies)] for i in range(len(prompts))]
-    with running(
-        model,
-        "full",
-        config=room_for(policies),
-        num_gpu_blocks_override=76,
-        max_model_len=288,
-        max_num_seqs=9,
-    ) as engine:
-        answers = ask(engine, prompts, each, max_tokens=70)
-        assert engine.preempted, "the pool was meant to be too small"
-        engine.assert_idle()
-    assert_parity(model, answers, each, most=2)
+    options = {"num_gpu_blocks_override": 76, "max_model_len": 288, "max_num_seqs": 9}
+    assert_parity_preempted(made(name), policies_of(CUTS[name]), **options)

@@ -16,7 +16,7 @@ from reference.wrappers import WRAPPERS, build
 from support.engine import greedy, running
 from support.expected import FULL, Policy, Read, Speed
 from support.nightly import by_day
-from support.parity import ask, assert_identical, assert_parity, room_for
+from support.parity import assert_identical, assert_parity_and_again
 from support.prompts import prompts_of
 
 pytestmark = pytest.mark.skipif(
@@ -56,22 +56,7 @@ every = pytest.mark.parametrize("name", by_day(NAMES, {NAMES.index("qwen3_vl")})
 
 @every
 def test_parity(wrapper: Callable[[str], Path], name: str) -> None:
-    """In chunks beside each other, and again with what their prompts left in the prefix cache."""
-    model, prompts = wrapper(name), prompts_of(LENGTHS)
-    with running(
-        model,
-        "full",
-        config=room_for(POLICIES),
-        enable_prefix_caching=True,
-        max_model_len=512,
-        max_num_seqs=16,
-    ) as engine:
-        answers = ask(engine, prompts, POLICIES, max_tokens=6)
-        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
-        again = ask(engine, longer, POLICIES, max_tokens=4)
-        engine.assert_idle()
-    assert any(answer.cached for answer in again)
-    assert_parity(model, [*answers, *again], POLICIES * 2)
+    assert_parity_and_again(wrapper(name), LENGTHS, POLICIES)
 
 
 @every

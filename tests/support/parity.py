@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from support.engine import Answer, Engine
+from support.engine import Answer, Engine, running
 from support.expected import Expected, Policy, Read, expect, load, named
+from support.prompts import prompts_of
 
 # Rounding of float32 logprobs by two implementations.
 ATOL = 1e-4
@@ -23,6 +24,49 @@ def ask(
 ) -> list[Answer]:
     """Each prompt's answer under its policy, given to the engine at once."""
     return engine.generate(prompts, policies=[named(policy) for policy in policies], **kw)
+
+
+def in_turn(policies: Sequence[Policy], count: int) -> list[Policy]:
+    """The first `count` of the policies, over and over."""
+    return [policies[i % len(policies)] for i in range(count)]
+
+
+def assert_parity_and_again(model: Any, lengths: Sequence[int], policies: Sequence[Policy]) -> None:
+    """In chunks beside each other, and again with what their prompts left in the prefix cache.
+
+    lengths: of the prompts, which take the policies in turn.
+    """
+    prompts, each = prompts_of(lengths), in_turn(policies, len(lengths))
+    with running(
+        model,
+        "full",
+        config=room_for(policies),
+        enable_prefix_caching=True,
+        max_model_len=512,
+        max_num_seqs=16,
+    ) as engine:
+        answers = ask(engine, prompts, each, max_tokens=6)
+        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
+        again = ask(engine, longer, each, max_tokens=4)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert_parity(model, [*answers, *again], each * 2)
+
+
+def assert_parity_preempted(
+    model: Any, policies: Sequence[Policy], *, least: float = 0.8, **options: Any
+) -> None:
+    """A pool that is too small: prompts come in anew, and generated tokens after them.
+
+    least: see `assert_parity`. options: of the engine, its blocks among them.
+    """
+    prompts = prompts_of((180, 150, 200, 170, 90, 129, 200, 155, 140))
+    each = in_turn(policies, len(prompts))
+    with running(model, "full", config=room_for(policies), **options) as engine:
+        answers = ask(engine, prompts, each, max_tokens=70)
+        assert engine.preempted, "the pool was meant to be too small"
+        engine.assert_idle()
+    assert_parity(model, answers, each, most=2, least=least)
 
 
 def assert_parity(
