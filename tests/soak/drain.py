@@ -6,11 +6,12 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import httpx
 
 from benchmarks.common.server import log_tail
-from soak.client import ask, body, run_alone, samples, short_turn, tree
+from soak.client import ask, body, run_alone, short_turn, tree
 from soak.plan import Comparison
 
 SEED = 4
@@ -49,32 +50,32 @@ def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
     pids = tree(url)
     with httpx.Client(base_url=url, timeout=100) as http, ThreadPoolExecutor(3) as pool:
         run_alone(http, [[turn] for turn in turns])
-        answers = [pool.submit(ask, http, turn) for turn in turns]
-        end = time.monotonic() + 60
-        while samples(http, "vllm:num_requests_running") < len(turns):
-            assert time.monotonic() < end, log_tail(log)
-            time.sleep(0.05)
+        starts = [Event() for _ in turns]
+        answers = [pool.submit(ask, http, *pair) for pair in zip(turns, starts, strict=True)]
+        for answer, began in zip(answers, starts, strict=True):
+            while not began.wait(0.05):
+                assert not answer.done(), (answer.exception(), log_tail(log))
         os.kill(pids[0], signal.SIGTERM)
-        began = time.monotonic()
+        asked_to_end = time.monotonic()
         while is_answered(http):
             assert not all(answer.done() for answer in answers), "new requests are answered"
-        streaming = sum(not answer.done() for answer in answers)
+        num_streaming = sum(not answer.done() for answer in answers)
         compared = Comparison()
         for turn, answer in zip(turns, answers, strict=True):
             tokens = answer.result()
             assert tokens is not None and len(tokens) == turn.max_tokens, log_tail(log)
             compared.add(turn, tokens)
-    end = began + DRAIN_S
+    end = asked_to_end + DRAIN_S
     while tree(url):
         assert time.monotonic() < end, f"the server stays: {log_tail(log)}"
         time.sleep(0.2)
-    assert streaming, "every answer was there before the signal: nothing was shown"
+    assert num_streaming, "every answer was there before the signal: nothing was shown"
     assert not compared.mismatches, "\n".join(compared.mismatches)
     return {
         "streams": len(turns),
-        "streaming_at_sigterm": streaming,
+        "streaming_at_sigterm": num_streaming,
         "equal": compared.equal,
         "near_ties": compared.near_ties,
         "mismatches": len(compared.mismatches),
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(time.monotonic() - asked_to_end),
     }
