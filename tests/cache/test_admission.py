@@ -25,7 +25,9 @@ def admission(stash_tokens: int = 1024, **config: Any) -> PromptAdmission:
 
 
 def add(to: PromptAdmission, name: str, length: int, policy: str = FASTKV) -> Any:
-    request = SimpleNamespace(request_id=name, num_prompt_tokens=length, num_computed_tokens=0)
+    request = SimpleNamespace(
+        request_id=name, num_prompt_tokens=length, num_tokens=length, num_computed_tokens=0
+    )
     settings = KVSettings.of({"kv_policy": policy}, num_layers=8)
     to.add_request(request, settings.policy, changes=policy != "full")
     return request
@@ -62,7 +64,9 @@ def test_a_chunk_ends_where_entries_take_the_slots_of_others(
     start: int, tokens: int, expected: int
 ) -> None:
     one = admission()
-    request = SimpleNamespace(request_id="a", num_prompt_tokens=200, num_computed_tokens=0)
+    request = SimpleNamespace(
+        request_id="a", num_prompt_tokens=200, num_tokens=200, num_computed_tokens=0
+    )
     policy = KVSettings.of({"kv_policy": "speed-4:tail=5"}, num_layers=8).policy
     one.add_request(request, policy, changes=True, turn=195)  # type: ignore[arg-type]
     assert one.clip(request, start, tokens) == expected  # type: ignore[arg-type]
@@ -222,7 +226,9 @@ def test_a_first_chunk_waits_for_no_window(policy: str) -> None:
         assert one.clip(add(one, str(number), 20, "snapkv:kv_floor=0"), 12, 3) == 3
     settings = KVSettings.of({"kv_policy": policy}, num_layers=8)
     for length in range(1, 20):
-        request = SimpleNamespace(request_id=f"of {length}", num_prompt_tokens=length)
+        request = SimpleNamespace(
+            request_id=f"of {length}", num_prompt_tokens=length, num_tokens=length
+        )
         storages = [storage_of(settings.policy, length, start, 4, 8) for start in (0, 4)]
         one.add_request(request, settings.policy, any(s.changes for s in storages))  # type: ignore[arg-type]
         assert one.clip(request, 0, 1) == 1  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from reference import (
+    after,
     criticalkv,
     fastkv,
     fier,
@@ -24,6 +25,7 @@ from reference import (
     structsnap,
     swiftkv,
 )
+from reference.after import After
 from reference.criticalkv import Critical
 from reference.fastkv import Keep, KeptResult
 from reference.fier import ReadResult, Retrieve
@@ -97,6 +99,7 @@ Policy = (
     | Filter
     | StructSnap
     | Critical
+    | After
     | Swift
     | Alone
 )
@@ -248,6 +251,10 @@ def _critical_name(policy: Critical) -> str:
     return f"fastkv:{propagates},{scored}+{retains}"
 
 
+def _after_name(policy: After) -> str:
+    return f"{named(policy.keep)},after={policy.after}"
+
+
 def _filter_name(policy: Filter) -> str:
     return (
         f"gemfilter:layer={policy.layer},rate={policy.rate},window={policy.window},"
@@ -314,6 +321,7 @@ _REFERENCES: dict[type, Reference] = {
     Read: Reference(_score_read, _read_name),
     Pyramid: Reference(pyramidkv.score, _pyramid_name, SALIENCY_TIE),
     Critical: Reference(criticalkv.score, _critical_name, SALIENCY_TIE),
+    After: Reference(after.score, _after_name, SALIENCY_TIE),
     Norm: Reference(knorm.score, lambda policy: f"knorm:{_budget(policy)}", NORM_TIE),
     Filter: Reference(gemfilter.score, _filter_name, SALIENCY_TIE),
     Alone: Reference(

@@ -20,11 +20,14 @@ logger = init_logger("vllm.kvx.scheduler")
 # of every layer meanwhile. It happens where less than a window is left of a step's budget, and to
 # every prompt where chunks are shorter than the window; the others wait then.
 SPLIT_WINDOWS = 4
+# The same where retention waits for generated tokens: each of them is a step, in which many run.
+GENERATED_WINDOWS = 32
 
 
-def num_split_windows(config: SchedulerConfig) -> int:
-    """Room for windows that are spread over chunks, on scheduler and worker alike."""
-    return min(SPLIT_WINDOWS, config.max_num_seqs)
+def num_split_windows(settings: KVSettings, config: SchedulerConfig) -> int:
+    """Room for windows that are spread over steps, on scheduler and worker alike."""
+    waits = any(policy.num_generated for policy in settings.policies)
+    return min(GENERATED_WINDOWS if waits else SPLIT_WINDOWS, config.max_num_seqs)
 
 
 def in_both(coming: Collection[str], scheduled: Collection[str]) -> list[str]:
@@ -36,7 +39,10 @@ def in_both(coming: Collection[str], scheduled: Collection[str]) -> list[str]:
 
 @dataclass
 class _Prompt:
-    """A prompt that scores keys or changes what it stores when it is in."""
+    """A prompt that scores keys or changes what it stores when it is in.
+
+    length: with the generated tokens that it waits for. window: the last of these.
+    """
 
     length: int
     window: int
@@ -51,10 +57,11 @@ class PromptAdmission:
 
     A chunk ends at the end of the prompt, if it reaches it: there entries go. So does one that
     reaches a position from which on entries take the slots of others. It does not end
-    within the window if it can end before, so that the window's queries are in one chunk. Where
-    the selected tokens take several passes through the later stages, the window is a chunk of its
-    own: else these passes would come on top of a chunk as long as any other, and running requests
-    would wait for both.
+    within the window if it can end before, so that the window's queries are in one chunk; where
+    retention waits for generated tokens, it ends with these, and is spread over steps. Where the
+    selected tokens take several passes through the later stages, the window is a chunk of its own:
+    else these passes would come on top of a chunk as long as any other, and running requests would
+    wait for both.
 
     A prompt begins when the stash has room for all of it. vLLM asks for every waiting request in
     the order of its queue. One that has to wait is passed over, and those behind it that need no
@@ -71,7 +78,7 @@ class PromptAdmission:
         self.num_layers = settings.num_layers
         self.max_tokens = config.max_num_batched_tokens
         self.free_pages = stash_pages(settings.stash_tokens)
-        self.free_windows = num_split_windows(config)
+        self.free_windows = num_split_windows(settings, config)
         self._prompts: dict[str, _Prompt] = {}
         self.coming: dict[str, Request] = {}
         self._pages: dict[str, int] = {}
@@ -102,6 +109,7 @@ class PromptAdmission:
             propagated = selection.count if selection.online is None else length
         if policy.retain is not None and isinstance(policy.retain.keeps_by, ScoreSpec):
             window = max(window, policy.retain.keeps_by.window)
+        length += policy.num_generated
         if changes:
             self._prompts[request.request_id] = _Prompt(
                 length, min(window, length), pages, propagated > self.max_tokens, turn
@@ -159,10 +167,10 @@ class PromptAdmission:
         if prompt.needs_passes and start < window_start:
             return min(end, window_start) - start
         if window_start < end < prompt.length:
-            if start < window_start:
-                end = window_start
-            elif not self._may_split(request.request_id):
-                return 0
+            # What is generated takes steps of its own: the window cannot be in one chunk.
+            must_split = start >= window_start or end >= request.num_tokens
+            if not (must_split and self._may_split(request.request_id)):
+                end = max(window_start, start)
         return end - start
 
     def may_end(self, request: Request, end: int) -> bool:

@@ -43,10 +43,13 @@ def blocks_per_token(
 ) -> float:
     """KV blocks that a token of a prompt of `prompt_len` tokens takes under `policy`, on average.
 
+    Once what it drops is dropped.
+
     groups: first layer of the stage, and tokens of a block, of every KV group.
     """
+    settled = prompt_len + policy.num_generated
     return sum(
-        stored_len(policy, prompt_len, prompt_len, start, size, num_layers) / prompt_len / size
+        stored_len(policy, prompt_len, settled, start, size, num_layers) / prompt_len / size
         for start, size in groups
     )
 

@@ -196,17 +196,17 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         """
         kept = self._num_kept(kv)
         if everything:
-            # Not the prompt's last block if it is partly filled: nobody else can read it.
-            return range(min(kept, kv.storage.prompt_len // self.block_size))
+            # Not the last block if it is partly filled: nobody else can read it.
+            return range(min(kept, kv.storage.settles_at // self.block_size))
         return [place for place, is_shared in enumerate(shared[:kept]) if is_shared]
 
     def num_blocks_to_end(self, request_id: str) -> int:
-        """New blocks that bring a running request to the end of its prompt, and compact it there.
+        """New blocks that bring a running request to where it is compacted, and for doing so.
 
         Not those that keep the prompt in the cache.
         """
         kv, blocks = self.requests[request_id], self.req_to_blocks.get(request_id, ())
-        length = kv.storage.prompt_len
+        length = kv.storage.settles_at
         count = max(self._required_blocks(kv, length) - len(blocks), 0)
         if kv.compacts_at(length):
             count += len(self._places(kv, [block.ref_cnt > 1 for block in blocks], False))

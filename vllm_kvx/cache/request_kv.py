@@ -79,7 +79,7 @@ class RequestKV:
         """Whether the step that brings it to `num_tokens` moves what stays to other slots."""
         if self.is_compact or self.by_block or not self.storage.compacts:
             return False
-        return num_tokens >= self.storage.prompt_len
+        return num_tokens >= self.storage.settles_at
 
 
 def anchor_hash(token_ids: Sequence[int], salt: str | None) -> BlockHash:

@@ -27,13 +27,13 @@ class StepRoom:
         self._num_groups = len(kv_cache_manager.kv_cache_config.kv_cache_groups)
 
     def choose(self, request: Request, end: int, running: Sequence[Request]) -> None:
-        """Decides whether a prompt that comes in with this step stays in the cache.
+        """Decides whether a prompt that is compacted in this step stays in the cache.
 
         That takes new blocks for what retention keeps, until the step after frees the prompt's. It
         must not preempt anyone: there has to be room beside it for all that requests which run may
         take in this step, prompts that end in it included.
         """
-        if not self._is_on or end != request.num_prompt_tokens:
+        if not self._is_on or end != self._settles_at(request):
             return
         kvs = [manager.requests[request.request_id] for manager in self._managers]
         moving = [kv for kv in kvs if kv.reads and kv.compacts_at(end)]
@@ -44,7 +44,7 @@ class StepRoom:
         needed += sum(cdiv(kv.storage.kept, self._block_size) for kv in moving)
         ending = [request.request_id]
         for other in running:
-            left = other.num_prompt_tokens - other.num_computed_tokens
+            left = self._settles_at(other) - other.num_computed_tokens
             if other is not request and 0 < left <= self._max_tokens:
                 ending.append(other.request_id)
         needed += sum(m.num_blocks_to_end(name) for m in self._managers for name in ending)
@@ -59,7 +59,7 @@ class StepRoom:
         these have to be copied, and where the pool has no room for that, somebody would be
         preempted.
         """
-        if not self._is_on or end != request.num_prompt_tokens:
+        if not self._is_on or end != self._settles_at(request):
             return False
         if request.status != RequestStatus.RUNNING:  # Others are not admitted without room.
             return False
@@ -71,3 +71,8 @@ class StepRoom:
         needed = self._num_groups * len(running)
         needed += sum(manager.num_blocks_to_end(name) for manager in self._managers)
         return needed > self._pool.get_num_free_blocks()
+
+    def _settles_at(self, request: Request) -> int:
+        """The tokens with which the request is compacted, if it is: see ``Storage``."""
+        kvs = (manager.requests[request.request_id] for manager in self._managers)
+        return max(kv.storage.settles_at for kv in kvs)

@@ -33,8 +33,8 @@ class ScoreSpec:
     """How a layer's keys are scored once the prompt is in.
 
     family: the row of ``scores/table.py`` that computes the scores.
-    window: last prompt tokens; their queries score the keys, and they always stay. 0 for a family
-        that asks no query.
+    window: last tokens; their queries score the keys, and they always stay. 0 for a family that
+        asks no query.
     kernel: width of the max-pooling over neighbouring keys; 1 does not pool.
     over_heads: whether the scores of all heads are summed to one for the layer; otherwise every KV
         head has its own.
@@ -42,6 +42,7 @@ class ScoreSpec:
         (StructKV Eq. 3); None takes each layer by itself.
     needs_value_norms: whether the family asks for norms of projected values, for which the server
         holds factors of the output projections.
+    generated: how many of the window are generated tokens; the keys are scored once these are in.
     """
 
     family: str
@@ -50,6 +51,7 @@ class ScoreSpec:
     over_heads: bool = False
     decay: float | None = None
     needs_value_norms: bool = False
+    generated: int = 0
 
 
 @dataclass(frozen=True)
@@ -323,6 +325,12 @@ class Retain(Method, ABC):
     @property
     def unit(self) -> Literal["entry", "block"]:
         return "entry"
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens that it waits for; 0 where entries go when the prompt is in."""
+        by = self.keeps_by
+        return by.generated if isinstance(by, ScoreSpec) else 0
 
     def stages(self, num_layers: int) -> tuple[int, ...]:
         """The layers where another KV group has to begin, since counts differ from there on.

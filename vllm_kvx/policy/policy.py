@@ -88,6 +88,11 @@ class KVPolicy:
     def check_composition(self) -> None:
         """Raise PolicyError if its methods cannot work together."""
         propagate, retain = self.propagate, self.retain
+        if self.num_generated and len(self.parts) > 1:
+            raise PolicyError(
+                f"{retain} waits for generated tokens, and was never tested beside another method: "
+                "leave out after=, or the other method"
+            )
         if propagate is None:
             return
         if retain is not None:
@@ -106,6 +111,11 @@ class KVPolicy:
     def shared_prefix(self) -> SharedPrefix | None:
         """How requests that skip layers by position share a prefix; None if they cannot."""
         return None if self.propagate is None else self.propagate.shared_prefix
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens that retention waits for; 0 where entries go when the prompt is in."""
+        return 0 if self.retain is None else self.retain.num_generated
 
     def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
         """Which tokens of such a prompt are chosen by score; None if it is not by score."""

@@ -27,17 +27,17 @@ STASH_PAGE = 64
 class Storage:
     """What one stage stores of one request, before and after its prompt is in.
 
-    prompt_len: N.
-    prefill: the gap until position N - 1 is computed.
+    settles_at: N, the prompt's tokens; and with them those generated ones that retention waits for.
+    prefill: the gap until the last of these is computed.
     rows: entries at the end of the step that computes it, before retention; the most ever held
-        of the prompt.
-    decode: the gap from then on. Positions below N have no slot of their own any more if it
+        of them.
+    decode: the gap from then on. Positions below it have no slot of their own any more if it
         differs from `prefill`: the entries that stayed are the first `kept` ones.
     turn: where it is not the end of the prompt, the position from which on `decode` is in force.
         No step may cross it. Entries from there on take the slots of those before it.
     """
 
-    prompt_len: int
+    settles_at: int
     prefill: Gap = NO_GAP
     rows: int = 0
     decode: Gap = NO_GAP
@@ -45,22 +45,22 @@ class Storage:
 
     @property
     def kept(self) -> int:
-        """Entries of the prompt that stay."""
-        return self.prompt_len - self.decode.size
+        """Entries of these tokens that stay."""
+        return self.settles_at - self.decode.size
 
     @property
     def changes(self) -> bool:
-        """True if entries appear or go when the prompt is in: then no step may cross its end."""
+        """True if entries appear or go with the last of them: then no step may cross it."""
         return self.prefill != self.decode
 
     @property
     def compacts(self) -> bool:
-        """True if entries go when the prompt is in."""
+        """True if entries go with the last of them."""
         return self.kept < self.rows
 
     def stored_len(self, logical_len: int) -> int:
         """Entries once `logical_len` tokens are computed and retention has run."""
-        is_before = logical_len < self.prompt_len if self.turn is None else logical_len <= self.turn
+        is_before = logical_len < self.settles_at if self.turn is None else logical_len <= self.turn
         return (self.prefill if is_before else self.decode).stored_len(logical_len)
 
     def peak_len(self, logical_len: int) -> int:
@@ -68,7 +68,7 @@ class Storage:
         stored = self.stored_len(logical_len)
         if self.turn is not None:
             return max(stored, self.prefill.stored_len(min(logical_len, self.turn)))
-        return stored if logical_len < self.prompt_len else max(stored, self.rows)
+        return stored if logical_len < self.settles_at else max(stored, self.rows)
 
 
 def storage_of(
@@ -86,7 +86,7 @@ def storage_of(
     A gap by position stays as it is, and retention leaves it alone. Layers that chosen tokens run,
     if they are known, store those: above the choice all at once when the prompt is in; where the
     tokens run again, in the place of all. Retention keeps some of what a layer computed: entries,
-    or whole blocks of `block_size`.
+    or whole blocks of `block_size`; and all of the generated tokens that it waits for.
     """
     if slides:
         return _of_windows(policy, prompt_len, layer)
@@ -105,7 +105,8 @@ def storage_of(
         kept = policy.retain.kept(prompt_len, rows, layer, block_size, num_layers)
     if kept == prompt_len:
         return Storage(prompt_len, gap, peak, NO_GAP)
-    return Storage(prompt_len, gap, peak, Gap(kept, prompt_len - kept))
+    more = policy.num_generated
+    return Storage(prompt_len + more, gap, peak + more, Gap(kept, prompt_len - kept))
 
 
 def _of_windows(policy: KVPolicy, prompt_len: int, layer: int) -> Storage:

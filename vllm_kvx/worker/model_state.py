@@ -77,7 +77,7 @@ class PolicyModelState(DefaultModelState):
         self.stage_segments = [self.cuts.segment_of(stage.start) for stage in layout.stages]
         stages = set_specs(self.hooked, vllm_config, settings)
         self.hooks = LayerHooks(self.hooked, stages, dtype, layout)
-        num_windows = num_split_windows(vllm_config.scheduler_config)
+        num_windows = num_split_windows(settings, vllm_config.scheduler_config)
         policies = settings.counted_policies()
         sizes = [stages.count(stage) for stage in range(len(self.starts))]
         self.stats = PolicyStats(sizes, policies, len(self.hooks.names))

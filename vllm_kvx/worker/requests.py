@@ -226,7 +226,7 @@ class Requests:
             if prompt is None:
                 continue
             chunk = PromptChunk(prompt, i, int(begins[i]), int(ends[i]))
-            assert chunk.end <= prompt.prompt_len, "a chunk crosses the end of its prompt"
+            assert chunk.end <= prompt.settles_at, "a chunk crosses the end of its prompt"
             if chunk.splits_window and prompt.slot is None:
                 prompt.slot = self.free_windows.pop()
             chunks.append(chunk)

@@ -125,13 +125,13 @@ class PolicyStats:
         pivots = self.pivots.setdefault(row, {})
         pivots[pivot] = pivots.get(pivot, 0) + 1
         # All its tokens took the layers up to there, the lowest of which are counted already.
-        more = prompt.prompt_len * (pivot - selection.online.lowest)
+        more = prompt.settles_at * (pivot - selection.online.lowest)
         more += selection.count * above
         self.layer_tokens_computed[row] += more
         self.layer_tokens_skipped[row] += max(prompt.skipped - more, 0)
         self.tokens_propagated[row] += selection.count
         # `_add_prompt` took every layer for one that computed all.
-        self.entries_spared[row] += (prompt.prompt_len - selection.count) * above
+        self.entries_spared[row] += (prompt.settles_at - selection.count) * above
 
     def add_retrieval_step(self, step: Step, requests: Requests, unit: int) -> None:
         """Adds what a step's decode tokens retrieve. unit: tokens that are read together."""

@@ -45,7 +45,7 @@ def _by_policy(state: PolicyModelState) -> dict[str, dict[str, Any]]:
     stashed: dict[int, int] = {}
     for prompt in state.requests.prompts.values() if stash is not None else ():
         if prompt.waits:
-            tokens = stash_pages(prompt.prompt_len) * STASH_PAGE
+            tokens = stash_pages(prompt.settles_at) * STASH_PAGE
             stashed[prompt.stats_row] = stashed.get(prompt.stats_row, 0) + tokens
     policies = state.stats.as_dict()
     for name, row in state.stats.policies.names:

@@ -74,7 +74,9 @@ def plan_step(
     counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
     starts, sizes = requests.gaps(indices)
     ends = begins + counts
-    if not batch.has_prefill and batch.num_tokens == batch.num_reqs:
+    is_decode = not batch.has_prefill and batch.num_tokens == batch.num_reqs
+    # Retention may wait for generated tokens.
+    if is_decode and not requests.has_prompt(indices):
         # Past its prompt a request is past its gaps, and its one row runs every segment.
         rows: list[SegmentRows | None] = [None] * len(requests.row_starts)
         gaps = starts, sizes

@@ -20,7 +20,8 @@ class CriticalKV(SnapKV):
     as much work as the projection of the whole prompt for each query head. Here it is the L2 norm,
     which a factor of D x D weights gives exactly: see ``ops/prompt/value_norms.py``.
 
-    Its parameters are SnapKV's, with its defaults: kv_rate, kv_budget, kv_floor, window, kernel.
+    Its parameters are SnapKV's, with its defaults: kv_rate, kv_budget, kv_floor, window, kernel,
+    after.
     """
 
     name: ClassVar[str] = "criticalkv"
@@ -31,5 +32,9 @@ class CriticalKV(SnapKV):
     @property
     def keeps_by(self) -> ScoreSpec:
         return ScoreSpec(
-            "value_weighted_attention", self.window, self.kernel, needs_value_norms=True
+            "value_weighted_attention",
+            self.window + self.after,
+            self.kernel,
+            needs_value_norms=True,
+            generated=self.after,
         )

@@ -14,7 +14,7 @@ from vllm_kvx.policy.axes import (
     check_layer,
 )
 from vllm_kvx.policy.measurement import Measurement
-from vllm_kvx.policy.methods.snapkv import SnapKV, floor_of, set_own_floor
+from vllm_kvx.policy.methods.snapkv import RetainByWindow, floor_of, set_own_floor
 from vllm_kvx.policy.parameters import (
     PolicyError,
     choice,
@@ -26,7 +26,7 @@ from vllm_kvx.policy.parameters import (
 
 
 @dataclass(frozen=True)
-class FastKV(Propagate, SnapKV):
+class FastKV(Propagate, RetainByWindow):
     """FastKV: token-selective propagation (TSP) and KV retention (Jo et al.).
 
     Layers 0..tsp_layer process all N prompt tokens, later layers the `max(int(N * tsp_rate),

@@ -1,5 +1,6 @@
 """SnapKV: retain what the last prompt queries attend to."""
 
+from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,11 +22,8 @@ MAX_KERNEL = 127
 
 
 @dataclass(frozen=True)
-class SnapKV(Retain):
-    """SnapKV (arXiv 2404.14469) with FastKV's estimator: FastKV without propagation.
-
-    Each layer and KV head keeps the window and the prompt entries with the highest saliency to it:
-    `cap = max(int(N * kv_rate), kv_floor, window)` entries of N in all.
+class RetainByWindow(Retain, ABC):
+    """What the prompt's last queries attend to stays, by a rate or a budget.
 
     kv_rate: share of the prompt's entries that stay, in (0, 1] (default 0.1; 1 keeps all).
     kv_budget: the same in tokens, at least `window`, instead of a rate (default: not given).
@@ -36,9 +34,6 @@ class SnapKV(Retain):
     kernel: width in tokens of the max-pooling over scores, odd (default 7, at most 127).
     """
 
-    name: ClassVar[str] = "snapkv"
-    summary: ClassVar[str] = "what the prompt's last queries attend to stays"
-    paper: ClassVar[str] = "arXiv 2404.14469"
     saves: ClassVar[tuple[str, ...]] = (KV_MEMORY, DECODE_READS)
 
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
@@ -66,6 +61,39 @@ class SnapKV(Retain):
 
     def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
         return min(self.cap(prompt_len), rows)
+
+
+@dataclass(frozen=True)
+class SnapKV(RetainByWindow):
+    """SnapKV (arXiv 2404.14469) with FastKV's estimator: FastKV without propagation.
+
+    Each layer and KV head keeps the window and the prompt entries with the highest saliency to it:
+    `cap = max(int(N * kv_rate), kv_floor, window)` entries of N in all, or kv_budget. Scores are
+    pooled over `kernel` neighbours.
+
+    after: generated tokens whose queries score the keys too. Until they are in, every entry of the
+        prompt stays; they themselves always stay (default 0; at most 64 with the window).
+    """
+
+    name: ClassVar[str] = "snapkv"
+    summary: ClassVar[str] = "what the prompt's last queries attend to stays"
+    paper: ClassVar[str] = "arXiv 2404.14469"
+
+    after: int = integer(0, at_least=0, at_most=MAX_WINDOW - 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window + self.after > MAX_WINDOW:
+            raise PolicyError(
+                f"{self.name}: window and after are at most {MAX_WINDOW} tokens together, got "
+                f"{self.window} and {self.after}"
+            )
+
+    @property
+    def keeps_by(self) -> ScoreSpec:
+        return ScoreSpec(
+            "window_attention", self.window + self.after, self.kernel, generated=self.after
+        )
 
 
 def set_share(

@@ -22,6 +22,8 @@ class PromptState:
     """A request whose prompt is scored, selected from or compacted.
 
     Attributes:
+        settles_at: its tokens, and the generated ones that retention waits for. Until then all of
+            them count as its prompt here.
         starts: the first layer of every KV stage; storages: what it stores, by stage.
         selection: which tokens are chosen to go on; None if all do.
         retain: drops entries of at least one stage; None if none does.
@@ -31,7 +33,7 @@ class PromptState:
     """
 
     req_id: str
-    prompt_len: int
+    settles_at: int
     starts: Sequence[int]
     storages: list[Storage]
     selection: Selection | None
@@ -59,7 +61,8 @@ class PromptState:
         if not any(s.changes for s in storages):
             return None
         selection = policy.selection(prompt_len, num_layers)
-        state = cls(req_id, prompt_len, starts, storages, selection, policy.retain)
+        settles_at = prompt_len + policy.num_generated
+        state = cls(req_id, settles_at, starts, storages, selection, policy.retain)
         if not any(map(state.drops, range(len(starts)))):
             state.retain = None
         state.split_layers = split_layers
@@ -80,7 +83,7 @@ class PromptState:
         """The longest window whose queries score the prompt's keys; 0 if none does."""
         specs = [self.selection.score if self.selection is not None else None, self.by]
         windows = [spec.window for spec in specs if isinstance(spec, ScoreSpec)]
-        return min(max(windows, default=0), self.prompt_len)
+        return min(max(windows, default=0), self.settles_at)
 
     @property
     def is_online(self) -> bool:
@@ -142,7 +145,7 @@ class PromptState:
         first_row: of its last chunk in the pass. begins_at: the chunk's first position.
         splits: whether a part of the window ran in an earlier chunk.
         """
-        num_keys, selection = self.prompt_len, self.selection
+        num_keys, selection = self.settles_at, self.selection
         kept = tuple(
             num_keys if self.is_resumed(stage) or storage.prefill.size else storage.kept
             for stage, storage in enumerate(self.storages)
@@ -151,7 +154,7 @@ class PromptState:
             self.req_id,
             batch_index,
             num_keys,
-            first_row=first_row + self.prompt_len - self.window - begins_at,
+            first_row=first_row + self.settles_at - self.window - begins_at,
             longest=self.window,
             slot=self.slot if splits else None,
             select_by=selection.score if selection is not None else None,
@@ -207,7 +210,7 @@ class PromptChunk:
 
     @property
     def is_last(self) -> bool:
-        return self.end == self.state.prompt_len
+        return self.end == self.state.settles_at
 
     @property
     def first_query(self) -> int:
@@ -217,13 +220,13 @@ class PromptChunk:
         """
         if not (self.is_last or self.splits_window):
             return self.end
-        return min(max(self.begin, self.state.prompt_len - self.state.window), self.end - 1)
+        return min(max(self.begin, self.state.settles_at - self.state.window), self.end - 1)
 
     @property
     def splits_window(self) -> bool:
         """Whether a part of the window, not all of it, is in this chunk."""
         window = self.state.window
-        window_start = self.state.prompt_len - window
+        window_start = self.state.settles_at - window
         if not window or self.end <= window_start:
             return False
         return self.begin > window_start or not self.is_last
@@ -260,7 +263,7 @@ class ChunkPlan:
             self.stash_rows.append(np.arange(first_row, first_row + count))
             self.stash_chunks.append(chunk)
         if chunk.splits_window:
-            window_start = state.prompt_len - state.window
+            window_start = state.settles_at - state.window
             begin = max(chunk.begin, window_start)
             assert state.slot is not None
             self.window_rows.append(np.arange(begin, chunk.end) - chunk.begin + first_row)

@@ -47,7 +47,7 @@ class _Running:
 
     @property
     def num_rows(self) -> int:
-        return self.chunk.state.prompt_len if self.chosen is None else self.count
+        return self.chunk.state.settles_at if self.chosen is None else self.count
 
 
 class OnlinePasses:

@@ -1,0 +1,54 @@
+"""Retention that waits for generated tokens, against the dense float32 reference."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from reference.after import After
+from reference.criticalkv import Critical
+from reference.fastkv import Keep
+from support.engine import running
+from support.expected import FULL, Policy
+from support.parity import ask, assert_parity, assert_parity_preempted, in_turn, room_for
+from support.prompts import EDGES, prompts_of
+
+from vllm_kvx.cache import admission
+
+# Some wait longer than an answer takes, one for a single token, one crosses blocks meanwhile.
+POLICIES: list[Policy] = [
+    After(Keep(kv_rate=0.2), 4),
+    After(Critical(kv_rate=0.2), 6),
+    After(Keep(kv_rate=0.1, window=3, kernel=1), 1),
+    Keep(kv_rate=0.2),
+    After(Keep(kv_budget=40), 40),
+    FULL,
+]
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_parity(tiny: Callable[..., Path]) -> None:
+    """In chunks and in a batch, at the edges of blocks and chunks; then over cached prefixes."""
+    model, lengths = tiny(), [*EDGES, 5, 9, 150, 180]
+    prompts, each = prompts_of(lengths), in_turn(POLICIES, len(lengths))
+    with running(
+        model,
+        "full",
+        config=room_for(POLICIES),
+        enable_prefix_caching=True,
+        max_model_len=512,
+        max_num_seqs=16,
+    ) as engine:
+        answers = ask(engine, prompts, each, max_tokens=44)
+        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
+        again = ask(engine, longer, each, max_tokens=9)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert_parity(model, [*answers, *again], each * 2)
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_preempted(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the generated tokens are in, and after them; two requests wait for theirs at once."""
+    monkeypatch.setattr(admission, "GENERATED_WINDOWS", 2)
+    options = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+    assert_parity_preempted(tiny(), POLICIES[:4], **options)
