@@ -170,7 +170,7 @@ class Beside:
             self.centrality.rank(prompt)
 
     def _check_window(self, job: KeyScoring, layer: int, rows: "Rows", live: Live) -> None:
-        """The queries that score are those of the last tokens that the layer runs."""
+        """The queries that score are those of the last tokens that retention waits for."""
         prompt = job.prompt
         if prompt.slot is None:
             last = prompt.first_row + prompt.longest
@@ -179,7 +179,7 @@ class Beside:
             self.counts["split windows"] += layer == 0
             kept = live.queries.get((prompt.slot, layer), {})
             positions = [kept.get(place) for place in range(job.window)]
-        end = live.prompt_len
+        end = live.prompt_len + live.policy.num_generated
         if positions != list(range(end - job.window, end)):
             raise Mismatch(f"{live}, layer {layer}: a window at {positions} of {end}")
 

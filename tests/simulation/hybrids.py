@@ -37,12 +37,13 @@ HYBRIDS: dict[str, Server] = {
     ),
     "pyramidwindows": Server(
         f"{_PYRAMID},kv_rate=0.4",
-        ("knorm:kv_floor=0", "snapkv:kv_floor=0,window=3"),
+        ("knorm:kv_floor=0", "snapkv:kv_floor=0,window=3,after=4"),
         (
             f"{_PYRAMID},kv_rate=0.4",
             f"{_PYRAMID},kv_rate=0.3,groups=4",
             f"{_PYRAMID},kv_rate=0.6,groups=2,beta=3",
             "snapkv:window=3,kv_rate=0.5,kv_floor=0",
+            "snapkv:window=2,kv_rate=0.3,kv_floor=0,after=5",
             "knorm:kv_rate=0.3,kv_floor=0",
             "full",
         ),

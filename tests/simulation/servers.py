@@ -239,6 +239,19 @@ SERVERS: dict[str, Server] = {
         ),
         repeats=0.6,
     ),
+    "after": Server(
+        "snapkv:window=2,kv_rate=0.4,kv_floor=0,after=4",
+        (f"{_PYRAMID},after=9", "snapkv:kv_floor=0,window=3", "criticalkv:kv_floor=0,window=3"),
+        (
+            "snapkv:window=2,kv_rate=0.4,kv_floor=0,after=4",
+            "snapkv:window=3,kv_rate=0.2,kv_floor=0,after=1",
+            f"{_PYRAMID},kv_rate=0.3,groups=4,after=7",
+            "criticalkv:window=2,kv_rate=0.3,kv_floor=0,after=10",
+            "snapkv:kv_floor=0,window=3",
+            "full",
+        ),
+        repeats=0.5,
+    ),
     "online": Server(
         _ONLINE,
         ("snapkv:kv_floor=0",),
