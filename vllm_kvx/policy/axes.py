@@ -326,12 +326,6 @@ class Retain(Method, ABC):
     def unit(self) -> Literal["entry", "block"]:
         return "entry"
 
-    @property
-    def num_generated(self) -> int:
-        """Generated tokens that it waits for; 0 where entries go when the prompt is in."""
-        by = self.keeps_by
-        return by.generated if isinstance(by, ScoreSpec) else 0
-
     def stages(self, num_layers: int) -> tuple[int, ...]:
         """The layers where another KV group has to begin, since counts differ from there on.
 

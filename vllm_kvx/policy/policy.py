@@ -9,6 +9,7 @@ from vllm_kvx.policy.axes import (
     Propagate,
     Retain,
     Retrieve,
+    ScoreSpec,
     Selection,
     SharedPrefix,
 )
@@ -115,7 +116,8 @@ class KVPolicy:
     @property
     def num_generated(self) -> int:
         """Generated tokens that retention waits for; 0 where entries go when the prompt is in."""
-        return 0 if self.retain is None else self.retain.num_generated
+        by = None if self.retain is None else self.retain.keeps_by
+        return by.generated if isinstance(by, ScoreSpec) else 0
 
     def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
         """Which tokens of such a prompt are chosen by score; None if it is not by score."""
