@@ -44,8 +44,8 @@ PROPAGATES: list[Policy] = [
 # Run by Transformers' own code, which criticalkv's projections are not known of.
 WITHOUT_RANGES = ("olmo2", "olmo3", "starcoder2", "smollm3", "seed_oss", "hunyuan_v1_dense")
 # What one of each kind stands for every day: experts behind a dense layer, states alone that are
-# the stream, norms behind the sublayers, learned positions, Transformers' code.
-DAILY = {"qwen3_moe", "glm4_moe", "granite", "glm4", "gpt2", "smollm3"}
+# the stream, learned positions, Transformers' code. Experts in all layers are preempted.
+DAILY = {"glm4_moe", "granite", "gpt2", "smollm3"}
 LENGTHS = (97, 33, 200, 5, 161, 64, 130, 250, 48)
 
 

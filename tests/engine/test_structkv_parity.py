@@ -213,12 +213,7 @@ def test_one_shot(tiny: Callable[..., Path]) -> None:
 @pytest.mark.usefixtures("dense_ops")
 @pytest.mark.parametrize(
     ("arch", "heads", "kv_heads"),
-    [
-        ("llama", 8, 2),
-        ("mistral", 4, 4),
-        ("qwen2", 4, 2),
-        ("qwen3", 4, 1),
-    ],
+    by_day([("llama", 8, 2), ("mistral", 4, 4), ("qwen2", 4, 2), ("qwen3", 4, 1)], {1, 3}),
 )
 def test_architectures(tiny: Callable[..., Path], arch: str, heads: int, kv_heads: int) -> None:
     model = tiny(arch, heads=heads, kv_heads=kv_heads)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from support import options
 
-from simulation.hybrids import EVERY, HYBRIDS
+from simulation.hybrids import EVERY
 from simulation.run import Simulation
 
 SEEDS = options.seeds()
-# Where the first two seeds miss what others find: blocks re-linked by a stale output (3), blocks
+# Where the first seeds miss what others find: blocks re-linked by a stale output (3), blocks
 # lost that a preempted request had set aside (7), anchors that are published too early (3). Windows
 # of lossy answers in the cache (1055), chunks that no block's end lets through (1).
 TELLING = {"block": (3, 7), "speed1": (1, 3), "windows": (1055,), "fierstates": (1,)}
@@ -20,8 +20,8 @@ TELLING = {"block": (3, 7), "speed1": (1, 3), "windows": (1055,), "fierstates": 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_all_read_what_they_should(name: str, tmp_path: Path, one_thread: None) -> None:
-    config, by_day = EVERY[name].config(tmp_path), (0,) if name in HYBRIDS else (0, 1)
-    for seed in range(SEEDS) if SEEDS else TELLING.get(name, by_day):
+    config = EVERY[name].config(tmp_path)
+    for seed in range(SEEDS) if SEEDS else TELLING.get(name, (0,)):
         try:
             outcome = Simulation(EVERY[name], config, seed).run()
         except Exception as error:

@@ -14,6 +14,7 @@ from reference import structkv
 from reference.models import build_model
 from safetensors.torch import load_file, save_file
 from support.models import LOOKUP
+from support.nightly import nightly
 from support.prompts import VOCAB, prompt_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -370,6 +371,7 @@ def test_diagnosis_of_the_demo_checkpoint(
         assert (directory / name).read_bytes()[:4] == b"\x89PNG"
 
 
+@nightly
 def test_diagnosis_after_a_given_layer(command: Callable[..., int], tmp_path: Path) -> None:
     """Of a model with every query head its own KV head, and where two heads share one."""
     for kv_heads in (2, 1):

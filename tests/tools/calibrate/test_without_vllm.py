@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.nightly import by_day
 
 # Modules that are None cannot be imported.
 RUN = """
@@ -32,9 +33,16 @@ def test_help_needs_none_of_it(argv: tuple[str, ...]) -> None:
     assert ran.returncode == 0 and ran.stdout.startswith("usage:") and not ran.stderr
 
 
-@pytest.mark.parametrize("missing", ["torch", "transformers"])
 @pytest.mark.parametrize(
-    "argv", [("calibrate",), ("calibrate", "--method", "structkv"), ("diagnose",)], ids=" ".join
+    ("argv", "missing"),
+    by_day(
+        [
+            (argv, missing)
+            for argv in (("calibrate",), ("calibrate", "--method", "structkv"), ("diagnose",))
+            for missing in ("torch", "transformers")
+        ],
+        {0, 5},
+    ),
 )
 def test_the_commands_say_what_to_install(argv: tuple[str, ...], missing: str) -> None:
     ran = run((missing,), CLI, *argv, "model")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import LOOKUP
+from support.nightly import nightly
 from transformers import set_seed
 
 from vllm_kvx.errors import ToolError
@@ -122,6 +123,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(whole, tmp_path):
     assert not broken.exists()
 
 
+@nightly
 def test_two_processes_learn_what_one_does_in_larger_steps(tmp_path):
     """Batches of a step lie on two processes or follow each other on one: the gradient is one."""
     job = Job(**{**vars(JOB), "dropout": 0.0, "at_full_depth": 0.0})

@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference import models, speed
 from support.models import LOOKUP
+from support.nightly import nightly
 from transformers import AutoTokenizer, PretrainedConfig
 
 from vllm_kvx.errors import ToolError
@@ -251,6 +252,7 @@ def test_each_turn_is_as_if_it_were_asked_alone(tmp_path: Path, cut: Cut | None)
     assert batch.answers.tolist() == [5, 60, 3, 4]
 
 
+@nightly
 def test_many_are_made_by_several_processes(tokenizer: Any) -> None:
     many = [Wanted(str(n), 300) for n in range(208)]
     assert fitted(many, tokenizer)[::40] == fitted(many[::40], tokenizer)
