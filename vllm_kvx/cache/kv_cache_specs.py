@@ -126,6 +126,7 @@ def policy_kv_cache_specs(
     others: int = 0,
     sliding: Sequence[Attention] = (),
     numbers: Sequence[int] = (),
+    everywhere: Sequence[int] = (),
 ) -> None:
     """Gives every policy layer the KV cache spec of its stage; all others keep vLLM's own.
 
@@ -134,27 +135,30 @@ def policy_kv_cache_specs(
         sliding: the attention of those that slide. Pages with a sidecar are larger, and all pages
             of a pool have one size.
         numbers: by which stages know the policy layers, if not by their order.
+        everywhere: the numbers of all policy layers of the model, of which other workers of a
+            pipeline may have some. KV groups are those of the whole model.
     """
     layout, numbered = settings.layout, dict(zip(numbers or count(), attention, strict=False))
-    stages: list[list[Attention]] = [[] for _ in layout.stage_starts]
-    for number, layer in numbered.items():
-        stages[layout.stage_of(number)].append(layer)
-    sizes = [len(layers) for layers in stages]
+    stages: list[list[int]] = [[] for _ in layout.stage_starts]
+    for number in everywhere or numbered:
+        stages[layout.stage_of(number)].append(number)
+    sizes = [len(in_stage) for in_stage in stages]
     # Beside groups of its own, vLLM's choice of a group's size has to do.
     buckets = None if others else buckets_of(sizes)
     if others:
         logger.info(
             "KV policy %s: it is about the %d layers that have full attention. The other %d keep a "
             "window or a state, however long the context is.",
-            *(settings.policy, len(attention), others),
+            *(settings.policy, sum(sizes), others),
         )
     else:
         logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
-    for stage, layers in enumerate(stages):
+    for stage, in_stage in enumerate(stages):
         num_buckets = 1 if buckets is None else buckets[stage]
         start = layout.stage_starts[stage]
-        for offset, layer in enumerate(layers):
-            _override_spec(layer, stage, start, offset % num_buckets, layout.sidecar)
+        for offset, number in enumerate(in_stage):
+            if (here := numbered.get(number)) is not None:
+                _override_spec(here, stage, start, offset % num_buckets, layout.sidecar)
 
     for layer in sliding:
         _change_spec(layer, partial(_with_room, sidecar=layout.sidecar))

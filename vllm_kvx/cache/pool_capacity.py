@@ -76,12 +76,13 @@ class PoolTokens:
 def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) -> PoolTokens:
     """Counts of prompts of `prompt_len` tokens, from the groups that vLLM formed, with padding."""
     usable, groups = config.num_blocks - 1, policy_groups(config)
+    # Of a pipeline the layers are those of one rank, which holds its part of every block.
     num_layers = sum(len(group.layer_names) for group in groups)
     needed = blocks_per_token(
         settings.policy,
         prompt_len,
         [(stage_of(group.kv_cache_spec)[1], group.kv_cache_spec.block_size) for group in groups],
-        num_layers,
+        settings.num_layers,
     )
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     spec = groups[0].kv_cache_spec

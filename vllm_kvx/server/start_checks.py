@@ -75,11 +75,6 @@ ALWAYS: tuple[Refusal, ...] = (
 WITH_POLICY: tuple[Refusal, ...] = (
     *OF_MODEL,
     Refusal(
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
-        "pipeline parallelism is not supported yet: set --pipeline-parallel-size 1 and use "
-        "--tensor-parallel-size",
-    ),
-    Refusal(
         lambda c: c.parallel_config.decode_context_parallel_size > 1,
         "decode context parallelism is not supported yet: set --decode-context-parallel-size 1",
     ),

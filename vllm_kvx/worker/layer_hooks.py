@@ -23,12 +23,18 @@ from vllm_kvx.worker.prefill.score_and_move import PassWork
 class LayerHook:
     """Wraps one layer's attention implementation; it does nothing unless the pass has work.
 
-    layer: vLLM's attention layer. index: its number. stage: the KV stage it is in. group: its KV
-    group, set once groups are formed. value_factors: as ``LayerView`` has them.
+    layer: vLLM's attention layer. place: among the policy layers of this worker. index: its number
+    among those of the model, which is another where a pipeline shares them out. stage: the KV stage
+    it is in. group: its KV group, set once groups are formed. value_factors: as ``LayerView`` has
+    them.
     """
 
-    def __init__(self, hooks: "LayerHooks", layer: Any, index: int, stage: int) -> None:
-        self.hooks, self.layer, self.index, self.stage = hooks, layer, index, stage
+    def __init__(
+        self, hooks: "LayerHooks", layer: Any, place: int, stage: int, first: int = 0
+    ) -> None:
+        """first: the number of the worker's first policy layer."""
+        self.hooks, self.layer, self.stage = hooks, layer, stage
+        self.place, self.index = place, first + place
         self.group = 0
         self.value_factors: Tensor | None = None
         stock: Callable[..., Any] = layer.impl.forward
@@ -143,16 +149,21 @@ class LayerHook:
 class LayerHooks:
     """The hooks of a model's layers, and what the running pass does beside them.
 
-    layers: by number. work: for the prompts in the pass; None outside of one with work.
+    layers: the worker's, in order. work: for the prompts in the pass; None outside of one with work.
     scratch_bytes: what a layer's work may take for a moment. is_bound: whether vLLM has given the
     layers their caches; before, it runs them only to see how much memory they take.
     retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
     """
 
     def __init__(
-        self, model: HookedModel, stages: Sequence[int], dtype: torch.dtype, layout: Layout
+        self,
+        model: HookedModel,
+        stages: Sequence[int],
+        dtype: torch.dtype,
+        layout: Layout,
+        first: int = 0,
     ) -> None:
-        """stages: the KV stage of each layer."""
+        """stages: the KV stage of each layer. first: the number of the worker's first one."""
         attention = model.attention_layers()
         # Of every layer that passes know of, and the KV groups of those, once they are formed.
         self.names = [layer.layer_name for layer in model.every_layer()]
@@ -163,8 +174,8 @@ class LayerHooks:
         self.retrieval: Retrieval | None = None
         self.retrieval_pass: RetrievalPass | None = None
         self.layers = [
-            LayerHook(self, layer, index, stage)
-            for index, (layer, stage) in enumerate(zip(attention, stages, strict=True))
+            LayerHook(self, layer, place, stage, first)
+            for place, (layer, stage) in enumerate(zip(attention, stages, strict=True))
         ]
         self._projections = model.output_projections() if layout.value_norms else []
         self.read_weights()

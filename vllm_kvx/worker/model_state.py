@@ -75,12 +75,12 @@ class PolicyModelState(DefaultModelState):
         self.cuts = cuts_of(layout, attention, vllm_config)
         # The segment of the decoder that each KV stage begins in.
         self.stage_segments = [self.cuts.segment_of(stage.start) for stage in layout.stages]
-        stages = set_specs(self.hooked, vllm_config, settings)
-        self.hooks = LayerHooks(self.hooked, stages, dtype, layout)
+        first, num_layers, stages = set_specs(self.hooked, vllm_config, settings)
+        self.hooks = LayerHooks(self.hooked, stages, dtype, layout, first)
         num_windows = num_split_windows(settings, vllm_config.scheduler_config)
         policies = settings.counted_policies()
         sizes = [stages.count(stage) for stage in range(len(self.starts))]
-        self.stats = PolicyStats(sizes, policies, len(self.hooks.names))
+        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first)
         self.memory = PrefillBuffers(
             attention, num_windows, layout.window, dtype, device, policies.size
         )
@@ -105,6 +105,7 @@ class PolicyModelState(DefaultModelState):
                 vllm_config,
                 device,
                 policies.size,
+                num_layers,
             )
             self.hooks.retrieval = self.retrieval
         self._step: Step | None = None
@@ -382,9 +383,9 @@ class PolicyModelState(DefaultModelState):
 
     def reset_counters(self) -> None:
         """Forgets what was counted: vLLM's own requests, by which it warms up."""
-        sizes = self.stats.stage_sizes.tolist()
+        sizes, before = self.stats.stage_sizes.tolist(), self.stats
         policies = self.settings.counted_policies()
-        self.stats = PolicyStats(sizes, policies, self.stats.num_layers)
+        self.stats = PolicyStats(sizes, policies, before.num_layers, before.first_layer)
         self.memory.reset_counters()
         if self.retrieval is not None:
             self.retrieval.reset_counters()

@@ -1,22 +1,38 @@
 """Which KV stage each layer is in, and the KV cache spec that it gets for that."""
 
+from typing import NamedTuple
+
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs, sliding_stage_specs
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.models.hooked import HookedModel
+from vllm_kvx.worker.pipeline import layers_of_rank
 
 
-def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> list[int]:
-    """Gives the layers of `model` their KV cache specs; returns the stage of each policy layer.
+class LayerStages(NamedTuple):
+    """The policy layers of this worker.
+
+    first: the number of the first one among those of the model, of which there are `total`.
+    stages: the KV stage of each.
+    """
+
+    first: int
+    total: int
+    stages: list[int]
+
+
+def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> LayerStages:
+    """Gives the layers of `model` their KV cache specs; returns the stages of its policy layers.
 
     Raises:
         ValueError: other layers slide than the model's configuration says.
     """
     attention, layout = model.attention_layers(), settings.layout
     policy_layers = {layer.layer_name for layer in attention}
-    numbered = list(enumerate(model.every_layer()))
+    first, total = layers_of_rank(len(attention), config)
+    numbered = list(enumerate(model.every_layer(), first))
     numbers = [number for number, layer in numbered if layer.layer_name in policy_layers]
     above = {number: layer for number, layer in numbered if layer.layer_name not in policy_layers}
     if layout.propagates and tuple(above) != layout.sliding:
@@ -26,9 +42,9 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> l
             "that propagate cannot run on it"
         )
     divides = len(layout.stage_starts) > 1 and not layout.propagates
-    if divides and len(attention) != settings.num_layers:
+    if divides and total != settings.num_layers:
         raise ValueError(
-            f"{len(attention)} layers of this model have full attention, and its configuration "
+            f"{total} layers of this model have full attention, and its configuration "
             f"says {settings.num_layers}: policies that divide layers, such as pyramidkv, cannot "
             "run on it"
         )
@@ -38,6 +54,8 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> l
         if layer.layer_name not in policy_layers
     ]
     num_layers = config.model_config.get_total_num_hidden_layers()
-    policy_kv_cache_specs(attention, settings, num_layers - len(attention), others, numbers)
+    # Of a pipeline every rank forms the stages of the whole model.
+    everywhere = numbers if total == len(attention) else range(total)
+    policy_kv_cache_specs(attention, settings, num_layers - total, others, numbers, everywhere)
     sliding_stage_specs(above, layout)
-    return [layout.stage_of(number) for number in numbers]
+    return LayerStages(first, total, [layout.stage_of(number) for number in numbers])

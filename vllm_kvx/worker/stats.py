@@ -35,9 +35,13 @@ class PolicyStats:
         stage_sizes: Sequence[int],
         policies: CountedPolicies | None = None,
         num_layers: int | None = None,
+        first_layer: int = 0,
     ) -> None:
-        """stage_sizes: layers of every KV stage. num_layers: that run, if others run as well."""
-        self.stage_sizes = np.array(stage_sizes)
+        """stage_sizes: layers of every KV stage that this worker has.
+
+        num_layers: that run, if others run as well. first_layer: the number of the first one.
+        """
+        self.stage_sizes, self.first_layer = np.array(stage_sizes), first_layer
         self.num_layers = sum(stage_sizes) if num_layers is None else num_layers
         self.policies = policies if policies is not None else CountedPolicies()
         size = self.policies.size
@@ -173,7 +177,7 @@ class PolicyStats:
             lens: (S, R) entries of stages that retrieve, else 0.
         """
         starts = np.cumsum(self.stage_sizes) - self.stage_sizes
-        dense = np.clip(DENSE_LAYERS - starts, 0, self.stage_sizes)
+        dense = np.clip(DENSE_LAYERS - self.first_layer - starts, 0, self.stage_sizes)
         layers = (self.stage_sizes - dense)[:, None]
         seen = seen * (budgets > 0)
         has = seen.any(axis=0)

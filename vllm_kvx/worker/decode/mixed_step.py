@@ -75,7 +75,9 @@ class BesideStock:
         A builder keeps the metadata of one batch. attn_groups: all of the model's, by KV group.
         """
         if self._groups is None:
-            retrieving = {hook.layer.layer_name for hook in self._layers[DENSE_LAYERS:]}
+            retrieving = {
+                hook.layer.layer_name for hook in self._layers if hook.index >= DENSE_LAYERS
+            }
             self._groups = []
             for groups in attn_groups:
                 self._groups.append([])

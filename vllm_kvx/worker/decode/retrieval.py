@@ -62,8 +62,12 @@ class Retrieval:
         vllm_config: VllmConfig,
         device: torch.device,
         num_policies: int,
+        num_layers: int,
     ) -> None:
-        """graph_modes: see ``step.graph_modes``. num_policies: rows."""
+        """graph_modes: see ``step.graph_modes``. num_policies: rows.
+
+        num_layers: policy layers of the model, of which `layers` are this worker's.
+        """
         max_reqs = vllm_config.scheduler_config.max_num_seqs
         impl, model = layers[0].layer.impl, vllm_config.model_config
         self.layout, self.graph_modes = layout, tuple(graph_modes)
@@ -117,7 +121,7 @@ class Retrieval:
             self.costs,
             max_reqs,
         )
-        announce(self.policy, self.begins, self.backends, model.max_model_len, len(layers))
+        announce(self.policy, self.begins, self.backends, model.max_model_len, num_layers)
         self.sidecars = Sidecars(index, layers, max_reqs, self.backends.score == "torch", device)
         self.sampler = RecallSampler(settings.recall_every, device, num_policies)
         self.graph: Modes = (Mode.DENSE,) * num_stages
@@ -333,14 +337,14 @@ class Retrieval:
         """Attends for one layer's rows that retrieve; query (N, H, D), and out of that size."""
         layer = hook.layer
         out = out.view(out.shape[0], *query.shape[1:])
-        paged, sidecar = self.sidecars.view(hook.index)
+        paged, sidecar = self.sidecars.view(hook.place)
         is_fp8 = paged.keys.dtype.itemsize == 1
         scales = dict(
             key_scale=layer._k_scale_float if is_fp8 else 1.0,
             value_scale=layer._v_scale_float if is_fp8 else 1.0,
         )
         if now.writes:
-            self.sidecars.write(hook.index)
+            self.sidecars.write(hook.place)
         table = now.block_tables[hook.group]
         for rows in now.rows_of(hook):
             retrieve(

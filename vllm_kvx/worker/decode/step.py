@@ -30,6 +30,10 @@ class HookedLayer(Protocol):
         """vLLM's attention layer; its classes do not declare what we read of it."""
 
     @property
+    def place(self) -> int:
+        """The layer's place among this worker's, from 0."""
+
+    @property
     def index(self) -> int:
         """The layer's number in the model, from 0."""
 

@@ -79,6 +79,7 @@ class PrefillBuffers:
 class ScoredLayer(Protocol):
     """What the work beside a layer asks of its hook; see ``LayerHook``."""
 
+    place: int
     index: int
     stage: int
     group: int
@@ -174,9 +175,9 @@ class PassWork:
         with memory.timer.of(self.shares):
             if self.windows is not None:
                 rows = query.index_select(0, self.windows.rows)
-                memory.queries[self.windows.slots, hook.index, self.windows.places] = rows
+                memory.queries[self.windows.slots, hook.place, self.windows.places] = rows
             table, targets = self.block_tables[hook.group], self.targets(hook.group)
-            view = hook.view(query, memory.queries[:, hook.index], paged)
+            view = hook.view(query, memory.queries[:, hook.place], paged)
             # All scores before the first move: a prompt may be scored by two families.
             decided = [
                 (self._decide(batch, batch.at(table), view, targets.tables), batch.policy_rows)
