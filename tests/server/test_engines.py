@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_kvx.server.engines import read_stats, total
+from vllm_kvx.server.engines import of_pipeline, read_stats, total
 
 GROUPS = [{"layers": ["a", "b"], "block_size": 16, "segment": 0}]
 
@@ -80,9 +80,69 @@ def test_all_engines_are_asked() -> None:
         return [[stats(3, None, 0), {"rank": 1}], [stats(4, None, 0), {"rank": 1}]]
 
     client: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)),
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                data_parallel_size=2, world_size=2, pipeline_parallel_size=1
+            )
+        ),
         engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async),
     )
     found = asyncio.run(read_stats(client))
     assert found["policies"]["full"]["prompt_tokens"] == 7
     assert asked == [("collective_rpc", "kv_policy_stats", None, (), None)]
+
+
+def of_rank(layers: list[str], read: int, recall: float | None, samples: int) -> dict[str, Any]:
+    """What a rank of a pipeline counts that has these layers."""
+    return {
+        "seconds_in_retention": 0.25,
+        "stash_tokens": 100,
+        "layout": {"groups": [{"layers": layers, "segment": 0}], "num_blocks": 8},
+        "retrieval": {"ops": "torch", "auto": None, "recall": recall, "recall_samples": samples},
+        "policies": {
+            "fier-64": {
+                "requests": 3,
+                "entries_read": read,
+                "entries_retained_by_layer": [read] * len(layers),
+                "online_pivots": {},
+                "recall": recall,
+                "recall_samples": samples,
+            }
+        },
+    }
+
+
+def test_ranks_of_a_pipeline() -> None:
+    """What is counted by layer adds up over them, and each knows all requests."""
+    lower, upper = of_rank(["a", "b"], 10, None, 0), of_rank(["c"], 7, 0.5, 4)
+    assert of_pipeline([lower, upper]) == {
+        "seconds_in_retention": 0.5,
+        "stash_tokens": 100,
+        "layout": {"groups": [{"layers": ["a", "b", "c"], "segment": 0}], "num_blocks": 8},
+        "retrieval": {"ops": "torch", "auto": None, "recall": 0.5, "recall_samples": 4},
+        "policies": {
+            "fier-64": {
+                "requests": 3,
+                "entries_read": 17,
+                "entries_retained_by_layer": [10, 10, 7],
+                "online_pivots": {},
+                "recall": 0.5,
+                "recall_samples": 4,
+            }
+        },
+    }
+    assert of_pipeline([lower]) == lower
+
+
+def test_one_tensor_parallel_rank_speaks_for_its_stage() -> None:
+    parallel = SimpleNamespace(data_parallel_size=1, world_size=4, pipeline_parallel_size=2)
+    lower, upper = of_rank(["a"], 10, None, 0), of_rank(["b"], 7, 0.5, 4)
+
+    async def collective_rpc(method: str) -> list[dict[str, Any]]:
+        return [lower, {"rank": 1}, upper, {"rank": 3}]
+
+    client: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=parallel), collective_rpc=collective_rpc
+    )
+    found = asyncio.run(read_stats(client))
+    assert found == of_pipeline([lower, upper]) | {"engines": 1}

@@ -58,7 +58,6 @@ EXECUTOR = "parallel_config.distributed_executor_backend"
 MULTIMODAL = "model_config.multimodal_config"
 # Attribute, value -> what the message must name.
 CASES = [
-    ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
     ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 1"),
     ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 1"),
     ("parallel_config.enable_elastic_ep", True, "--enable-elastic-ep"),
@@ -132,9 +131,29 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     older = "vllm.v1.executor.ray_executor.RayDistributedExecutor"
     refused |= set(reasons(WITH_POLICY, changed(stock, EXECUTOR, older)))
     refused |= set(reasons(WITH_POLICY, several_engines(stock, "ray")))
+    refused |= set(reasons(WITH_POLICY, pipeline_of_kinds(stock, ["sliding"] * 4 + FULL * 4)))
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     refused |= set(reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", "nvfp4")))
     assert refused == {row.reason for row in WITH_POLICY}
+
+
+FULL = ["full_attention"]
+
+
+def pipeline_of_kinds(config: Any, kinds: list[str]) -> Any:
+    """A pipeline of two ranks, of 8 layers of these kinds."""
+    config = changed(config, "parallel_config.pipeline_parallel_size", 2)
+    return changed(config, "model_config.hf_text_config.layer_types", kinds)
+
+
+def test_every_rank_of_a_pipeline_has_a_layer_that_policies_are_about(stock, monkeypatch) -> None:
+    lower = pipeline_of_kinds(stock, FULL * 2 + ["sliding"] * 6)
+    (reason,) = reasons(WITH_POLICY, lower)
+    assert "--pipeline-parallel-size" in reason and "VLLM_PP_LAYER_PARTITION" in reason
+    for works in (["sliding", *FULL] * 4, FULL * 8, []):
+        assert not reasons(WITH_POLICY, pipeline_of_kinds(stock, works))
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,7")
+    assert not reasons(WITH_POLICY, lower)
 
 
 def several_engines(config: Any, backend: str) -> Any:
@@ -640,6 +659,7 @@ PROPAGATION_CASES = [
     ("model_config._model_info.architecture", "TransformersForCausalLM", "--model-impl vllm"),
     ("model_config._model_info.supports_pp", False, "SupportsPP"),
     ("compilation_config.fast_moe_cold_start", True, "fast_moe_cold_start"),
+    ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
     ("lora_config", object(), "--enable-lora and serve a model that the adapter is merged into"),
     (
         "attention_config.backend",

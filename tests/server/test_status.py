@@ -57,7 +57,11 @@ class Engine:
             cache_config=SimpleNamespace(cache_dtype="auto"),
             quant_config=None,
             parallel_config=SimpleNamespace(
-                _api_process_rank=rank, _api_process_count=count, data_parallel_size=1
+                _api_process_rank=rank,
+                _api_process_count=count,
+                data_parallel_size=1,
+                world_size=2,
+                pipeline_parallel_size=1,
             ),
         )
 

@@ -49,3 +49,22 @@ def test_totals_never_fall(name: str, computed: Any, length: int) -> None:
     for before, after in pairwise(seen):
         assert before[0] <= after[0] and before[1] <= after[1]
     assert seen[-1] == [computed(length), max(LAYERS * length - computed(length), 0)]
+
+
+def test_dense_layers_are_the_models_first_ones() -> None:
+    """Of a pipeline the ranks count their own layers, and together what one rank would."""
+    policy = parse_policy("fier-64:dense_below=0")
+    seen, budgets = np.array([[100, 0], [90, 0]]), np.array([64, 64])
+
+    def counted(sizes: tuple[int, int], first: int) -> np.ndarray:
+        stats = PolicyStats(sizes, first_layer=first)
+        row = stats.row_of(policy)
+        stats.add_retrieval(np.array([row, row]), seen, seen, budgets)
+        return stats.retrieval[row]
+
+    whole = counted((3, 5), 0)
+    assert whole.tolist() == [300 + 450, 100 + 450, 2 * 100 + 6 * 64, 1, 0]
+    for cut in range(1, 8):
+        below, above = (min(3, cut), max(cut - 3, 0)), (max(3 - cut, 0), min(8 - cut, 5))
+        ranks = counted(below, 0), counted(above, cut)
+        assert (ranks[0] + ranks[1])[:3].tolist() == whole[:3].tolist()
