@@ -9,13 +9,15 @@ from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.pyramidkv import Pyramid
-from support.engine import forget_ranks, running, schedule_ahead
-from support.expected import FULL, Policy, Read, is_served, named
+from reference.selfonly import Alone
+from support.engine import running, schedule_ahead
+from support.expected import FULL, Policy, Read, Speed, is_served, named
 from support.interpreter import QUICK_WORKER
 from support.nightly import nightly
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prompts import distinct_prompts
 
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.engines import of_pipeline
 
 TWO_RANKS: dict[str, Any] = dict(pipeline_parallel_size=2, worker_extension_cls=QUICK_WORKER)
@@ -57,7 +59,7 @@ def test_pp2_equals_reference(tiny: Callable[..., Path]) -> None:
         counted = counters(engine)
     assert_parity(model, answers, policies, most=0)
     for prompt, policy in zip(prompts, policies, strict=True):
-        counts = counted[named(policy)]
+        counts = counted[str(parse_policy(named(policy)))]
         assert counts["requests"] == 1
         assert counts["layer_tokens_computed"] == 8 * (len(prompt) + 3)
         if policy == KEEP:
@@ -118,8 +120,41 @@ def test_pp2_tp2_of_quest(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyP
     assert_parity(model, answers, policies, most=0)
 
 
-def test_rows_do_not_leave_a_pipeline(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match=r"from rank to rank.* --pipeline-parallel-size 1.*snapkv"):
-        with running(tiny(), "speed-4", **TWO_RANKS):
-            pass
-    forget_ranks()
+@nightly
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_leave_between_ranks(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """Of 8 layers the second rank has those from 4 on; some chunks have no row to run there."""
+    schedule_ahead(monkeypatch, is_async)
+    model = tiny()
+    policies: list[Policy] = [
+        Speed(4),
+        FULL,
+        Speed(4, 3, 2),
+        Alone(4, 2),
+        Keep(cutoff=4, sinks=4, recent=20),
+        Read(READ, Keep(cutoff=4)),
+        Read(READ),
+    ]
+    policies = [policy for policy in policies if is_served(policy)]
+    lengths = (230, 150, 200, 170, 90, 129, 1, 33, 97)
+    prompts, each = distinct_prompts(lengths), in_turn(policies, len(lengths))
+    with running(
+        model,
+        "full",
+        config=room_for(policies),
+        enable_prefix_caching=True,
+        max_model_len=512,
+        num_gpu_blocks_override=30,
+        **TWO_RANKS,
+    ) as engine:
+        answers = ask(engine, prompts, each, max_tokens=40)
+        assert engine.preempted, "the pool was meant to be too small"
+        longer = [[*prompt, 7, 8, 9] for prompt in prompts[:5]]
+        again = ask(engine, longer, each[:5], max_tokens=4)
+        engine.assert_idle()
+        counted = counters(engine)
+    assert any(answer.cached for answer in again)
+    assert counted[str(parse_policy(named(Speed(4))))]["layer_tokens_skipped"] >= 4 * (230 - 2 + 33 - 2)
+    assert_parity(model, [*answers, *again], [*each, *each[:5]], most=2)

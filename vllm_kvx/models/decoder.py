@@ -155,7 +155,7 @@ class SegmentedModel(HookedModel):
         at = positions if now.positions is None else now.positions
         # A size without captured pieces would be captured now, amid serving, which CUDA refuses.
         captured = takes_batch and at.shape[-1] in self._captured_sizes
-        context = _without_graphs(now.slot_mapping)
+        context = without_graphs(now.slot_mapping)
         if now.attn_metadata is not None:
             context = replace(context, attn_metadata=now.attn_metadata)
         with nullcontext() if captured else override_forward_context(context):
@@ -238,7 +238,7 @@ class SegmentedModel(HookedModel):
         out = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         if is_profiling and input_ids is not None:
             del out
-            with override_forward_context(_without_graphs({})):
+            with override_forward_context(without_graphs({})):
                 out = self._profile(input_ids, positions)
         return out
 
@@ -314,7 +314,7 @@ def _all_ranks(has: bool) -> bool:
     return bool(flag.item())
 
 
-def _without_graphs(slot_mapping: dict[str, Tensor]) -> ForwardContext:
+def without_graphs(slot_mapping: dict[str, Tensor]) -> ForwardContext:
     """The forward context with these slots; rows vary per step, so no piecewise CUDA graph."""
     context = get_forward_context()
     assert isinstance(context.slot_mapping, dict)

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 _ALIAS = "Kvx"
 
 
-def use_policy_model(model_config: "ModelConfig", build: "Build", in_segments: bool) -> None:
+def use_policy_model(
+    model_config: "ModelConfig", build: "Build", in_segments: bool, in_pipeline: bool = False
+) -> None:
     """Makes this process load a class over the model's own, built so.
 
     The class is registered under a name of its own, so a stock engine in the same process keeps
@@ -18,6 +20,7 @@ def use_policy_model(model_config: "ModelConfig", build: "Build", in_segments: b
 
     Args:
         in_segments: whether it runs in passes over ranges of layers, see ``SegmentedModel``.
+        in_pipeline: whether these ranges are those of a pipeline's ranks, see ``RankModel``.
 
     Raises:
         ValueError: the model has a model state of its own, in whose place ours would be.
@@ -26,6 +29,7 @@ def use_policy_model(model_config: "ModelConfig", build: "Build", in_segments: b
 
     from vllm_kvx.models.decoder import SegmentedModel
     from vllm_kvx.models.hooked import HookedModel
+    from vllm_kvx.models.pipeline_rank import RankModel
 
     HookedModel.build = build
     hf_config = model_config.hf_config
@@ -38,7 +42,9 @@ def use_policy_model(model_config: "ModelConfig", build: "Build", in_segments: b
             f"{architecture} prepares inputs of its own in every step (get_model_state_cls), which "
             "policies do not know: drop the KV policy, or serve another model"
         )
-    mixin = SegmentedModel if in_segments else HookedModel
+    mixin: type[HookedModel] = HookedModel
+    if in_segments:
+        mixin = RankModel if in_pipeline else SegmentedModel
     alias = f"{_ALIAS}{mixin.__name__.removesuffix('Model')}{architecture}"
     ModelRegistry.register_model(alias, type(alias, (mixin, stock), {}))
     hf_config.architectures = [alias]

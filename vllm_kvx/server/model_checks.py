@@ -5,14 +5,9 @@ What only shows once a model is loaded, ``models/attention`` and ``models/layer_
 
 from typing import TYPE_CHECKING
 
-from vllm_kvx.config.policy_layers import (
-    is_full,
-    is_mixed,
-    layer_kinds,
-    num_policy_layers,
-    sliding_layers,
-)
+from vllm_kvx.config.policy_layers import is_mixed, num_policy_layers, sliding_layers
 from vllm_kvx.policy.layout import beside_windows
+from vllm_kvx.server.pipeline_checks import has_rank_without_policy_layers
 from vllm_kvx.server.start_refusal import (
     BACKEND,
     MODEL,
@@ -83,7 +78,7 @@ OF_MODEL: tuple[Refusal, ...] = (
         MODEL,
     ),
     Refusal(
-        lambda c: _has_rank_without_policy_layers(c),
+        has_rank_without_policy_layers,
         "a rank of the pipeline would have no layer with full attention, and nothing to hold for a "
         "policy: set --pipeline-parallel-size to less, or VLLM_PP_LAYER_PARTITION to other layers",
     ),
@@ -121,12 +116,6 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
         "vLLM's code of this model does not support pipeline parallelism (SupportsPP), so that it "
         f"cannot be asked for a range of its layers: {_OTHERS}",
         RANGES,
-    ),
-    Refusal(
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
-        "a pipeline hands on every row of a step from rank to rank, and rows leave the step between "
-        "layers: set --pipeline-parallel-size 1 and use --tensor-parallel-size, or "
-        f"{_DROP}; with those that only retain or retrieve (snapkv, fier and others) pipelines work",
     ),
     Refusal(
         lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config.is_moe,
@@ -172,21 +161,6 @@ def beside_sliding_layers(settings: "KVSettings") -> list[str]:
             f"with full attention: use speed-{first + 1} or a higher cut"
         ] = None
     return list(problems)
-
-
-def _has_rank_without_policy_layers(c: "VllmConfig") -> bool:
-    """Whether a pipeline's rank has no policy layer, as far as the configuration tells."""
-    from vllm.distributed.utils import get_pp_indices
-
-    ranks = c.parallel_config.pipeline_parallel_size
-    if ranks == 1:
-        return False
-    kinds = layer_kinds(c.model_config.hf_text_config)
-    total = c.model_config.get_total_num_hidden_layers()
-    if len(kinds) != total:
-        return False
-    spans = (get_pp_indices(total, rank, ranks) for rank in range(ranks))
-    return any(not any(map(is_full, kinds[first:last])) for first, last in spans)
 
 
 def _multimodal(c: "VllmConfig", name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED
 from vllm_kvx.server.model_checks import OF_MODEL
+from vllm_kvx.server.pipeline_checks import ONE_RANK, in_pipeline
 from vllm_kvx.server.start_refusal import (
     BACKEND,
     CACHE_DTYPE,
@@ -247,6 +248,13 @@ WITH_PARTIAL_PREFIXES: tuple[Refusal, ...] = (
 
 # Where selected tokens run in passes of their own (``Layout.selects``).
 WITH_SELECTION: tuple[Refusal, ...] = (
+    Refusal(
+        in_pipeline,
+        "selected tokens run passes of their own over layers that several ranks of the pipeline "
+        f"have: {ONE_RANK}, or drop fastkv, structkv and gemfilter from the KV policy and "
+        "kv_layout, and beside speed-K or selfonly-K those that score by a window (snapkv, "
+        "pyramidkv, criticalkv)",
+    ),
     Refusal(
         lambda c: asked_backend(c) in ONE_PLAN,
         "FlashInfer holds the plan of one batch, and selected tokens run in passes of their own, "

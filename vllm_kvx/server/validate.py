@@ -17,6 +17,7 @@ from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import find_measured, parts_of
 from vllm_kvx.server.model_checks import WITH_PROPAGATION, beside_sliding_layers
+from vllm_kvx.server.pipeline_checks import where_rows_leave
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_PARTIAL_PREFIXES,
@@ -64,7 +65,7 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     known = list(rows)
     if any(part.unmeasured is not None for part in parts_of(config)):
         # What is measured is where tokens leave.
-        known += applying(WITH_PROPAGATION, vllm_config)
+        known += applying((*WITH_PROPAGATION, *WITH_SELECTION), vllm_config)
     try:
         # Measuring may take minutes, which a server that cannot run need not spend.
         sources = find_measured(vllm_config, identity, may_measure=not known)
@@ -139,6 +140,7 @@ def _layout_problems(
     if layout.propagates:
         rows += applying(WITH_PROPAGATION, vllm_config)
         problems += beside_sliding_layers(settings)
+        problems += where_rows_leave(vllm_config, settings)
     if not layout.shares_whole_prefixes:
         rows += applying(WITH_PARTIAL_PREFIXES, vllm_config)
     if layout.value_norms:

@@ -149,9 +149,9 @@ class LayerHook:
 class LayerHooks:
     """The hooks of a model's layers, and what the running pass does beside them.
 
-    layers: the worker's, in order. work: for the prompts in the pass; None outside of one with work.
-    scratch_bytes: what a layer's work may take for a moment. is_bound: whether vLLM has given the
-    layers their caches; before, it runs them only to see how much memory they take.
+    layers: the worker's, in order. work: for the prompts in the pass; None outside of one with
+    work. scratch_bytes: what a layer's work may take for a moment. is_bound: whether vLLM has given
+    the layers their caches; before, it runs them only to see how much memory they take.
     retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
     """
 
@@ -166,6 +166,7 @@ class LayerHooks:
         """stages: the KV stage of each layer. first: the number of the worker's first one."""
         attention = model.attention_layers()
         # Of every layer that passes know of, and the KV groups of those, once they are formed.
+        self.first = first
         self.names = [layer.layer_name for layer in model.every_layer()]
         self._groups: dict[str, int] = {}
         self.dtype = dtype
@@ -247,7 +248,8 @@ class LayerHooks:
 
     def slots(self, slots: Tensor, first: int, last: int) -> dict[str, Tensor]:
         """The slots (N,) of layers [first, last), by layer name; slots: (KV groups, N)."""
-        return {name: slots[self._groups[name]] for name in self.names[first:last]}
+        names = self.names[first - self.first : last - self.first]
+        return {name: slots[self._groups[name]] for name in names}
 
     def run_work(self, layer: int, query: Tensor) -> None:
         """The running pass's work in a layer that does not run; query: (n, H, D)."""

@@ -44,7 +44,7 @@ from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import DeviceRows
 from vllm_kvx.worker.shared_attn_metadata import AttentionGroups, SharedAttnMetadata, only
-from vllm_kvx.worker.split_layers import cuts_of
+from vllm_kvx.worker.split_layers import Cuts, cuts_of
 from vllm_kvx.worker.stages import set_specs
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step
@@ -72,10 +72,12 @@ class PolicyModelState(DefaultModelState):
         check_softmax(self.hooked.every_layer(), computes, layout.retain or layout.propagates)
         if isinstance(model, SegmentedModel):
             model.weights_are_loaded()
+        first, num_layers, stages = set_specs(self.hooked, vllm_config, settings)
         self.cuts = cuts_of(layout, attention, vllm_config)
+        if num_layers > len(attention):  # All layers of a pipeline's rank run the same rows.
+            self.cuts = Cuts((first,), frozenset())
         # The segment of the decoder that each KV stage begins in.
         self.stage_segments = [self.cuts.segment_of(stage.start) for stage in layout.stages]
-        first, num_layers, stages = set_specs(self.hooked, vllm_config, settings)
         self.hooks = LayerHooks(self.hooked, stages, dtype, layout, first)
         num_windows = num_split_windows(settings, vllm_config.scheduler_config)
         policies = settings.counted_policies()

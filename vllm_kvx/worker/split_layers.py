@@ -18,14 +18,17 @@ from vllm_kvx.worker.rows import SegmentRows
 
 
 class Cuts(NamedTuple):
-    """Where the decoder's segments begin, layer 0 included, and which of these layers are split."""
+    """Where the decoder's segments begin, and which of these layers are split.
+
+    The first one begins with layer 0, or the first layer that a pipeline's rank has.
+    """
 
     firsts: tuple[int, ...]
     split_layers: frozenset[int]
 
     def segment_of(self, layer: int) -> int:
-        """The segment that a layer is in."""
-        return sum(first <= layer for first in self.firsts) - 1
+        """The segment that a layer is in; the first one of those that other ranks have."""
+        return max(sum(first <= layer for first in self.firsts) - 1, 0)
 
     def at_split_layers(self, rows: Sequence[SegmentRows | None]) -> dict[int, SegmentRows | None]:
         """The rows, which are by segment, of those that begin with a split layer; by that layer."""

@@ -27,7 +27,8 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> L
     """Gives the layers of `model` their KV cache specs; returns the stages of its policy layers.
 
     Raises:
-        ValueError: other layers slide than the model's configuration says.
+        ValueError: other layers slide than the model's configuration says, or rows would leave
+            within the layers of a pipeline's rank.
     """
     attention, layout = model.attention_layers(), settings.layout
     policy_layers = {layer.layer_name for layer in attention}
@@ -41,7 +42,14 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> L
             f"its configuration says {', '.join(map(str, layout.sliding)) or 'none'}: policies "
             "that propagate cannot run on it"
         )
-    divides = len(layout.stage_starts) > 1 and not layout.propagates
+    is_shared = total > len(attention)
+    end = first + len(attention)
+    if is_shared and any(first < cut < end for cut in layout.row_cuts):
+        raise ValueError(
+            f"this rank of the pipeline has layers {first} to {end - 1}, and rows would leave "
+            f"before one of {', '.join(map(str, layout.row_cuts))}"
+        )
+    divides = len(layout.stage_starts) > 1 and (is_shared or not layout.propagates)
     if divides and total != settings.num_layers:
         raise ValueError(
             f"{total} layers of this model have full attention, and its configuration "
@@ -55,7 +63,7 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> L
     ]
     num_layers = config.model_config.get_total_num_hidden_layers()
     # Of a pipeline every rank forms the stages of the whole model.
-    everywhere = numbers if total == len(attention) else range(total)
+    everywhere = range(total) if is_shared else numbers
     policy_kv_cache_specs(attention, settings, num_layers - total, others, numbers, everywhere)
     sliding_stage_specs(above, layout)
     return LayerStages(first, total, [layout.stage_of(number) for number in numbers])

@@ -51,10 +51,11 @@ class _PolicyWorking(_Base):
             return cuts_of(layout, attention, config).firsts[1:]
 
         build = Build(model_state, row_cuts, layout.online_cuts)
-        use_policy_model(config.model_config, build, layout.propagates)
+        in_pipeline = config.parallel_config.pipeline_parallel_size > 1
+        use_policy_model(config.model_config, build, layout.propagates, in_pipeline)
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        if layout.propagates:
+        if layout.propagates and not in_pipeline:
             # Not before vLLM has set experts up, which is the last thing that it does.
             ended = layout.later_starts[0] if layout.projects else settings.num_layers
             with set_current_vllm_config(config), set_forward_context(None, config):

@@ -74,7 +74,9 @@ class PassMaker:
         max_tokens: int,
     ) -> None:
         self.hooks, self.memory, self.stash = hooks, memory, stash
-        self.num_layers = len(hooks.names)
+        # Of a pipeline's rank these are numbers of the whole model, too.
+        self.first_layer = cuts.firsts[0]
+        self.num_layers = self.first_layer + len(hooks.names)
         self.segments = tuple(pairwise((*cuts.firsts, self.num_layers)))
         self.split_layers = cuts.split_layers
         self.stages, self.group_stages, self.block_sizes = stages, group_stages, block_sizes
@@ -89,7 +91,7 @@ class PassMaker:
 
         counts: (R,) rows of each request. None if there is nothing to do.
         """
-        plan = self._plan(chunks, counts, 0, self.num_layers)
+        plan = self._plan(chunks, counts, self.first_layer, self.num_layers)
         return plan.work(step.block_tables, self.memory)
 
     def _plan(
@@ -125,7 +127,7 @@ class PassMaker:
             if here is not None and here.num_rows == 0:
                 break
             source: Source = Previous(None if here is None else here.from_previous)
-            if first == 0:
+            if first == self.first_layer:
                 source = BatchRows(None if here is None else here.in_batch)
             plan = self._plan(chunks, ran, first, last)
             work = plan.work(step.block_tables, self.memory, earlier)
