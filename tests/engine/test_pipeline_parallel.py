@@ -156,5 +156,6 @@ def test_rows_leave_between_ranks(
         engine.assert_idle()
         counted = counters(engine)
     assert any(answer.cached for answer in again)
-    assert counted[str(parse_policy(named(Speed(4))))]["layer_tokens_skipped"] >= 4 * (230 - 2 + 33 - 2)
+    skipped = counted[str(parse_policy(named(Speed(4))))]["layer_tokens_skipped"]
+    assert skipped >= 4 * (230 - 2)
     assert_parity(model, [*answers, *again], [*each, *each[:5]], most=2)

@@ -131,29 +131,17 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     older = "vllm.v1.executor.ray_executor.RayDistributedExecutor"
     refused |= set(reasons(WITH_POLICY, changed(stock, EXECUTOR, older)))
     refused |= set(reasons(WITH_POLICY, several_engines(stock, "ray")))
-    refused |= set(reasons(WITH_POLICY, pipeline_of_kinds(stock, ["sliding"] * 4 + FULL * 4)))
+    refused |= set(reasons(WITH_POLICY, pipeline_of_kinds(stock)))
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     refused |= set(reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", "nvfp4")))
     assert refused == {row.reason for row in WITH_POLICY}
 
 
-FULL = ["full_attention"]
-
-
-def pipeline_of_kinds(config: Any, kinds: list[str]) -> Any:
-    """A pipeline of two ranks, of 8 layers of these kinds."""
+def pipeline_of_kinds(config: Any) -> Any:
+    """A pipeline of two ranks, one of which has no layer with full attention."""
     config = changed(config, "parallel_config.pipeline_parallel_size", 2)
+    kinds = ["sliding_attention"] * 4 + ["full_attention"] * 4
     return changed(config, "model_config.hf_text_config.layer_types", kinds)
-
-
-def test_every_rank_of_a_pipeline_has_a_layer_that_policies_are_about(stock, monkeypatch) -> None:
-    lower = pipeline_of_kinds(stock, FULL * 2 + ["sliding"] * 6)
-    (reason,) = reasons(WITH_POLICY, lower)
-    assert "--pipeline-parallel-size" in reason and "VLLM_PP_LAYER_PARTITION" in reason
-    for works in (["sliding", *FULL] * 4, FULL * 8, []):
-        assert not reasons(WITH_POLICY, pipeline_of_kinds(stock, works))
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,7")
-    assert not reasons(WITH_POLICY, lower)
 
 
 def several_engines(config: Any, backend: str) -> Any:
@@ -398,7 +386,9 @@ def test_flashinfer_where_a_step_is_one_pass(make_config, policy: str) -> None:
 
 def test_rows_where_selected_tokens_run_passes(stock) -> None:
     flashinfer = changed(stock, "attention_config.backend", AttentionBackendEnum.FLASHINFER)
-    assert reasons(WITH_SELECTION, flashinfer) == [row.reason for row in WITH_SELECTION]
+    in_pipeline = changed(stock, "parallel_config.pipeline_parallel_size", 2)
+    refused = reasons(WITH_SELECTION, in_pipeline) + reasons(WITH_SELECTION, flashinfer)
+    assert refused == [row.reason for row in WITH_SELECTION]
     assert not reasons(WITH_SELECTION, stock)
 
 
@@ -600,13 +590,6 @@ def test_users_logits_processors_stay(make_config) -> None:
     ("kwargs", "names"),
     [
         ({"enable_lora": True}, "--enable-lora"),
-        pytest.param(
-            {"pipeline_parallel_size": 2},
-            "--pipeline-parallel-size 1",
-            marks=pytest.mark.skipif(
-                torch.cuda.device_count() == 1, reason="vLLM itself refuses it on one GPU"
-            ),
-        ),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
         ({"scheduler_cls": "their.Scheduler"}, "--scheduler-cls"),
@@ -659,7 +642,6 @@ PROPAGATION_CASES = [
     ("model_config._model_info.architecture", "TransformersForCausalLM", "--model-impl vllm"),
     ("model_config._model_info.supports_pp", False, "SupportsPP"),
     ("compilation_config.fast_moe_cold_start", True, "fast_moe_cold_start"),
-    ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
     ("lora_config", object(), "--enable-lora and serve a model that the adapter is merged into"),
     (
         "attention_config.backend",

@@ -1,0 +1,96 @@
+"""Which policies a pipeline of ranks is refused for, by where its layers are cut into ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvx.server.pipeline_checks import has_rank_without_policy_layers
+
+TWO_RANKS = {"dtype": "float32", "pipeline_parallel_size": 2}
+FULL, SLIDES = ["full_attention"], ["sliding_attention"]
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="vLLM itself refuses it on one GPU"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "room"),
+    [
+        ("snapkv", []),
+        ("full", ["pyramidkv", "criticalkv", "fier-64"]),
+        ("quest-64+streamingllm", []),
+        # Of 8 layers the second rank has those from 4 on.
+        ("speed-4", ["selfonly-4", "fier-64", "speed-4+streamingllm"]),
+    ],
+)
+def test_what_runs(make_config, policy: str, room: list[str]) -> None:
+    config = make_config(policy, additional_config={"kv_layout": room}, **TWO_RANKS)
+    assert "Policy" in config.parallel_config.worker_cls
+
+
+@pytest.mark.parametrize(
+    ("policy", "room", "says"),
+    [
+        ("speed-3", [], r"before layer 3, .* use speed-4 \(ranks begin with layers 4\), or set"),
+        ("selfonly-6", [], r"before layer 6, .* use speed-4"),
+        ("speed-4", ["speed-2"], r"before layer 2, .* use speed-4"),
+        ("swiftkv-4", [], r"swiftkv-K projects .* --pipeline-parallel-size 1"),
+        ("fastkv:tsp_layer=3", [], r"selected tokens run .* --pipeline-parallel-size 1"),
+        ("structkv:pivot=online", [], r"selected tokens run .* --pipeline-parallel-size 1"),
+        # Requests may name gemfilter:layer=3 there.
+        ("speed-4", ["snapkv"], r"selected tokens run .* score by a window \(snapkv"),
+    ],
+)
+def test_what_does_not(make_config, policy: str, room: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        make_config(policy, additional_config={"kv_layout": room}, **TWO_RANKS)
+    assert str(error.value).count("\n  - ") == 1
+    make_config(policy, additional_config={"kv_layout": room}, dtype="float32")
+
+
+def test_where_ranks_begin_is_vllms_choice(make_config, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,3,2")
+    three = TWO_RANKS | {"pipeline_parallel_size": 3}
+    for policy in ("speed-3", "speed-6"):
+        make_config(policy, **three)
+    with pytest.raises(ValueError, match=r"use speed-6 \(ranks begin with layers 3, 6\)"):
+        make_config("speed-5", **three)
+
+
+def test_nothing_is_measured_for_a_pipeline(make_config, monkeypatch) -> None:
+    from vllm_kvx.server import measure_at_start as at_start
+
+    monkeypatch.setattr(at_start, "measured", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(ValueError, match="selected tokens run"):
+        make_config("fastkv", load_format="auto", **TWO_RANKS)
+
+
+def test_rows_do_not_leave_where_layers_slide(make_config, model_dir) -> None:
+    gemma = model_dir(architectures=["Gemma2ForCausalLM"], model_type="gemma2", head_dim=32)
+    with pytest.raises(ValueError, match="slide over a window, and rows do not leave"):
+        make_config("speed-4", model=gemma, **TWO_RANKS)
+    make_config("snapkv", model=gemma, **TWO_RANKS)
+
+
+def config_of(kinds: list[str], ranks: int) -> Any:
+    """A model with layers of these kinds, or 8 of which nothing is said."""
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(layer_types=kinds),
+        get_total_num_hidden_layers=lambda: len(kinds) or 8,
+    )
+    parallel = SimpleNamespace(pipeline_parallel_size=ranks)
+    return SimpleNamespace(model_config=model, parallel_config=parallel)
+
+
+def test_every_rank_has_a_layer_that_policies_are_about(monkeypatch) -> None:
+    lower = FULL * 2 + SLIDES * 6
+    assert has_rank_without_policy_layers(config_of(lower, 2))
+    assert not has_rank_without_policy_layers(config_of(lower, 1))
+    for works in ((SLIDES + FULL) * 4, FULL * 8, []):
+        assert not has_rank_without_policy_layers(config_of(works, 2))
+    assert has_rank_without_policy_layers(config_of((SLIDES + FULL) * 4, 8))
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,7")
+    assert not has_rank_without_policy_layers(config_of(lower, 2))
