@@ -1,10 +1,10 @@
 """What managers know of a request."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.request import Request
 
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage
@@ -82,7 +82,9 @@ class RequestKV:
         return num_tokens >= self.storage.settles_at
 
 
-def anchor_hash(token_ids: Sequence[int], salt: str | None) -> BlockHash:
-    """Key of the anchors' entries: their tokens, and the request's cache salt."""
-    payload = repr(("kvx-anchors", list(token_ids), salt)).encode()
+def anchor_hash(request: Request, anchors: int) -> BlockHash:
+    """Key of the entries of `anchors` leading tokens: what vLLM's keys of blocks are made of."""
+    token_ids, lora = list(request.all_token_ids[:anchors]), request.lora_request
+    adapter = None if lora is None else (lora.lora_name, lora.lora_path)
+    payload = repr(("kvx-anchors", token_ids, request.cache_salt, adapter)).encode()
     return BlockHash(hashlib.sha256(payload).digest())

@@ -134,7 +134,7 @@ class PrefixSharing:
                 kv.publishes = prompt_len // size * size
             if storage.prefill.size and kv.publishes == 0 and 0 < anchors <= size and self._is_on:
                 kv.anchors = anchors
-                kv.anchor_hash = anchor_hash(request.all_token_ids[:anchors], request.cache_salt)
+                kv.anchor_hash = anchor_hash(request, anchors)
                 kv.first_hash = next(iter(self._hashes(request)), None)
             manager.add_request(request.request_id, kv)
         return storages

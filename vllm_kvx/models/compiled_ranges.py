@@ -9,6 +9,7 @@ use, and the numbers are its own: ranges one after the other give its output bit
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -104,8 +105,11 @@ class CompiledRanges:
                 f"attention writes {output.dtype}"
             )
         made = Projected(*(live[name][:_CHECKED] for name in (cut.query, cut.key, cut.value)))
+        # LoRA layers take as many rows as are mapped to adapters.
+        adapters = self._ranges.adapters
         try:
-            self._ranges.check(layer, residual[:_CHECKED], positions[..., :_CHECKED], made)
+            with nullcontext() if adapters is None else adapters.first(_CHECKED):
+                self._ranges.check(layer, residual[:_CHECKED], positions[..., :_CHECKED], made)
         except NoRanges as error:
             # Not raised amid a pass: ranks have different heads, and wait for each other.
             self.problem = error.why

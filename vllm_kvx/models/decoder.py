@@ -9,7 +9,7 @@ segments of their own (``segment``), which round differently.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -26,14 +26,17 @@ from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.sequence import IntermediateTensors
 
 from vllm_kvx.config.disabled import COMPILED_RANGES, disabled_parts
+from vllm_kvx.models.adapters import AdapterRows
 from vllm_kvx.models.attention import every_layer
 from vllm_kvx.models.compiled_ranges import CompiledRanges
 from vllm_kvx.models.hooked import HookedModel
-from vllm_kvx.models.layer_ranges import LayerRanges
+from vllm_kvx.models.layer_ranges import TRIED, LayerRanges
 from vllm_kvx.models.passes import (
+    AdapterSelection,
     BatchRows,
     Pass,
     Previous,
+    RequestRows,
     Stashed,
     ToEntries,
     TokenIds,
@@ -80,16 +83,18 @@ class SegmentedModel(HookedModel):
         return list(self.ranges.attention)
 
     def weights_are_loaded(self) -> None:
-        """Finds what the residual stream is.
+        """Finds what the residual stream is, and the adapters' buffers if there are any.
 
         Raises:
             NoRanges: it cannot be told, or a model around the decoder does something of its own.
         """
         if supports_multimodal(self):
             check_wrapper(self, super().forward, self.ranges)
+        self.ranges.adapters = AdapterRows.of(self)
         firsts = sorted({first for edges in self.segments.edges for first in edges[1:-1]})
         device = next(self.parameters()).device
-        self.ranges.find_residual(firsts, self._dtype, device)
+        with self._without_adapters():
+            self.ranges.find_residual(firsts, self._dtype, device)
 
     def check_ranges(self, projected: Sequence[int]) -> None:
         """Runs some tokens through every way that the decoder is cut.
@@ -103,8 +108,14 @@ class SegmentedModel(HookedModel):
             NoRanges: they do not make up the decoder.
         """
         device = next(self.parameters()).device
-        for edges in self.segments.edges:
-            self.ranges.check_ranges(edges, projected, device)
+        with self._without_adapters():
+            for edges in self.segments.edges:
+                self.ranges.check_ranges(edges, projected, device)
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, LoRA layers see the rows that try a range."""
+        adapters = self.ranges.adapters
+        return nullcontext() if adapters is None else adapters.none(TRIED)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # `forward` takes the plan, and enters its hooks itself.
@@ -128,10 +139,14 @@ class SegmentedModel(HookedModel):
         assert input_ids is not None
         output: Tensor | None = None
         out: Out | None = None
+        adapters = _NoAdapters() if plan.adapters is None else plan.adapters
         for now in plan.passes:
+            adapters.select(now.requests)
             with now.hooks:
                 out = self._run_pass(now, out, input_ids, positions)
-            output = self._write(now, out, output, positions.shape[-1])
+            output = self._write(now, out, output, positions.shape[-1], adapters)
+        # vLLM maps the rows of the next step only if they are other ones.
+        adapters.select(None)
         return self._zeros(positions) if output is None else output
 
     def _run_pass(self, now: Pass, before: Out | None, input_ids: Tensor, positions: Tensor) -> Out:
@@ -161,12 +176,19 @@ class SegmentedModel(HookedModel):
         with nullcontext() if captured else override_forward_context(context):
             return self._runs.run(now.first, now.last, ids, at, stream)
 
-    def _write(self, now: Pass, out: Out, output: Tensor | None, num_tokens: int) -> Tensor | None:
+    def _write(
+        self,
+        now: Pass,
+        out: Out,
+        output: Tensor | None,
+        num_tokens: int,
+        adapters: AdapterSelection,
+    ) -> Tensor | None:
         """Puts the pass's output where it goes; the step's output so far, None before any."""
         for sink in now.sinks:
             if isinstance(sink, ToEntries):
                 assert isinstance(out, Stream)
-                self._project(sink, out, now.last)
+                self._project(sink, out, now.last, adapters)
                 continue
             if isinstance(sink, ToStash):
                 assert isinstance(out, Stream)
@@ -183,7 +205,9 @@ class SegmentedModel(HookedModel):
             output.index_copy_(0, sink.in_batch, rows)
         return output
 
-    def _project(self, sink: ToEntries, out: Stream, layer: int) -> None:
+    def _project(
+        self, sink: ToEntries, out: Stream, layer: int, adapters: AdapterSelection
+    ) -> None:
         """layer: the one above the pass, which may have its entries and queries made already."""
         wanted = sink.queries
         states = asked = None
@@ -197,6 +221,7 @@ class SegmentedModel(HookedModel):
                     write_entries(attention, key, value, slots)
                 else:
                     states = out.sum(sink.rows) if states is None else states
+                    adapters.select(sink.requests)
                     of_rows = self.ranges.projected(number, (states,), sink.positions)
                     write_entries(attention, of_rows.key, of_rows.value, slots)
                 if wanted is None:
@@ -205,6 +230,7 @@ class SegmentedModel(HookedModel):
                     query = made.query.index_select(0, wanted.rows)
                 else:
                     asked = out.sum(wanted.rows) if asked is None else asked
+                    adapters.select(wanted.requests)
                     query = self.ranges.projected(
                         number, (asked,), wanted.positions, quantizes=False
                     ).query
@@ -297,6 +323,13 @@ class SegmentedModel(HookedModel):
     def _runs(self) -> Segments | CompiledRanges:
         """What runs ranges of layers."""
         return self.segments if self.compiled_ranges is None else self.compiled_ranges
+
+
+class _NoAdapters:
+    """Of a step without adapters: there is nothing to map."""
+
+    def select(self, rows: RequestRows | None) -> None:
+        pass
 
 
 def write_entries(attention: Any, key: Tensor, value: Tensor, slots: Tensor) -> None:

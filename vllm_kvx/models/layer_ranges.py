@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.sequence import IntermediateTensors
 
+from vllm_kvx.models.adapters import AdapterRows
 from vllm_kvx.models.position_rows import PositionRows
 from vllm_kvx.models.stream import Projected
 
 _HIDDEN, _RESIDUAL = "hidden_states", "residual"
 # What a decoder asks whether it is the first or the last stage.
 _ASKED = "get_pp_group"
+# Rows that try what a range computes.
+TRIED = 8
 # How far entries of one stream in two forms may be apart, of what those of two streams are: for
 # rounding to 16 bits, and to 8 of queries.
 _ROUNDING = 0.2
@@ -80,6 +83,8 @@ class LayerRanges:
         """
         self.decoder = decoder_of(model)
         self.position_rows = position_rows
+        # Of LoRA layers, once these are in the decoder.
+        self.adapters: AdapterRows | None = None
         self.attention, self.num_layers = attention, len(attention)
         self.hidden_size = hidden_size
         # Past the wrapper that torch.compile puts around a decoder's call.
@@ -240,8 +245,8 @@ class LayerRanges:
             self.residual = found.pop()
 
     def _residual_below(self, layer: int, dtype: torch.dtype, device: torch.device) -> Residual:
-        hidden, other = _streams(2, (8, self.hidden_size), dtype, device)
-        positions, zeros = torch.arange(8, device=device), torch.zeros_like(hidden)
+        hidden, other = _streams(2, (TRIED, self.hidden_size), dtype, device)
+        positions, zeros = torch.arange(TRIED, device=device), torch.zeros_like(hidden)
 
         def keys(*terms: Tensor) -> Tensor:
             return self.projected(layer, terms, positions).key.float()
@@ -275,13 +280,15 @@ class LayerRanges:
         Raises:
             NoRanges: a range does not run by itself, or all of them do not make up the decoder.
         """
-        ids, name = torch.arange(8, dtype=torch.int32, device=device), type(self.decoder).__name__
-        positions = torch.arange(8, device=device)
+        positions, name = torch.arange(TRIED, device=device), type(self.decoder).__name__
+        ids = positions.int()
         ranges = f"the ranges that begin with layers {', '.join(map(str, edges[:-1]))}"
         # What vLLM compiles by itself in a layer, such as activations, would be compiled for this.
         with torch.compiler.set_stance("force_eager"), self._without_attention():
             # A decoder that does not run whole fails by its own words.
-            whole, other = (self._run((0, self.num_layers), of, positions) for of in (ids, ids + 8))
+            whole, other = (
+                self._run((0, self.num_layers), of, positions) for of in (ids, ids + TRIED)
+            )
             try:
                 out = self._run(edges, ids, positions)
             except Exception as error:
@@ -289,7 +296,7 @@ class LayerRanges:
         # Not a number is no match either.
         if not _distance(out, whole) <= _ROUNDING * _distance(whole, other):
             raise NoRanges(f"{name} makes other states of {ranges} than of all layers at once")
-        (stream,) = _streams(1, (8, self.hidden_size), whole.dtype, device)
+        (stream,) = _streams(1, (TRIED, self.hidden_size), whole.dtype, device)
         for layer in projected:
             try:
                 self.projected(layer, (stream,), positions)

@@ -9,12 +9,24 @@ N rows of a pass, T rows of the step's batch, H the hidden size.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 # By layer name, what vLLM's attention backends make of a batch.
 AttnMetadata = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """Whose some rows are, which come request by request.
+
+    requests: (P,) int64 places of these in the step's batch. counts: (P,) rows of each.
+    """
+
+    requests: np.ndarray
+    counts: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -63,12 +75,14 @@ class Queries:
     """Queries of a layer whose rows are not run, for what the worker does beside it.
 
     rows: (n,) int64, of the pass's output. positions: (n,) int64 of these tokens.
+    requests: whose they are.
     run: takes the layer's number and its queries, (n, H, D), once its entries are stored.
     hooks: entered around it.
     """
 
     rows: Tensor
     positions: Tensor
+    requests: RequestRows
     run: Callable[[int, Tensor], None]
     hooks: AbstractContextManager[None]
 
@@ -78,6 +92,7 @@ class ToEntries:
     """Keys and values of layers [first, last), projected from the output without running them.
 
     rows: (n,) int64, of the pass's output. positions: (n,) int64 of these tokens.
+    requests: whose they are.
     slot_mapping: (n,) int64 slots by layer name.
     queries: of each of these layers, after its entries; None if nothing asks for them.
     """
@@ -86,6 +101,7 @@ class ToEntries:
     last: int
     rows: Tensor
     positions: Tensor
+    requests: RequestRows
     slot_mapping: dict[str, Tensor]
     queries: Queries | None = None
 
@@ -111,6 +127,7 @@ class Pass:
     Attributes:
         source: what the first layer reads. sinks: where the last one's output goes besides the
             next pass.
+        requests: whose its rows are; None: those of the batch, all of them.
         positions: (N,) int64 token positions; None: those of the batch.
         attn_metadata: by layer name; None: the step's own.
         slot_mapping: (N,) int64 slots by layer name, where they differ from the step's.
@@ -121,10 +138,18 @@ class Pass:
     last: int
     source: Source
     sinks: Sequence[Sink] = ()
+    requests: RequestRows | None = None
     positions: Tensor | None = None
     attn_metadata: AttnMetadata | None = None
     slot_mapping: dict[str, Tensor] = field(default_factory=dict)
     hooks: AbstractContextManager[None] = field(default_factory=nullcontext)
+
+
+class AdapterSelection(Protocol):
+    """Tells LoRA layers which adapter each row has that they see next."""
+
+    def select(self, rows: RequestRows | None) -> None:
+        """rows: whose they are; None: those of the batch, all of them."""
 
 
 @dataclass
@@ -134,10 +159,12 @@ class StepPlan:
     Attributes:
         passes: one after the other; None: the stock decoder over the whole batch, with its own
             compiled graph and CUDA graphs.
+        adapters: of requests in the batch that has passes; None if none of them has one.
         hooks: entered around the stock decoder.
         is_dummy: the step captures graphs or warms up.
     """
 
     passes: Iterator[Pass] | None = None
+    adapters: AdapterSelection | None = None
     hooks: AbstractContextManager[None] = field(default_factory=nullcontext)
     is_dummy: bool = False

@@ -128,13 +128,6 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
         "ranges of layers begin elsewhere: set --compilation-config "
         "'{\"fast_moe_cold_start\": false}'",
     ),
-    Refusal(
-        lambda c: c.lora_config,
-        "vLLM maps the tokens of a step to their LoRA adapters once, and rows leave the step "
-        "between layers: drop --enable-lora and serve a model that the adapter is merged into "
-        f"(`vllm-kvx tune-speed` writes merged weights), or {_DROP}; with those that only retain "
-        "or retrieve (snapkv, fier and others) adapters work",
-    ),
     # It is never vLLM's own choice.
     Refusal(
         lambda c: asked_backend(c) == _FUSED,

@@ -31,6 +31,7 @@ from vllm_kvx.models.decoder import SegmentedModel
 from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
+from vllm_kvx.worker.adapters import Adapters
 from vllm_kvx.worker.attn_metadata import StepAttention
 from vllm_kvx.worker.blocks import cut_tables, relink, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
@@ -110,6 +111,7 @@ class PolicyModelState(DefaultModelState):
                 num_layers,
             )
             self.hooks.retrieval = self.retrieval
+        self.adapters = Adapters(model, self.max_num_reqs)
         self._step: Step | None = None
 
     def initialize_kv_cache(
@@ -154,6 +156,7 @@ class PolicyModelState(DefaultModelState):
         row = self.stats.row_of(policy)
         block_size = self.block_tables.block_sizes[self._first_group]
         self.requests.add(req_index, req_id, policy, prompt_len, block_size, row)
+        self.adapters.add_request(req_index, new_req_data.lora_request)
         if self.retrieval is not None:
             self.retrieval.add_request(req_index, policy.retrieve, row)
         if len(new_req_data.prefill_token_ids or ()) == prompt_len:  # Not one that resumes.
@@ -353,7 +356,8 @@ class PolicyModelState(DefaultModelState):
         direct = self.passes.direct(here, step.chunks, rows, counts, retrieves)
         resumed = self.passes.resumed(here, step.chunks, direct)
         online = OnlinePasses(self.passes, step.online, here, self.stats.add_pivot)
-        return StepPlan(run_in_turn(direct, resumed, online()))
+        passes = run_in_turn(direct, resumed, online())
+        return StepPlan(passes, self.adapters.of_step(step))
 
     def _retrieval_pass(
         self,

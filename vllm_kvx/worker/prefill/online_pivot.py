@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvx.equations.pivot import transition_is_behind
-from vllm_kvx.models.passes import BatchRows, Pass, Source, Stashed, ToOutput, ToStash
+from vllm_kvx.models.passes import BatchRows, Pass, RequestRows, Source, Stashed, ToOutput, ToStash
 from vllm_kvx.policy.axes import OnlineRule
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk, PromptState, pack
@@ -207,6 +207,7 @@ class OnlinePasses:
             first,
             last,
             source,
+            requests=RequestRows(places, counts),
             positions=at,
             attn_metadata=step.metadata_of(batch, ends, maker.groups_from(0)),
             slot_mapping=maker.slots(batch.slot_mappings, first, last),

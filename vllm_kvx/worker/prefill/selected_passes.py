@@ -16,6 +16,7 @@ from vllm_kvx.models.passes import (
     BatchRows,
     Pass,
     Previous,
+    RequestRows,
     Sink,
     Source,
     Stashed,
@@ -150,6 +151,7 @@ class PassMaker:
                 sinks.append(ToOutput(None if here is None else here.in_batch))
             now = Pass(first, last, source, sinks, hooks=self.hooks.during(work, retrieval))
             if here is not None:
+                now.requests = RequestRows(here.batch.requests, here.batch.counts)
                 now.positions = here.batch.positions
                 slots = here.batch.slot_mappings if slots is None else slots
             if slots is not None:
@@ -200,7 +202,8 @@ class PassMaker:
         slots = step.slots.index_select(1, in_batch)
         positions = step.positions.index_select(0, in_batch)
         by_name = self.slots(slots, layer, self.num_layers)
-        return [ToEntries(layer, self.num_layers, rows, positions, by_name)]
+        requests = RequestRows(here, counts)
+        return [ToEntries(layer, self.num_layers, rows, positions, requests, by_name)]
 
     def resumed(
         self,
@@ -287,6 +290,7 @@ class PassMaker:
                 self.num_layers,
                 source,
                 sinks,
+                RequestRows(places, counts),
                 positions,
                 metadata,
                 slots,

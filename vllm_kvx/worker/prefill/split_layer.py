@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
-from vllm_kvx.models.passes import AttnMetadata, Queries, ToEntries
+from vllm_kvx.models.passes import AttnMetadata, Queries, RequestRows, ToEntries
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.worker.batch import PassBatch, to_device
@@ -77,6 +77,7 @@ class SplitLayer:
             layer + 1,
             rows,
             step.positions.index_select(0, in_batch),
+            RequestRows(requests, counts),
             {self.name: step.slots[self._group].index_select(0, in_batch)},
             queries,
         )
@@ -88,6 +89,7 @@ class SplitLayer:
         plan, count = ChunkPlan(), 0
         rows: list[np.ndarray] = []
         positions: list[np.ndarray] = []
+        requests: list[int] = []
         for chunk in chunks:
             first, begin = chunk.first_query, chunk.begin
             if first == chunk.end:
@@ -97,6 +99,7 @@ class SplitLayer:
             plan.add(chunk, count - (first - begin), self._index + 1)
             rows.append(at - begin + starts[chunk.batch_index])
             positions.append(at)
+            requests.append(chunk.batch_index)
             count += len(at)
         work = plan.work(self._step.block_tables, self._memory, waits=True)
         if work is None:
@@ -105,7 +108,8 @@ class SplitLayer:
         rows_at, at_positions = (
             to_device(np.concatenate(parts), device) for parts in (rows, positions)
         )
-        return Queries(rows_at, at_positions, hooks.run_work, hooks.during(work)), work
+        of_requests = RequestRows(np.array(requests), np.array([len(at) for at in positions]))
+        return Queries(rows_at, at_positions, of_requests, hooks.run_work, hooks.during(work)), work
 
     # In the pass that begins with it, over rows of the batch.
 
