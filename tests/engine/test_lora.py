@@ -4,7 +4,7 @@ Every batch mixes adapters, requests without one, and policies. There are more a
 for their weights, so some requests wait, and weights are loaded while others run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from support import inside, options
-from support.adapters import Adapters
-from support.engine import Answer, Engine, keep_in_process, running
+from support.adapters import Adapters, assert_merged
+from support.engine import Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
 from support.nightly import by_day
-from support.parity import assert_close, assert_parity, room_for
+from support.parity import assert_close, room_for
 from support.prompts import prompt_of, prompts_of
 
 POLICIES: list[Policy] = [
@@ -55,19 +55,6 @@ def engine(adapters: Adapters) -> Iterator[Engine]:
         ) as engine:
             inside.poison_free_blocks(engine)
             yield engine
-
-
-def assert_merged(
-    adapters: Adapters,
-    answers: Sequence[Answer],
-    policies: Sequence[Policy],
-    each: Sequence[Path | None],
-) -> None:
-    """Each answer is that of the checkpoint that its adapter is merged into."""
-    for adapter, model in adapters.items():
-        here = [i for i, other in enumerate(each) if other == adapter]
-        found = [answers[i] for i in here]
-        assert_parity(model, found, [policies[i] for i in here], most=1)
 
 
 def test_all_in_one_batch(engine: Engine, adapters: Adapters) -> None:

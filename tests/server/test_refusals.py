@@ -392,34 +392,31 @@ def test_rows_where_selected_tokens_run_passes(stock) -> None:
     assert not reasons(WITH_SELECTION, stock)
 
 
-# Policies, and whether tokens may leave between layers; whether layers may keep unequally much;
-# whether the output projections' weights are read.
+# Policies, and whether layers may hold unequally much; whether the output projections' weights are
+# read.
 @pytest.mark.parametrize(
-    ("policy", "rows_leave", "unequal", "reads_weights"),
+    ("policy", "unequal", "reads_weights"),
     [
-        ("snapkv", False, False, False),
-        ("streamingllm", False, False, False),
-        ("knorm", False, False, False),
-        ("fier-64", False, False, False),
-        ("snapkv+quest-64", False, False, False),
-        ("pyramidkv", False, True, False),
-        ("criticalkv", False, False, True),
-        ("speed-4", True, True, False),
-        ("fastkv:tsp_layer=3", True, True, False),
-        ("structkv:pivot=online", True, True, False),
-        ("fastkv:tsp_layer=3,kv_rate=1+criticalkv", True, True, True),
+        ("snapkv", False, False),
+        ("streamingllm", False, False),
+        ("knorm", False, False),
+        ("fier-64", False, False),
+        ("snapkv+quest-64", False, False),
+        ("pyramidkv", True, False),
+        ("criticalkv", False, True),
+        ("speed-4", True, False),
+        ("fastkv:tsp_layer=3", True, False),
+        ("structkv:pivot=online", True, False),
+        ("fastkv:tsp_layer=3,kv_rate=1+criticalkv", True, True),
     ],
 )
-def test_adapters_and_events(
-    make_config, policy: str, rows_leave: bool, unequal: bool, reads_weights: bool
-) -> None:
+def test_adapters_and_events(make_config, policy: str, unequal: bool, reads_weights: bool) -> None:
     """Refused by what a policy needs, whether the server runs it or has room for it."""
     events = {"enable_kv_cache_events": True, "publisher": "null"}
     beside = {"additional_config": {"kv_layout": [policy]}}
     for name, room in ((policy, {}), ("full", beside)):
         found = lines_of(make_config, name, enable_lora=True, **room)
-        assert ["merged into" in line for line in found] == [True] * (rows_leave + reads_weights)
-        assert any("criticalkv rates values" in line for line in found) == reads_weights
+        assert ["criticalkv rates values" in line for line in found] == [True] * reads_weights
         found = lines_of(make_config, name, kv_events_config=events, **room)
         assert ["--kv-events-config" in line for line in found] == [True] * unequal
         off = events | {"enable_kv_cache_events": False}
@@ -589,7 +586,6 @@ def test_users_logits_processors_stay(make_config) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "names"),
     [
-        ({"enable_lora": True}, "--enable-lora"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
         ({"scheduler_cls": "their.Scheduler"}, "--scheduler-cls"),
@@ -609,8 +605,8 @@ def test_real_settings_are_refused(make_config, kwargs: dict, names: str) -> Non
 
 def test_all_reasons_at_once(make_config) -> None:
     with pytest.raises(ValueError) as error:
-        make_config("speed-4", enable_lora=True, scheduler_cls="their.Scheduler")
-    assert "--enable-lora" in str(error.value)
+        make_config("speed-4", enable_prompt_embeds=True, scheduler_cls="their.Scheduler")
+    assert "--enable-prompt-embeds" in str(error.value)
     assert "--scheduler-cls" in str(error.value)
 
 
@@ -642,7 +638,6 @@ PROPAGATION_CASES = [
     ("model_config._model_info.architecture", "TransformersForCausalLM", "--model-impl vllm"),
     ("model_config._model_info.supports_pp", False, "SupportsPP"),
     ("compilation_config.fast_moe_cold_start", True, "fast_moe_cold_start"),
-    ("lora_config", object(), "--enable-lora and serve a model that the adapter is merged into"),
     (
         "attention_config.backend",
         AttentionBackendEnum.HPC_ATTN,
@@ -724,8 +719,10 @@ def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypat
     from vllm_kvx.server import measure_at_start as at_start
 
     monkeypatch.setattr(at_start, "measured", lambda *_: pytest.fail("it measures"))
-    with pytest.raises(ValueError, match=r"\n  - vLLM maps the tokens .* LoRA"):
-        make_config("fastkv", dtype="float32", enable_lora=True, load_format="auto")
+    with pytest.raises(ValueError, match=r"\n  - .*--scheduler-cls"):
+        make_config(
+            "fastkv", dtype="float32", scheduler_cls="their.Scheduler", load_format="auto"
+        )
 
 
 def test_pooling_leaves_nothing_to_change(stock) -> None:

@@ -686,7 +686,10 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
             "error: kv_policy: speed-8: this model has 8 layers; use",
             marks=nightly,
         ),
-        (["--enable-lora"], "error: KV policy .*\n.*  - vLLM maps the tokens .*: drop --enable-l"),
+        (
+            ["--enable-prompt-embeds"],
+            "error: KV policy .*\n.*  - prompt embeddings .*: drop --enable-prompt-embeds",
+        ),
     ],
     ids=["unknown", "all layers", "refused"],
 )

@@ -2,12 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from support.engine import Answer
+from support.expected import Policy
+from support.parity import assert_parity
 
 RANK, ALPHA = 8, 16
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -33,6 +37,19 @@ class Adapters(Mapping[Path | None, Path]):
 
     def __len__(self) -> int:
         return len(self._merged)
+
+
+def assert_merged(
+    adapters: Adapters,
+    answers: Sequence[Answer],
+    policies: Sequence[Policy],
+    each: Sequence[Path | None],
+) -> None:
+    """Each answer is that of the checkpoint that its adapter is merged into."""
+    for adapter, model in adapters.items():
+        here = [i for i, other in enumerate(each) if other == adapter]
+        found = [answers[i] for i in here]
+        assert_parity(model, found, [policies[i] for i in here], most=1)
 
 
 def make_adapter(model: Path, directory: Path, seed: int) -> Path:

@@ -195,11 +195,12 @@ def test_weights_of_experts_and_of_quantized_models(tmp_path: Path) -> None:
 
 
 def test_flags_that_are_refused_are_all_named(doctor) -> None:
-    flags = ("--enable-lora", "--pipeline-parallel-size", "2", *ON_CPU)
+    flags = ("--enable-prompt-embeds", "--pipeline-parallel-size", "2", *ON_CPU)
     (problem,) = doctor("speed-4", serve_args=flags)("model", "flags")
     assert problem.status == "problem"
     assert problem.says.startswith("KV policy speed-4 cannot run in this configuration:")
-    assert "drop --enable-lora" in problem.says and "--pipeline-parallel-size 1" in problem.says
+    assert "drop --enable-prompt-embeds" in problem.says
+    assert "--pipeline-parallel-size 1" in problem.says
 
 
 @pytest.mark.parametrize(
