@@ -26,6 +26,7 @@ SMOKE=(
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[fastkv]"
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[speed]"
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[pyramid]"
+    tests/models/test_adapters.py
     tests/server/test_misplaced.py
     tests/server/test_refusals.py
     "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[mixed]"

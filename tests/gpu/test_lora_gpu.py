@@ -13,9 +13,10 @@ import pytest
 import torch
 from reference.fastkv import Keep
 from reference.fier import Retrieve
+from reference.structkv import Struct
 from support.adapters import Adapters
 from support.engine import Answer, running
-from support.expected import FULL, Policy, Read, expect, load, named
+from support.expected import FULL, Policy, Read, Speed, expect, load, named
 from support.gpu import COMPILED
 from support.inside import count_graph_replays
 from support.parity import assert_identical, room_for
@@ -29,6 +30,12 @@ POLICIES: list[Policy] = [
     Keep(kv_rate=0.3),
     Read(Retrieve(64, dense_below=0)),
 ]
+# Their rows leave the batch between layers, so each pass has a mapping of its own.
+PROPAGATING: list[Policy] = [
+    Speed(4, anchors=4, tail=2),
+    Keep(tsp_layer=3, tsp_rate=0.3, kv_rate=0.3),
+    Struct(3, struct_rate=0.4, kv_rate=0.3),
+]
 LENGTHS = (97, 33, 200, 5, 161, 64, 130, 250, 48, 500, 300, 90)
 LORA: dict[str, Any] = COMPILED | dict(
     dtype="bfloat16", block_size=32, max_model_len=1024, max_num_seqs=16, enable_prefix_caching=True
@@ -41,12 +48,13 @@ def adapters(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     return Adapters(tiny(head_dim=64, hidden=256), tmp_path_factory.mktemp("adapters"), 3)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=named)
+@pytest.mark.parametrize("policy", [*POLICIES, *PROPAGATING], ids=named)
 def test_each_answer_is_its_adapters(adapters: Adapters, policy: Policy) -> None:
     """In batches of three adapters and none: cold, as prefix hits, and while FULL graphs replay."""
     prompts = prompts_of(LENGTHS)
     each = list(islice(cycle(adapters), len(prompts)))
-    with running(adapters[None], "full", config=room_for(POLICIES), **LORA) as engine:
+    room = room_for(PROPAGATING if policy in PROPAGATING else POLICIES)
+    with running(adapters[None], "full", config=room, **LORA) as engine:
         counts = count_graph_replays(engine)
         names = [named(policy)] * len(prompts)
         answers = engine.generate(prompts, 12, names, adapters=each)

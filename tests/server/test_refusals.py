@@ -720,9 +720,7 @@ def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypat
 
     monkeypatch.setattr(at_start, "measured", lambda *_: pytest.fail("it measures"))
     with pytest.raises(ValueError, match=r"\n  - .*--scheduler-cls"):
-        make_config(
-            "fastkv", dtype="float32", scheduler_cls="their.Scheduler", load_format="auto"
-        )
+        make_config("fastkv", dtype="float32", scheduler_cls="their.Scheduler", load_format="auto")
 
 
 def test_pooling_leaves_nothing_to_change(stock) -> None:

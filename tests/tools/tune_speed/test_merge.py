@@ -9,6 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import speed
 from reference.models import add_tokenizer, build_model
+from support.engine import keep_in_process, running
+from support.expected import Speed
+from support.nightly import nightly
+from support.parity import assert_parity
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.records.tuned_weights import FILE
@@ -60,6 +64,21 @@ def test_merged_weights_answer_as_the_adapter_does(source: Path, job: Path, tmp_
         torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-4, rtol=1e-4)
         original = speed.score(source, PROMPT, expected.tokens, cutoff=cutoff)
         assert (original.logprobs - expected.logprobs).abs().max() > 0.1
+
+
+@nightly
+def test_the_adapter_serves_unmerged(
+    source: Path, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a cut, as vLLM's LoRA, beside requests without it."""
+    merge.save(merge.merged(job, str(source), None), source, tmp_path)
+    keep_in_process(monkeypatch)
+    prompts = [PROMPT * times for times in (3, 5, 1)]
+    with running(source, "speed-1", enable_lora=True, max_lora_rank=8) as engine:
+        adapter = job / ADAPTER
+        answers = engine.generate(prompts, 8, adapters=[adapter, None, adapter])
+    assert_parity(tmp_path, answers[::2], Speed(1))
+    assert_parity(source, answers[1:2], Speed(1))
 
 
 def test_what_is_not_weights_is_the_sources(source: Path, job: Path, tmp_path: Path) -> None:
