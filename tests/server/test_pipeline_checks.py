@@ -51,6 +51,12 @@ def test_what_does_not(make_config, policy: str, room: list[str], says: str) -> 
     make_config(policy, additional_config={"kv_layout": room}, dtype="float32")
 
 
+def test_rows_of_adapters_do_not_leave(make_config) -> None:
+    with pytest.raises(ValueError, match="some rows leave before it: drop --enable-lora"):
+        make_config("speed-4", enable_lora=True, **TWO_RANKS)
+    make_config("snapkv", enable_lora=True, **TWO_RANKS)
+
+
 def test_where_ranks_begin_is_vllms_choice(make_config, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,3,2")
     three = TWO_RANKS | {"pipeline_parallel_size": 3}

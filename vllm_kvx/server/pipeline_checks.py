@@ -44,6 +44,11 @@ def where_rows_leave(c: "VllmConfig", settings: "KVSettings") -> list[str]:
     layout = settings.layout
     if not in_pipeline(c) or not layout.propagates or layout.selects:
         return []
+    if c.lora_config:
+        return [
+            "a rank of the pipeline maps the rows of a whole step to their LoRA adapters, and some "
+            f"rows leave before it: drop --enable-lora, or {ONE_RANK}"
+        ]
     if layout.projects or layout.online_cuts:
         return [
             "swiftkv-K projects entries of all layers above its cut from the states below it, and "
