@@ -146,7 +146,7 @@ def test_rows_leave_between_ranks(
         config=room_for(policies),
         enable_prefix_caching=True,
         max_model_len=512,
-        num_gpu_blocks_override=30,
+        num_gpu_blocks_override=40,
         **TWO_RANKS,
     ) as engine:
         answers = ask(engine, prompts, each, max_tokens=40)
