@@ -223,7 +223,14 @@ def _with_policy(original: _Function) -> _Function:
         from vllm_kvx.server.validate import prepare_engine_config
 
         _look_at_requests()
-        name_policies()
+        if _usage(*args, **kwargs) == "OPENAI_BATCH_RUNNER":
+            # Behind no HTTP server, and each line of the file is answered in a task of its own.
+            from vllm_kvx.server.answered import note_name, say_in_usage
+
+            say_in_usage()
+            name_policies(note_name)
+        else:
+            name_policies()
         _has_policy = True
         with refusing(), worded(in_python):
             prepare_engine_config(vllm_config, in_python)
@@ -238,9 +245,14 @@ def _with_policy(original: _Function) -> _Function:
     return create_engine_config
 
 
-def _is_of_python(usage_context: Any = None, *args: Any, **kwargs: Any) -> bool:
+def _usage(usage_context: Any = None, *args: Any, **kwargs: Any) -> str | None:
+    """What vLLM calls that which makes the engine."""
+    return getattr(usage_context, "name", None)
+
+
+def _is_of_python(*args: Any, **kwargs: Any) -> bool:
     """Whether somebody makes the engine in Python, and gives it no flags."""
-    return getattr(usage_context, "name", None) in ("LLM_CLASS", "ENGINE_CONTEXT")
+    return _usage(*args, **kwargs) in ("LLM_CLASS", "ENGINE_CONTEXT")
 
 
 def _look_at_requests() -> None:

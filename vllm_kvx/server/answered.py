@@ -45,12 +45,22 @@ _DEFAULT_FORMAT = '%(levelprefix)s %(client_addr)s - "%(request_line)s" %(status
 def say_policies(app: FastAPI) -> None:
     """Has answers of `app` say their policy: in a header, in their usage and in the access log."""
     app.add_middleware(PolicyHeader)
-    _give_anthropics_usage_room()
-    for usage in (UsageInfo, ResponseUsage, AnthropicUsage):
-        wrap_once(usage, "__init__", _with_policy)
+    say_in_usage()
     access = logging.getLogger("uvicorn.access")
     if not any(isinstance(each, PolicyInLog) for each in access.filters):
         access.addFilter(PolicyInLog())
+
+
+def say_in_usage() -> None:
+    """Has the usage of answers say the policy that is noted in the task that makes it."""
+    _give_anthropics_usage_room()
+    for usage in (UsageInfo, ResponseUsage, AnthropicUsage):
+        wrap_once(usage, "__init__", _with_policy)
+
+
+def note_name(policy: str) -> None:
+    """Notes the policy of the one request that this task answers, as a line of a batch file is."""
+    _policy.set(policy)
 
 
 def _give_anthropics_usage_room() -> None:

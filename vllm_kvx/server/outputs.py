@@ -1,23 +1,29 @@
 """Says under which policy a request was answered, to who runs an engine in Python."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm_kvx.compat.wrapping import wrap_once
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
 
 
-def name_policies() -> None:
-    """Has outputs of engines with a policy say it: `kv_policy` of vLLM's ``RequestOutput``."""
+def name_policies(tell: Callable[[str], None] | None = None) -> None:
+    """Has outputs of engines with a policy say it: `kv_policy` of vLLM's ``RequestOutput``.
+
+    tell: called with the policy's name in the task that gives a request to the engine.
+    """
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import RequestState
 
-    wrap_once(InputProcessor, "process_inputs", _naming)
+    wrap_once(InputProcessor, "process_inputs", partial(_naming, tell))
     wrap_once(RequestState, "from_new_request", _remembering)
     wrap_once(RequestState, "_new_request_output", _saying)
 
 
-def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
+def _naming(
+    tell: Callable[[str], None] | None, original: Callable[..., Any]
+) -> Callable[..., Any]:
     """The request that goes to the engine names its policy, whether the caller did or not."""
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,6 +37,8 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
         if extra.get(POLICY_KEY) != said:
             # Of vLLM's own copy; the dictionary may be the caller's.
             params.extra_args = {**extra, POLICY_KEY: said}
+        if tell is not None:
+            tell(said)
         return request
 
     return process_inputs
