@@ -8,7 +8,7 @@ import pytest
 import torch
 import vllm
 from support import inside
-from support.configs import engine_args
+from support.configs import GLM_AIR, engine_args
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -483,6 +483,17 @@ def test_blocks_become_whole_groups(make_config, policy: str, size: int) -> None
 def test_what_retention_cannot_do(make_config, policy: str, settings: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         make_config(policy, **{"dtype": "float32"} | settings)
+
+
+@pytest.mark.parametrize("policy", ["fastkv", "structkv"])
+def test_a_layer_that_calibrate_cannot_measure(make_config, model_dir, policy: str) -> None:
+    """No advice to run what cannot work: it loads few architectures, and none that wraps one."""
+    glm = model_dir(**GLM_AIR, num_nextn_predict_layers=0)
+    with pytest.raises(ValueError) as refused:
+        make_config(policy, model=glm, dtype="float32")
+    said = str(refused.value)
+    assert "cannot measure it (architecture: Glm4MoeForCausalLM): write " in said
+    assert "=<int>" in said and "beforehand" not in said
 
 
 def test_chunks_shorter_than_a_window_are_warned_of(make_config, monkeypatch) -> None:

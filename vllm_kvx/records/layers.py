@@ -45,6 +45,16 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# Models that `vllm-kvx calibrate` runs, whose modules have the same names and the same meaning;
+# q_norm and k_norm are Qwen3's alone. Those with a dense MLP, and those with one of experts.
+DENSE_MLPS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+CALIBRATED = (*DENSE_MLPS, "MixtralForCausalLM", "Qwen3MoeForCausalLM")
+
 
 def record_path(method: str, key: str, root: Path | None = None) -> Path:
     """The file of a record, whether or not it exists; `root` is the cache folder if not given.

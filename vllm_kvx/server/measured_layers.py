@@ -16,7 +16,7 @@ from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.records.layers import SETTINGS, load, record_path
+from vllm_kvx.records.layers import CALIBRATED, SETTINGS, load, record_path
 from vllm_kvx.records.model_key import ModelIdentity, architecture_of
 from vllm_kvx.server import measure_at_start as at_start
 
@@ -221,6 +221,11 @@ def _layer(
     found = known()
     if found is not None:
         return found
+    if why := cannot_be_measured(vllm_config):
+        raise PolicyError(
+            f"{part}: {wanted.parameter} of this model is not known, and {why}: write "
+            f"{wanted.parameter}=<int>, and compare layers by `vllm-kvx evaluate`"
+        )
     arguments = calibrate_arguments(part, model, revision)
     if vllm_config.load_config.load_format == "dummy":
         why = "its weights are dummies"
@@ -244,6 +249,19 @@ def _layer(
         f"{part}: {wanted.parameter} of this model is not known, and was not measured ({why}): "
         f"write {wanted.parameter}=<int>, or measure it beforehand with `vllm-kvx "
         f"{shlex.join(arguments)}`, which takes your own prompts, too (--prompts FILE)"
+    )
+
+
+def cannot_be_measured(vllm_config: "VllmConfig") -> str | None:
+    """Why `vllm-kvx calibrate` cannot run this model; None if it can."""
+    # The whole model's architecture: one that wraps a language model is loaded in another way.
+    names = vllm_config.model_config.hf_config.architectures
+    architecture = names[0] if names else "none"
+    if architecture in CALIBRATED:
+        return None
+    return (
+        f"`vllm-kvx calibrate`, which runs {', '.join(CALIBRATED)}, cannot measure it "
+        f"(architecture: {architecture})"
     )
 
 

@@ -20,17 +20,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_kvx.equations.saliency import window_attention
 from vllm_kvx.errors import ToolError
+from vllm_kvx.records.layers import CALIBRATED
 from vllm_kvx.tools.checkpoint.placement import place
-
-# Their modules have the same names and the same meaning; q_norm and k_norm are Qwen3's alone.
-DENSE_MLPS = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-# And those of these but for an MLP of experts, in transformers' one module.
-ARCHITECTURES = (*DENSE_MLPS, "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 
 # Rows that projections and the MLP take at once: it bounds their intermediate values.
 _SLICE = 4096
@@ -93,7 +84,7 @@ class Cache:
 
 
 def load_config(
-    name: str, revision: str | None = None, supported: Sequence[str] | None = ARCHITECTURES
+    name: str, revision: str | None = None, supported: Sequence[str] | None = CALIBRATED
 ) -> PretrainedConfig:
     """The configuration of the model in a directory, or of that name on the Hugging Face hub.
 
@@ -124,7 +115,7 @@ def sliding_window(config: PretrainedConfig) -> int | None:
 
 
 class DenseDecoder:
-    """The layers of a model of one of ARCHITECTURES, to be run one after the other.
+    """The layers of a model of one of ``CALIBRATED``, to be run one after the other.
 
     Sliding windows are not applied: prompts are to be no longer than `sliding_window(config)`.
     A layer's rows, keys and values are on its device; all else that is returned is on `device`.

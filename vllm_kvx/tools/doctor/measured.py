@@ -9,7 +9,11 @@ from vllm_kvx.config.settings import MEASURED_KEY
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.server import measure_at_start as at_start
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
-from vllm_kvx.server.measured_layers import PAPER, calibrate_arguments
+from vllm_kvx.server.measured_layers import (
+    PAPER,
+    calibrate_arguments,
+    cannot_be_measured,
+)
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 from vllm_kvx.tools.doctor.asked import (
     additional_config,
@@ -78,6 +82,8 @@ def _layer(context: Context, part: Method, measured: dict[str, Any]) -> Iterator
 def _to_measure(context: Context, says: str, command: str) -> Finding:
     """What a server's start does about a layer that is not known: it measures, or it ends."""
     config = context.vllm_config
+    if config is not None and (why := cannot_be_measured(config)):
+        return problem(f"{says} A server does not start: {why}. Write a layer into the policy")
     if config is not None and config.load_config.load_format == "dummy":
         return problem(f"{says} A server cannot measure it: its weights are dummies", command)
     try:
