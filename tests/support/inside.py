@@ -913,3 +913,17 @@ def value_factors(engine: Any) -> list[Tensor]:
         read(each, heads, size, runner.dtype).float()
         for each in output_projections(runner.model, layers)
     ]
+
+
+# Who says policies.
+
+
+def naming(settings: Any, tell: Callable[[str], None], original: Callable[..., Any]) -> Any:
+    """What takes the place of ``InputProcessor.process_inputs``, of a server of `settings`."""
+    from types import SimpleNamespace
+
+    from vllm_kvx.server.outputs import _naming
+
+    processor = SimpleNamespace(_kvx_settings=settings)
+    wrapped = _naming(tell, original)
+    return lambda *args, **kwargs: wrapped(processor, *args, **kwargs)

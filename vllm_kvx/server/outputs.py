@@ -21,9 +21,7 @@ def name_policies(tell: Callable[[str], None] | None = None) -> None:
     wrap_once(RequestState, "_new_request_output", _saying)
 
 
-def _naming(
-    tell: Callable[[str], None] | None, original: Callable[..., Any]
-) -> Callable[..., Any]:
+def _naming(tell: Callable[[str], None] | None, original: Callable[..., Any]) -> Callable[..., Any]:
     """The request that goes to the engine names its policy, whether the caller did or not."""
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import inside
 from support.chat_templates import PLAIN
 from support.nightly import nightly
 from vllm import SamplingParams
@@ -19,7 +20,6 @@ from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.answered import note_name, say_in_usage
-from vllm_kvx.server.outputs import _naming
 
 LINES = {"server's": None, "in full": "full", "retrieves": "fier-64", "refused": "speed-3"}
 
@@ -28,19 +28,17 @@ def test_each_task_says_its_own_policy() -> None:
     """Lines of a file are answered in tasks side by side, and their usage is made in the end."""
 
     policy = parse_policy("speed-4")
+    settings = KVSettings(policy, layout_of([policy], 8), 8, debug=False)
 
-    class Processor:
-        _kvx_settings = KVSettings(policy, layout_of([policy], 8), 8, debug=False)
-
-        def process_inputs(self, params: SamplingParams) -> Any:
-            return SimpleNamespace(params=params, sampling_params=params)
+    def made(self: Any, params: SamplingParams) -> Any:
+        return SimpleNamespace(params=params, sampling_params=params)
 
     say_in_usage()
-    process_inputs = _naming(note_name, Processor.process_inputs)
+    process_inputs = inside.naming(settings, note_name, made)
 
     async def answer(name: str | None) -> Any:
         params = SamplingParams(extra_args={"kv_policy": name} if name else None)
-        process_inputs(Processor(), params)
+        process_inputs(params)
         await asyncio.sleep(0.001)
         return UsageInfo(prompt_tokens=1).model_dump().get("kv_policy")
 
