@@ -22,9 +22,11 @@ class StepRoom:
         """managers: of the KV groups that follow policies."""
         self._managers, self._kv_cache_manager = managers, kv_cache_manager
         self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
+        groups = kv_cache_manager.kv_cache_config.kv_cache_groups
+        # By KV group, tokens of a block: layers of other kinds may have blocks of another size.
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._is_on = kv_cache_manager.enable_caching
         self._max_tokens = config.scheduler_config.max_num_batched_tokens
-        self._num_groups = len(kv_cache_manager.kv_cache_config.kv_cache_groups)
 
     def choose(self, request: Request, end: int, running: Sequence[Request]) -> None:
         """Decides whether a prompt that is compacted in this step stays in the cache.
@@ -39,8 +41,9 @@ class StepRoom:
         moving = [kv for kv in kvs if kv.reads and kv.compacts_at(end)]
         if not moving:
             return
-        each = len(running) + 1 + cdiv(self._max_tokens, self._block_size)
-        needed = self._num_groups * each + self._kv_cache_manager.watermark_blocks
+        needed = self._kv_cache_manager.watermark_blocks
+        for size in self._block_sizes:
+            needed += len(running) + 1 + cdiv(self._max_tokens, size)
         needed += sum(cdiv(kv.storage.kept, self._block_size) for kv in moving)
         ending = [request.request_id]
         for other in running:
@@ -68,7 +71,7 @@ class StepRoom:
         if not any(manager.num_passing_copies(name) for manager in ending):
             return False
         # What the others may take in this step.
-        needed = self._num_groups * len(running)
+        needed = len(self._block_sizes) * len(running)
         needed += sum(manager.num_blocks_to_end(name) for manager in self._managers)
         return needed > self._pool.get_num_free_blocks()
 
