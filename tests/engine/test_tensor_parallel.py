@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import zoo
+from reference import hybrids, zoo
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
@@ -151,3 +151,30 @@ def test_tp2_of_other_architectures(tmp_path: Path, name: str) -> None:
         answers = ask(engine, prompts, policies, max_tokens=6)
         engine.assert_idle()
     assert_parity(model, answers, policies)
+
+
+HYBRID_POLICIES: list[Policy] = [
+    FULL,
+    Keep(kv_rate=0.3),
+    Critical(kv_rate=0.3),
+    Norm(0.3),
+    Read(Retrieve(64, reduction="sum")),
+    Read(Retrieve(64, reduction="sum"), Keep(kv_rate=0.5)),
+]
+
+
+@nightly
+def test_tp2_of_a_hybrid(tmp_path: Path) -> None:
+    """Gemma 2: every other layer slides, and all cap their logits. Windows are in every prefix."""
+    model = hybrids.build(tmp_path, "gemma2")
+    policies = HYBRID_POLICIES * 2
+    prompts = distinct_prompts([60 + 23 * i for i in range(len(policies))])
+    options: dict[str, Any] = dict(max_model_len=512, enable_prefix_caching=True, **TWO_RANKS)
+    with running(model, "full", config=room_for(HYBRID_POLICIES), **options) as engine:
+        answers = ask(engine, prompts, policies, max_tokens=6)
+        again = ask(engine, [[*each, 5, 6, 7] for each in prompts], policies, max_tokens=4)
+        counters = counters_by_rank(engine)
+        engine.assert_idle()
+    assert counters[0] == counters[1]
+    assert any(answer.cached for answer in again)
+    assert_parity(model, [*answers, *again], policies * 2)
