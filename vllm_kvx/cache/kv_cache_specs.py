@@ -7,7 +7,6 @@ with vLLM when this module is imported, which unpickling a spec does in every pr
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -112,7 +111,7 @@ def sliding_stage_specs(sliding: Mapping[int, Attention], layout: Layout) -> Non
 
 
 def _slide(layer: Attention, stage: int, start: int) -> None:
-    def slide(spec: KVCacheSpec) -> KVCacheSpec:
+    def slide(spec: KVCacheSpec, _: VllmConfig) -> KVCacheSpec:
         assert type(spec) is SlidingWindowSpec, f"unexpected KV cache spec {spec}"
         values = {f.name: getattr(spec, f.name) for f in fields(SlidingWindowSpec)}
         return SlidingStageSpec(**values, stage=stage, start_layer=start)
@@ -132,8 +131,7 @@ def policy_kv_cache_specs(
 
     Args:
         attention: of the policy layers, in order. others: layers that are none.
-        sliding: the attention of those that slide. Pages with a sidecar are larger, and all pages
-            of a pool have one size.
+        sliding: the attention of those that slide.
         numbers: by which stages know the policy layers, if not by their order.
         everywhere: the numbers of all policy layers of the model, of which other workers of a
             pipeline may have some. KV groups are those of the whole model.
@@ -153,15 +151,17 @@ def policy_kv_cache_specs(
         )
     else:
         logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
+    pages = None
+    if layout.sidecar is not None:
+        pages = _Pages(layout.sidecar, attention[0], sliding)
+        for layer in sliding:
+            _change_spec(layer, pages.as_large)
     for stage, in_stage in enumerate(stages):
         num_buckets = 1 if buckets is None else buckets[stage]
         start = layout.stage_starts[stage]
         for offset, number in enumerate(in_stage):
             if (here := numbered.get(number)) is not None:
-                _override_spec(here, stage, start, offset % num_buckets, layout.sidecar)
-
-    for layer in sliding:
-        _change_spec(layer, partial(_with_room, sidecar=layout.sidecar))
+                _override_spec(here, stage, start, offset % num_buckets, pages)
 
 
 def page_shape(spec: AttentionSpec, sidecar: RetrievalLayout) -> PageShape:
@@ -169,30 +169,60 @@ def page_shape(spec: AttentionSpec, sidecar: RetrievalLayout) -> PageShape:
     return PageShape(spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group)
 
 
-def _with_room(spec: Any, sidecar: RetrievalLayout | None) -> Any:
-    """A spec whose pages have room for a sidecar."""
-    if sidecar is None:
-        return spec
-    room = INDEXES[sidecar.index].page_bytes(page_shape(spec, sidecar))
-    return replace(spec, page_size_padded=spec.page_size_bytes + room)
+class _Pages:
+    """Where pages of policy layers have room for a sidecar: all pages of a pool have one size.
+
+    vLLM could make blocks of smaller pages longer, or pad them, but does neither where pages have
+    a size of their own already, as those with a sidecar.
+    """
+
+    def __init__(
+        self, sidecar: RetrievalLayout, policy_layer: Attention, sliding: Sequence[Attention]
+    ) -> None:
+        """policy_layer: any one; its heads are all others'. sliding: what slides beside them."""
+        self._sidecar = sidecar
+        # What they ask for before anything here changes it.
+        self._policy_spec = policy_layer.get_kv_cache_spec
+        self._sliding_specs = [layer.get_kv_cache_spec for layer in sliding]
+
+    def with_room(self, spec: Any, vllm_config: VllmConfig) -> Any:
+        """The spec of a policy layer: blocks as long as the largest page of a window needs."""
+        specs = [ask(vllm_config) for ask in self._sliding_specs]
+        largest = max((each.page_size_bytes for each in specs if each is not None), default=0)
+        times = max(cdiv(largest, spec.page_size_bytes + self._room(spec)), 1)
+        if times == 1:
+            return replace(spec, page_size_padded=spec.page_size_bytes + self._room(spec))
+        page = spec.page_size_bytes * times
+        spec = replace(spec, block_size=spec.block_size * times, page_size_padded=None)
+        return replace(spec, page_size_padded=page + self._room(spec))
+
+    def as_large(self, spec: Any, vllm_config: VllmConfig) -> Any:
+        """The spec of a layer that slides, with as many entries as such a page takes."""
+        page = self.with_room(self._policy_spec(vllm_config), vllm_config).page_size_bytes
+        times = page // spec.page_size_bytes
+        return replace(spec, block_size=spec.block_size * times, page_size_padded=page)
+
+    def _room(self, spec: Any) -> int:
+        return INDEXES[self._sidecar.index].page_bytes(page_shape(spec, self._sidecar))
 
 
-def _change_spec(layer: Attention, change: Callable[[Any], KVCacheSpec]) -> None:
+def _change_spec(layer: Attention, change: Callable[[Any, VllmConfig], KVCacheSpec]) -> None:
     """The layer asks vLLM for `change` of the spec that it would ask for."""
     stock = layer.get_kv_cache_spec
 
     def get_kv_cache_spec(vllm_config: VllmConfig) -> KVCacheSpec:
-        return change(stock(vllm_config))
+        return change(stock(vllm_config), vllm_config)
 
     layer.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
 
 
 def _override_spec(
-    layer: Attention, stage: int, start: int, bucket: int, sidecar: RetrievalLayout | None
+    layer: Attention, stage: int, start: int, bucket: int, pages: _Pages | None
 ) -> None:
-    def of_stage(spec: KVCacheSpec) -> KVCacheSpec:
+    def of_stage(spec: KVCacheSpec, vllm_config: VllmConfig) -> KVCacheSpec:
         assert type(spec) is FullAttentionSpec, f"unexpected KV cache spec {spec}"
-        spec = _with_room(spec, sidecar)
+        if pages is not None:
+            spec = pages.with_room(spec, vllm_config)
         if stage == 0:
             values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
             return FirstStageAttentionSpec(**values, bucket=bucket)
