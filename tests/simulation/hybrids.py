@@ -51,6 +51,13 @@ HYBRIDS: dict[str, Server] = {
         others=Others(5, window=13),
     ),
     "states": Server(f"{_SNAP},kv_rate=0.4", _LAYOUT, _ONE_STAGE, repeats=0.4, others=Others(9)),
+    "checkpoints": Server(
+        f"{_SNAP},kv_rate=0.4",
+        _LAYOUT,
+        _ONE_STAGE,
+        repeats=0.4,
+        others=Others(9, checkpoints=True),
+    ),
     "privatestates": Server(
         f"{_SNAP},kv_rate=0.4", _LAYOUT, _ONE_STAGE, others=Others(9, mode="none")
     ),

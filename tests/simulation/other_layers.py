@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from simulation.cache import Cache, Mismatch
@@ -33,11 +34,13 @@ class Others:
 
     window: tokens that a row sees, its own among them; 0 where layers keep a state.
     mode: vLLM's ``mamba_cache_mode`` of these.
+    checkpoints: whether a layer also writes what its state was within a chunk, as Mamba 2's do.
     """
 
     layers: int
     window: int = 0
     mode: Literal["none", "align"] = "align"
+    checkpoints: bool = False
 
     @property
     def is_state(self) -> bool:
@@ -101,7 +104,7 @@ class StateLayer:
     """The same of a layer that keeps a state, which is smaller than a page of keys and values."""
 
     def __init__(self, index: int, others: Others) -> None:
-        self.index, self._mode = index, others.mode
+        self.index, self._mode, self.checkpoints = index, others.mode, others.checkpoints
         self.layer_name = f"layers.{index}.state"
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
@@ -112,6 +115,8 @@ class StateLayer:
             shapes=((3, HEAD_SIZE),),
             dtypes=(torch.float32,),
             mamba_cache_mode=self._mode,
+            num_prefill_checkpoint_blocks=int(self.checkpoints),
+            prefill_checkpoint_alignment=1 if self.checkpoints else None,
         )
 
 
@@ -178,8 +183,10 @@ class OtherLayers:
     def _step(self, layer: StateLayer, table: Ints, made: list[tuple[Live, int, int]]) -> None:
         size = self._block_sizes[self._groups[layer.layer_name]]
         blocks = [int(table[row, last // size]) for row, (*_, last) in enumerate(made)]
-        if len(set(blocks)) < len(blocks):
-            raise Mismatch(f"layer {layer.index}: requests write their states to {blocks}")
+        kept = self._checkpoints(table, made, size) if layer.checkpoints else []
+        written = [*blocks, *(block for block, *_ in kept)]
+        if len(set(written)) < len(written):
+            raise Mismatch(f"layer {layer.index}: requests write their states to {written}")
         for block, (one, begin, last) in zip(blocks, made, strict=True):
             before, after = of(one, np.array([max(begin - 1, 0), last]), layer.index).tolist()
             if begin and self._cache.state(layer.index, block) != before:
@@ -189,6 +196,32 @@ class OtherLayers:
                 )
             self._cache.write_state(layer.index, block, after)
             self._counts["states"] += begin > 0
+        for block, one, position in kept:
+            (state,) = of(one, np.array([position - 1]), layer.index).tolist()
+            self._cache.write_state(layer.index, block, state)
+            self._counts["checkpoints"] += 1
+
+    def _checkpoints(
+        self, table: Ints, made: list[tuple[Live, int, int]], size: int
+    ) -> list[tuple[int, Live, int]]:
+        """States that are kept on the way: the block, the request and the tokens before each."""
+        begins = [begin for _, begin, _ in made]
+        ends = [last + 1 for *_, last in made]
+        offsets, columns = compute_mamba_prefill_checkpoints(
+            seq_lens=ends,
+            query_lens=[end - begin for begin, end in zip(begins, ends, strict=True)],
+            hash_block_size=size,
+            mamba_block_size=size,
+            checkpoint_alignment=1,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=size,
+        )
+        found = [
+            (int(table[row, column]), made[row][0], begins[row] + offset)
+            for row, (offset, column) in enumerate(zip(offsets, columns, strict=True))
+            if offset
+        ]
+        return [each for each in found if each[0]]
 
     def _disjoint(self, layer: int, slots: Sequence[Ints]) -> None:
         blocks = [np.unique(each // self._cache.block_size) for each in slots]

@@ -71,3 +71,19 @@ def test_a_prefix_in_common_is_kept_once_it_is_seen_to_be(
         client.order()
     began_at = client.engine.worker.began_at
     assert [began_at[name] for name in ("first", "second", "third")] == [0, 0, 24]
+
+
+def test_nobody_reads_a_checkpoint_of_a_lossy_answer(tmp_path: Path, one_thread: None) -> None:
+    """A request that comes in again takes its answer in one chunk, and keeps a state within it."""
+    server = HYBRIDS["checkpoints"]
+    client = Client(server, server.config(tmp_path), replace(AMPLE, shares_prefixes=True))
+    client.send("answers", SNAP, PROMPT[:40], answer=24)
+    client.step(20)
+    client.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    client.order()
+    counts = client.engine.worker.counts
+    assert counts["resumed"] == 1 and counts["checkpoints"]
+    text = client.engine.worker.finished[-1].tokens[:60]
+    client.send("asks on", "full", [*text, 1], answer=2)
+    client.order()
+    assert 0 < client.engine.worker.began_at["asks on"] <= 40

@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 from support import options
+from support.nightly import by_day
 
-from simulation.servers import SERVERS
+from simulation.hybrids import EVERY
 from simulation.sessions import Sessions
 
 TURNS = options.turns(40, at_night=1000)
 SEEDS = options.seeds() or 1
 
 
-@pytest.mark.parametrize("name", ["fastkv", "block", "pyramid", "speed"])
+NAMES = ["fastkv", "block", "pyramid", "speed", "windows", "states", "checkpoints"]
+
+
+@pytest.mark.parametrize("name", by_day(NAMES, range(4)))
 def test_sessions_in_a_third_of_their_pool(name: str, tmp_path: Path, one_thread: None) -> None:
-    server = replace(
-        SERVERS[name], max_len=256, max_answer=12, stash=400 * bool(SERVERS[name].stash)
-    )
+    server = replace(EVERY[name], max_len=256, max_answer=12, stash=400 * bool(EVERY[name].stash))
     config = server.config(tmp_path)
     for seed in range(SEEDS):
         sessions = Sessions(server, config, seed)
