@@ -80,6 +80,13 @@ HYBRIDS: dict[str, Server] = {
         repeats=0.4,
         others=Others(11, window=70),
     ),
+    "fiercheckpoints": long(
+        policy=_FIER,
+        layout=_RETRIEVES_LAYOUT,
+        requests=_RETRIEVES,
+        repeats=0.4,
+        others=Others(9, checkpoints=True),
+    ),
     "fierstates": long(
         policy=_FIER,
         layout=_RETRIEVES_LAYOUT,

@@ -74,16 +74,20 @@ def test_a_prefix_in_common_is_kept_once_it_is_seen_to_be(
 
 
 def test_nobody_reads_a_checkpoint_of_a_lossy_answer(tmp_path: Path, one_thread: None) -> None:
-    """A request that comes in again takes its answer in one chunk, and keeps a state within it."""
-    server = HYBRIDS["checkpoints"]
+    """A request that comes in again may take prompt and answer in one chunk.
+
+    It keeps a state within that chunk, where the last block ends: in the answer.
+    """
+    server = HYBRIDS["fiercheckpoints"]
     client = Client(server, server.config(tmp_path), replace(AMPLE, shares_prefixes=True))
-    client.send("answers", SNAP, PROMPT[:40], answer=24)
-    client.step(20)
+    client.send("answers", "fier-64:dense_below=0", [*PROMPT, *PROMPT[:30]], answer=60)
+    client.step(45)
     client.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     client.order()
     counts = client.engine.worker.counts
     assert counts["resumed"] == 1 and counts["checkpoints"]
-    text = client.engine.worker.finished[-1].tokens[:60]
-    client.send("asks on", "full", [*text, 1], answer=2)
-    client.order()
-    assert 0 < client.engine.worker.began_at["asks on"] <= 40
+    text = client.engine.worker.finished[-1].tokens[:130]
+    for who in ("asks on", "asks again"):
+        client.send(who, "full", [*text, 1], answer=2)
+        client.order()
+    assert client.engine.worker.began_at["asks again"] == 128
