@@ -93,7 +93,7 @@ def test_tables() -> None:
     summary = Summary(answers())
     text = report.table(summary)
     head, full, snapkv = text.splitlines()[:3]
-    assert head.split() == ["policy", "kept", "read", "512", "1,024", "all", "of", "full"]
+    assert head.split() == ["policy", "kept", "read", "512", "1,024", "all", "of", "full", "difference"]
     assert full.startswith("full") and "100.0 [51-100] n=4" in full
     assert snapkv.startswith("snapkv") and "50.0% [50.0-50.0]" not in snapkv
     assert "3.0000 (n=1)" in text and "+1.0000" in text
@@ -108,6 +108,10 @@ def test_tables() -> None:
         if (c["policy"], c["task"], c["length"]) == ("snapkv", "all", "all")
     )
     assert cell["score"][0] == 0.375 and cell["n"] == 8 and cell["of_full"][0] == 0.5
+    assert cell["from_full"][0] == -0.375
+    assert written["scores"][-2] == {
+        **{"policy": "snapkv", "task": "notes", "length": 1024, "scores": "0 0.5 0 0.5"}
+    }
 
 
 def said(policy: str, index: int, text: str, task: str = "notes", tokens: int = 9) -> Answer:
@@ -159,7 +163,7 @@ def test_short_questions_stand_in_the_last_column() -> None:
     found = [said("full", index, "x") for index in range(2)]
     found += [Answer(Row.parse("full"), QuestionId("short_facts", 0, 0), 0.0, 20, 1.0, 1.0, "x")]
     head, row = report.table(Summary(found)).splitlines()[:2]
-    assert head.split() == ["policy", "kept", "read", "512", "all", "of", "full"]
+    assert head.split()[3:] == ["512", "all", "of", "full", "difference"]
     assert "n=2" in row and "n=3" in row
 
 

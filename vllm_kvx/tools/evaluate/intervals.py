@@ -1,4 +1,4 @@
-"""Confidence intervals of 95%: of a mean of scores, of the ratio of two, and of a recovery."""
+"""Confidence intervals of 95%: of a mean of scores, of two policies' scores, of a recovery."""
 
 import math
 from collections.abc import Sequence
@@ -76,6 +76,22 @@ def of_ratio(pairs: Sequence[tuple[float, float]]) -> Interval | None:
         kept = of_mean([min(first / second, 1.0) for first, second in pairs if second])
         low, high = min(low, kept.low), max(high, kept.high) if ratio < 1 else high
     return Interval(ratio, min(low, ratio), max(high, ratio))
+
+
+def of_difference(pairs: Sequence[tuple[float, float]]) -> Interval:
+    """The mean of first less second, of scores within 0 and 1 of the same prompts; bootstrapped.
+
+    Prompts are drawn again with both of their scores, so what makes a prompt hard for both is in no
+    difference.
+    """
+    differences = [first - second for first, second in pairs]
+    value = math.fsum(differences) / len(differences)
+    low, high = _middle(_resampled([[each] for each in differences])[:, 0] / len(differences))
+    if low == high:
+        # Prompts that all agree resample to no width: as many others may differ as none of these.
+        unseen = of_mean([0.0] * len(differences)).high
+        low, high = max(value - unseen, -1.0), min(value + unseen, 1.0)
+    return Interval(value, min(low, value), max(high, value))
 
 
 def of_recovery(triples: Sequence[tuple[float, float, float]]) -> Interval | None:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_kvx.tools.evaluate.intervals import Interval
+from vllm_kvx.tools.evaluate.differences import differences
+from vllm_kvx.tools.evaluate.intervals import LEAST_DIFFERENT, Interval
 from vllm_kvx.tools.evaluate.recovery import Recovery, bucket_name, recoveries
 from vllm_kvx.tools.evaluate.summary import KEPT_ALL, PERPLEXITY, Cell, Summary, kept_all
 from vllm_kvx.tools.kv_layers import KVLayers
@@ -21,7 +22,7 @@ def table(summary: Summary, layers: KVLayers | None = None) -> str:
     # Short questions have no length and stand in the last column alone.
     if len(lengths) != 1 or summary.has_short:
         lengths.append(None)
-    head = ["policy", "kept", "read", *map(_length, lengths), "of full"]
+    head = ["policy", "kept", "read", *map(_length, lengths), "of full", "difference"]
     lines = [head]
     for row in summary.rows:
         whole = summary.cell(row)
@@ -35,6 +36,7 @@ def table(summary: Summary, layers: KVLayers | None = None) -> str:
                 _percent(whole.read, 1),
                 *map(_score, cells),
                 "" if row == summary.yardstick else _interval(whole.of_full),
+                "" if row == summary.yardstick else _points(whole.from_full),
             ]
         )
     parts = []
@@ -45,7 +47,8 @@ def table(summary: Summary, layers: KVLayers | None = None) -> str:
             + ", ".join(summary.scored)
             + ".\nkept: share of a prompt's KV entries in the "
             "cache; read: share of them that a decode step reads;\nof full: ratio to "
-            f"{summary.yardstick} on the same prompts."
+            f"{summary.yardstick} on the same prompts; difference: from it, in points, paired by "
+            "prompt."
         )
         if layers is not None and summary.lengths:
             parts.append(layers.bounds(summary.lengths))
@@ -102,6 +105,8 @@ def text(summary: Summary, layers: KVLayers | None = None) -> str:
         what = f"By task; same: answers that are those of {summary.yardstick}{loops}, in %:"
         parts.append(f"{what}\n{task_table(summary)}")
         parts.append(f"By tokens of the prompt:\n{bucket_table(summary)}")
+    if len(summary.rows) > 2 and summary.scored:
+        parts.append(_differences(summary))
     return "\n\n".join(parts) + "\n"
 
 
@@ -132,6 +137,15 @@ def as_json(
         held = {"layers": layers.total, "full_attention": layers.full, "share_of_kv": shares}
         facts = {**facts, "policy_layers": held}
     found = {**facts, "yardstick": str(summary.yardstick), "cells": cells, "by_tokens": buckets}
+    found["differences"] = [
+        {
+            **{"better": str(each.better), "worse": str(each.worse), "n": each.count},
+            **{"differ": each.differ, "by": _rounded(each.by)},
+            "significant": each.is_significant,
+        }
+        for each in differences(summary)
+    ]
+    found["scores"] = _scores(summary)
     if summary.yardstick.on_original:
         found["recovery"] = [
             {
@@ -150,6 +164,7 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "n": cell.count,
         "score": _rounded(cell.score),
         "of_full": _rounded(cell.of_full),
+        "from_full": _rounded(cell.from_full),
         "same": _rounded(cell.same),
         "loops": _rounded(cell.loops),
         "kept": round(cell.kept, 5),
@@ -158,12 +173,44 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
     }
 
 
+def _scores(summary: Summary) -> list[dict[str, Any]]:
+    """Every answer's score, so that other runs over the same prompts can be paired with them.
+
+    A string of numbers has a prompt's score at the prompt's index; `-` where none was answered.
+    """
+    found = []
+    for row in summary.rows:
+        answers = summary.answers(row)
+        for task, length in dict.fromkeys((each.task, each.length) for each in answers):
+            by_index = {
+                question.index: answer.score
+                for question, answer in answers.items()
+                if (question.task, question.length) == (task, length)
+            }
+            scores = (by_index.get(index) for index in range(max(by_index) + 1))
+            text = " ".join("-" if s is None else f"{round(s, 5):g}" for s in scores)
+            found.append({"policy": str(row), "task": task, "length": length, "scores": text})
+    return found
+
+
 def _rounded(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [round(value, 5) for value in interval]
 
 
 def _parts(recovery: Recovery) -> list[tuple[str, float | None]]:
     return [(name, getattr(recovery, name)) for name in _PARTS]
+
+
+def _differences(summary: Summary) -> str:
+    rows = [["better", "worse", "by points", "n", "differ", ""]]
+    for each in differences(summary):
+        told = "told apart" if each.is_significant else ""
+        names = [str(each.better), str(each.worse)]
+        rows.append([*names, _points(each.by), str(each.count), str(each.differ), told])
+    return (
+        "Differences between policies on the same prompts, by paired bootstrap; told apart: the "
+        f"interval leaves 0 out,\nand at least {LEAST_DIFFERENT} prompts differ:\n{_aligned(rows)}"
+    )
 
 
 def _recovery(recovered: Sequence[Recovery]) -> str:
@@ -229,6 +276,13 @@ def _interval(ratio: Interval | None) -> str:
     if ratio is None:
         return "-"
     return f"{100 * ratio.value:.1f}% [{100 * ratio.low:.1f}-{100 * ratio.high:.1f}]"
+
+
+def _points(difference: Interval | None) -> str:
+    if difference is None:
+        return "-"
+    value, low, high = (100 * each for each in difference)
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

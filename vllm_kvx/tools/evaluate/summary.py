@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.tools.evaluate.intervals import Interval, of_mean, of_ratio, of_values
+from vllm_kvx.tools.evaluate.intervals import Interval, of_difference, of_mean, of_ratio, of_values
 from vllm_kvx.tools.evaluate.loops import can_loop, has_loop
 from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import Answer, QuestionId
@@ -26,6 +26,8 @@ class Cell:
     score: mean share that is right; for perplexity the mean negative logprob, in nats.
     of_full: the ratio to the yardstick on the same prompts; for perplexity the difference in nats.
     None where the yardstick was right nowhere, or did not answer them.
+    from_full: the mean of the scores less the yardstick's on the same prompts; None for perplexity,
+    and where the yardstick did not answer.
     same: share of the answers whose text is the yardstick's, but for white space; None for
     perplexity, whose text is given, and where the yardstick did not answer.
     loops: share of the answers that end in a loop (SPEED, Eq. 8), of tasks of which any answer is
@@ -36,6 +38,7 @@ class Cell:
     count: int
     score: Interval
     of_full: Interval | None
+    from_full: Interval | None
     same: Interval | None
     loops: Interval | None
     kept: float
@@ -152,11 +155,12 @@ class Summary:
         scores = [answer.score for answer in answers]
         full = self.answers(self.yardstick)
         both = [(answer, full[answer.question]) for answer in answers if answer.question in full]
-        of_full = same = None
+        of_full = from_full = same = None
         if both and is_perplexity:
             of_full = of_values([first.score - second.score for first, second in both])
         elif both:
-            of_full = of_ratio([(first.score, second.score) for first, second in both])
+            pairs = [(first.score, second.score) for first, second in both]
+            of_full, from_full = of_ratio(pairs), of_difference(pairs)
             same = of_mean([float(_plain(a.text) == _plain(b.text)) for a, b in both])
         long = [a.key for a in answers if a.question.task in self.looping]
 
@@ -167,6 +171,7 @@ class Summary:
             len(answers),
             of_values(scores) if is_perplexity else of_mean(scores),
             of_full,
+            from_full,
             same,
             of_mean([float(key in self._looped) for key in long]) if long else None,
             mean(lambda answer: answer.kept),
