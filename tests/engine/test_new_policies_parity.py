@@ -17,7 +17,7 @@ from reference.structkv import Struct
 from reference.structsnap import StructSnap
 from support import inside
 from support.engine import Engine, keep_in_process, running
-from support.expected import FULL, Policy, is_served, named
+from support.expected import FULL, ByScore, Policy, is_served, named
 from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import EDGES, distinct_prompts
@@ -36,6 +36,14 @@ METHODS: dict[str, list[Policy]] = {
     "fastkv+criticalkv": [
         Critical(kv_rate=0.2, tsp_layer=3, tsp_rate=0.4),
         Critical(kv_budget=40, tsp_layer=3, tsp_rate=0.3),
+    ],
+    "score": [
+        Struct(3, struct_rate=0.4, kv_rate=0.3, score="critical"),
+        ByScore(Critical(kv_rate=0.2, tsp_layer=3, tsp_rate=0.4)),
+        Pyramid(kv_rate=0.3, groups=4, score="critical"),
+        ByScore(Critical(kv_budget=33, window=4, kernel=3)),
+        Struct(5, struct_rate=0.3, kv_rate=0.2, heads="own", score="critical"),
+        Struct(1, struct_rate=0.7, kv_budget=40, kernel=1, window=4, score="critical"),
     ],
     "kv_floor": [
         Keep(kv_rate=0.1, kv_floor=60),
@@ -133,7 +141,7 @@ class TestOneServer:
         # The second time each reads its own prefix; GemFilter's prompts are written over.
         assert (alone[1].cached > 0) != is_filter(mixed[picked[1]])
 
-    @each("criticalkv", "gemfilter", "structkv+snapkv")
+    @each("score", "gemfilter", "structkv+snapkv")
     def test_chunks_of_one_token(
         self,
         engine: Engine,
@@ -144,16 +152,16 @@ class TestOneServer:
         """Every window is spread over as many chunks as it has tokens."""
         monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", 1)
         mixed = [*policies, FULL]
-        answers = ask(engine, distinct_prompts((40, 21, 33, 9, 27, 36)[: len(mixed)]), mixed)
+        answers = ask(engine, distinct_prompts((40, 21, 33, 9, 27, 36, 31)[: len(mixed)]), mixed)
         engine.assert_idle()
         assert_parity(tiny(), answers, mixed)
 
-    @each("pyramidkv", "knorm", "fastkv+criticalkv")
+    @each("pyramidkv", "knorm", "score")
     def test_thrown_out_at_any_time(
         self, engine: Engine, tiny: Callable[..., Path], policies: list[Policy]
     ) -> None:
         """By hand, after k steps; what comes then is what came without."""
-        prompts = distinct_prompts((150, 97, 201, 120, 133)[: len(policies)], seed=1)
+        prompts = distinct_prompts((150, 97, 201, 120, 133, 160)[: len(policies)], seed=1)
         names = [named(policy) for policy in policies]
         undisturbed = ask(engine, prompts, policies, max_tokens=6)
         for steps in (1, 3, 5, 7):

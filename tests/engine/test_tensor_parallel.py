@@ -13,6 +13,7 @@ from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.selfonly import Alone
+from reference.structkv import Struct
 from reference.structsnap import StructSnap
 from reference.swiftkv import Swift
 from support import inside
@@ -103,6 +104,7 @@ MORE: list[Policy] = [
     Pyramid(kv_rate=0.3, groups=4),
     Norm(kv_rate=0.3),
     Critical(kv_rate=0.3),
+    Struct(3, struct_rate=0.5, kv_rate=0.2, score="critical"),
     Filter(3, rate=0.4, window=4),
     StructSnap(3, struct_rate=0.5, kv_rate=0.2),
     Swift(3),

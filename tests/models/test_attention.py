@@ -152,5 +152,5 @@ def test_what_attention_does_to_logits(
 
 def test_output_projections_that_are_not_known() -> None:
     some = layer()
-    with pytest.raises(ValueError, match="criticalkv"):
+    with pytest.raises(ValueError, match="score=critical"):
         output_projections(nn.ModuleList([some, nn.Linear(1, 1)]), [some])

@@ -47,9 +47,9 @@ class Case:
         sizes = (self.num_keys, self.windows, self.caps, self.offsets)
         return (self.attention, self.unpooled, self.norms, *sizes)
 
-    def scores(self, block: int = 64) -> Tensor:
+    def scores(self, block: int = 64, group: int | None = 2) -> Tensor:
         with poisoned_outputs():
-            scores = two_stage_scores(*self.arguments, group=2, block=block)  # type: ignore[arg-type]
+            scores = two_stage_scores(*self.arguments, group=group, block=block)  # type: ignore[arg-type]
         total = int(self.offsets[-1])
         assert scores[:, total:].isnan().all(), "wrote past the batch"
         return scores[:, :total]
@@ -73,6 +73,17 @@ def test_matches_reference(lengths: list[int], caps: list[int], pools: bool, dev
         scores = case.scores(block)
         assert torch.equal(scores.isinf(), expected.isinf())
         torch.testing.assert_close(scores, expected, rtol=1e-6, atol=0)
+
+
+def test_products_that_are_sums_over_heads(device: str) -> None:
+    """What is no part of the first stage has its product, as it came."""
+    case = Case(0, [300, 65], [40, 20], device, 1000)
+    expected = two_stage_scores_reference(*case.arguments, group=None)  # type: ignore[arg-type]
+    assert torch.equal(case.scores(128, group=None), expected)
+    columns = slice(0, 300 - 8)
+    later = ~expected[:, columns].isinf()
+    assert torch.equal(expected[:, columns][later], case.norms[:, columns][later])
+    assert (~later).sum(dim=1).tolist() == [16, 16]
 
 
 def test_selected_by_hand(device: str) -> None:

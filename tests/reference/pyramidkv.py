@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import criticalkv
+from .criticalkv import Critical
 from .fastkv import Context, Keep, KeptResult, block, decode, load, retain
-from .masked import embed, layers_of, log_softmax
+from .masked import embed, layers_of, log_softmax, output_weight
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Pyramid:
     kernel: int = 7
     beta: int = 20  # the mean budget outside the window is `beta` times the top layer's
     groups: int = 8  # the most stages that the layers are cut into
+    score: str = "attention"  # or "critical": half of the rows by what values do, too
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
@@ -90,8 +93,12 @@ def prefill(model: PreTrainedModel, prompt: list[int], pyramid: Pyramid) -> tupl
     hidden = embed(model, prompt)  # (rows, hidden)
     for layer, cap in zip(layers, pyramid.caps(len(layers), total), strict=True):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
-        keep = Keep(kv_budget=cap, window=pyramid.window, kernel=pyramid.kernel)
-        rows, slack = retain(probs, key.shape[0], positions, total, keep)
+        by: dict[str, int] = {"kv_budget": cap, "window": pyramid.window, "kernel": pyramid.kernel}
+        if pyramid.score == "critical":
+            weight = output_weight(layer)
+            rows, slack = criticalkv.retain(probs, value, weight, total, Critical(**by))
+        else:
+            rows, slack = retain(probs, key.shape[0], positions, total, Keep(**by))
         context.slack = min(context.slack, slack)
         context.retained.append(positions[rows].tolist())
         gather = rows[:, :, None].expand(-1, -1, key.shape[2])

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import criticalkv
+from .criticalkv import EPSILON, Critical
 from .fastkv import Context, KeptResult, block, decode, load, saliency, top
-from .masked import embed, layers_of, log_softmax
+from .masked import embed, layers_of, log_softmax, output_weight
 
 WEIGHTS = (0.2, 0.3, 0.5)  # of entropy, sparsity and variance in Eq. 8
 METRICS = ("entropy", "sparsity", "variance")
@@ -43,6 +45,7 @@ class Struct:
     most_kept: float = 1.0  # retained rows are no more than this share of the prompt's
     heads: str = "shared"  # one set for all heads of a layer (Eq. 13), as blocks are; or "own"
     kernel: int = 7  # of what tokens are retained by; 1 does not pool (Eq. 13)
+    score: str = "attention"  # or "critical": half of the rows by what values do, too
 
     def __post_init__(self) -> None:
         if self.window < 1 or (self.block_size is not None and self.block_size < 1):
@@ -113,7 +116,10 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
         context.stored.append((key, value))
         central.append(local_saliency(probs, window, struct.struct_reduction))
-        saliencies.append(retained_by(probs, key.shape[0], struct))
+        if struct.score == "critical":
+            saliencies.append(critical_rows(probs, value, output_weight(layer), total, struct))
+        else:
+            saliencies.append(retained_by(probs, key.shape[0], struct))
         if index == struct.pivot:
             lower = upper = reduce(lambda c, s: struct.decay * c + s, central)  # Eq. 3
             if index < len(layers) - 1 and total > most:
@@ -128,6 +134,8 @@ def prefill(model: PreTrainedModel, prompt: list[int], struct: Struct) -> tuple[
         computed = torch.tensor(context.propagated) if above else torch.arange(total)
         if struct.block_size is not None:
             each = [retain_blocks(upper if above else lower, len(computed), total, struct)]
+        elif struct.score == "critical":
+            each = saliencies[index]
         else:
             each = [retain_rows(*by, len(computed), total, struct) for by in saliencies[index]]
         if len(each) == 1:
@@ -163,6 +171,43 @@ def retained_by(probs: Tensor, kv_heads: int, struct: Struct) -> list[tuple[Tens
         return [(torch.empty(0), torch.empty(0))] * sets
     pooled, unpooled = (saliency(probs, sets, struct.window, width) for width in (struct.kernel, 1))
     return list(zip(pooled, unpooled, strict=True))
+
+
+def critical_rows(
+    probs: Tensor, value: Tensor, weight: Tensor, prompt_len: int, struct: Struct
+) -> list[tuple[Tensor, float]]:
+    """Rows retained by CriticalKV's two stages, and the choice's slack: of all heads, or of each.
+
+    probs (H, n, n), value (G, n, D), weight (hidden, H * D). Where all heads share one set, a row's
+    attention is the sum over the KV heads, and so is its product: of the attention of a KV head, a
+    mean over its query heads and the window, with the mean norm of its projected values there.
+    """
+    (heads, count, _), kv_heads = probs.shape, value.shape[0]
+    window, cap, shared = struct.window, struct.cap(prompt_len), heads // kv_heads
+    if struct.heads == "own":
+        policy = Critical(kv_budget=cap, window=window, kernel=struct.kernel)
+        rows, slack = criticalkv.retain(probs, value, weight, prompt_len, policy)
+        return [(each, slack) for each in rows]
+    if count <= cap:
+        return [(torch.arange(count), float("inf"))]
+    scores = saliency(probs, kv_heads, window, struct.kernel)
+    norms = torch.stack(
+        [
+            (value[head // shared].double() @ part.double().T).norm(dim=1)
+            for head, part in enumerate(weight.chunk(heads, dim=1))
+        ]
+    )
+    norms = norms.view(kv_heads, shared, count).mean(dim=1)[:, : count - window]
+    products = (scores / (shared * window) + EPSILON) * norms
+    (attention,), (peaks,) = (saliency(probs, 1, window, k) for k in (struct.kernel, 1))
+    first = (cap - window) // 2
+    early, slack = top(attention, first, 0, peaks)
+    left = torch.ones(count - window, dtype=torch.bool)
+    left[early] = False
+    rest = left.nonzero()[:, 0]
+    late, gap = top(products.sum(dim=0)[rest], cap - window - first, 0, peaks[rest])
+    tail = torch.arange(count - window, count)
+    return [(torch.cat([early, rest[late], tail]).sort().values, min(slack, gap))]
 
 
 def retain_rows(

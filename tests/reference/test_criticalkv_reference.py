@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import criticalkv, fastkv, speed
+from . import criticalkv, fastkv, pyramidkv, speed, structkv
 from .conftest import (
     ATOL,
     CLEAR,
@@ -24,6 +24,8 @@ from .conftest import (
 )
 from .criticalkv import Critical
 from .fastkv import Keep
+from .pyramidkv import Pyramid
+from .structkv import Struct
 
 CRITICAL = Critical(kv_rate=0.5, window=4, kernel=5)
 GENERATED = prompt_of(STEPS, seed=99)
@@ -98,6 +100,46 @@ def test_brute_force(model: PreTrainedModel, policy: Critical) -> None:
         retained.append(layer)
     assert result.slack > SAFE / 10 and result.retained == retained
     assert change(result, expected(model, prompt, GENERATED, retained)).max() < ATOL
+
+
+@pytest.mark.parametrize("kernel", [1, 5])
+def test_one_set_for_all_heads(model: PreTrainedModel, kernel: int) -> None:
+    """StructKV's retention: attention and products are added up over all heads, then chosen by."""
+    prompt, exist, window, cap = prompt_of(30, seed=6), list(range(30)), 4, 15
+    kv_heads = model.config.num_key_value_heads
+    struct = Struct(
+        LAYERS - 1, struct_rate=1, kv_budget=cap, window=window, kernel=kernel, score="critical"
+    )
+    result = structkv.score(model, prompt, GENERATED, struct)
+    retained = []
+    for probs, norms in zip(masked(model, prompt).probs, norms_of(model, prompt), strict=True):
+        groups = torch.arange(len(probs)).view(kv_heads, -1).tolist()
+        total, peaks = (
+            pooled(probs, range(len(probs)), exist, window, width) for width in (kernel, 1)
+        )
+        first = best(total, (cap - window) // 2, peaks)
+        weighted = {j: 0.0 for j in total if j not in first}
+        for heads in groups:
+            for j, score in pooled(probs, heads, exist, window, kernel).items():
+                if j in weighted:
+                    mean = score / len(heads) / window + 1e-4
+                    weighted[j] += mean * sum(norms[head][j] for head in heads) / len(heads)
+        second = best(weighted, cap - window - len(first), peaks)
+        retained.append([sorted([*first, *second, *exist[-window:]])] * kv_heads)
+    assert result.slack > SAFE / 10 and result.retained == retained
+    assert change(result, expected(model, prompt, GENERATED, retained)).max() < ATOL
+
+
+def test_other_methods_retain_by_it(model: PreTrainedModel) -> None:
+    prompt = prompt_of(60, seed=7)
+    alone = criticalkv.score(model, prompt, GENERATED, CRITICAL)
+    same = {"kv_rate": 0.5, "window": 4, "kernel": 5, "score": "critical"}
+    own = Struct(LAYERS - 1, struct_rate=1, heads="own", **same)
+    for reference, policy in ((pyramidkv, Pyramid(groups=1, **same)), (structkv, own)):
+        assert reference.score(model, prompt, GENERATED, policy).retained == alone.retained
+    steep = Pyramid(groups=LAYERS, beta=4, **same)
+    result = pyramidkv.score(model, prompt, GENERATED, steep)
+    assert [len(layer[0]) for layer in result.retained] == steep.caps(LAYERS, 60)
 
 
 def test_values_of_one_length_are_snapkv(llama: PreTrainedModel) -> None:

@@ -22,8 +22,8 @@ NUMBERS = {
 def test_families_have_a_row(name: str) -> None:
     (part,) = parse_policy(name + NUMBERS.get(name, "")).parts
     specs = []
-    if isinstance(part, Propagate) and part.score is not None:
-        specs.append(part.score)
+    if isinstance(part, Propagate) and part.selects_by is not None:
+        specs.append(part.selects_by)
     if isinstance(part, Retain):
         assert isinstance(part.keeps_by, ScoreSpec | Positions)
         specs += [part.keeps_by] if isinstance(part.keeps_by, ScoreSpec) else []

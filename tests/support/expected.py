@@ -80,6 +80,13 @@ class Below:
 
 
 @dataclass(frozen=True)
+class ByScore:
+    """What `critical` says, by the name of SnapKV or FastKV with `score=critical`."""
+
+    critical: Critical
+
+
+@dataclass(frozen=True)
 class Read:
     """Decode steps read what `retrieve` chooses of what `keep` stores."""
 
@@ -100,6 +107,7 @@ Policy = (
     | StructSnap
     | Critical
     | After
+    | ByScore
     | Swift
     | Alone
 )
@@ -214,7 +222,7 @@ def _struct_name(policy: Struct, pivot: str | None = None) -> str:
         + (
             ",granularity=block"
             if policy.block_size
-            else f",heads={policy.heads},kernel={policy.kernel}"
+            else f",heads={policy.heads},kernel={policy.kernel},score={policy.score}"
         )
     )
 
@@ -238,7 +246,7 @@ def _read_name(policy: Read) -> str:
 def _pyramid_name(policy: Pyramid) -> str:
     return (
         f"pyramidkv:{_budget(policy)},window={policy.window},kernel={policy.kernel},"
-        f"beta={policy.beta},groups={policy.groups}"
+        f"beta={policy.beta},groups={policy.groups},score={policy.score}"
     )
 
 
@@ -253,6 +261,14 @@ def _critical_name(policy: Critical) -> str:
 
 def _after_name(policy: After) -> str:
     return f"{named(policy.keep)},after={policy.after}"
+
+
+def _by_score_name(policy: ByScore) -> str:
+    by = policy.critical
+    scored = f"{_budget(by)},window={by.window},kernel={by.kernel},score=critical"
+    if by.tsp_layer is None:
+        return f"snapkv:{scored}"
+    return f"fastkv:tsp_layer={by.tsp_layer},tsp_rate={by.tsp_rate},tsp_floor=0,{scored}"
 
 
 def _filter_name(policy: Filter) -> str:
@@ -286,6 +302,12 @@ def _score_below(model: Any, prompt: list[int], tokens: list[int], policy: Below
     return context.result(list(tokens), rows)
 
 
+def _score_by_score(
+    model: Any, prompt: list[int], tokens: list[int], policy: ByScore
+) -> KeptResult:
+    return criticalkv.score(model, prompt, tokens, policy.critical)
+
+
 def _score_read(model: Any, prompt: list[int], tokens: list[int], policy: Read) -> ReadResult:
     keep = policy.keep
     keep = keep.found(model, prompt) if isinstance(keep, Online) else keep
@@ -298,6 +320,8 @@ def _score_hybrid(model: Any, prompt: list[int], tokens: list[int], policy: Any)
         return hybrid.cut(
             model, prompt, tokens, cutoff=policy.cutoff, anchors=policy.anchors, tail=policy.tail
         )
+    if isinstance(policy, ByScore):
+        policy = policy.critical
     if isinstance(policy, Read):
         return hybrid.read(model, prompt, tokens, policy.retrieve, policy.keep)
     return hybrid.score(model, prompt, tokens, policy)
@@ -322,6 +346,7 @@ _REFERENCES: dict[type, Reference] = {
     Pyramid: Reference(pyramidkv.score, _pyramid_name, SALIENCY_TIE),
     Critical: Reference(criticalkv.score, _critical_name, SALIENCY_TIE),
     After: Reference(after.score, _after_name, SALIENCY_TIE),
+    ByScore: Reference(_score_by_score, _by_score_name, SALIENCY_TIE),
     Norm: Reference(knorm.score, lambda policy: f"knorm:{_budget(policy)}", NORM_TIE),
     Filter: Reference(gemfilter.score, _filter_name, SALIENCY_TIE),
     Alone: Reference(

@@ -145,7 +145,7 @@ def output_projections(model: nn.Module, layers: Sequence[Attention]) -> list[nn
         if len(linear) != 1 or linear[0].input_size_per_partition != size:
             raise _cannot(
                 "the projection of its attention's output is not known, by whose weights "
-                "criticalkv rates values"
+                "score=critical (criticalkv's) rates values"
             )
         found += linear
     return found

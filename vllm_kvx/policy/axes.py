@@ -267,7 +267,7 @@ class Propagate(Method):
         return None
 
     @property
-    def score(self) -> ScoreSpec | None:
+    def selects_by(self) -> ScoreSpec | None:
         """What chooses the tokens; None if positions do."""
         return None
 
@@ -286,7 +286,7 @@ class Propagate(Method):
 
     def check_retain(self, retain: "Retain") -> None:
         """Raise PolicyError if another method's retention cannot follow this propagation."""
-        score, by = self.score, retain.keeps_by
+        score, by = self.selects_by, retain.keeps_by
         if score is None:
             return
         if isinstance(by, Positions):

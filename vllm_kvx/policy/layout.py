@@ -196,9 +196,9 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             online = policy.propagate.online_rule(num_layers)
             if online is not None:
                 online_cuts |= {layer + 1 for layer in range(online.lowest, online.highest + 1)}
-            waits = policy.propagate.score is not None and not policy.propagate.restarts
+            waits = policy.propagate.selects_by is not None and not policy.propagate.restarts
             stash |= online is not None or (waits and bool(cuts))
-            window = max(window, _window(policy.propagate.score))
+            window = max(window, _window(policy.propagate.selects_by))
             projects |= policy.projects_from is not None
         if policy.retain is not None:
             retain = True

@@ -83,10 +83,13 @@ class KeyScores(NamedTuple):
         scores: (G, total_keys) float32, at least 0; larger stays.
         unpooled: (G, total_keys) float32, what decides among equal scores: the scores before
             pooling. None where nothing is pooled; the order of the keys then decides.
+        weighted: (G, total_keys) float32, what ranks the keys that `scores` do not choose, until
+            `Score.settled` makes one score of both. None in a family that has one already.
     """
 
     scores: Tensor
     unpooled: Tensor | None = None
+    weighted: Tensor | None = None
 
 
 class Score(ABC):
@@ -105,6 +108,10 @@ class Score(ABC):
         scores: (G, n) float32, the heads of all ranks in their order. Returns: (1, n) float32.
         """
         return per_kv_head(scores, 1)
+
+    def settled(self, total: KeyScores, prompts: ScoredPrompts) -> KeyScores:
+        """The scores for all heads as they choose; total: each part after `over_heads`."""
+        return total
 
     def carry(self, before: Tensor | None, now: Tensor, decay: float) -> Tensor:
         """The sum over layers, (n,): `decay` times what it was plus `now` (StructKV Eq. 3).

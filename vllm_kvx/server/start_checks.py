@@ -227,9 +227,9 @@ WITH_RETENTION: tuple[Refusal, ...] = (
 WITH_VALUE_NORMS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.lora_config,
-        "criticalkv rates values by the output projections of the base model, which adapters "
-        "change: retain with snapkv in its place, or drop --enable-lora and serve a model that "
-        "the adapter is merged into",
+        "score=critical, which criticalkv has, rates values by the output projections of the base "
+        "model, which adapters change: use score=attention, snapkv in criticalkv's place, or drop "
+        "--enable-lora and serve a model that the adapter is merged into",
     ),
 )
 

@@ -57,7 +57,7 @@ class PromptKernels:
         """
         for policy in policies:
             propagate, retain = policy.propagate, policy.retain
-            by = None if propagate is None else propagate.score
+            by = None if propagate is None else propagate.selects_by
             if by is not None and propagate is not None:
                 measures = propagate.online_rule(num_layers) is not None
                 rated = self._rate(by, measures)
@@ -117,7 +117,11 @@ class PromptKernels:
                 soft_cap=view.soft_cap,
                 sinks=view.sinks,
             )
-        return SCORES[spec.family].score(prompts, view)
+        rated = SCORES[spec.family].score(prompts, view)
+        if not spec.over_heads:
+            return rated
+        of_all = KeyScores(*(None if part is None else part[:1] for part in rated))
+        return SCORES[spec.family].settled(of_all, prompts)
 
     def _select(self, rated: KeyScores, rows: int, moves: bool) -> None:
         """By the one program of a row, and by many, which long prompts take."""

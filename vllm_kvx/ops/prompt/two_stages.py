@@ -2,7 +2,7 @@
 
 The first half of a budget goes to the keys with the highest attention. These get an infinite score.
 The rest goes by the other keys' products of attention and value norm, which are finite. The batch
-is ragged as in `saliency`, a row of scores is one KV head.
+is ragged as in `saliency`, a row of scores is one KV head, or all of them together.
 """
 
 import torch
@@ -28,7 +28,7 @@ def two_stage_scores(
     windows: Tensor,
     caps: Tensor,
     offsets: Tensor,
-    group: int,
+    group: int | None,
     block: int = _BLOCK,
 ) -> Tensor:
     """Scores by which `select` keeps the keys of both stages.
@@ -40,9 +40,10 @@ def two_stage_scores(
         attention: (G, total_keys) float32, at least 0: sums over the window and over the query
             heads of each KV head. Columns of window keys are not read.
         unpooled: (G, total_keys) float32, what decides among equal attention; None: the index.
-        norms: (G, total_keys) float32, at least 0. All three have unit stride along a row.
+        norms: (G, total_keys) float32, at least 0; without a group the products themselves, for
+            rows that are sums over KV heads. All three have unit stride along a row.
         num_keys, windows, caps, offsets: as in `select_kept`.
-        group: query heads of each KV head.
+        group: query heads of each KV head; None where `norms` are products.
         block: scores read at a time, a power of two, at most 16384.
 
     Returns:
@@ -65,8 +66,9 @@ def two_stage_scores(
         offsets,
         scores,
         scores.stride(0),
-        EPSILON * group,
+        EPSILON * (group or 0),
         POOLED=unpooled is not None,
+        MULTIPLIED=group is None,
         BLOCK=block,
         num_warps=16 if block >= 4096 else 4,
     )
@@ -101,6 +103,7 @@ def _two_stages_kernel(
     scores_stride,
     epsilon,
     POOLED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -133,7 +136,9 @@ def _two_stages_kernel(
         count = is_tie.to(tl.int32)
         first |= is_tie & (ties + tl.cumsum(count, axis=0) - count < ties_wanted)
         ties += tl.sum(count)
-        product = (weight + added) * tl.load(norms + key, mask=scored, other=0.0)
+        product = tl.load(norms + key, mask=scored, other=0.0)
+        if not MULTIPLIED:
+            product = (weight + added) * product
         # What overflows, and what is no number, ranks below the first stage and above the rest.
         product = tl.where(product <= _LARGEST, product, _LARGEST)
         score = tl.where(first, float("inf"), tl.where(scored, product, 0.0))
@@ -148,7 +153,7 @@ def two_stage_scores_reference(
     windows: Tensor,
     caps: Tensor,
     offsets: Tensor,
-    group: int,
+    group: int | None,
 ) -> Tensor:
     """`two_stage_scores` in plain torch, one request after the other; (G, offsets[F])."""
     scores = attention.new_zeros(attention.shape[0], int(offsets[-1]))
@@ -158,7 +163,9 @@ def two_stage_scores_reference(
         weights = attention[:, columns]
         peaks = None if unpooled is None else unpooled[:, columns]
         half = (min(cap, length) - window) // 2
-        product = (weights + EPSILON * group * window) * norms[:, columns]
+        product = norms[:, columns]
+        if group is not None:
+            product = (weights + EPSILON * group * window) * product
         product = product.nan_to_num(nan=_LARGEST.value, posinf=_LARGEST.value)
         best = dense.kept_indices(weights, half, 0, peaks)
         scores[:, columns] = product.scatter(1, best, float("inf"))

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.methods.snapkv import SnapKV
 
 
@@ -20,8 +19,8 @@ class CriticalKV(SnapKV):
     as much work as the projection of the whole prompt for each query head. Here it is the L2 norm,
     which a factor of D x D weights gives exactly: see ``ops/prompt/value_norms.py``.
 
-    Its parameters are SnapKV's, with its defaults: kv_rate, kv_budget, kv_floor, window, kernel,
-    after.
+    It is `snapkv:score=critical` by its own name, and its other parameters are SnapKV's, with
+    SnapKV's defaults: kv_rate, kv_budget, kv_floor, window, kernel, after.
     """
 
     name: ClassVar[str] = "criticalkv"
@@ -29,12 +28,5 @@ class CriticalKV(SnapKV):
     paper: ClassVar[str] = "arXiv 2502.03805"
     needs: ClassVar[str] = "memory for factors of the output projections"
 
-    @property
-    def keeps_by(self) -> ScoreSpec:
-        return ScoreSpec(
-            "value_weighted_attention",
-            self.window + self.after,
-            self.kernel,
-            needs_value_norms=True,
-            generated=self.after,
-        )
+    # No parameter any more.
+    score: ClassVar[str] = "critical"  # type: ignore[misc]

@@ -31,9 +31,10 @@ class FastKV(Propagate, RetainByWindow):
 
     Layers 0..tsp_layer process all N prompt tokens, later layers the `max(int(N * tsp_rate),
     tsp_floor, window)` most salient ones. Retention is SnapKV's, with its parameters kv_rate
-    (default 0.1) and kv_floor, or kv_budget; window (8) and kernel (7). The two rates are
+    (default 0.1) and kv_floor, or kv_budget; window (8), kernel (7) and score. The two rates are
     independent: tsp_rate = 1 only retains, kv_rate = 1 only propagates. The paper has no floors:
-    kv_floor=0 is its form.
+    kv_floor=0 is its form. Tokens that go on are chosen by attention, whatever the score: a value's
+    norm tells what its own layer would lose, and layers above lose tokens.
 
     tsp_layer: the last layer that processes every token, counted from 0 (default `auto`: the
         paper's for models that it names, otherwise measured before serving, by answers).
@@ -92,7 +93,7 @@ class FastKV(Propagate, RetainByWindow):
         return share_of(prompt_len, self.tsp_rate, max(self.window, floor))
 
     @property
-    def score(self) -> ScoreSpec:
+    def selects_by(self) -> ScoreSpec:
         family = WINDOW_FAMILIES[self.tsp_reduction]
         return ScoreSpec(family, self.window, self.kernel, over_heads=True)
 
@@ -103,4 +104,4 @@ class FastKV(Propagate, RetainByWindow):
         count = self.num_propagated(prompt_len)
         if count == prompt_len or self.last_full_layer == num_layers - 1:
             return None
-        return Selection(self.score, count, self.last_full_layer, self.last_full_layer + 1)
+        return Selection(self.selects_by, count, self.last_full_layer, self.last_full_layer + 1)

@@ -1,7 +1,7 @@
 """SnapKV: retain what the last prompt queries attend to."""
 
 from abc import ABC
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import (
@@ -11,6 +11,7 @@ from vllm_kvx.policy.axes import (
     ScoreSpec,
 )
 from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate, share_of
+from vllm_kvx.policy.window_scores import retained_by, window_score
 
 DEFAULT_KV_RATE = 0.1
 # The least number of tokens that a rate leaves of a prompt, unless a floor is given. A share of a
@@ -32,6 +33,8 @@ class RetainByWindow(Retain, ABC):
     window: last prompt tokens, whose queries score the keys and which always stay (default 8, at
         most 64).
     kernel: width in tokens of the max-pooling over scores, odd (default 7, at most 127).
+    score: what entries stay by: `attention` (default, the paper's), or `critical`, CriticalKV's,
+        which asks how much a value moves the layer's output, too.
     """
 
     saves: ClassVar[tuple[str, ...]] = (KV_MEMORY, DECODE_READS)
@@ -41,6 +44,7 @@ class RetainByWindow(Retain, ABC):
     kv_floor: int | None = optional(integer(at_least=0))
     window: int = integer(8, at_most=MAX_WINDOW)
     kernel: int = integer(7, odd=True, at_most=MAX_KERNEL)
+    score: str = window_score()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +57,7 @@ class RetainByWindow(Retain, ABC):
 
     @property
     def keeps_by(self) -> ScoreSpec:
-        return ScoreSpec("window_attention", self.window, self.kernel)
+        return retained_by(self.score, self.window, self.kernel)
 
     def cap(self, prompt_len: int) -> int:
         """Entries of a prompt that a layer keeps at most, the window included."""
@@ -69,7 +73,7 @@ class SnapKV(RetainByWindow):
 
     Each layer and KV head keeps the window and the prompt entries with the highest saliency to it:
     `cap = max(int(N * kv_rate), kv_floor, window)` entries of N in all, or kv_budget. Scores are
-    pooled over `kernel` neighbours.
+    pooled over `kernel` neighbours; `score` says what they are.
 
     after: generated tokens whose queries score the keys too. Until they are in, every entry of the
         prompt stays; they themselves always stay (default 0; at most 64 with the window).
@@ -91,9 +95,8 @@ class SnapKV(RetainByWindow):
 
     @property
     def keeps_by(self) -> ScoreSpec:
-        return ScoreSpec(
-            "window_attention", self.window + self.after, self.kernel, generated=self.after
-        )
+        by = super().keeps_by
+        return replace(by, window=by.window + self.after, generated=self.after)
 
 
 def set_share(

@@ -37,6 +37,7 @@ from vllm_kvx.policy.parameters import (
     share_of,
     weight,
 )
+from vllm_kvx.policy.window_scores import DEFAULT_SCORE, retained_by, window_score
 
 # How single entries are retained, unless `heads` and `kernel` say otherwise.
 DEFAULT_HEADS = "shared"
@@ -73,6 +74,9 @@ class StructKV(Propagate, Retain):
     kernel: width in tokens of the max-pooling over the scores that single entries are retained
         by, odd (default 7, at most 127); 1 does not pool and is the paper's form. Centrality and
         whole blocks are not pooled.
+    score: what single entries are retained by: `attention` (default, Eq. 2), or `critical`,
+        CriticalKV's, which asks how much a value moves the layer's output, too; where all heads
+        keep the same entries, added up over them. Centrality and whole blocks go by attention.
     window: last prompt tokens, whose queries score the keys and which always stay (default
         8, at most 64).
     decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
@@ -102,6 +106,7 @@ class StructKV(Propagate, Retain):
     granularity: str = choice("token", ("token", "block"))
     heads: str | None = optional(choice(DEFAULT_HEADS, ("own", "shared")))
     kernel: int | None = optional(integer(odd=True, at_most=MAX_KERNEL))
+    score: str | None = optional(window_score())
     window: int = integer(8, at_most=MAX_WINDOW)
     decay: float = rate(0.9)
     struct_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
@@ -126,10 +131,16 @@ class StructKV(Propagate, Retain):
                 "structkv: kernel pools the scores of single entries, and granularity=block keeps "
                 "whole blocks; leave out kernel or use granularity=token"
             )
+        if self.unit == "block" and self.score is not None:
+            raise PolicyError(
+                "structkv: score says what single entries are retained by, and granularity=block "
+                "ranks whole blocks by centrality; leave out score or use granularity=token"
+            )
         # Blocks leave no choice, so that there is one name for them.
         entries = self.unit == "entry"
         object.__setattr__(self, "heads", (self.heads or DEFAULT_HEADS) if entries else None)
         object.__setattr__(self, "kernel", (self.kernel or DEFAULT_KERNEL) if entries else None)
+        object.__setattr__(self, "score", (self.score or DEFAULT_SCORE) if entries else None)
         if self.pivot == "online" and self.granularity == "block":
             raise PolicyError(
                 "structkv: pivot=online cannot be had with granularity=block, whose KV groups are "
@@ -215,7 +226,7 @@ class StructKV(Propagate, Retain):
         return share_of(prompt_len, self.struct_rate, max(self.window, floor))
 
     @property
-    def score(self) -> ScoreSpec:
+    def selects_by(self) -> ScoreSpec:
         family = WINDOW_FAMILIES[self.struct_reduction]
         return ScoreSpec(family, self.window, over_heads=True, decay=self.decay)
 
@@ -233,17 +244,17 @@ class StructKV(Propagate, Retain):
         after = self.last_full_layer if online is None else online.highest
         if after == num_layers - 1:
             return None
-        return Selection(self.score, count, after, after + 1, online)
+        return Selection(self.selects_by, count, after, after + 1, online)
 
     # Retention.
 
     @property
     def keeps_by(self) -> ScoreSpec:
         if self.unit == "block":
-            return self.score
-        assert self.kernel is not None
+            return self.selects_by
+        assert self.kernel is not None and self.score is not None
         shared = self.heads == "shared"
-        return ScoreSpec("window_attention", self.window, self.kernel, over_heads=shared)
+        return retained_by(self.score, self.window, self.kernel, over_heads=shared)
 
     @property
     def unit(self) -> Literal["entry", "block"]:

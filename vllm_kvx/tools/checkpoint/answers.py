@@ -69,7 +69,7 @@ class Chooser:
     """The rows that a policy would propagate after each layer of one pass, by reduction."""
 
     def __init__(self, policy: Policy, prompt_len: int, reductions: Sequence[str]) -> None:
-        self.spec = policy.score
+        self.spec = policy.selects_by
         self.count = policy.num_by_rate(prompt_len)
         self.totals: dict[str, Tensor | None] = dict.fromkeys(reductions)
 

@@ -272,6 +272,7 @@ class PassWork:
             self._measure(batch, prompts, view)
         if batch.needs_total:
             total = _over_heads(family, rated, batch.needs_unpooled_total)
+            total = family.settled(total, prompts)
         sums: dict[int, Tensor] = {}
         if batch.carries:
             with memory.detector_timer.of(_shares(s for s in scorings if s.carried is not None)):
@@ -280,7 +281,7 @@ class PassWork:
                         now = total.scores[0, batch.columns[f]]
                         sums[f] = memory.centrality.add(each.prompt.req_id, each.carried, now)
         if batch.choice is not None:
-            by, peaks = total
+            by, peaks = total.scores, total.unpooled
             if sums:
                 by, peaks = by.clone(), None if peaks is None else peaks.clone()
             for f, values in sums.items():
@@ -382,11 +383,11 @@ def _over_heads(family: Score, rated: KeyScores, with_unpooled: bool) -> KeyScor
     Every rank has some of the heads, and all must choose the tokens that one would: so the heads of
     all ranks are gathered, and reduced in their order.
     """
-    parts = [rated.scores]
-    if with_unpooled and rated.unpooled is not None:
-        parts.append(rated.unpooled)
-    # One collective for both.
+    wanted = rated if with_unpooled else rated._replace(unpooled=None)
+    parts = {name: part for name, part in wanted._asdict().items() if part is not None}
+    # One collective for all.
     gathered = tensor_model_parallel_all_gather(
-        torch.cat(parts, dim=1) if len(parts) > 1 else rated.scores, dim=0
+        torch.cat(list(parts.values()), dim=1) if len(parts) > 1 else rated.scores, dim=0
     )
-    return KeyScores(*map(family.over_heads, gathered.chunk(len(parts), dim=1)))
+    each = map(family.over_heads, gathered.chunk(len(parts), dim=1))
+    return KeyScores(**dict(zip(parts, each, strict=True)))

@@ -58,7 +58,7 @@ class GemFilter(Propagate):
             )
 
     @property
-    def score(self) -> ScoreSpec:
+    def selects_by(self) -> ScoreSpec:
         return ScoreSpec("window_attention", self.window, self.kernel, over_heads=True)
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
@@ -68,4 +68,4 @@ class GemFilter(Propagate):
         count = share_of(prompt_len, self.rate, max(self.window, self.kv_floor))
         if count == prompt_len:
             return None
-        return Selection(self.score, count, self.layer, resumes_at=0)
+        return Selection(self.selects_by, count, self.layer, resumes_at=0)
