@@ -93,7 +93,17 @@ def test_tables() -> None:
     summary = Summary(answers())
     text = report.table(summary)
     head, full, snapkv = text.splitlines()[:3]
-    assert head.split() == ["policy", "kept", "read", "512", "1,024", "all", "of", "full", "difference"]
+    assert head.split() == [
+        "policy",
+        "kept",
+        "read",
+        "512",
+        "1,024",
+        "all",
+        "of",
+        "full",
+        "difference",
+    ]
     assert full.startswith("full") and "100.0 [51-100] n=4" in full
     assert snapkv.startswith("snapkv") and "50.0% [50.0-50.0]" not in snapkv
     assert "3.0000 (n=1)" in text and "+1.0000" in text

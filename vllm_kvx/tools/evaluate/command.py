@@ -100,6 +100,7 @@ def suite_of(args: argparse.Namespace) -> Suite:
     return Suite.of(
         args.tasks,
         args.longbench,
+        args.ruler,
         lengths=tuple(args.lengths),
         samples=args.samples,
         seed=args.seed,
@@ -359,7 +360,11 @@ def task_list() -> str:
     """Tasks with what they are, and groups."""
     lines = [f"{name:18}{task.about}" for name, task in (TASKS | FIXED).items()]
     lines.append("perplexity        held-out text under the policy's cache, in nats a token")
+    lines.append(
+        "ruler_FILE        a file of RULER's own prompts, in the folder that --ruler names"
+    )
     lines += [f"{name:18}{', '.join(members)}" for name, members in GROUPS.items()]
+    lines.append("ruler_files       all files of that folder")
     return "\n".join(lines)
 
 

@@ -75,6 +75,11 @@ def add_evaluate(commands: "_Commands") -> None:
         "come from the hub",
     )
     command.add_argument(
+        "--ruler",
+        metavar="DIR",
+        help="folder of files that RULER's scripts made, for tasks named ruler_*",
+    )
+    command.add_argument(
         "--text", metavar="FILE", help="text for the task perplexity (default: a built-in one)"
     )
     where = command.add_argument_group("where the model runs")

@@ -46,9 +46,9 @@ class Suite:
     """What a run asks.
 
     generated: tasks whose prompts are made to each of `lengths`. fixed: data sets, whose texts are
-    cut to the longest of them, but for short ones: their questions have the length 0. samples: of
-    each; None for all of a data set. text: the file of `perplexity`, if that is asked for; None for
-    the built-in one.
+    cut to the longest of them, or must fit, but for short ones: their questions have the length 0.
+    samples: of each; None for all of a data set. text: the file of `perplexity`, if that is asked
+    for; None for the built-in one.
     """
 
     generated: tuple[Task, ...]
@@ -60,16 +60,22 @@ class Suite:
     text: str | None = None
 
     @classmethod
-    def of(cls, names: Sequence[str], longbench: str | None, **others: Any) -> "Suite":
+    def of(
+        cls, names: Sequence[str], longbench: str | None, ruler: str | None = None, **others: Any
+    ) -> "Suite":
         """The tasks of these names and groups.
 
+        longbench, ruler: folders of files, see ``tasks_named``.
+
         Raises:
-            ToolError: a name is neither, or the folder has no LongBench.
+            ToolError: a name is neither, or a folder does not have its file.
         """
         if not names:
             raise ToolError("no task is named: leave --tasks out, or see --tasks list")
         named = [name for name in names if name != PERPLEXITY]
-        tasks = tasks_named(named, Path(longbench) if longbench else None)
+        tasks = tasks_named(
+            named, Path(longbench) if longbench else None, Path(ruler) if ruler else None
+        )
         return cls(
             tuple(task for task in tasks if isinstance(task, Task)),
             tuple(task for task in tasks if isinstance(task, FixedTask)),
@@ -182,7 +188,15 @@ class Suite:
 def _fixed(task: FixedTask, sample: Sample, longest: int, tokenizer: Any) -> EncodedSample:
     if task.is_short:
         return encode(sample, tokenizer, task.chat)
-    return shortened(sample, longest, tokenizer, task.chat)
+    if task.may_be_cut:
+        return shortened(sample, longest, tokenizer, task.chat)
+    encoded = encode(sample, tokenizer, task.chat)
+    if (tokens := len(encoded.token_ids)) > longest:
+        raise ToolError(
+            f"{task.name}: a prompt has {tokens} tokens, and what it asks for could be in what is "
+            f"cut: use --lengths {tokens} or more, or leave the task out"
+        )
+    return encoded
 
 
 _LOADED: dict[str, Any] = {}

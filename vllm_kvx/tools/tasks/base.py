@@ -62,7 +62,9 @@ class FixedTask(ABC):
 
     name, about, max_tokens: as a `Task` has them.
     chat: whether its prompts go through the model's chat template.
-    is_short: whether a run's lengths do not concern it; the texts of others are cut to the longest.
+    is_short: whether a run's lengths do not concern it.
+    may_be_cut: whether a text that is longer than the longest of these loses its middle; one that
+        may not is refused.
     """
 
     name: str
@@ -70,6 +72,7 @@ class FixedTask(ABC):
     max_tokens: int
     chat: bool = True
     is_short: bool = False
+    may_be_cut: bool = True
 
     @abstractmethod
     def samples(self) -> Sequence[Sample]:

@@ -1,8 +1,6 @@
 """LongBench v1 (arXiv 2308.14508): real questions over long texts, from files or from the hub."""
 
-import json
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.tasks.base import FixedTask, Sample
+from vllm_kvx.tools.tasks.jsonl import objects, text_of, texts_of
 from vllm_kvx.tools.tasks.longbench_formats import FORMATS
 from vllm_kvx.tools.tasks.longbench_metrics import check_installed, classification
 
@@ -68,13 +67,8 @@ class LongBench(FixedTask):
         else:
             path = self.folder / f"{self.data_set}.jsonl"
             data, where = _from_folder(path), str(path)
-        # Only \n ends a line: other marks of a line's end may stand in a text.
-        lines = enumerate(data.split(b"\n"), start=1)
-        rows = tuple(
-            _row(line, f"{where}, line {number}", self.format.metric is classification)
-            for number, line in lines
-            if line.strip()
-        )
+        needs_classes = self.format.metric is classification
+        rows = tuple(_row(fields, line, needs_classes) for fields, line in objects(data, where))
         if not rows:
             raise ToolError(f"{where} holds no samples")
         return rows
@@ -126,36 +120,9 @@ def _from_hub(data_set: str) -> bytes:
         ) from error
 
 
-def _row(line: bytes, where: str, needs_classes: bool) -> Row:
-    try:
-        fields = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ToolError(f"{where}: it is not UTF-8 text") from error
-    except ValueError as error:
-        raise ToolError(f"{where}: it is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ToolError(f"{where}: it is no JSON object")
-    for name in ("context", "input"):
-        if not isinstance(fields.get(name), str):
-            raise ToolError(f"{where}: {_fault(fields, name)}; it must be a string")
-    answers, classes = fields.get("answers"), fields.get("all_classes")
-    if not answers or not _are_strings(answers):
-        raise ToolError(f"{where}: {_fault(fields, 'answers')}; it must be a list of strings")
-    if needs_classes and not (classes and _are_strings(classes)):
-        raise ToolError(f"{where}: {_fault(fields, 'all_classes')}; it must be a list of strings")
-    return Row(fields["context"], fields["input"], tuple(answers), tuple(classes or ()))
-
-
-def _fault(fields: dict[str, Any], name: str) -> str:
-    if name not in fields:
-        return f'the field "{name}" is missing'
-    shown = json.dumps(fields[name], ensure_ascii=False)
-    return f'"{name}" is {shown if len(shown) <= 40 else shown[:37] + "..."}'
-
-
-def _are_strings(values: object) -> bool:
-    return (
-        isinstance(values, Sequence)
-        and not isinstance(values, str)
-        and all(isinstance(value, str) for value in values)
-    )
+def _row(fields: dict[str, Any], where: str, needs_classes: bool) -> Row:
+    context, asked = (text_of(fields, name, where) for name in ("context", "input"))
+    answers, classes = texts_of(fields, "answers", where), fields.get("all_classes")
+    if needs_classes:
+        classes = texts_of(fields, "all_classes", where)
+    return Row(context, asked, answers, tuple(classes or ()))

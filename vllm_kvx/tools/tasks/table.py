@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.tasks import longbench
+from vllm_kvx.tools.tasks import longbench, ruler_files
 from vllm_kvx.tools.tasks.base import FixedTask, Task
 from vllm_kvx.tools.tasks.code_lookup import CodeLookup
 from vllm_kvx.tools.tasks.common_words import CommonWords
@@ -69,25 +69,34 @@ _PARTITION = ("ruler", "lookups", "demo", "short", "longbench")
 
 def group_of(name: str) -> str:
     """The group that a task's results are summed up with; a task of none is its own."""
+    if name.startswith(ruler_files.PREFIX):
+        return "ruler"
     return next((family for family in _PARTITION if name in GROUPS[family]), name)
 
 
 def tasks_named(
-    names: Sequence[str], longbench_folder: Path | None = None
+    names: Sequence[str],
+    longbench_folder: Path | None = None,
+    ruler_folder: Path | None = None,
 ) -> list[Task | FixedTask]:
     """The tasks of these names and groups, each once, in this order.
 
     longbench_folder: where LongBench's files are; None for the hub. With a folder, the group
         `longbench` is those of its tasks that the folder has.
+    ruler_folder: where files of RULER are, for tasks named `ruler_...`.
 
     Raises:
-        ToolError: a name is neither a task nor a group, or the folder has no LongBench.
+        ToolError: a name is neither a task nor a group, or a folder does not have its file.
     """
     single: dict[str, None] = {}
+    files: dict[str, FixedTask] = {}
     for name in names:
         if name == "longbench" and longbench_folder is not None:
             data_sets = longbench.data_sets_in(longbench_folder)
             single |= dict.fromkeys(longbench.PREFIX + data_set for data_set in data_sets)
+        elif name.startswith(ruler_files.PREFIX):
+            found = {task.name: task for task in ruler_files.named(name, ruler_folder)}
+            files, single = files | found, single | dict.fromkeys(found)
         elif name in GROUPS:
             single |= dict.fromkeys(GROUPS[name])
         elif name in TASKS or name in FIXED or name in longbench.NAMES:
@@ -97,6 +106,7 @@ def tasks_named(
     return [
         TASKS.get(name)
         or FIXED.get(name)
+        or files.get(name)
         or LongBench(name.removeprefix(longbench.PREFIX), longbench_folder)
         for name in single
     ]
@@ -107,5 +117,6 @@ def _unknown(name: str) -> str:
     close = get_close_matches(name, known, n=1)
     return (
         f"unknown task {name!r}{f' (meant {close[0]!r}?)' if close else ''}: tasks are "
-        f"{', '.join([*TASKS, *FIXED])} and longbench_<data set>; groups are {', '.join(GROUPS)}"
+        f"{', '.join([*TASKS, *FIXED])}, longbench_<data set> and ruler_<file>; groups are "
+        f"{', '.join([*GROUPS, ruler_files.GROUP])}"
     )
