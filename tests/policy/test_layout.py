@@ -24,6 +24,7 @@ QUEST = RetrievalLayout("page_bounds", group=16, unit=16, reduction="max", max_u
         (["streamingllm"], Layout((), retain=True)),
         (["snapkv", "streamingllm"], Layout((), retain=True, window=8)),
         (["snapkv", "criticalkv"], Layout((), retain=True, window=8, value_norms=True)),
+        (["snapkv:score=critical"], Layout((), retain=True, window=8, value_norms=True)),
         (["criticalkv:kv_rate=1"], Layout(())),
         (["snapkv", "snapkv:window=16"], Layout((), retain=True, window=16)),
         (["fastkv:tsp_layer=15"], Layout((16,), retain=True, window=8, stash=True)),
@@ -314,6 +315,14 @@ def test_value_norms_need_room() -> None:
     snapkv, criticalkv = parse_policy("snapkv"), parse_policy("criticalkv")
     with pytest.raises(PolicyError, match=r"criticalkv needs value norms: start the server with"):
         check_fits(criticalkv, layout_of([snapkv], 32), 32)
+    for name in ("snapkv", "pyramidkv", "fastkv:tsp_layer=3", "structkv:pivot=3"):
+        plain, scored = (
+            parse_policy(f"{name}{':' if ':' not in name else ','}score={score}")
+            for score in ("attention", "critical")
+        )
+        with pytest.raises(PolicyError, match=r"score=critical[^ ]* needs value norms"):
+            check_fits(scored, layout_of([plain], 32), 32)
+        check_fits(scored, layout_of([plain, scored], 32), 32)
     layout = layout_of([criticalkv], 32)
     check_fits(snapkv, layout, 32)
     assert str(layout).endswith("value norms")

@@ -24,6 +24,7 @@ from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.window_scores import DEFAULT_SCORE, WINDOW_SCORES
 
 # name -> (canonical name, policy)
 VALID = {
@@ -401,7 +402,11 @@ def test_properties(name: str, full: bool, lossy: bool, axes: list[str]) -> None
 def test_parameters_are_complete() -> None:
     assert parse_policy("speed-24+snapkv:kv_budget=64").parameters() == {
         "propagate": {"method": "speed", "cutoff": 24, "anchors": 1, "tail": 1},
-        "retain": {"method": "snapkv", "kv_budget": 64, "window": 8, "kernel": 7, "after": 0},
+        "retain": {
+            **{"method": "snapkv", "kv_budget": 64, "window": 8, "kernel": 7},
+            "score": DEFAULT_SCORE,
+            "after": 0,
+        },
     }
     assert parse_policy("fastkv").parameters()["retain"] == {
         "method": "fastkv",
@@ -409,6 +414,7 @@ def test_parameters_are_complete() -> None:
         "kv_floor": DEFAULT_KV_FLOOR,
         "window": 8,
         "kernel": 7,
+        "score": DEFAULT_SCORE,
         "tsp_layer": "auto",
         "tsp_rate": 0.2,
         "tsp_reduction": "sum",
@@ -548,6 +554,55 @@ def test_every_parameter_is_documented() -> None:
         text = (method.__doc__ or "").replace("\n", " ")
         for field in dataclasses.fields(method):
             assert re.search(rf"\b{field.name}\b", text), f"{method.name}: {field.name}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "snapkv:score=critical",
+        "snapkv:kv_budget=64,score=critical,kernel=3",
+        "pyramidkv:groups=1,score=critical",
+        "fastkv:tsp_layer=3,score=critical",
+        "structkv:pivot=3,heads=own,score=critical",
+    ],
+)
+def test_criticalkv_is_a_score_by_its_own_name(name: str) -> None:
+    """One score, whoever retains by it."""
+    retain = parse_policy(name).retain
+    assert retain is not None and str(parse_policy(name)).count("score=critical") == 1
+    kernel = f":kernel={retain.parameters()['kernel']}"
+    critical = parse_policy(f"criticalkv{kernel}").retain
+    assert critical is not None and retain.keeps_by == critical.keeps_by
+    assert "score" not in critical.parameters() and "score" not in critical.keys()
+
+
+def test_scores() -> None:
+    by_name = {s: parse_policy(f"snapkv:score={s}").retain for s in WINDOW_SCORES}
+    assert len({part.keeps_by for part in by_name.values() if part}) == len(by_name) == 2
+    assert str(parse_policy(f"snapkv:score={DEFAULT_SCORE}")) == "snapkv"
+    # Tokens go on by attention, whatever is retained by.
+    scored, plain = (
+        parse_policy(f"fastkv:tsp_layer=3{more}").propagate for more in (",score=critical", "")
+    )
+    assert scored is not None and plain is not None and scored.selects_by == plain.selects_by
+    shared = parse_policy("structkv:pivot=3,score=critical").retain
+    assert shared is not None and isinstance(shared.keeps_by, ScoreSpec)
+    assert shared.keeps_by.over_heads and shared.keeps_by.needs_value_norms
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("snapkv:score=values", "score must be one of attention, critical, got 'values'"),
+        ("criticalkv:score=critical", "unknown parameter 'score'"),
+        ("gemfilter:layer=3,score=critical", "unknown parameter 'score'"),
+        ("structkv:pivot=3,granularity=block,score=critical", "use granularity=token"),
+        ("structkv:pivot=3,kv_rate=1+snapkv:score=critical,window=4", "same window and kernel"),
+    ],
+)
+def test_scores_that_cannot_be_had(name: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        parse_policy(name)
 
 
 def test_no_vllm_import() -> None:

@@ -22,6 +22,7 @@ from vllm_kvx.records.folder import check_writable
 from vllm_kvx.records.model_key import model_name
 from vllm_kvx.tools.engine import on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate import figures, full_answers, report
+from vllm_kvx.tools.evaluate.asking import ask
 from vllm_kvx.tools.evaluate.defaults import DEFAULTS, quick_defaults, set_defaults
 from vllm_kvx.tools.evaluate.engine import NotStarted, OwnEngine, own_engine
 from vllm_kvx.tools.evaluate.groups import grouped
@@ -31,15 +32,11 @@ from vllm_kvx.tools.evaluate.questions import PreparedPrompt, Suite, load_tokeni
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.save import save
 from vllm_kvx.tools.evaluate.server import RunningServer, running_server
-from vllm_kvx.tools.evaluate.store import Answer, QuestionId, Store
+from vllm_kvx.tools.evaluate.store import QuestionId, Store
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Summary
 from vllm_kvx.tools.kv_layers import KVLayers
 from vllm_kvx.tools.plots import check_matplotlib
 from vllm_kvx.tools.tasks.table import FIXED, GROUPS, TASKS
-
-# Prompts, and their tokens on a GPU and on a CPU, that are asked for and stored at a time.
-_AT_A_TIME = 128
-_TOKENS_AT_A_TIME, _TOKENS_ON_CPU = 1 << 20, 1 << 14
 
 
 def run(args: argparse.Namespace) -> None:
@@ -84,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     missing = {row: [each for each in prepared if (row, each) not in store] for row in rows}
     failed: list[NotStarted] = []
     if any(missing.values()):
-        failed = answer_all(args, suite, models, prepared, missing, store)
+        failed = answer_all(args, suite, models, prepared, missing, store, load)
     problems = finish(args, store, summary_of(store, prepared, rows), models[-1], speed, rows)
     if failed:
         problems.append(
@@ -105,6 +102,7 @@ def suite_of(args: argparse.Namespace) -> Suite:
         samples=args.samples,
         seed=args.seed,
         text=args.text,
+        turns=args.turns,
     )
 
 
@@ -132,8 +130,11 @@ def answer_all(
     prepared: Mapping[QuestionId, PreparedPrompt],
     missing: Mapping[Row, Sequence[QuestionId]],
     store: Store,
+    load: Callable[[], Any],
 ) -> list[NotStarted]:
     """Has engines answer what is missing, the yardstick first; returns which did not start.
+
+    load: gives the tokenizer, for second turns.
 
     Raises:
         ToolError: an engine fails, or the yardstick's answers are too few for a comparison.
@@ -157,7 +158,7 @@ def answer_all(
                     store.note_resolved(row, engine.resolved(row))
                 check_yardstick(store.resolved, rows)
                 for row in members:
-                    _ask(engine, row, missing[row], prepared, store, bar)
+                    ask(engine, row, missing[row], prepared, store, bar, load)
                     if row == yardstick and missing[row]:
                         bar.clear()
                         check_full()
@@ -266,6 +267,7 @@ def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) ->
         "tasks": suite.names,
         "lengths": args.lengths,
         "samples": args.samples,
+        "turns": args.turns,
         "engine_args": args.engine_args,
         "base_url": args.base_url,
         "command": shlex.join(["vllm-kvx", *sys.argv[1:]]),
@@ -310,7 +312,11 @@ def engines_of(
         groups += [(model, rows) for rows in grouped(wanted, model.text_config.num_hidden_layers)]
     for left, (model, rows) in zip(range(len(groups), 0, -1), groups, strict=True):
         longest = min(context, model.text_config.max_position_embeddings)
-        options = {"max_model_len": longest, "revision": model.revision, **args.engine_args}
+        options = {"max_model_len": longest, "revision": model.revision}
+        if args.turns > 1:
+            # Who asks again finds the text in the prefix cache.
+            options["enable_prefix_caching"] = True
+        options |= args.engine_args
         members = {row: model.rows[row] for row in rows}
         cache = {} if (dtype := rows[0].cache_dtype) is None else {"kv_cache_dtype": dtype}
         try:
@@ -323,37 +329,6 @@ def engines_of(
                 raise
             failed.append(error)
             bar.drop(rows)
-
-
-def _ask(
-    engine: OwnEngine | RunningServer,
-    row: Row,
-    questions: Sequence[QuestionId],
-    prepared: Mapping[QuestionId, PreparedPrompt],
-    store: Store,
-    bar: AnswersBar,
-) -> None:
-    """Has the engine answer, shortest prompts first, and stores some answers at a time."""
-    ordered = sorted(questions, key=lambda question: question.length)
-    # A server may have a GPU where this machine has none.
-    slow = isinstance(engine, OwnEngine) and on_cpu()
-    most = _TOKENS_ON_CPU if slow else _TOKENS_AT_A_TIME
-    while ordered:
-        tokens, count = 0, 0
-        while count < min(len(ordered), _AT_A_TIME) and (tokens < most or not count):
-            tokens += len(prepared[ordered[count]].prompt.token_ids)
-            count += 1
-        some, ordered = ordered[:count], ordered[count:]
-        answers = engine.answers(row, [prepared[question].prompt for question in some], bar)
-        found = []
-        for question, answer in zip(some, answers, strict=True):
-            length = len(prepared[question].prompt.token_ids)
-            shares = engine.shares(row, length)
-            score = prepared[question].score(answer.text, answer.nats)
-            found.append(
-                Answer(row, question, score, length, shares.kept, shares.read, answer.text)
-            )
-        store.add(found)
 
 
 def task_list() -> str:

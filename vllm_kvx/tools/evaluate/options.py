@@ -57,6 +57,14 @@ def add_evaluate(commands: "_Commands") -> None:
         help="prompts of each task and length (default: 8, and all of a data set)",
     )
     command.add_argument(
+        "--turns",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: after its answer each text that has a second question is asked that, too, in the "
+        "next turn of the chat and with a prefix cache (default: 1)",
+    )
+    command.add_argument(
         "--quick",
         action="store_true",
         help="six short questions that a small chat model answers, too: a number in 512 tokens "

@@ -15,12 +15,15 @@ from vllm_kvx.tools.evaluate.perplexity import passages
 from vllm_kvx.tools.evaluate.store import QuestionId
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY
 from vllm_kvx.tools.tasks.base import FixedTask, Sample, Task
-from vllm_kvx.tools.tasks.prompts import EncodedSample, encode, fitted, shortened
-from vllm_kvx.tools.tasks.table import TASKS, tasks_named
+from vllm_kvx.tools.tasks.prompts import EncodedSample, encode, fitted, following, shortened
+from vllm_kvx.tools.tasks.table import SECOND_TURN, TASKS, tasks_named
 
 DEFAULT_SAMPLES = 8
 # Prompts for which another process is worth its start.
 _FEW = 16
+# Tokens that a second question has at most, with what a chat template puts around it; and by how
+# many an answer may grow that is read again as a text.
+_SECOND, _SPARE = 256, 16
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,22 @@ class PreparedPrompt:
     """A prompt and how its answer is judged.
 
     sample: None for perplexity, whose answer is forced.
+    after: the question whose answer this one follows, in the next turn over the same text; the
+    prompt is then as long as the real one may become, which `following` makes. None for a first.
     """
 
     prompt: Prompt
     task: Task | FixedTask | None = None
     sample: Sample | None = None
+    after: QuestionId | None = None
+
+    def second(self, question: QuestionId, tokenizer: Any) -> "PreparedPrompt | None":
+        """The second question over the same text; None if the text has none."""
+        if self.task is None or self.sample is None or self.sample.then is None:
+            return None
+        most = self.task.max_tokens
+        longest = (*following(self.sample, "", tokenizer), *[0] * (most + _SPARE))
+        return PreparedPrompt(Prompt(longest, most), self.task, self.sample.then, question)
 
     def score(self, text: str, nats: float) -> float:
         """An answer's score: the share in [0, 1] that is right; of perplexity its nats a token."""
@@ -47,7 +61,8 @@ class Suite:
 
     generated: tasks whose prompts are made to each of `lengths`. fixed: data sets, whose texts are
     cut to the longest of them, or must fit, but for short ones: their questions have the length 0.
-    samples: of each; None for all of a data set. text: the file of `perplexity`, if that is asked
+    samples: of each; None for all of a data set. turns: with 2, a second question is asked over
+    every text that has one. text: the file of `perplexity`, if that is asked
     for; None for the built-in one.
     """
 
@@ -58,6 +73,7 @@ class Suite:
     samples: int | None
     seed: int = 0
     text: str | None = None
+    turns: int = 1
 
     @classmethod
     def of(
@@ -121,12 +137,13 @@ class Suite:
     def check(self, context: int) -> None:
         """Raise ToolError for a length at which a prompt with its answer outruns the context."""
         for task in self._long:
+            second = task.max_tokens + _SECOND if self.turns > 1 else 0
             for length in self.lengths:
-                if length + task.max_tokens > context:
+                if length + task.max_tokens + second > context:
                     raise ToolError(
-                        f"length {length}: with {task.max_tokens} tokens of an answer to "
+                        f"length {length}: with {task.max_tokens + second} tokens of an answer to "
                         f"{task.name} that is more than the model's context of {context}: use "
-                        f"--lengths up to {context - task.max_tokens}"
+                        f"--lengths up to {context - task.max_tokens - second}"
                     )
         if self.perplexity and max(self.lengths) > context:
             raise ToolError(
@@ -166,6 +183,18 @@ class Suite:
                 question = QuestionId(task.name, longest, index)
                 prepared[question] = PreparedPrompt(prompt, task, sample)
                 progress(len(prepared), total)
+        if self.turns > 1:
+            seconds = {
+                QuestionId(question.task + SECOND_TURN, question.length, question.index): made
+                for question, first in prepared.items()
+                if (made := first.second(question, tokenizer)) is not None
+            }
+            if not seconds:
+                raise ToolError(
+                    "--turns 2: no text of these --tasks has a second question: name others, such "
+                    "as niah_multikey_1, several_words, code_lookup or question_first"
+                )
+            prepared |= seconds
         for length in self.lengths if self.perplexity else ():
             for index, passage in enumerate(passages(self.text, tokenizer, length, self._count)):
                 prompt = Prompt(passage.token_ids, 0, passage.continuation)

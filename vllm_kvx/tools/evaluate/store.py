@@ -156,6 +156,9 @@ class Store:
             finally:
                 partial.unlink(missing_ok=True)
 
+    def __getitem__(self, key: tuple[Row, QuestionId]) -> Answer:
+        return self._answers[key]
+
     def __contains__(self, key: tuple[Row, QuestionId]) -> bool:
         return key in self._answers
 

@@ -25,12 +25,15 @@ class Sample:
     references: what a right answer contains, or the texts that it is compared with.
     evidence: where in `text` the asked values stand; a policy that drops them cannot answer.
     begins: how the model's answer is made to begin, as RULER does; empty to leave it free.
+    then: a second question over the same text, which the user asks in the next turn: its own text
+        is what is said then. None where the text has one answer alone.
     """
 
     text: str
     references: tuple[str, ...]
     evidence: tuple[Span, ...] = ()
     begins: str = ""
+    then: "Sample | None" = None
 
 
 class Task(ABC):

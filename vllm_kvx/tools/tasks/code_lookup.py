@@ -66,7 +66,8 @@ class CodeLookup(Task):
         defined = [asked, *(f"{stem}_{other}" for other in others)]
         answer = next(values)
         needles = [Needle(define(asked, answer), rng.random(), asked=answer.strip('"'))]
-        needles += [Needle(define(other, next(values)), rng.random()) for other in defined[1:]]
+        further = {other: next(values) for other in defined[1:]}
+        needles += [Needle(define(other, value), rng.random()) for other, value in further.items()]
 
         names = (new for new in filler.distinct(lambda: name(rng)) if new not in defined)
         items: list[str] = []
@@ -83,13 +84,25 @@ class CodeLookup(Task):
         )
         filler.scatter(builder, needles, items, "\n")
         builder.add("```\n\n")
-        if is_function:
-            builder.add(f"What does the function `{asked}()` of this module return?")
-            begins = f"The function `{asked}()` returns"
-        else:
-            builder.add(f"What is the value of the constant `{asked.upper()}` of this module?")
-            begins = f"The value of the constant `{asked.upper()}` is"
-        return Sample(builder.text, (answer.strip('"'),), tuple(builder.evidence), begins)
+        question, begins = _question(asked, is_function)
+        builder.add(question)
+        other = defined[1]
+        text, beginning = _question(other, is_function)
+        then = Sample(text, (further[other].strip('"'),), begins=beginning)
+        return Sample(builder.text, (answer.strip('"'),), tuple(builder.evidence), begins, then)
 
     def score(self, answer: str, sample: Sample) -> float:
         return share_found(answer, sample.references)
+
+
+def _question(name: str, is_function: bool) -> tuple[str, str]:
+    """What is asked of a definition, and how the answer begins."""
+    if is_function:
+        return (
+            f"What does the function `{name}()` of this module return?",
+            f"The function `{name}()` returns",
+        )
+    return (
+        f"What is the value of the constant `{name.upper()}` of this module?",
+        f"The value of the constant `{name.upper()}` is",
+    )

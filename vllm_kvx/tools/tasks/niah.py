@@ -80,11 +80,15 @@ class Needles(Task):
             for _ in range(size):
                 key, value = next(keys), next(values)
                 hay.append(NEEDLE.format(kind=self.value, key=key, value=value))
+                entries.append((key, [value]))
 
         names = [key for key, _ in asked]
         query = names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
         one = self.values * self.queries == 1
         kind = self.value if one else f"{self.value}s"
+        others = [entry for entry in entries if entry not in asked]
+        # By a state of its own, so that what is drawn above is what it was without it.
+        then = self._then(*random.Random(query).choice(others)) if others and one else None
         builder = TextBuilder()
         builder.add(
             f"A special magic {kind} is hidden within the following text. "
@@ -93,15 +97,30 @@ class Needles(Task):
         )
         builder.add(f"Make sure to memorize it. I will quiz you about the {kind} afterwards.\n")
         filler.scatter(builder, needles, hay, separator)
-        what = f"is the special magic {kind}" if one else f"are all the special magic {kind}"
-        builder.add(f"\nWhat {what} for {query} mentioned in the provided text?")
+        builder.add(f"\n{_question(kind, query, one)}")
         return Sample(
             text=builder.text,
             references=tuple(value for _, group in asked for value in group),
             evidence=tuple(builder.evidence),
-            begins=f"The special magic {kind} for {query} mentioned in the provided text "
-            + ("is" if one else "are"),
+            begins=_beginning(kind, query, one),
+            then=then,
         )
+
+    def _then(self, key: str, values: list[str]) -> Sample:
+        """A second question: for another key that has one value."""
+        begins = _beginning(self.value, key, True)
+        return Sample(_question(self.value, key, True), tuple(values), begins=begins)
 
     def score(self, answer: str, sample: Sample) -> float:
         return share_found(answer, sample.references)
+
+
+def _question(kind: str, query: str, one: bool) -> str:
+    what = f"is the special magic {kind}" if one else f"are all the special magic {kind}"
+    return f"What {what} for {query} mentioned in the provided text?"
+
+
+def _beginning(kind: str, query: str, one: bool) -> str:
+    return f"The special magic {kind} for {query} mentioned in the provided text " + (
+        "is" if one else "are"
+    )

@@ -42,7 +42,10 @@ class Notes(Task):
         builder = TextBuilder()
         filler.scatter(builder, needles[: size + 2], filler.sentences(start, size), "\n")
         builder.add(f"\nQuestion: {asked}")
-        return Sample(builder.text, (answer,), tuple(builder.evidence))
+        # The first that is asked for and this one are in every text.
+        other, value = notes[1]
+        then = Sample(f"Question: {other}", (value,))
+        return Sample(builder.text, (answer,), tuple(builder.evidence), then=then)
 
     def score(self, answer: str, sample: Sample) -> float:
         return share_of_words(answer, sample.references[0])

@@ -92,6 +92,34 @@ def _templated(sample: Sample, tokenizer: Any, chat: bool) -> _Templated:
     return _Templated(text, shift, special=not chat)
 
 
+def following(sample: Sample, answer: str, tokenizer: Any) -> tuple[int, ...]:
+    """The prompt of a sample's second question, after an answer to the first.
+
+    Raises:
+        ToolError: the chat template takes no second turn.
+    """
+    then = sample.then
+    assert then is not None, "only a sample with a second question has a second turn"
+    said = f"{sample.begins}{answer}"
+    if tokenizer.chat_template:
+        turns = (("user", sample.text), ("assistant", said), ("user", then.text))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template raises what it likes
+            name = tokenizer.name_or_path
+            raise ToolError(f"{name}: its chat template takes no second turn: {error}") from error
+    else:
+        text = f"{_templated(sample, tokenizer, chat=False).text}{answer}\n{then.text}"
+    if then.begins:
+        text += " " * (not text[-1:].isspace()) + then.begins
+    special = not tokenizer.chat_template
+    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return tuple(ids)
+
+
 def _count(sample: Sample, tokenizer: Any) -> int:
     """Tokens of the sample's prompt."""
     read = _templated(sample, tokenizer, chat=True)

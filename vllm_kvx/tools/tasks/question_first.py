@@ -45,7 +45,12 @@ class QuestionFirst(Task):
             references=(answer,),
             evidence=tuple(builder.evidence),
             begins="The special magic number is",
+            then=self._then(*next(entry for entry in entries if entry[0] != asked)),
         )
+
+    def _then(self, key: str, value: str) -> Sample:
+        text = f"And what is the special magic number for {key}?"
+        return Sample(text, (value,), begins="The special magic number is")
 
     def score(self, answer: str, sample: Sample) -> float:
         return share_found(answer, sample.references)

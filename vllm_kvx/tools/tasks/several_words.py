@@ -71,13 +71,23 @@ class SeveralWords(Task):
             "them. I will quiz you about them afterwards.\n"
         )
         filler.scatter(builder, needles, filler.sentences(rng.random(), size), " ")
-        builder.add(f"\nWhat is the {kind} of the {asked} club mentioned in the provided text?")
+        builder.add(f"\n{_question(kind, asked)}")
+        other, value = next(entry for entry in entries if entry[0] != asked)
         return Sample(
             text=builder.text,
             references=(answer,),
             evidence=tuple(builder.evidence),
-            begins=f"The {kind} of the {asked} club mentioned in the provided text is",
+            begins=_beginning(kind, asked),
+            then=Sample(_question(kind, other), (value,), begins=_beginning(kind, other)),
         )
 
     def score(self, answer: str, sample: Sample) -> float:
         return share_of_words(answer, sample.references[0])
+
+
+def _question(kind: str, owner: str) -> str:
+    return f"What is the {kind} of the {owner} club mentioned in the provided text?"
+
+
+def _beginning(kind: str, owner: str) -> str:
+    return f"The {kind} of the {owner} club mentioned in the provided text is"

@@ -63,12 +63,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "short": tuple(FIXED),
     "longbench": longbench.NAMES,
 }
+# What a task's second questions are called by, after its name.
+SECOND_TURN = "/turn2"
 # Of each task one: what results are summed up by.
 _PARTITION = ("ruler", "lookups", "demo", "short", "longbench")
 
 
 def group_of(name: str) -> str:
     """The group that a task's results are summed up with; a task of none is its own."""
+    name = name.removesuffix(SECOND_TURN)
     if name.startswith(ruler_files.PREFIX):
         return "ruler"
     return next((family for family in _PARTITION if name in GROUPS[family]), name)

@@ -14,7 +14,7 @@ from vllm_kvx.policy.parameters import integer
 class PyramidKV(SnapKV):
     """PyramidKV (Cai et al., arXiv 2406.02069): per-layer budgets that fall linearly.
 
-    Score, window, kernel and after are SnapKV's. So is the mean over the layers of what they keep,
+    SnapKV's are window, kernel, score and after. So is the mean over the layers of what they keep,
     by kv_rate and kv_floor or by kv_budget; outside the window the last layer keeps 1 / beta of
     that mean, the first one 2 - 1 / beta of it, but no layer more than there is.
 
