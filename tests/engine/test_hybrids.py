@@ -28,7 +28,7 @@ POLICIES: list[Policy] = [
     Norm(0.3),
     Read(Retrieve(64)),
     Read(Retrieve(64), fastkv.Keep(kv_rate=0.5)),
-    Pyramid(kv_rate=0.3, groups=2, beta=4),
+    Pyramid(kv_rate=0.3, groups=2, beta=4, score="critical"),
 ]
 LENGTHS = (97, 33, 200, 5, 161, 64, 130, 250, 48)
 names = list(hybrids.HYBRIDS)

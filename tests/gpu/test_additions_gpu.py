@@ -10,6 +10,7 @@ from reference.criticalkv import Critical
 from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
+from reference.structkv import Struct
 from reference.structsnap import StructSnap
 from support import inside
 from support.engine import running
@@ -20,7 +21,10 @@ from support.prompts import VOCAB, prompts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-POLICIES: list[Policy] = [Pyramid(), Filter(3), StructSnap(3), Norm(), Critical(), FULL]
+POLICIES: list[Policy] = [
+    *(Pyramid(), Filter(3), StructSnap(3), Norm(), Critical(), FULL),
+    Struct(3, struct_rate=0.5, kv_rate=0.2, score="critical"),
+]
 
 
 def test_parity_compiled(tiny: Callable[..., Path]) -> None:

@@ -18,10 +18,10 @@ KERNELS: dict[tuple[str, ...], set[str]] = {
     ("float8_e4m3fn", "snapkv", "criticalkv"): SCORES
     | SELECTS
     | {"_move_kernel", "_value_norms_kernel", "_two_stages_kernel"},
-    ("bfloat16", "structkv:pivot=online", "knorm", "streamingllm"): SCORES
+    ("bfloat16", "structkv:pivot=online,score=critical", "knorm", "streamingllm"): SCORES
     | SELECTS
     | {"_probabilities_kernel", "_rows_kernel", "_mean_kernel", "_key_scores_kernel"}
-    | {"_move_kernel"},
+    | {"_move_kernel", "_value_norms_kernel", "_two_stages_kernel"},
     ("bfloat16", "structkv:pivot=3,granularity=block,struct_rate=1"): SCORES,
     ("bfloat16", "gemfilter:layer=3"): SCORES | SELECTS,
     ("bfloat16", "speed-4"): set(),

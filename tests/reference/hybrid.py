@@ -162,6 +162,14 @@ def _retains(policy: Policy, count: int, total: int) -> Retains:
         raise ValueError(propagates)
     positions = torch.arange(total)
     if isinstance(policy, Pyramid):
+        if policy.score == "critical":
+            by_values = [
+                Critical(kv_budget=cap, window=policy.window, kernel=policy.kernel)
+                for cap in policy.caps(count, total)
+            ]
+            return lambda index, call, probs: criticalkv.retain(
+                probs, call.value, output_weight_of(call.module), total, by_values[index]
+            )
         caps = policy.caps(count, total)
         window, kernel = policy.window, policy.kernel
         each = [Keep(kv_budget=cap, window=window, kernel=kernel) for cap in caps]
