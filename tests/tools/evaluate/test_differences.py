@@ -56,6 +56,17 @@ def test_prompts_that_agree_have_a_width(score: float, count: int) -> None:
     assert found.high - found.low < (1.1 if count < 10 else 0.08)
 
 
+def test_two_questions_over_a_text_are_drawn_together() -> None:
+    rng = random.Random(0)
+    one = [(1.0, float(rng.random() < 0.7)) for _ in range(60)]
+    texts = list(range(60))
+    # Asked twice, they say nothing new.
+    assert of_difference(one * 2, texts * 2) == pytest.approx(of_difference(one), abs=1e-12)
+    alone = of_difference(one * 2)
+    assert alone.high - alone.low < 0.8 * (of_difference(one).high - of_difference(one).low)
+    assert QuestionId("notes/turn2", 512, 1).text == QuestionId("notes", 512, 1).text
+
+
 def answer(policy: str, index: int, score: float, task: str = "notes") -> Answer:
     return Answer(Row(policy), QuestionId(task, 512, index), score, 509, 1.0, 1.0, "x")
 

@@ -14,7 +14,7 @@ class Difference:
     """Two rows over the scored prompts that both answered.
 
     better, worse: by their mean scores; as they were asked for, where these are equal.
-    count: how many prompts. differ: on how many of them the scores differ.
+    count: how many prompts. differ: about how many of their texts the scores differ.
     by: the mean of `better`'s score less `worse`'s, with the interval of a paired bootstrap.
     """
 
@@ -26,7 +26,7 @@ class Difference:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval leaves 0 out, and enough prompts differ for any test to say so."""
+        """Whether the interval leaves 0 out, and enough texts differ for any test to say so."""
         return self.by.low > 0 and self.differ >= LEAST_DIFFERENT
 
 
@@ -44,16 +44,14 @@ def differences(summary: Summary) -> Iterator[Difference]:
         for row in summary.rows
     }
     for first, second in combinations(summary.rows, 2):
-        pairs = [
-            (score, scores[second][question])
-            for question, score in scores[first].items()
-            if question in scores[second]
-        ]
+        both = [question for question in scores[first] if question in scores[second]]
+        pairs = [(scores[first][question], scores[second][question]) for question in both]
         if not pairs:
             continue
         better, worse = first, second
         if sum(a for a, _ in pairs) < sum(b for _, b in pairs):
             better, worse = second, first
             pairs = [(b, a) for a, b in pairs]
-        differ = sum(a != b for a, b in pairs)
-        yield Difference(better, worse, len(pairs), differ, of_difference(pairs))
+        texts = [question.text for question in both]
+        differ = len({text for text, (a, b) in zip(texts, pairs, strict=True) if a != b})
+        yield Difference(better, worse, len(pairs), differ, of_difference(pairs, texts))

@@ -1,7 +1,7 @@
 """Confidence intervals of 95%: of a mean of scores, of two policies' scores, of a recovery."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -78,18 +78,28 @@ def of_ratio(pairs: Sequence[tuple[float, float]]) -> Interval | None:
     return Interval(ratio, min(low, ratio), max(high, ratio))
 
 
-def of_difference(pairs: Sequence[tuple[float, float]]) -> Interval:
+def of_difference(
+    pairs: Sequence[tuple[float, float]], texts: Sequence[Hashable] | None = None
+) -> Interval:
     """The mean of first less second, of scores within 0 and 1 of the same prompts; bootstrapped.
 
     Prompts are drawn again with both of their scores, so what makes a prompt hard for both is in no
     difference.
+
+    texts: what each prompt asks about; prompts over the same text are drawn together. None where
+        each has its own.
     """
-    differences = [first - second for first, second in pairs]
-    value = math.fsum(differences) / len(differences)
-    low, high = _middle(_resampled([[each] for each in differences])[:, 0] / len(differences))
+    totals: dict[Hashable, list[float]] = {}
+    for text, (first, second) in zip(texts or range(len(pairs)), pairs, strict=True):
+        total = totals.setdefault(text, [0.0, 0.0])
+        total[0] += first - second
+        total[1] += 1
+    value = math.fsum(first - second for first, second in pairs) / len(pairs)
+    sums = _resampled(list(totals.values()))
+    low, high = _middle(sums[:, 0] / sums[:, 1])
     if low == high:
         # Prompts that all agree resample to no width: as many others may differ as none of these.
-        unseen = of_mean([0.0] * len(differences)).high
+        unseen = of_mean([0.0] * len(totals)).high
         low, high = max(value - unseen, -1.0), min(value + unseen, 1.0)
     return Interval(value, min(low, value), max(high, value))
 

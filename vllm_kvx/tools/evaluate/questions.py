@@ -14,9 +14,9 @@ from vllm_kvx.tools.evaluate.engine import Prompt
 from vllm_kvx.tools.evaluate.perplexity import passages
 from vllm_kvx.tools.evaluate.store import QuestionId
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY
-from vllm_kvx.tools.tasks.base import FixedTask, Sample, Task
+from vllm_kvx.tools.tasks.base import SECOND_TURN, FixedTask, Sample, Task
 from vllm_kvx.tools.tasks.prompts import EncodedSample, encode, fitted, following, shortened
-from vllm_kvx.tools.tasks.table import SECOND_TURN, TASKS, tasks_named
+from vllm_kvx.tools.tasks.table import TASKS, tasks_named
 
 DEFAULT_SAMPLES = 8
 # Prompts for which another process is worth its start.
@@ -62,8 +62,8 @@ class Suite:
     generated: tasks whose prompts are made to each of `lengths`. fixed: data sets, whose texts are
     cut to the longest of them, or must fit, but for short ones: their questions have the length 0.
     samples: of each; None for all of a data set. turns: with 2, a second question is asked over
-    every text that has one. text: the file of `perplexity`, if that is asked
-    for; None for the built-in one.
+    every text that has one. text: the file of `perplexity`, if that is asked for; None for the
+    built-in one.
     """
 
     generated: tuple[Task, ...]

@@ -209,7 +209,7 @@ def _differences(summary: Summary) -> str:
         rows.append([*names, _points(each.by), str(each.count), str(each.differ), told])
     return (
         "Differences between policies on the same prompts, by paired bootstrap; told apart: the "
-        f"interval leaves 0 out,\nand at least {LEAST_DIFFERENT} prompts differ:\n{_aligned(rows)}"
+        f"interval leaves 0 out,\nand at least {LEAST_DIFFERENT} texts differ:\n{_aligned(rows)}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.evaluate.rows import Row
+from vllm_kvx.tools.tasks.base import SECOND_TURN
 
 RUN_FILE, ANSWERS_FILE = "run.json", "answers.jsonl"
 RESOLVED = "resolved"
@@ -31,6 +32,11 @@ class QuestionId:
     task: str
     length: int
     index: int
+
+    @property
+    def text(self) -> tuple[str, int, int]:
+        """Names the text that is asked about, which questions of two turns share."""
+        return self.task.removesuffix(SECOND_TURN), self.length, self.index
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,8 @@ class Summary:
             of_full = of_values([first.score - second.score for first, second in both])
         elif both:
             pairs = [(first.score, second.score) for first, second in both]
-            of_full, from_full = of_ratio(pairs), of_difference(pairs)
+            of_full = of_ratio(pairs)
+            from_full = of_difference(pairs, [first.question.text for first, _ in both])
             same = of_mean([float(_plain(a.text) == _plain(b.text)) for a, b in both])
         long = [a.key for a in answers if a.question.task in self.looping]
 

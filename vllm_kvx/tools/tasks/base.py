@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 Scorer = Callable[[str, Sequence[str]], float]
 
 
+# What a task's second questions are called by, after its name.
+SECOND_TURN = "/turn2"
+
+
 @dataclass(frozen=True)
 class Span:
     """Characters [begin, end) of a sample's text."""

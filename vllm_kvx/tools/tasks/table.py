@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.tasks import longbench, ruler_files
-from vllm_kvx.tools.tasks.base import FixedTask, Task
+from vllm_kvx.tools.tasks.base import SECOND_TURN, FixedTask, Task
 from vllm_kvx.tools.tasks.code_lookup import CodeLookup
 from vllm_kvx.tools.tasks.common_words import CommonWords
 from vllm_kvx.tools.tasks.frequent_words import FrequentWords
@@ -63,8 +63,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "short": tuple(FIXED),
     "longbench": longbench.NAMES,
 }
-# What a task's second questions are called by, after its name.
-SECOND_TURN = "/turn2"
 # Of each task one: what results are summed up by.
 _PARTITION = ("ruler", "lookups", "demo", "short", "longbench")
 
