@@ -120,8 +120,8 @@ class PromptKernels:
         rated = SCORES[spec.family].score(prompts, view)
         if not spec.over_heads:
             return rated
-        of_all = KeyScores(*(None if part is None else part[:1] for part in rated))
-        return SCORES[spec.family].settled(of_all, prompts)
+        first = {name: part[:1] for name, part in rated._asdict().items() if part is not None}
+        return SCORES[spec.family].settled(KeyScores(**first), prompts)
 
     def _select(self, rated: KeyScores, rows: int, moves: bool) -> None:
         """By the one program of a row, and by many, which long prompts take."""

@@ -185,9 +185,9 @@ class Suite:
                 progress(len(prepared), total)
         if self.turns > 1:
             seconds = {
-                QuestionId(question.task + SECOND_TURN, question.length, question.index): made
+                QuestionId(question.task + SECOND_TURN, question.length, question.index): second
                 for question, first in prepared.items()
-                if (made := first.second(question, tokenizer)) is not None
+                if (second := first.second(question, tokenizer)) is not None
             }
             if not seconds:
                 raise ToolError(
