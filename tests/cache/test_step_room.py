@@ -15,7 +15,7 @@ def room_of(block_sizes: list[int], free: int) -> tuple[StepRoom, Any]:
     kv = SimpleNamespace(
         reads=True,
         compacts_at=lambda end: end == PROMPT,
-        storage=SimpleNamespace(kept=KEPT),
+        storage=SimpleNamespace(kept=KEPT, settles_at=PROMPT),
         moves_out=None,
     )
     manager: Any = SimpleNamespace(
