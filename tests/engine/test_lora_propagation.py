@@ -77,16 +77,19 @@ def assert_in_one_batch(engine: Engine, adapters: Adapters, policies: list[Polic
     engine.assert_idle()
 
 
+@nightly
+def test_projected_layers_and_pivots_that_are_found(adapters: Adapters) -> None:
+    """Policies that project whole layers, and one that reads back its pivot.
+
+    It stands before what needs `engine`: vLLM has one at a time in a process.
+    """
+    for engine in serving(adapters, OTHERS):
+        assert_in_one_batch(engine, adapters, OTHERS)
+
+
 def test_all_in_one_batch(engine: Engine, adapters: Adapters) -> None:
     """Every policy with every adapter and with none, in chunks; hits answer as cold runs do."""
     assert_in_one_batch(engine, adapters, POLICIES)
-
-
-@nightly
-def test_projected_layers_and_pivots_that_are_found(adapters: Adapters) -> None:
-    """The same of policies that project whole layers, and of one that reads back its pivot."""
-    for engine in serving(adapters, OTHERS):
-        assert_in_one_batch(engine, adapters, OTHERS)
 
 
 @pytest.mark.parametrize("policy", by_day(POLICIES[:3], {0}), ids=named)

@@ -172,6 +172,11 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         )
         self._took(request_id, free)
 
+    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        before = len(self.req_to_blocks[request_id])
+        super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+        self._took(request_id, self.req_to_blocks[request_id][before:])
+
     def _num_evictable_beside(self, request_id: str) -> int:
         """Evictable blocks that a prefix hit takes besides those that it brings."""
         return 0

@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.decode_fast_path import DecodeFastPath
 from vllm_kvx.cache.dropped_blocks import give_back
+from vllm_kvx.cache.external_prefixes import limit_external_hits
 from vllm_kvx.cache.kv_events import report_last_blocks_alone
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager, PolicyKVCacheManager
@@ -71,6 +72,8 @@ class _PolicyScheduling(_Base):
         told = [*managers, *self._sliding_managers]
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, told, self.vllm_config)
         report_last_blocks_alone(self.kv_cache_manager.block_pool)
+        if self.connector is not None:
+            limit_external_hits(self.connector, self._policy_of)
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)
         self._to_shrink: list[Request] = []
         num_groups = len(self.kv_cache_config.kv_cache_groups)

@@ -142,6 +142,11 @@ class Layout:
         return not (self.later_starts or self.propagates or self.stash)
 
     @property
+    def keeps_prompts(self) -> bool:
+        """Whether every prompt has the entries of all its tokens, in all layers, to the end."""
+        return self.shares_whole_prefixes and not self.retain
+
+    @property
     def selects(self) -> bool:
         """Whether tokens that a score selects may run in passes of their own.
 

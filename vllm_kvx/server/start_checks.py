@@ -6,6 +6,7 @@ A request's refusals, its 400s, are in ``request_check``, which asks ``policy/``
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.config.policy_layers import is_mixed
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED
 from vllm_kvx.server.model_checks import OF_MODEL
@@ -13,6 +14,7 @@ from vllm_kvx.server.pipeline_checks import ONE_RANK, in_pipeline
 from vllm_kvx.server.start_refusal import (
     BACKEND,
     CACHE_DTYPE,
+    CONNECTOR,
     MODEL,
     NO_POLICY,
     ON_GPUS,
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HEAD_DIMS = (32, 64, 128, 256)
+
+# KV connectors that a policy was tried with, or whose code was read for what it copies.
+CONNECTORS = ("OffloadingConnector", "ExampleConnector")
+# Whether the former leaves generated tokens alone; it does unless told otherwise.
+_PROMPTS = "offload_prompt_only"
 
 # Layouts of vLLM's whose outermost dimension is the block, as far as pages may have a tail.
 LAYERS_IN_BLOCKS = ("BLNHC", "BLHNC")
@@ -115,9 +122,16 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "speculative decoding is not supported yet: drop --speculative-config",
     ),
     Refusal(
-        lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,
-        "KV connectors and KV offloading are not supported yet: drop --kv-transfer-config and "
-        "--kv-offloading-size",
+        lambda c: _connector(c) not in (None, *CONNECTORS),
+        f"of KV connectors, policies know {' and '.join(CONNECTORS)} (which --kv-offloading-size "
+        "sets up): name one of these as kv_connector, or drop --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: _connector(c) and is_mixed(c.model_config),
+        "of models where only some layers have full attention, KV connectors are not supported "
+        "yet: drop --kv-transfer-config and --kv-offloading-size",
+        CONNECTOR,
     ),
     Refusal(
         lambda c: getattr(getattr(c, "aux_output_config", None), "enabled", False),
@@ -246,6 +260,18 @@ WITH_PARTIAL_PREFIXES: tuple[Refusal, ...] = (
 )
 
 
+# Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``).
+WITHOUT_WHOLE_PROMPTS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: _connector(c),
+        "KV connectors and KV offloading copy blocks of whole prompts, which policies that retain "
+        "or propagate do not leave: drop --kv-transfer-config and --kv-offloading-size, or all "
+        "policies but full, fier and quest from the KV policy and kv_layout",
+        CONNECTOR,
+    ),
+)
+
+
 # Where selected tokens run in passes of their own (``Layout.selects``).
 WITH_SELECTION: tuple[Refusal, ...] = (
     Refusal(
@@ -273,6 +299,12 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         MODEL,
     ),
     Refusal(
+        lambda c: _connector(c) and not c.kv_transfer_config.get_from_extra_config(_PROMPTS, True),
+        "tokens that are generated under retrieval leave other entries than a prompt's would, and "
+        f"no request may load these: drop {_PROMPTS} from --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
         lambda c: asked_backend(c) in NO_SIDECAR,
         "FlashInfer's pages have no room for retrieval's sidecar: set --attention-backend to one "
         f"of {ON_GPUS}",
@@ -297,9 +329,13 @@ def _unifies(c: "VllmConfig") -> bool:
 
     A KV connector may have it do so, and attention in chunks, which no model that is served has.
     """
-    connector = c.kv_transfer_config and c.kv_transfer_config.kv_connector
     chunk = getattr(c.model_config, "attention_chunk_size", None)
-    return bool(connector) or chunk is not None
+    return _connector(c) is not None or chunk is not None
+
+
+def _connector(c: "VllmConfig") -> str | None:
+    """The KV connector that was asked for, by `--kv-offloading-size` too."""
+    return c.kv_transfer_config.kv_connector if c.kv_transfer_config else None
 
 
 def _has_scales_by_head(c: "VllmConfig") -> bool:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 # What several rows are about, whose ways out would overlap: see `told`.
 NO_POLICY, MODEL, RANGES = "no policy runs", "model", "ranges of layers"
 BACKEND, CACHE_DTYPE, RAY = "--attention-backend", "--kv-cache-dtype", "ray"
+CONNECTOR = "--kv-transfer-config"
 
 # Attention backends of GPUs that run every policy.
 ON_GPUS = "FLASH_ATTN, TRITON_ATTN"

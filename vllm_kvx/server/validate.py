@@ -26,6 +26,7 @@ from vllm_kvx.server.start_checks import (
     WITH_RETRIEVAL,
     WITH_SELECTION,
     WITH_VALUE_NORMS,
+    WITHOUT_WHOLE_PROMPTS,
 )
 from vllm_kvx.server.start_refusal import Refusal, applying, told
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
@@ -143,6 +144,8 @@ def _layout_problems(
         problems += where_rows_leave(vllm_config, settings)
     if not layout.shares_whole_prefixes:
         rows += applying(WITH_PARTIAL_PREFIXES, vllm_config)
+    if not layout.keeps_prompts:
+        rows += applying(WITHOUT_WHOLE_PROMPTS, vllm_config)
     if layout.value_norms:
         rows += applying(WITH_VALUE_NORMS, vllm_config)
     if layout.selects:

@@ -122,7 +122,8 @@ class Retrieval:
             max_reqs,
         )
         announce(self.policy, self.begins, self.backends, model.max_model_len, num_layers)
-        self.sidecars = Sidecars(index, layers, max_reqs, self.backends.score == "torch", device)
+        in_torch, loads = self.backends.score == "torch", vllm_config.kv_transfer_config is not None
+        self.sidecars = Sidecars(index, layers, max_reqs, in_torch, loads, device)
         self.sampler = RecallSampler(settings.recall_every, device, num_policies)
         self.graph: Modes = (Mode.DENSE,) * num_stages
 

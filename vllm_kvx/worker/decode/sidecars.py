@@ -36,14 +36,16 @@ class Sidecars:
         layers: Sequence[HookedLayer],
         max_num_reqs: int,
         in_torch: bool,
+        loads: bool,
         device: torch.device,
     ) -> None:
         """layers: their KV groups are known when `bind` is called.
 
-        in_torch: write in plain torch, not by a kernel.
+        in_torch: write in plain torch, not by a kernel. loads: a KV connector may load entries,
+        and leaves sidecars behind: it copies keys and values alone.
         """
         self._index, self._layers, self._device = index, layers, device
-        self._in_torch = in_torch
+        self._in_torch, self._loads = in_torch, loads
         self._is_fresh = np.zeros(max_num_reqs, dtype=bool)
         self._pending: Tensor | np.ndarray | None = None
         self._left_behind: Tensor | np.ndarray | None = None
@@ -109,8 +111,9 @@ class Sidecars:
         """
         self.timer.collect()
         first, last = before // self.shape.group, after // self.shape.group
-        # Where positions are left out, entries that came with a prefix hit are copied anchors.
-        first[has_gap & self._is_fresh[requests]] = 0
+        # Entries that came with a prefix hit have no sidecar if they are copied anchors, where
+        # positions are left out, or may have been loaded.
+        first[(has_gap | self._loads) & self._is_fresh[requests]] = 0
         self._is_fresh[requests] = False
         self._left_behind = self._full_groups(requests, first, published // self.shape.group)
         first[moved] = 0
