@@ -28,6 +28,7 @@ from vllm_kvx.server.start_checks import (
     WITH_RETRIEVAL,
     WITH_SELECTION,
     WITH_VALUE_NORMS,
+    WITHOUT_WHOLE_PROMPTS,
 )
 from vllm_kvx.server.start_refusal import applying, reasons
 from vllm_kvx.server.validate import WORKERS, machinery_rows
@@ -52,6 +53,9 @@ def changed(config: Any, path: str, value: Any) -> Any:
 class Connector:
     kv_connector = ec_connector = "SomeConnector"
     enable_kv_cache_events = True
+
+    def __init__(self, **extra: Any) -> None:
+        self.get_from_extra_config = extra.get
 
 
 EXECUTOR = "parallel_config.distributed_executor_backend"
@@ -132,6 +136,8 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     refused |= set(reasons(WITH_POLICY, changed(stock, EXECUTOR, older)))
     refused |= set(reasons(WITH_POLICY, several_engines(stock, "ray")))
     refused |= set(reasons(WITH_POLICY, pipeline_of_kinds(stock)))
+    hybrid = changed(stock, "model_config.is_hybrid", True)
+    refused |= set(reasons(WITH_POLICY, changed(hybrid, "kv_transfer_config", Connector())))
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     refused |= set(reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", "nvfp4")))
     assert refused == {row.reason for row in WITH_POLICY}
@@ -267,6 +273,7 @@ def test_rows_where_pages_hold_a_sidecar(stock, monkeypatch, tmp_path) -> None:
         ("model_config.get_head_size", lambda: 80, "head dimensions of 32, 64, 128, 256"),
         ("attention_config.backend", AttentionBackendEnum.FLASHINFER, "FLASH_ATTN, TRITON_ATTN"),
         ("compilation_config.pass_config.fuse_attn_quant", True, '{"fuse_attn_quant": false}'),
+        ("kv_transfer_config", Connector(offload_prompt_only=False), "drop offload_prompt_only"),
     ]:
         (found,) = reasons(WITH_RETRIEVAL, changed(stock, path, value))
         assert names in found
@@ -425,6 +432,37 @@ def test_adapters_and_events(make_config, policy: str, unequal: bool, reads_weig
         assert ["--kv-events-config" in line for line in found] == [True] * unequal
         off = events | {"enable_kv_cache_events": False}
         assert not lines_of(make_config, name, kv_events_config=off, **room)
+
+
+@pytest.mark.parametrize(
+    ("policy", "connector", "says"),
+    [
+        ("fier-64", "OffloadingConnector", None),
+        ("quest-64", "ExampleConnector", None),
+        ("fier-64", "NixlConnector", "policies know OffloadingConnector and ExampleConnector"),
+        ("snapkv", "OffloadingConnector", "copy blocks of whole prompts"),
+        ("snapkv", "NixlConnector", "copy blocks of whole prompts"),
+        ("speed-4", "OffloadingConnector", "copy blocks of whole prompts"),
+        ("snapkv+fier-64", "ExampleConnector", "copy blocks of whole prompts"),
+    ],
+)
+def test_connectors(make_config, policy: str, connector: str, says: str | None) -> None:
+    """Refused once, whether the server runs the policy or has room for it."""
+    asked = {"kv_connector": connector, "kv_role": "kv_both"}
+    for name, room in (
+        (policy, {}),
+        ("full", {"additional_config": {"kv_layout": [policy]}}),
+    ):
+        found = lines_of(make_config, name, kv_transfer_config=asked, **room)
+        assert len(found) == (says is not None) and all(str(says) in line for line in found)
+
+
+def test_generated_tokens_are_not_offloaded(make_config) -> None:
+    asked: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    asked["kv_connector_extra_config"] = {"offload_prompt_only": False}
+    (line,) = lines_of(make_config, "fier-64", kv_transfer_config=asked)
+    assert "drop offload_prompt_only" in line
+    make_config("full", kv_transfer_config=asked)
 
 
 def lines_of(make_config: Any, policy: str, **settings: Any) -> list[str]:
@@ -750,6 +788,7 @@ TABLES = (
     *WITH_RETENTION,
     *WITH_PROPAGATION,
     *WITH_PARTIAL_PREFIXES,
+    *WITHOUT_WHOLE_PROMPTS,
     *WITH_VALUE_NORMS,
     *WITH_SELECTION,
     *WITH_RETRIEVAL,

@@ -299,12 +299,6 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         MODEL,
     ),
     Refusal(
-        lambda c: _connector(c) and not c.kv_transfer_config.get_from_extra_config(_PROMPTS, True),
-        "tokens that are generated under retrieval leave other entries than a prompt's would, and "
-        f"no request may load these: drop {_PROMPTS} from --kv-transfer-config",
-        CONNECTOR,
-    ),
-    Refusal(
         lambda c: asked_backend(c) in NO_SIDECAR,
         "FlashInfer's pages have no room for retrieval's sidecar: set --attention-backend to one "
         f"of {ON_GPUS}",
@@ -320,6 +314,12 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         lambda c: c.compilation_config.pass_config.fuse_attn_quant,
         "retrieval writes attention's output unquantized, so its quantization cannot be fused into "
         'attention: set --compilation-config \'{"pass_config": {"fuse_attn_quant": false}}\'',
+    ),
+    Refusal(
+        lambda c: _connector(c) and not c.kv_transfer_config.get_from_extra_config(_PROMPTS, True),
+        "tokens that are generated under retrieval leave other entries than a prompt's would, and "
+        f"no request may load these: drop {_PROMPTS} from --kv-transfer-config",
+        CONNECTOR,
     ),
 )
 
