@@ -8,6 +8,8 @@ import torch
 from reference import fastkv, hybrids
 from reference.criticalkv import Critical
 from reference.fier import Retrieve
+from reference.gemfilter import Filter
+from reference.structkv import Struct
 from support.engine import Answer, forget_ranks, running
 from support.expected import FULL, Policy, Read, Speed
 from support.gpu import COMPILED, EXACT, delta_rule_of
@@ -59,15 +61,18 @@ def test_parity_compiled(tmp_path: Path, name: str) -> None:
     ("name", "cut"), [("gemma3_text", 5), ("gemma2", 3), ("gpt_oss", 4), ("cohere2", 4)]
 )
 def test_propagation_compiled(tmp_path: Path, name: str, cut: int) -> None:
-    """SPEED above whose cut layers slide, with FULL graphs replayed; answers pass a window."""
+    """Layers slide above the cut; FULL graphs are replayed, and answers pass a window."""
     model = hybrids.build(tmp_path / name, name)
     kinds: list[Policy] = [
         Speed(cut),
         FULL,
         Speed(cut, anchors=40, tail=5),
         Speed(cut + 1, anchors=0),
+        fastkv.Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.3),
+        Struct(3, kv_rate=0.3),
+        Filter(3, rate=0.2),
     ]
-    prompts = prompts_of((97, 33, 200, 5, 161, 64, 130, 250, 48, 500, 1, 96))
+    prompts = prompts_of((97, 33, 200, 5, 161, 264, 330, 250, 48, 500, 1, 196, 197, 400))
     policies = [kinds[i % len(kinds)] for i in range(len(prompts))]
     options = EXACT | {"block_size": 32, "max_model_len": 1024}
     with running(model, "full", config=room_for(kinds), **options) as engine:

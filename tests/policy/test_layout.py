@@ -9,6 +9,7 @@ from vllm_kvx.cache.group_size import GroupChoice, choose_group_size
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, Stage, check_fits, layout_of
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.windows import Windows
 
 FIER = RetrievalLayout("one_bit", group=32, unit=1, reduction="max", max_units=64)
 QUEST = RetrievalLayout("page_bounds", group=16, unit=16, reduction="max", max_units=4)
@@ -135,7 +136,7 @@ def test_stage_sizes() -> None:
 
 def test_stages_of_layers_that_slide() -> None:
     """Those below the first cut are in none."""
-    layout = Layout((4, 6, 7), row_cuts=(4, 6, 7), sliding=(0, 1, 3, 4, 5, 7))
+    layout = Layout((4, 6, 7), row_cuts=(4, 6, 7), windows=Windows((0, 1, 3, 4, 5, 7), 64))
     full = [Stage(0), Stage(4), Stage(6), Stage(7)]
     assert list(layout.stages) == [*full, Stage(4, True), Stage(7, True)]
     assert [layout.sliding_stage_of(layer) for layer in layout.sliding] == [None] * 3 + [4, 4, 5]
@@ -144,14 +145,46 @@ def test_stages_of_layers_that_slide() -> None:
 
 
 def test_beside_layers_that_slide() -> None:
-    layout = Layout((4, 6), row_cuts=(4, 6), sliding=(0, 1, 2, 4, 5, 6))
-    check_fits(parse_policy("full"), layout, 8)
-    check_fits(parse_policy("speed-4:anchors=3"), layout, 8)
-    with pytest.raises(PolicyError, match="speed-K alone can run, not selfonly-4"):
-        check_fits(parse_policy("selfonly-4"), layout, 8)
-    for name in ("speed-4+fier-64", "speed-4+snapkv", "snapkv", "fier-64"):
-        with pytest.raises(PolicyError, match="beside nothing that retains or retrieves"):
+    windows = Windows((0, 1, 2, 4, 5, 6), 64)
+    layout = Layout((4, 6), None, True, 8, True, row_cuts=(4, 6), windows=windows)
+    for name in ("full", "speed-4:anchors=3", "snapkv", "fastkv:tsp_layer=3", "gemfilter:layer=3"):
+        check_fits(parse_policy(name), layout, 8)
+    # After the last layer nothing is left to select for.
+    check_fits(parse_policy("structkv:pivot=7"), layout, 8)
+    for name, says in (
+        ("selfonly-4", "speed-K, fastkv, structkv and gemfilter can run, not selfonly-4"),
+        ("speed-4+fier-64", "beside nothing that retrieves"),
+        ("fier-64", "beside nothing that retrieves"),
+        ("fastkv:tsp_layer=3+fier-64", "beside nothing that retrieves"),
+        ("speed-4+snapkv", "beside nothing that retains"),
+        ("pyramidkv", "pyramidkv divides layers"),
+        ("structkv:pivot=3,granularity=block", "use granularity=token"),
+        ("structkv:pivot=online", "use pivot=calibrated or pivot=<int>"),
+        ("fastkv:tsp_layer=4", "layer 4 slides over a window.* use tsp_layer=3 or tsp_layer=7$"),
+        ("gemfilter:layer=1", "use layer=3$"),
+        ("structkv:pivot=0", "use pivot=3$"),
+    ):
+        with pytest.raises(PolicyError, match=says):
             check_fits(parse_policy(name), layout, 8)
+
+
+def test_the_last_tokens_go_on_where_layers_slide() -> None:
+    """As many as a window reaches; the score chooses as many before them as anywhere."""
+    name = "fastkv:tsp_layer=3,tsp_rate=0.2,kv_floor=0"
+    alone = parse_policy(name).selection(1000, 8)
+    assert alone is not None and (alone.count, alone.last) == (200, 8)
+    beside = replace(parse_policy(name), windows=Windows((0, 1, 2, 4, 5, 6), 64))
+    assert beside == parse_policy(name)
+    found = beside.selection(1000, 8)
+    assert found is not None and (found.count, found.last) == (200 - 8 + 64, 64)
+    assert beside.selection(320, 8) is not None  # 64 - 8 + 64 tokens.
+    for length in (64, 65, 70):  # All go on.
+        assert beside.selection(length, 8) is None
+    # A window no longer than the score's, and no layer that slides above.
+    for windows in (Windows((5,), 4), Windows((0, 1, 2), 64)):
+        assert replace(beside, windows=windows).selection(1000, 8).count == 200  # type: ignore[union-attr]
+    again = replace(parse_policy("gemfilter:layer=3,kv_floor=0"), windows=Windows((0, 1), 64))
+    assert again.selection(1000, 8).count == 100 - 1 + 64  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

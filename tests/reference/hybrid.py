@@ -134,7 +134,7 @@ def cut(
                 seen[total - tail :] &= is_last
             # Rows that do not exist see themselves, and nobody sees them.
             seen |= torch.eye(count, dtype=torch.bool)
-        return _read(call, slice(0, count), seen)[0]
+        return read_rows(call, slice(0, count), seen)[0]
 
     with torch.no_grad():
         rows = run(model, prompt + generated[:-1], attend, last=len(generated))
@@ -209,10 +209,10 @@ class _Layers:
         count = call.query.shape[1]
         if call.window is not None:
             seen = causal(count, count).triu(1 - call.window)
-            return _read(call, slice(0, count), seen)[0]
+            return read_rows(call, slice(0, count), seen)[0]
         total, index = self.total, len(self.retained)
         prompt = slice(0, total)
-        mixed, probs = _read(call, prompt, causal(total, total))
+        mixed, probs = read_rows(call, prompt, causal(total, total))
         of_prompt = Call(
             call.module,
             call.layer,
@@ -233,7 +233,7 @@ class _Layers:
         seen = torch.cat(
             [kept.expand(-1, new, -1), causal(new, new).expand(len(rows), -1, -1)], dim=2
         ).repeat_interleave(call.query.shape[0] // len(rows), 0)
-        return torch.cat([mixed, _read(call, slice(total, count), seen)[0]], dim=1)
+        return torch.cat([mixed, read_rows(call, slice(total, count), seen)[0]], dim=1)
 
     def _chosen(self, call: Call, index: int) -> Tensor:
         """What generated rows read (H, n, D), by `retrieve` above the first full layers."""
@@ -254,12 +254,12 @@ class _Layers:
                 steps[-1].append(Choice(entries.tolist(), positions.tolist(), margin, slack))
                 seen[head, 0, positions] = True
             seen = seen.repeat_interleave(shared, 0)
-            out = torch.cat([out, _read(call, slice(row, row + 1), seen)[0]], dim=1)
+            out = torch.cat([out, read_rows(call, slice(row, row + 1), seen)[0]], dim=1)
         self.choices.append(steps)
         return out
 
 
-def _read(call: Call, rows: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
+def read_rows(call: Call, rows: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
     """`masked.attention` of some rows over the first tokens, as many as `seen` has columns."""
     upto = slice(0, seen.shape[-1])
     key, value = call.key[:, upto], call.value[:, upto]

@@ -1,5 +1,6 @@
 """The references of hybrids against transformers' own forward, and against the other references."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,13 +10,28 @@ from support.nightly import by_day
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import criticalkv, fastkv, fier, hybrid, hybrids, knorm, masked, pyramidkv, speed
+from . import (
+    criticalkv,
+    fastkv,
+    fier,
+    gemfilter,
+    hybrid,
+    hybrid_selection,
+    hybrids,
+    knorm,
+    masked,
+    pyramidkv,
+    speed,
+    structkv,
+)
 from .criticalkv import Critical
 from .fastkv import Keep
 from .fier import Retrieve
+from .gemfilter import Filter
 from .knorm import Norm
 from .models import build_model
 from .pyramidkv import Pyramid
+from .structkv import Struct
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,6 +228,52 @@ def test_without_other_layers_it_is_the_other_references(model: PreTrainedModel)
             for result in (ours, theirs)
         ]
         assert read[0] == read[1] and change(ours, theirs).max() < ATOL
+
+
+SELECTING: list[tuple[Any, Any]] = [
+    (fastkv, Keep(tsp_layer=1, tsp_rate=0.4, kv_rate=0.3)),
+    (fastkv, Keep(tsp_layer=1, tsp_rate=0.4, tsp_reduction="max", kv_rate=1.0)),
+    (criticalkv, Critical(tsp_layer=1, tsp_rate=0.5, kv_rate=0.3)),
+    (structkv, Struct(2, struct_rate=0.3, kv_rate=0.2)),
+    (structkv, Struct(1, struct_rate=0.3, heads="own")),
+    (gemfilter, Filter(1, rate=0.3, window=4)),
+]
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_selection_without_windows_is_the_other_references(model: PreTrainedModel) -> None:
+    prompt, generated = tokens_of(PROMPT), tokens_of(STEPS, seed=1)
+    for module, policy in SELECTING:
+        theirs = module.score(model, prompt, generated, policy)
+        ours = hybrid_selection.score(model, prompt, generated, policy)
+        assert ours.propagated == theirs.propagated and len(ours.propagated) < PROMPT
+        assert ours.retained == theirs.retained
+        assert change(ours, theirs).max() < ATOL
+
+
+@pytest.mark.parametrize("model", ["gemma3_text"], indirect=True)
+def test_selection_beside_windows(model: PreTrainedModel) -> None:
+    """The last tokens go on; with all chosen before them it is the model itself."""
+    total = hybrids.WINDOW + 60
+    prompt, generated = tokens_of(total), tokens_of(STEPS, seed=1)
+    full = hybrid.score(model, prompt, generated, hybrid.FULL)
+    for policy, chosen in (
+        (Keep(tsp_layer=3, tsp_rate=0.2), int(total * 0.2) - 8),
+        (Struct(3, struct_rate=0.2, kv_rate=1.0), int(total * 0.2) - 8),
+        (Filter(3, rate=0.2), int(total * 0.2) - 1),
+    ):
+        found = hybrid_selection.score(model, prompt, generated, policy)
+        last = list(range(total - hybrids.WINDOW, total))
+        assert found.propagated[chosen:] == last and found.propagated[:chosen] < last
+        assert change(found, full).max() > CLEAR
+        # One token fewer than all would have to go on.
+        whole = replace(policy, **{RATES[type(policy)]: (60 + 8) / total + 0.01})
+        found = hybrid_selection.score(model, prompt, generated, whole)
+        assert found.propagated == list(range(total))
+        assert change(found, full).max() < ATOL
+
+
+RATES = {Keep: "tsp_rate", Struct: "struct_rate", Filter: "rate"}
 
 
 @pytest.mark.parametrize("model", ["gemma3_text"], indirect=True)

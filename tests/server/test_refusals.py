@@ -735,9 +735,19 @@ def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
         ("speed-4", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("snapkv", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("speed-1", model("Gemma2", head_dim=32), "use speed-2 or a higher cut"),
-        ("fastkv:tsp_layer=3", model("Gemma2", head_dim=32), "speed-K alone can run, not fastkv"),
-        ("selfonly-4", model("Gemma2", head_dim=32), "speed-K alone can run, not selfonly-4"),
-        ("speed-4+fier-64", model("Gemma2", head_dim=32), "retains or retrieves"),
+        ("fastkv:tsp_layer=4", model("Gemma2", head_dim=32), "use tsp_layer=3 or tsp_layer=5"),
+        ("structkv:pivot=0", model("Gemma2", head_dim=32), "layer 0 slides over a window"),
+        ("structkv:pivot=online", model("Gemma2", head_dim=32), "use pivot=calibrated or pivot="),
+        ("gemfilter:layer=2", model("Gemma2", head_dim=32), "use layer=1 or layer=3"),
+        ("selfonly-4", model("Gemma2", head_dim=32), "gemfilter can run, not selfonly-4"),
+        ("speed-4+fier-64", model("Gemma2", head_dim=32), "beside nothing that retrieves"),
+        ("speed-4+snapkv", model("Gemma2", head_dim=32), "beside nothing that retains"),
+        ("fastkv:tsp_layer=3+quest-64", model("Gemma2", head_dim=32), "leave retrieval out"),
+        (
+            "fastkv:tsp_layer=3,kv_rate=1+pyramidkv",
+            model("Gemma2", head_dim=32),
+            "pyramidkv divides layers",
+        ),
     ],
 )
 def test_models_that_do_not(make_config, model_dir, policy: str, changes: dict, says: str) -> None:

@@ -17,6 +17,7 @@ from reference import (
     fier,
     gemfilter,
     hybrid,
+    hybrid_selection,
     knorm,
     pyramidkv,
     selfonly,
@@ -324,6 +325,8 @@ def _score_hybrid(model: Any, prompt: list[int], tokens: list[int], policy: Any)
         policy = policy.critical
     if isinstance(policy, Read):
         return hybrid.read(model, prompt, tokens, policy.retrieve, policy.keep)
+    if hybrid_selection.propagates(policy):
+        return hybrid_selection.score(model, prompt, tokens, policy)
     return hybrid.score(model, prompt, tokens, policy)
 
 

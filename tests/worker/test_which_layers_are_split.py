@@ -1,6 +1,7 @@
 """Which layers are split, and what attention is told of the rows that run one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.windows import Windows
 from vllm_kvx.worker.batch import PassBatch, unplanned
 from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.rows import DeviceRows, plan_rows
@@ -24,13 +26,14 @@ def cuts(
     updates: bool = False,
     fused: bool = False,
     disabled: Sequence[str] | None = None,
+    windows: Windows | None = None,
 ) -> Cuts:
     """Of a server with 8 layers.
 
     updates: whether its attention stores entries itself. fused: and quantizes its output.
     disabled: what ``kv_disable`` names.
     """
-    layout = layout_of(map(parse_policy, names), 8)
+    layout = replace(layout_of(map(parse_policy, names), 8), windows=windows)
     its = SimpleNamespace(get_name=lambda: backend, forward_includes_kv_cache_update=updates)
     attention: Any = [SimpleNamespace(attn_backend=its)] * 8
     compiled = SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=fused))
@@ -55,6 +58,12 @@ def cuts(
 )
 def test_the_layer_below_a_cut(names: list[str], firsts: tuple[int, ...], splits: set[int]) -> None:
     assert cuts(*names) == Cuts(firsts, frozenset(splits))
+
+
+def test_not_one_that_slides() -> None:
+    windows = Windows((0, 1, 2, 4, 5, 6), 64)
+    names = "fastkv:kv_floor=0,tsp_layer=3", "speed-3", "speed-6"
+    assert cuts(*names, windows=windows) == Cuts((0, 3, 6), frozenset({3}))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +126,10 @@ def test_both_ends_of_a_prompt_are_two_sequences() -> None:
         metadata={"layer 4": "the stage's", "layer 5": "the same"},
         metadata_of=metadata_of,
     )
-    hook = SimpleNamespace(stage=0, group=0, layer=SimpleNamespace(layer_name="layer 4"))
+    its = SimpleNamespace(layer_name="layer 4")
+    hook = SimpleNamespace(index=4, stage=0, group=0, layer=its)
     memory: Any = SimpleNamespace(device=CPU)
-    layer = SplitLayer(SimpleNamespace(layers=[hook] * 5), memory, step, 4)  # type: ignore[arg-type]
+    layer = SplitLayer(SimpleNamespace(by_number={4: hook}), memory, step, 4)  # type: ignore[arg-type]
     metadata = layer.metadata_later(rows)()
     assert metadata == {"layer 4": "its own", "layer 5": "the same"}
     ((batch, ends, groups, is_prefill),) = told

@@ -18,6 +18,8 @@ from vllm_kvx.cache.kv_cache_specs import (
     SlidingStageSpec,
 )
 from vllm_kvx.config.settings import KVSettings
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import storage_of
 
 # In the place of a stage's number, of KV groups that are vLLM's own: of windows and states.
 VLLMS_OWN = -1
@@ -90,20 +92,26 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
     stock_blocks = usable
     if isinstance(spec, AttentionSpec):
         stock_blocks = usable * spec.page_size_bytes // spec.unpadded_page_size_bytes
-    beside = sum(
-        _blocks_beside(group.kv_cache_spec, prompt_len) for group in config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    beside, beside_stock = (
+        sum(_blocks_beside(spec, prompt_len, policy, settings.num_layers) for spec in specs)
+        for policy in (settings.policy, KVPolicy())
     )
     of_stock = num_layers / (spec.block_size * group_layers)
     return PoolTokens(
         num_blocks=config.num_blocks,
         policy=int(usable / (needed + beside / prompt_len)),
-        stock=int(stock_blocks / (of_stock + beside / prompt_len)),
+        stock=int(stock_blocks / (of_stock + beside_stock / prompt_len)),
     )
 
 
-def _blocks_beside(spec: object, prompt_len: int) -> int:
-    """Blocks that a prompt holds in a KV group that is vLLM's own: of a window, or of states."""
-    if isinstance(spec, SlidingWindowSpec) and stage_of(spec)[0] == VLLMS_OWN:
-        return cdiv(min(prompt_len, spec.sliding_window), spec.block_size) + 1
+def _blocks_beside(spec: object, prompt_len: int, policy: KVPolicy, num_layers: int) -> int:
+    """Blocks that a prompt holds in a KV group of no policy layers: of a window, or of states."""
+    if isinstance(spec, SlidingWindowSpec):
+        held = prompt_len
+        if isinstance(spec, SlidingStageSpec):
+            where = spec.start_layer, spec.block_size, num_layers
+            held = storage_of(policy, prompt_len, *where, slides=True).kept
+        return cdiv(min(held, spec.sliding_window), spec.block_size) + 1
     # The state that runs, and the one before it.
     return 2 if isinstance(spec, MambaSpec) else 0

@@ -49,12 +49,14 @@ class PrefixSharing:
         self._managers = sorted(managers, key=lambda manager: manager.kv_cache_group_id)
         self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
         self._stages = settings.layout.stages
-        slides = any(stage.slides for stage in self._stages)
+        # Where tokens are selected, some run again, and windows below the cut hold what they made.
+        layout = settings.layout
+        slides = any(s.slides for s in self._stages) or bool(layout.windows and layout.selects)
         self._is_on = kv_cache_manager.enable_caching and not slides
         if kv_cache_manager.enable_caching and slides:
             logger.warning(
-                "Requests share no prefixes on this server: above the cut some layers slide over a "
-                "window, and what they hold of a prompt is not kept."
+                "Requests share no prefixes on this server: some layers slide over a window, and "
+                "what they hold of a prompt under policies that propagate is not kept."
             )
         self._num_groups = len(kv_cache_manager.kv_cache_config.kv_cache_groups)
         self.step_room = StepRoom(self._managers, kv_cache_manager, config)

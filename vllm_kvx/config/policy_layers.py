@@ -6,6 +6,8 @@ and layers that keep a state, hold the same amount whatever the context, and sta
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvx.policy.windows import Windows
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
@@ -34,6 +36,25 @@ def sliding_layers(model_config: "ModelConfig") -> tuple[int, ...]:
     if len(kinds) != model_config.get_total_num_hidden_layers():
         return ()
     return tuple(layer for layer, kind in enumerate(kinds) if not is_full(kind))
+
+
+def windows_of(model_config: "ModelConfig") -> Windows | None:
+    """The same layers, and how far they see; None if there are none."""
+    return _windows(sliding_layers(model_config), model_config.get_sliding_window())
+
+
+def windows_by_config(text_config: Any) -> Windows | None:
+    """The same by a configuration alone: None also where a layer keeps a state."""
+    kinds = layer_kinds(text_config)
+    if not all(is_full(kind) or "sliding" in kind for kind in kinds):
+        return None
+    layers = tuple(layer for layer, kind in enumerate(kinds) if not is_full(kind))
+    return _windows(layers, getattr(text_config, "sliding_window", None))
+
+
+def _windows(layers: tuple[int, ...], length: int | None) -> Windows | None:
+    # Some models' layers see one token more than their configuration says.
+    return Windows(layers, length) if layers and length else None
 
 
 def is_mixed(model_config: "ModelConfig") -> bool:

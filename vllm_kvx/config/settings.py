@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.disabled import DISABLE_KEY, disabled_parts
 from vllm_kvx.config.environment import refuse_replaced
-from vllm_kvx.config.policy_layers import num_policy_layers, sliding_layers
+from vllm_kvx.config.policy_layers import num_policy_layers, windows_of
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.config.spelling import has_prefix, misspelling
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
@@ -39,6 +39,7 @@ from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.windows import Windows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -153,8 +154,8 @@ class Measured:
 
 
 @lru_cache(maxsize=1024)
-def _parse(name: str, measured: Measured) -> KVPolicy:
-    return KVPolicy.of(map(measured.put_into, parse_policy(name).parts))
+def _parse(name: str, measured: Measured, windows: Windows | None) -> KVPolicy:
+    return replace(KVPolicy.of(map(measured.put_into, parse_policy(name).parts)), windows=windows)
 
 
 @dataclass(frozen=True)
@@ -202,11 +203,9 @@ class KVSettings:
         assert isinstance(config, dict)
         model = vllm_config.model_config
         num_layers = model.get_total_num_hidden_layers()
-        settings = cls.of(config, num_layers)
-        if settings.layout.propagates:
-            layout = replace(settings.layout, sliding=sliding_layers(model))
-            settings = replace(settings, layout=layout)
-        elif (count := num_policy_layers(model) or num_layers) != num_layers:
+        settings = cls.of(config, num_layers, windows_of(model))
+        count = num_policy_layers(model) or num_layers
+        if count != num_layers and not settings.layout.propagates:
             settings = cls.of(config, count)
         if not settings.layout.stash:
             if STASH_KEY in config:
@@ -227,7 +226,9 @@ class KVSettings:
         return replace(settings, stash_tokens=tokens)
 
     @classmethod
-    def of(cls, config: dict[str, Any], num_layers: int) -> "KVSettings":
+    def of(
+        cls, config: dict[str, Any], num_layers: int, windows: Windows | None = None
+    ) -> "KVSettings":
         """The settings in `config`, which has a ``kv_policy``, for a model of `num_layers`.
 
         Raises:
@@ -260,19 +261,17 @@ class KVSettings:
             )
         disabled = disabled_parts(config)
         measured = Measured.of(config)
-        policy = _policy(POLICY_KEY, config[POLICY_KEY], num_layers, measured)
-        room = [
-            _policy(f"{LAYOUT_KEY}[{i}]", name, num_layers, measured)
-            for i, name in enumerate(names)
-        ]
-        policies = [policy, *room]
+        keys = [POLICY_KEY, *(f"{LAYOUT_KEY}[{i}]" for i in range(len(names)))]
+        named = zip(keys, [config[POLICY_KEY], *names], strict=True)
+        policies = [_policy(key, name, num_layers, measured, windows) for key, name in named]
         layout = layout_of(policies, num_layers)
+        layout = replace(layout, windows=windows if layout.propagates else None)
         if recall_every and layout.sidecar is None:
             raise ValueError(
                 f"{RECALL_KEY} has no effect: no policy of this server retrieves; remove it"
             )
         return cls(
-            policy=policy,
+            policy=policies[0],
             policies=tuple(policies),
             layout=layout,
             num_layers=num_layers,
@@ -325,8 +324,9 @@ class KVSettings:
         Raises:
             PolicyError: it does not parse, or is no string.
         """
-        # Through the cache only what can be a key of it.
-        return _parse(name, self.measured) if isinstance(name, str) else parse_policy(name)
+        if not isinstance(name, str):
+            return parse_policy(name)  # Through the cache only what can be a key of it.
+        return _parse(name, self.measured, self.layout.windows)
 
 
 def policy_is_set(config: Any) -> bool:
@@ -385,11 +385,13 @@ def request_policy(settings: KVSettings, sampling_params: "SamplingParams | None
     return settings.policy if name is None else settings.parse(name)
 
 
-def _policy(where: str, name: Any, num_layers: int, measured: Measured) -> KVPolicy:
+def _policy(
+    where: str, name: Any, num_layers: int, measured: Measured, windows: Windows | None
+) -> KVPolicy:
     """The policy `name`, found at `where`; its errors say where."""
     try:
         # Through the cache only what can be a key of it.
-        policy = _parse(name, measured) if isinstance(name, str) else parse_policy(name)
+        policy = _parse(name, measured, windows) if isinstance(name, str) else parse_policy(name)
         policy.check_model(num_layers)
         policy.check_composition()
         layout_of([policy], num_layers)  # Is every layer known that it splits at?

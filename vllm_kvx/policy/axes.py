@@ -79,12 +79,13 @@ class Selection:
     """Prompt tokens that are chosen by score once the prompt is in.
 
     score: what they are chosen by; summed over the heads.
-    count: how many, the window included; fewer than the prompt has.
+    count: how many, the last ones included; fewer than the prompt has.
     after: the layer that chooses, the last one that runs every token. With `online` it is the
         highest that may be.
     resumes_at: the first layer that the chosen tokens run: `after + 1`, whose states wait in the
         stash until then, or 0 to run again from their ids.
     online: finds the layer during the pass; None if `after` is it.
+    reach: last tokens that layers which slide over a window read; 0 where none does.
     """
 
     score: ScoreSpec
@@ -92,6 +93,12 @@ class Selection:
     after: int
     resumes_at: int
     online: OnlineRule | None = None
+    reach: int = 0
+
+    @property
+    def last(self) -> int:
+        """The last prompt tokens, which go on whatever their score."""
+        return max(self.score.window, self.reach)
 
 
 @dataclass(frozen=True)
@@ -229,10 +236,12 @@ class Propagate(Method):
 
     restarts: whether chosen tokens run again from their ids, so that no states wait for the choice.
     slides: whether layers above its cut may slide over a window: `window_gap` is theirs.
+    selects_at: the parameter that names the layer whose scores choose; empty if positions do.
     """
 
     restarts: ClassVar[bool] = False
     slides: ClassVar[bool] = False
+    selects_at: ClassVar[str] = ""
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
         """The first layers that some rows do not run, by which the decoder is cut into segments.
@@ -388,11 +397,3 @@ class Retrieve(Method, ABC):
         else:
             below = max(crossover, 4 * self.budget) if crossover else 0
         return max(self.budget + 1, below)
-
-
-def check_layer(method: Method, key: str, layer: int | str, num_layers: int) -> None:
-    """Raise PolicyError unless `layer` is a word or the index of one of `num_layers` layers."""
-    if isinstance(layer, int) and layer >= num_layers:
-        raise PolicyError(
-            f"{method}: this model has {num_layers} layers; use {key}=0 .. {key}={num_layers - 1}"
-        )

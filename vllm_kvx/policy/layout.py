@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_kvx.policy.axes import Positions, Retrieve, ScoreSpec
+from vllm_kvx.policy.beside_windows import beside_windows
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Layout:
         factors of the output projections.
     projects: True if layers may store entries of prompt tokens that do not run them, projected from
         the states below.
-    sliding: sorted layers that slide over a window, of a server that propagates. Above the first
+    windows: of a server that propagates, the layers that slide; None if none do. Above the first
         row cut they are in stages of their own, below it vLLM's own business.
     """
 
@@ -111,7 +113,12 @@ class Layout:
     online_cuts: tuple[int, ...] = ()
     value_norms: bool = False
     projects: bool = False
-    sliding: tuple[int, ...] = ()
+    windows: Windows | None = None
+
+    @property
+    def sliding(self) -> tuple[int, ...]:
+        """Sorted layers that slide over a window."""
+        return () if self.windows is None else self.windows.layers
 
     @property
     def stage_starts(self) -> tuple[int, ...]:
@@ -243,7 +250,7 @@ def _window(score: ScoreSpec | Positions | None) -> int:
 def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     """Raise PolicyError, saying what to change, unless a server with `layout` can run `policy`."""
     needed = layout_of([policy], num_layers)
-    if layout.sliding and (problem := beside_windows(policy)):
+    if layout.windows and (problem := beside_windows(policy, layout.windows, num_layers)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     missing = [layer for layer in needed.later_starts if layer not in layout.later_starts]
     needs = [f"a split at {_layers(missing)}"] if missing else []
@@ -271,25 +278,6 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
             f"{policy} does not fit this server: its layout has {layout}; {policy} needs "
             f"{' and '.join(needs)}: {_way_out(policy, needed, layout, num_layers)}"
         )
-
-
-def beside_windows(policy: KVPolicy) -> str | None:
-    """Why `policy` cannot run above or below layers that slide, on a server that propagates.
-
-    None if it can.
-    """
-    if policy.propagate is not None and not policy.propagate.slides:
-        return (
-            "some layers of this model slide over a window, in which positions follow one another: "
-            f"of the policies that propagate speed-K alone can run, not {policy.propagate}; those "
-            "that only retain or retrieve can (snapkv, fier and others)"
-        )
-    if policy.retain is not None or policy.retrieve is not None:
-        return (
-            "some layers of this model slide over a window, where speed-K runs beside nothing that "
-            "retains or retrieves: name it alone, or give the others a server without speed-K"
-        )
-    return None
 
 
 def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) -> str:

@@ -157,3 +157,11 @@ def check_cutoff(name: str, policy: object, cutoff: int, num_layers: int) -> Non
     use = f"use {name}-1 .. {name}-{last}" if last > 1 else f"use {name}-1"
     hint = use if last else f"{name} needs at least 2; use full"
     raise PolicyError(f"{policy}: this model has {layers}; {hint}")
+
+
+def check_layer(method: object, key: str, layer: int | str, num_layers: int) -> None:
+    """Raise PolicyError unless `layer` is a word or the index of one of `num_layers` layers."""
+    if isinstance(layer, int) and layer >= num_layers:
+        raise PolicyError(
+            f"{method}: this model has {num_layers} layers; use {key}=0 .. {key}={num_layers - 1}"
+        )

@@ -1,7 +1,7 @@
 """A policy: at most one answer on each axis."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_kvx.policy.axes import (
     AXES,
@@ -14,6 +14,7 @@ from vllm_kvx.policy.axes import (
     SharedPrefix,
 )
 from vllm_kvx.policy.parameters import PolicyError, Value
+from vllm_kvx.policy.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,14 @@ class KVPolicy:
     A method that answers two axes is the same object on both. `str(policy)` is the canonical name,
     which parses back to an equal policy. Raises PolicyError where a method stands on an axis that
     it does not answer, or is missing from one that it does.
+
+    windows: of the model that it runs on, whatever the policy's name; None where no layer slides.
     """
 
     propagate: Propagate | None = None
     retain: Retain | None = None
     retrieve: Retrieve | None = None
+    windows: Windows | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -123,7 +127,10 @@ class KVPolicy:
         """Which tokens of such a prompt are chosen by score; None if it is not by score."""
         if self.propagate is None:
             return None
-        return self.propagate.selection(prompt_len, num_layers)
+        found = self.propagate.selection(prompt_len, num_layers)
+        if found is None or self.windows is None:
+            return found
+        return self.windows.widened(found, prompt_len)
 
 
 def _check_once(parts: Sequence[Method]) -> None:

@@ -6,7 +6,7 @@ What only shows once a model is loaded, ``models/attention`` and ``models/layer_
 from typing import TYPE_CHECKING
 
 from vllm_kvx.config.policy_layers import is_mixed, num_policy_layers, sliding_layers
-from vllm_kvx.policy.layout import beside_windows
+from vllm_kvx.policy.beside_windows import beside_windows
 from vllm_kvx.server.pipeline_checks import has_rank_without_policy_layers
 from vllm_kvx.server.start_refusal import (
     BACKEND,
@@ -144,11 +144,19 @@ def beside_sliding_layers(settings: "KVSettings") -> list[str]:
 
     Each cut has to leave a layer with full attention below it, which holds every token.
     """
-    if not (sliding := settings.layout.sliding):
+    if (windows := settings.layout.windows) is None:
         return []
-    problems = dict.fromkeys(filter(None, map(beside_windows, settings.policies)))
-    first = next(layer for layer in range(settings.num_layers) if layer not in sliding)
-    if settings.layout.row_cuts and settings.layout.row_cuts[0] <= first:
+    count, sliding = settings.num_layers, windows.layers
+    found = (beside_windows(policy, windows, count) for policy in settings.policies)
+    problems = dict.fromkeys(filter(None, found))
+    first = next(layer for layer in range(count) if layer not in sliding)
+    by_position = (
+        policy.propagate
+        for policy in settings.policies
+        if policy.propagate is not None and policy.propagate.selects_by is None
+    )
+    cuts = [cut for propagate in by_position for cut in propagate.row_cuts(count)]
+    if min(cuts, default=count) <= first:
         problems[
             f"layers 0 to {first - 1} slide over a window, and below its cut speed-K needs a layer "
             f"with full attention: use speed-{first + 1} or a higher cut"

@@ -19,6 +19,7 @@ from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.windows import Windows
 from vllm_kvx.server.refusal_reasons import OnRefusal, Reason, RefusedError, count_for, refusing
 from vllm_kvx.server.request_keys import check_keys, check_policy_type
 
@@ -183,10 +184,13 @@ def _class_of(name: str) -> type[RequestCheck]:
 
 
 def _layout(fields: dict[str, Any]) -> Layout:
-    """JSON has lists where a layout has tuples, and an object for its sidecar."""
+    """JSON has lists where a layout has tuples, and objects for what is in it."""
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
     }
     if values["sidecar"] is not None:
         values["sidecar"] = RetrievalLayout(**values["sidecar"])
+    if values["windows"] is not None:
+        layers, reach = values["windows"].values()
+        values["windows"] = Windows(tuple(layers), reach)
     return Layout(**values)

@@ -316,7 +316,11 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         'attention: set --compilation-config \'{"pass_config": {"fuse_attn_quant": false}}\'',
     ),
     Refusal(
-        lambda c: _connector(c) and not c.kv_transfer_config.get_from_extra_config(_PROMPTS, True),
+        lambda c: (
+            (transfer := c.kv_transfer_config)
+            and _connector(c)
+            and not transfer.get_from_extra_config(_PROMPTS, True)
+        ),
         "tokens that are generated under retrieval leave other entries than a prompt's would, and "
         f"no request may load these: drop {_PROMPTS} from --kv-transfer-config",
         CONNECTOR,

@@ -24,12 +24,13 @@ def cut_tables(
 
     New blocks come behind these from the next step on.
 
-    storages: by KV stage. group_stages: the stage of each KV group, ``VLLMS_OWN`` of those to leave
-        alone. Returns how many blocks go.
+    storages: by KV stage, of layers with full attention. group_stages: the stage of each KV group,
+        ``VLLMS_OWN`` of those to leave alone, as are stages of layers that slide. Returns how many
+        blocks go.
     """
     num_blocks, freed = tables.num_blocks.np, 0
     for group, stage in enumerate(group_stages):
-        if stage == VLLMS_OWN:
+        if stage == VLLMS_OWN or stage >= len(storages):
             continue
         kept = -(-storages[stage].kept // tables.block_sizes[group])
         freed += int(num_blocks[group, req_index]) - kept

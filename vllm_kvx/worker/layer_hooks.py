@@ -18,23 +18,31 @@ from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass
 from vllm_kvx.worker.prefill.projections import value_factors
 from vllm_kvx.worker.prefill.score_and_move import PassWork
+from vllm_kvx.worker.sliding_hooks import SlidingHook
 
 
 class LayerHook:
     """Wraps one layer's attention implementation; it does nothing unless the pass has work.
 
     layer: vLLM's attention layer. place: among the policy layers of this worker. index: its number
-    among those of the model, which is another where a pipeline shares them out. stage: the KV stage
-    it is in. group: its KV group, set once groups are formed. value_factors: as ``LayerView`` has
-    them.
+    among those of the model, which is another where a pipeline shares them out. number: that among
+    all of the decoder's. stage: the KV stage it is in. group: its KV group, set once groups are
+    formed. value_factors: as ``LayerView`` has them.
     """
 
     def __init__(
-        self, hooks: "LayerHooks", layer: Any, place: int, stage: int, first: int = 0
+        self,
+        hooks: "LayerHooks",
+        layer: Any,
+        place: int,
+        stage: int,
+        first: int = 0,
+        number: int | None = None,
     ) -> None:
-        """first: the number of the worker's first policy layer."""
+        """first: the number of the worker's first policy layer. number: `index` unless given."""
         self.hooks, self.layer, self.stage = hooks, layer, stage
         self.place, self.index = place, first + place
+        self.number = self.index if number is None else number
         self.group = 0
         self.value_factors: Tensor | None = None
         stock: Callable[..., Any] = layer.impl.forward
@@ -149,9 +157,12 @@ class LayerHook:
 class LayerHooks:
     """The hooks of a model's layers, and what the running pass does beside them.
 
-    layers: the worker's, in order. work: for the prompts in the pass; None outside of one with
-    work. scratch_bytes: what a layer's work may take for a moment. is_bound: whether vLLM has given
-    the layers their caches; before, it runs them only to see how much memory they take.
+    layers: the worker's with full attention, in order; by_number: the same, by their number among
+    all. sliding: by name, the numbers of the decoder's other layers, if passes know of them;
+    windows: their hooks, if tokens may be selected. work: for the prompts in the pass; None outside
+    of one with work. scratch_bytes: what a layer's work may take for a moment. is_bound: whether
+    vLLM has given the layers their caches; before, it runs them only to see how much memory they
+    take.
     retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
     """
 
@@ -165,6 +176,7 @@ class LayerHooks:
     ) -> None:
         """stages: the KV stage of each layer. first: the number of the worker's first one."""
         attention = model.attention_layers()
+        numbers = {layer.layer_name: i for i, layer in enumerate(model.every_layer(), first)}
         # Of every layer that passes know of, and the KV groups of those, once they are formed.
         self.first = first
         self.names = [layer.layer_name for layer in model.every_layer()]
@@ -175,9 +187,13 @@ class LayerHooks:
         self.retrieval: Retrieval | None = None
         self.retrieval_pass: RetrievalPass | None = None
         self.layers = [
-            LayerHook(self, layer, place, stage, first)
+            LayerHook(self, layer, place, stage, first, numbers[layer.layer_name])
             for place, (layer, stage) in enumerate(zip(attention, stages, strict=True))
         ]
+        self.by_number = {hook.number: hook for hook in self.layers}
+        self.sliding = {n: i for n, i in numbers.items() if i not in self.by_number}
+        others = [layer for layer in model.every_layer() if layer.layer_name in self.sliding]
+        self.windows = [SlidingHook(layer) for layer in others] if layout.selects else []
         self._projections = model.output_projections() if layout.value_norms else []
         self.read_weights()
 
@@ -218,6 +234,8 @@ class LayerHooks:
             and not (layout.selects and name in ONE_PLAN)
         ]
         addressed = layout.retain or layout.window or layout.sidecar
+        for window in self.windows:
+            window.check_backend()
         for hook in self.layers:
             hook.group = names[hook.layer.layer_name]
             attention: Any = hook.layer.attn_backend
@@ -251,9 +269,16 @@ class LayerHooks:
         names = self.names[first - self.first : last - self.first]
         return {name: slots[self._groups[name]] for name in names}
 
+    def sliding_groups(self) -> dict[int, list[str]]:
+        """The layers that slide, by KV group."""
+        found: dict[int, list[str]] = {}
+        for name in self.sliding:
+            found.setdefault(self._groups[name], []).append(name)
+        return found
+
     def run_work(self, layer: int, query: Tensor) -> None:
         """The running pass's work in a layer that does not run; query: (n, H, D)."""
-        hook = self.layers[layer]
+        hook = self.by_number[layer]
         if self.work is not None:
             self.work.run(hook, query, hook.paged())
 

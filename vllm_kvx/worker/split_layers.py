@@ -40,20 +40,19 @@ def cuts_of(layout: Layout, attention: Sequence[Attention], config: VllmConfig) 
     """The segments of a server. attention: the model's attention layers.
 
     A row cut is at the first layer that rows do not run. The layer below is split, unless it is
-    layer 0, below which there are no states, or the server disables splitting.
+    layer 0, below which there are no states, or slides over a window, which keeps too few entries,
+    or the server disables splitting.
     """
     is_disabled = SPLIT_LAYERS in disabled_parts(config.additional_config)
     if is_disabled or not _can_split(layout, attention, config):
         return Cuts((0, *layout.row_cuts), frozenset())
-    split_layers = frozenset(cut - 1 for cut in layout.row_cuts if cut > 1)
-    whole = {cut for cut in layout.row_cuts if cut == 1}
+    whole = {cut for cut in layout.row_cuts if cut == 1 or cut - 1 in layout.sliding}
+    split_layers = frozenset(cut - 1 for cut in layout.row_cuts if cut not in whole)
     return Cuts((0, *sorted(split_layers | whole)), split_layers)
 
 
 def _can_split(layout: Layout, attention: Sequence[Attention], config: VllmConfig) -> bool:
     """Whether layers can be split on this server."""
-    if layout.sliding:
-        return False  # The layer below a cut may be one, whose entries are vLLM's business.
     if layout.projects:
         return False  # swiftkv needs every row of the layer below its cut.
     if config.compilation_config.pass_config.fuse_attn_quant:

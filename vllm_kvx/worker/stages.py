@@ -42,6 +42,13 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> L
             f"its configuration says {', '.join(map(str, layout.sliding)) or 'none'}: policies "
             "that propagate cannot run on it"
         )
+    windows = layout.windows
+    longest = max((layer.sliding_window or 0 for layer in above.values()), default=0)
+    if windows is not None and longest > windows.reach + 1:
+        raise ValueError(
+            f"a layer of this model sees {longest} tokens, and its configuration says "
+            f"{windows.reach}: policies that propagate cannot run on it"
+        )
     is_shared = total > len(attention)
     end = first + len(attention)
     if is_shared and any(first < cut < end for cut in layout.row_cuts):

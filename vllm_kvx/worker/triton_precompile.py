@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.logger import init_logger
 
 from vllm_kvx.ops import radix
+from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt import chosen_rows
 from vllm_kvx.ops.prompt.attention_metrics import window_metrics
 from vllm_kvx.ops.prompt.move import move_entries
@@ -65,6 +66,8 @@ class PromptKernels:
                 # A layer that is found as the prompt runs is not split, and who restarts runs none.
                 if attends and not measures and not propagate.restarts:
                     self._attend()
+                if policy.windows is not None:
+                    self._attend_within()
             if retain is not None:
                 self._retain(retain)
 
@@ -138,6 +141,27 @@ class PromptKernels:
         places = self._new(heads, _KEPT)
         counts, offsets = self._new(heads, 1), self._new(2, dtype=torch.int64)
         move_entries(self._paged, table, places, places, counts, offsets, _KEPT, table)
+
+    def _attend_within(self) -> None:
+        """In layers that slide, over the pass's own entries."""
+        query, impl = self._query(_KEPT), self._hook.layer.impl
+        shape = _KEPT, self._paged.num_heads, impl.head_size
+        entries = [self._new(*shape, dtype=self._dtype)[:, :, None] for _ in range(2)]
+        view = self._hook.view(query, query[None], self._paged)
+        chosen_rows.launch(
+            query,
+            PagedKV(*entries),
+            self._new(_KEPT, dtype=torch.int64),
+            self._new(1, _KEPT),
+            self._new(3, 4),
+            torch.empty_like(query),
+            view.scale,
+            1.0,
+            1.0,
+            view.soft_cap,
+            view.sinks,
+            self._new(_KEPT),
+        )
 
     def _attend(self) -> None:
         query, fp8 = self._query(_KEPT), self._paged.keys.element_size() == 1

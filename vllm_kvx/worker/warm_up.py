@@ -110,7 +110,9 @@ def _tokens(runner: Any, settings: KVSettings) -> int:
     """Of a step with a whole prompt and a decode."""
     # vLLM's prompt is 0, 1, 2 and so on.
     vocabulary = runner.model_config.get_vocab_size()
-    longest = min(PROMPT_TOKENS, runner.max_num_tokens, runner.max_model_len, vocabulary)
+    windows = settings.layout.windows
+    wanted = PROMPT_TOKENS + (0 if windows is None else windows.reach)
+    longest = min(wanted, runner.max_num_tokens, runner.max_model_len, vocabulary)
     if settings.layout.stash:
         longest = min(longest, settings.stash_tokens)
     return int(longest)

@@ -70,6 +70,8 @@ class _PolicyWorking(_Base):
                 attention.num_heads // attention.num_kv_heads,
                 config.model_config.max_model_len,
             )
+        hooks = runner.model_state.hooks
+        hooks.scratch_bytes += sum(hook.carried_bytes for hook in hooks.windows)
         _keep_prompts_off_graphs(runner)
         if runner.model_state.retrieval is not None:
             capture_each_mode(runner, runner.model_state.retrieval)

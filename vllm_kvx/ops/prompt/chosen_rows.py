@@ -33,14 +33,16 @@ class ChosenRows:
     Attributes:
         requests: (P,) int64 on the host, places of the prompts in the step's batch.
         counts: (P,) int32 on the host, rows of each.
-        positions: (N,) int64 on the device.
+        positions: (N,) int64 on the device, up to which each sees.
         block_tables: (P, B) int32, unit stride along a row.
+        firsts: (N,) int32, the first entry that each sees, ascending within a prompt; None for 0.
     """
 
     requests: np.ndarray
     counts: np.ndarray
     positions: Tensor
     block_tables: Tensor
+    firsts: Tensor | None = None
 
 
 def attend_chosen(
@@ -54,7 +56,8 @@ def attend_chosen(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Writes the attention of `rows` to `out`; each sees the entries up to its own position.
+    """Writes the attention of `rows` to `out`; each sees the entries up to its own position,
+    from its first one on.
 
     Args:
         query, out: (N, H, D), the model's dtype. Rows past those of `rows` are left alone.
@@ -95,6 +98,8 @@ def attend_chosen_reference(
             part = slice(begin, min(begin + step, last))
             scores = query[part].transpose(0, 1).float() @ keys.transpose(1, 2) * scale
             hidden = at > rows.positions[part, None]
+            if rows.firsts is not None:
+                hidden |= at < rows.firsts[part, None]
             scores = capped_reference(scores, soft_cap).masked_fill(hidden, -torch.inf)
             weights = softmax(scores, sinks)
             out[part] = (weights @ values).transpose(0, 1).to(out.dtype)
@@ -117,7 +122,7 @@ def attend_chosen_kernel(
     tiles = async_tensor_h2d(_tiles_of(rows.counts, block_rows), device=query.device)
     scales = (scale, key_scale, value_scale)
     where = (rows.positions, rows.block_tables, tiles)
-    launch(query, paged, *where, out, *scales, soft_cap, sinks)
+    launch(query, paged, *where, out, *scales, soft_cap, sinks, rows.firsts)
 
 
 def launch(
@@ -132,10 +137,11 @@ def launch(
     value_scale: float,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    firsts: Tensor | None = None,
 ) -> None:
     """The kernel of `attend_chosen_kernel`, for all that is on the device.
 
-    positions, block_tables: of ``ChosenRows``. tiles: as `_tiles_of` has them.
+    positions, block_tables, firsts: of ``ChosenRows``. tiles: as `_tiles_of` has them.
     """
     width, device = query.element_size(), query.device
     block_rows, block_keys = _BLOCK_ROWS[width], _BLOCK_KEYS[width]
@@ -150,6 +156,7 @@ def launch(
         paged.values,
         *paged.values.stride(),
         positions,
+        firsts,
         block_tables,
         block_tables.stride(0),
         tiles,
@@ -184,7 +191,7 @@ def _tiles_of(counts: np.ndarray, block_rows: int) -> np.ndarray:
     return np.ascontiguousarray(np.array(tiles[::-1], dtype=np.int32).T)
 
 
-@triton.jit(do_not_specialize=["block_tables", "table_stride", "num_tiles", "sinks"])
+@triton.jit(do_not_specialize=["firsts", "block_tables", "table_stride", "num_tiles", "sinks"])
 def _attend_kernel(
     query,
     query_row_stride,
@@ -205,6 +212,7 @@ def _attend_kernel(
     value_entry_stride,
     value_channel_stride,
     positions,
+    firsts,
     block_tables,
     table_stride,
     tiles,
@@ -254,9 +262,15 @@ def _attend_kernel(
         maximum = tl.zeros_like(maximum) + tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     sums = tl.zeros((BLOCK_ROWS, PADDED_DIM), dtype=tl.float32)
-    # Tiles of keys that every row sees whole need no mask.
-    seen_by_all = (lowest + 1) // BLOCK_KEYS * BLOCK_KEYS
-    for first in range(0, seen_by_all, BLOCK_KEYS):
+    # Tiles of keys that every row sees whole need no mask. All of a window's have one: it is short.
+    if firsts is None:
+        begin = 0
+        seen_by_all = (lowest + 1) // BLOCK_KEYS * BLOCK_KEYS
+    else:
+        first_seen = tl.load(firsts + row, mask=exists, other=0)
+        begin = tl.min(tl.where(exists, first_seen, highest), axis=0) // BLOCK_KEYS * BLOCK_KEYS
+        seen_by_all = begin
+    for first in range(begin, seen_by_all, BLOCK_KEYS):
         key = first + tl.arange(0, BLOCK_KEYS)
         block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
         entry = key % BLOCK_SIZE
@@ -307,7 +321,11 @@ def _attend_kernel(
         scores = tl.dot(query_tile, key_tile, input_precision="ieee") * scale
         if soft_cap is not None:
             scores = capped(scores, soft_cap)
-        scores = tl.where(key[None, :] <= position[:, None], scores, -1.0e30)
+        seen = key[None, :] <= position[:, None]
+        if firsts is not None:
+            seen &= key[None, :] >= first_seen[:, None]
+        # A tile before a row's first key weighs nothing once that key has come.
+        scores = tl.where(seen, scores, -1.0e30)
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_maximum[:, None])
         factor = tl.exp2(maximum - new_maximum)

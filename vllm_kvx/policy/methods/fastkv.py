@@ -11,12 +11,12 @@ from vllm_kvx.policy.axes import (
     Propagate,
     ScoreSpec,
     Selection,
-    check_layer,
 )
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.snapkv import RetainByWindow, floor_of, set_own_floor
 from vllm_kvx.policy.parameters import (
     PolicyError,
+    check_layer,
     choice,
     integer,
     optional,
@@ -55,6 +55,8 @@ class FastKV(Propagate, RetainByWindow):
     needs: ClassVar[str] = (
         "the model's TSP layer, which `vllm-kvx calibrate` or a first start measures"
     )
+    slides: ClassVar[bool] = True
+    selects_at: ClassVar[str] = "tsp_layer"
     to_measure: ClassVar[Measurement] = Measurement("tsp_layer", "auto", "tsp_reduction")
 
     tsp_layer: int | str = integer("auto", at_least=0, words=("auto",))

@@ -15,7 +15,6 @@ from vllm_kvx.policy.axes import (
     ScoreSpec,
     Selection,
     Weights,
-    check_layer,
 )
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.snapkv import (
@@ -30,6 +29,7 @@ from vllm_kvx.policy.methods.snapkv import (
 )
 from vllm_kvx.policy.parameters import (
     PolicyError,
+    check_layer,
     choice,
     integer,
     optional,
@@ -95,6 +95,8 @@ class StructKV(Propagate, Retain):
     paper: ClassVar[str] = "arXiv 2604.06746"
     saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
     needs: ClassVar[str] = "the model's pivot, which `vllm-kvx calibrate` or a first start measures"
+    slides: ClassVar[bool] = True
+    selects_at: ClassVar[str] = "pivot"
     to_measure: ClassVar[Measurement] = Measurement("pivot", "calibrated", "struct_reduction")
 
     pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))

@@ -6,7 +6,7 @@ the paper's reduction is preferred. If no layer keeps enough, none is chosen.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,7 @@ from vllm_kvx.tools.checkpoint.answers import (
     tolerated_losses,
     try_out,
 )
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config, sliding_layers
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
 from vllm_kvx.tools.checkpoint.questions import FAMILIES, load_tokenizer, lookups, own
 from vllm_kvx.tools.checkpoint.report import (
@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> None:
     decoder = DenseDecoder.load(args.model, args.device, args.dtype, args.revision, spread=True)
     family, seen = ask(decoder, families, make, policy)
     questions = make(family)
-    outcome = choose(decoder, questions, seen, reductions, args.target, args.least)
+    sliding = sliding_layers(config)
+    outcome = choose(decoder, questions, seen, reductions, args.target, args.least, sliding)
     # Not before the weights are there: the key is theirs, and a hub's may have come only now.
     key = ModelIdentity(args.model, config.to_dict(), args.revision).key
     record = {
@@ -186,11 +187,14 @@ def choose(
     reductions: Sequence[str],
     target: float,
     least: float,
+    sliding: Collection[int] = (),
 ) -> Outcome:
     """Try the candidates in turn, and choose the first that loses no more than one at `target` may.
 
     If there is none, the one under which most answers stay. No layer is chosen under which fewer
     than `least` of them stay, whatever its score: only the answers say what the model makes of it.
+
+    sliding: layers that are no candidates, since their keys cannot select tokens.
     """
     if sum(one.right for one in seen) < least_answers(len(seen)):
         return Outcome()
@@ -202,7 +206,8 @@ def choose(
     trials: list[Trial] = []
     sizes = [len(question.token_ids) for question in questions]
     # Attention says less than evidence, and tokens are many, so that no layer is right by chance.
-    for candidate in candidates(mean_scores(seen), reductions, target, later=not known):
+    scores = mean_scores(seen)
+    for candidate in candidates(scores, reductions, target, not known, sliding):
         progress = counter_of(f"answers under {candidate}", len(questions), sizes)
         trials.append(try_out(decoder, questions, seen, candidate, most, progress))
         if trials[-1].complete and trials[-1].lost <= tolerated:

@@ -31,7 +31,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.structkv import StructKV, paper_limits
 from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.tools.calibrate import figures
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config, refuse_windows
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
 from vllm_kvx.tools.checkpoint.report import (
     Progress,
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
         variance_weight=variance,
     )
     config = load_config(args.model, args.revision)
+    refuse_windows(config)
     limits = choose_limits(config.num_hidden_layers, args.min_layer, args.max_layer)
     prompts = load_prompts(
         args.prompts, args.model, config, policy.window, args.max_prompt_tokens, args.revision

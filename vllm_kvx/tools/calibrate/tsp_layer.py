@@ -26,7 +26,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.fastkv import FastKV
 from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.tools.calibrate import figures
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config, refuse_windows
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
 from vllm_kvx.tools.checkpoint.report import (
     Progress,
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
     if args.prompts is None:
         raise ToolError("Eq. 3 is measured on prompts like yours: give them with --prompts FILE")
     config = load_config(args.model, args.revision)
+    refuse_windows(config)
     max_layer = choose_max_layer(config.num_hidden_layers, args.max_layer)
     prompts = load_prompts(
         args.prompts, args.model, config, policy.window, args.max_prompt_tokens, args.revision

@@ -14,7 +14,7 @@ Retention has no part in it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -228,15 +228,21 @@ class Candidate:
 
 
 def candidates(
-    scores: dict[str, list[float]], reductions: Sequence[str], target: float, later: bool = False
+    scores: dict[str, list[float]],
+    reductions: Sequence[str],
+    target: float,
+    later: bool = False,
+    sliding: Collection[int] = (),
 ) -> list[Candidate]:
     """Those within `target` of the best score, the earliest layer first, there `sum` first.
 
     later: whether the others above the earliest of these come after them.
+    sliding: layers that slide over a window, which select no tokens.
     """
     each = [
         Candidate(layer, reduction, scores[reduction][layer])
         for layer in range(len(next(iter(scores.values()))))
+        if layer not in sliding
         for reduction in reductions
     ]
     best = max(candidate.score for candidate in each)

@@ -114,6 +114,22 @@ def sliding_window(config: PretrainedConfig) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def sliding_layers(config: PretrainedConfig) -> tuple[int, ...]:
+    """The layers that slide over a window, where others have full attention; else none."""
+    kinds = getattr(config, "layer_types", None) or []
+    found = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    return found if len(found) < len(kinds) else ()
+
+
+def refuse_windows(config: PretrainedConfig) -> None:
+    """Raise ToolError where only some layers slide: the papers' criteria compare them all."""
+    if sliding_layers(config):
+        raise ToolError(
+            "some layers of this model slide over a window, which the paper's criterion does not "
+            "know: leave out --criterion paper"
+        )
+
+
 class DenseDecoder:
     """The layers of a model of one of ``CALIBRATED``, to be run one after the other.
 

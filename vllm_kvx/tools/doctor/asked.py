@@ -1,12 +1,15 @@
 """The policies that were asked for, and the layers that they leave to measurement."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_kvx.config.flags import merge_flags
+from vllm_kvx.config.policy_layers import windows_by_config
 from vllm_kvx.config.settings import LAYOUT_KEY, MEASURED_KEY, POLICY_KEY, KVSettings, policy_is_set
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.windows import Windows
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import Found, layer_of, parts_of
 from vllm_kvx.tools.doctor.findings import Context
@@ -78,12 +81,25 @@ def layers_for(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             continue
         found = known_layer(context, part)
         if found is None:
-            measured[wanted.parameter] = (context.text_config["num_hidden_layers"] - 1) // 2
+            measured[wanted.parameter] = _stand_in(context)
             continue
         measured[wanted.parameter] = found.layer
         if found.reduction != WINDOW_REDUCTIONS[0]:
             measured[wanted.reduction] = found.reduction
     return {MEASURED_KEY: measured}
+
+
+def _windows(context: Context) -> Windows | None:
+    """The model's layers that slide, where all others have full attention."""
+    return windows_by_config(SimpleNamespace(**context.text_config))
+
+
+def _stand_in(context: Context) -> int:
+    """The layer with full attention next to the middle, the lower of two."""
+    count, windows = context.text_config["num_hidden_layers"], _windows(context)
+    middle, sliding = (count - 1) // 2, () if windows is None else windows.layers
+    full = [layer for layer in range(count) if layer not in sliding]
+    return min(full or [middle], key=lambda layer: abs(layer - middle))
 
 
 def settings_of(context: Context) -> KVSettings | None:
@@ -99,6 +115,7 @@ def settings_of(context: Context) -> KVSettings | None:
     settings = KVSettings.of(config, context.text_config["num_hidden_layers"])
     layers = KVLayers.of(context.text_config)
     if layers is None or settings.layout.propagates:
-        return settings
+        # As a server does: each may know of layers that slide.
+        return KVSettings.of(config, settings.num_layers, _windows(context))
     # As a server does: what a policy stores is counted over its own layers.
     return KVSettings.of(config, layers.full)

@@ -14,7 +14,10 @@ from vllm_kvx.config.policy_layers import is_full, layer_kinds
 
 FULL_ALONE = "full alone"
 NO_PROPAGATION = "policies that retain or retrieve, such as snapkv or fier"
-BESIDE_WINDOWS = f"speed-K alone, or {NO_PROPAGATION}"
+BESIDE_WINDOWS = (
+    f"speed-K, fastkv, structkv and gemfilter, each selecting at a layer with full attention, or "
+    f"{NO_PROPAGATION}"
+)
 
 
 _UNKNOWN = {

@@ -83,7 +83,7 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
         f"{' and GPU' if sizes.ranks > 1 else ''}, stock {pool.stock_token_bytes / 1024:.2f} KiB"
     )
     if sizes.kv_layers is not None:
-        yield ok(sizes.kv_layers.says(prompt_len, _kept(served, prompt_len, sizes)))
+        yield ok(sizes.kv_layers.says(prompt_len, _kept(settings, prompt_len, sizes)))
     if not sizes.from_server:
         yield note(
             f"counted by config.json, KV blocks of {sizes.block_size} tokens and 16-bit entries, "
@@ -93,11 +93,14 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
     yield from reads(context, served, sizes)
 
 
-def _kept(served: KVPolicy, prompt_len: int, sizes: Sizes) -> float:
+def _kept(settings: KVSettings, prompt_len: int, sizes: Sizes) -> float:
     """The share of a prompt's entries that the policy keeps in its layers, in [0, 1]."""
-    layers, size = sizes.policy_layers, sizes.block_size
-    stored = (storage_of(served, prompt_len, each, size, layers).kept for each in range(layers))
-    return sum(stored) / (prompt_len * layers)
+    count, sliding = settings.num_layers, settings.layout.sliding
+    full = [layer for layer in range(count) if layer not in sliding]
+    stored = (
+        storage_of(settings.policy, prompt_len, each, sizes.block_size, count).kept for each in full
+    )
+    return sum(stored) / (prompt_len * len(full))
 
 
 def _pool(context: Context, settings: KVSettings, sizes: Sizes, pool: Pool) -> Iterator[Finding]:

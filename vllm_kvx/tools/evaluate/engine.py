@@ -152,7 +152,8 @@ class OwnEngine:
     def shares(self, row: Row, prompt_len: int) -> Shares:
         """What the row keeps of such a prompt, with the layers that the engine resolved."""
         resolved = self._settings.parse(self._requested[row])
-        return shares_of(resolved, prompt_len, self.block_size, self.num_layers)
+        sliding = self._settings.layout.sliding
+        return shares_of(resolved, prompt_len, self.block_size, self.num_layers, sliding)
 
     def resolved(self, row: Row) -> Row:
         """The row's policy with the layers and the KV cache dtype that the engine resolved."""

@@ -1,5 +1,6 @@
 """What a policy keeps of a prompt, and reads of it in a decode step: counts, as the scheduler's."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from vllm_kvx.policy.axes import DENSE_LAYERS
@@ -19,8 +20,16 @@ class Shares(NamedTuple):
     propagated: float
 
 
-def shares_of(policy: KVPolicy, prompt_len: int, block_size: int, num_layers: int) -> Shares:
+def shares_of(
+    policy: KVPolicy,
+    prompt_len: int,
+    block_size: int,
+    num_layers: int,
+    sliding: Collection[int] = (),
+) -> Shares:
     """The shares of `policy` for such a prompt.
+
+    sliding: layers that slide over a window, which are left out of what is kept and read.
 
     Layers that are found while the prompt runs count as the highest that may be, and those that a
     server may split (``worker/split_layers``) as whole.
@@ -28,6 +37,12 @@ def shares_of(policy: KVPolicy, prompt_len: int, block_size: int, num_layers: in
     selection = policy.selection(prompt_len, num_layers)
     kept = read = rows = 0
     for layer in range(num_layers):
+        if selection is not None and layer > selection.after:
+            rows += selection.count
+        else:
+            rows += prompt_len - skipped_of(policy, prompt_len, layer).size
+        if layer in sliding:
+            continue
         stored = storage_of(policy, prompt_len, layer, block_size, num_layers).kept
         kept += stored
         retrieve = policy.retrieve
@@ -35,12 +50,8 @@ def shares_of(policy: KVPolicy, prompt_len: int, block_size: int, num_layers: in
             read += stored
         else:
             read += min(stored, retrieve.budget)
-        if selection is not None and layer > selection.after:
-            rows += selection.count
-        else:
-            rows += prompt_len - skipped_of(policy, prompt_len, layer).size
     if selection is not None and selection.resumes_at == 0:
         # Chosen tokens run again from the first layer; those above the choice are counted.
         rows += selection.count * (selection.after + 1)
-    total = prompt_len * num_layers
-    return Shares(kept / total, read / total, rows / total)
+    total = prompt_len * (num_layers - len(sliding))
+    return Shares(kept / total, read / total, rows / (prompt_len * num_layers))

@@ -161,6 +161,7 @@ class PromptState:
             # Found online, the layer is none of the pass's.
             select_after=(1 << 30) if self.is_online else selection.after if selection else -1,
             selected=selection.count if selection is not None else 0,
+            last=selection.last if selection is not None else 0,
             by=self.by,
             kept=kept,
             ranked_after=self.retain.ranked_after() if self.retain is not None else None,

@@ -81,6 +81,7 @@ class ScoredLayer(Protocol):
 
     place: int
     index: int
+    number: int
     stage: int
     group: int
 
@@ -170,7 +171,7 @@ class PassWork:
         memory = self.memory
         if self.earlier is not None:
             self.earlier.move(hook, paged)
-        if hook.index < self.first or not (self.prompts or self.windows):
+        if hook.number < self.first or not (self.prompts or self.windows):
             return
         with memory.timer.of(self.shares):
             if self.windows is not None:
@@ -181,7 +182,7 @@ class PassWork:
             # All scores before the first move: a prompt may be scored by two families.
             decided = [
                 (self._decide(batch, batch.at(table), view, targets.tables), batch.policy_rows)
-                for batch in self._batches_of(hook.index, hook.stage)
+                for batch in self._batches_of(hook.number, hook.stage)
             ]
             moves = [(each, rows) for each, rows in decided if each is not None]
             fixed = self._moves_of(hook.stage)

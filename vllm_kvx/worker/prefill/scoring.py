@@ -28,7 +28,8 @@ class KeyScoring:
         kept: entries that stay by these scores; the prompt's `num_keys` if they decide on none.
         over_heads: whether all KV heads keep the same entries.
         carried: the spec by whose decay the scores are added to the layers' below; None if not.
-        selects: tokens to choose for the layers above; 0 if none are chosen here.
+        selects: tokens to choose for the layers above; 0 if none are chosen here. last: the last
+            ones of the prompt, which are among them whatever their scores.
         ranks: the prompt's blocks are ranked here.
         measures: entropy, sparsity and variance of the window's attention are kept.
     """
@@ -39,6 +40,7 @@ class KeyScoring:
     over_heads: bool = False
     carried: ScoreSpec | None = None
     selects: int = 0
+    last: int = 0
     ranks: bool = False
     measures: bool = False
 
@@ -57,6 +59,7 @@ class KeyScoring:
             over_heads=self.over_heads or other.over_heads,
             carried=self.carried or other.carried,
             selects=self.selects or other.selects,
+            last=self.last or other.last,
             ranks=self.ranks or other.ranks,
             measures=self.measures or other.measures,
         )
@@ -73,9 +76,9 @@ class PassPrompt:
             where a part of the window ran in an earlier chunk, which `slot` then holds.
         longest: that window's length.
         slot: where its window's queries are kept, or None if they are all in this pass.
-        select_by, select_after, selected: the score that chooses the tokens to go on, the layer
-            that chooses, and how many; None, where the pass chooses none. A layer that the pass
-            does not have means that the choice is made elsewhere.
+        select_by, select_after, selected, last: the score that chooses the tokens to go on, the
+            layer that chooses, how many, and the last ones among them; None, where the pass chooses
+            none. A layer that the pass does not have means that the choice is made elsewhere.
         by: what retention goes by; None if no entry goes in this pass.
         kept: by stage, the entries that stay; `num_keys` where all do.
         ranked_after: the layer after which whole blocks are ranked; None where entries stay.
@@ -93,6 +96,7 @@ class PassPrompt:
     select_by: ScoreSpec | None = None
     select_after: int = -1
     selected: int = 0
+    last: int = 0
     by: ScoreSpec | Positions | None = None
     kept: tuple[int, ...] = ()
     ranked_after: int | None = None
@@ -108,7 +112,7 @@ class PassPrompt:
             here = layer == self.select_after
             if here or by.decay is not None:
                 carried = None if by.decay is None else by
-                selects = self.selected if here else 0
+                selects, last = (self.selected, self.last) if here else (0, 0)
                 wanted.append(
                     KeyScoring(
                         self,
@@ -116,6 +120,7 @@ class PassPrompt:
                         self.num_keys,
                         carried=carried,
                         selects=selects,
+                        last=last,
                         measures=self.measures,
                     )
                 )
@@ -239,7 +244,7 @@ class Choice(NamedTuple):
         counts = [batch.scorings[f].selects for f in batch.selecting]
         return cls(
             prompts.num_keys.index_select(0, index),
-            prompts.windows.index_select(0, index),
+            batch.ints([batch.scorings[f].last for f in batch.selecting]),
             batch.ints(counts),
             prompts.offsets.index_select(0, index),
             batch.sums(counts),

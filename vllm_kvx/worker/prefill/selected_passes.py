@@ -32,6 +32,7 @@ from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, Piece, PromptChunk, pack_selected
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
 from vllm_kvx.worker.prefill.scoring import PassPrompt
+from vllm_kvx.worker.prefill.sliding_passes import PassesOfWindows
 from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.prefill.step_batch import StepBatch
@@ -169,8 +170,9 @@ class PassMaker:
         return [group for group, its in enumerate(self.group_stages) if its == stage]
 
     def groups_from(self, stage: int) -> list[int]:
-        """The KV groups from a stage on."""
-        return [group for group, its in enumerate(self.group_stages) if its >= stage]
+        """The KV groups from a stage on whose layers have full attention."""
+        last = len(self.stages)
+        return [group for group, its in enumerate(self.group_stages) if stage <= its < last]
 
     def slots(self, slots: Tensor, first: int, last: int) -> dict[str, Tensor]:
         """The slots (N,) of layers [first, last), by layer name; slots: (KV groups, N)."""
@@ -225,12 +227,14 @@ class PassMaker:
             else:
                 work = next(x.work for x in direct if x.now.first <= after < x.now.last)
             assert work is not None
-            packed = pack_selected(done, self.max_tokens)
+            packed, windows = pack_selected(done, self.max_tokens), PassesOfWindows(self.hooks)
             # Where that layer is split: its entries move once all chosen rows have seen them.
             is_split = resumes_at == after and after in self.split_layers
             for number, pieces in enumerate(packed):
                 earlier = work if is_split and number == len(packed) - 1 else None
-                passes.append(self._resumed(pieces, resumes_at, is_split, work, earlier, step))
+                passes.append(
+                    self._resumed(pieces, resumes_at, is_split, work, earlier, step, windows)
+                )
         return passes
 
     def _resumed(
@@ -241,10 +245,11 @@ class PassMaker:
         chosen_in: PassWork,
         earlier: PassWork | None,
         step: StepBatch,
+        windows: PassesOfWindows,
     ) -> Callable[[], Pass]:
         """From layer `first` on, which holds all of the prompts' entries if it is split.
 
-        earlier: the work whose moves wait for this pass.
+        earlier: the work whose moves wait for this pass. windows: of all passes over the choice.
         """
         places = np.array([piece.chunk.batch_index for piece in pieces])
         counts = np.array([piece.end - piece.begin for piece in pieces], dtype=np.int32)
@@ -282,6 +287,7 @@ class PassMaker:
                 sinks.append(ToOutput(in_batch, to_device(row_ends[done] - 1, self.device)))
             metadata = step.metadata_of(batch, ends, self.groups_from(stage))
             slots = self.slots(batch.slot_mappings, first + is_split, self.num_layers)
+            windows.add(pieces, positions, step.block_tables, self.block_sizes, metadata, slots)
             if is_split:
                 layer = SplitLayer(self.hooks, self.memory, step, first)
                 metadata[layer.name], slots[layer.name] = layer.chosen(places, counts, positions)

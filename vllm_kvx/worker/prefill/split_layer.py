@@ -34,9 +34,9 @@ class SplitLayer:
     def __init__(
         self, hooks: LayerHooks, memory: PrefillBuffers, step: StepBatch, layer: int
     ) -> None:
-        hook = hooks.layers[layer]
-        self._hooks, self._memory, self._step, self._index = hooks, memory, step, layer
-        self._stage, self._group = hook.stage, hook.group
+        hook = hooks.by_number[layer]
+        self._hooks, self._memory, self._step, self._number = hooks, memory, step, layer
+        self._index, self._stage, self._group = hook.index, hook.stage, hook.group
         self.name: str = hook.layer.layer_name
 
     # In the pass below it, which the rows leave.
@@ -67,7 +67,7 @@ class SplitLayer:
     def _entries(
         self, requests: np.ndarray, starts: np.ndarray, queries: Queries | None
     ) -> ToEntries:
-        step, layer, device = self._step, self._index, self._memory.device
+        step, layer, device = self._step, self._number, self._memory.device
         # They run every row below.
         counts, batch_starts = step.counts[requests], step.row_ends - step.counts
         rows = to_device(ranges(starts[requests], counts), device)
@@ -96,7 +96,7 @@ class SplitLayer:
                 continue
             at = np.arange(first, chunk.end)
             # As if the whole chunk were there, of which the queries are the last rows.
-            plan.add(chunk, count - (first - begin), self._index + 1)
+            plan.add(chunk, count - (first - begin), self._number + 1)
             rows.append(at - begin + starts[chunk.batch_index])
             positions.append(at)
             requests.append(chunk.batch_index)

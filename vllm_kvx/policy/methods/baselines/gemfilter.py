@@ -39,6 +39,8 @@ class GemFilter(Propagate):
     saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
     example: ClassVar[str] = "gemfilter:layer=13"
     restarts: ClassVar[bool] = True
+    slides: ClassVar[bool] = True
+    selects_at: ClassVar[str] = "layer"
 
     layer: int = integer(at_least=0)
     rate: float = rate(0.1)

@@ -1,0 +1,95 @@
+"""Token selection on models some of whose layers slide over a window, against the references.
+
+Above the layer that selects, layers that slide see the chosen tokens by their positions; the last
+ones of a prompt, as many as a window reaches, always go on.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from reference import hybrids
+from reference.criticalkv import Critical
+from reference.fastkv import Keep
+from reference.gemfilter import Filter
+from reference.structkv import Struct
+from support.cpu_hybrids import complete_cpu_hybrids
+from support.engine import running
+from support.expected import Policy, Speed
+from support.nightly import by_day
+from support.parity import ask, assert_parity, assert_parity_preempted, in_turn, room_for
+from support.prompts import prompts_of
+
+# By model, two layers with full attention, and layers of both kinds on either side of the first.
+SELECTS = {
+    "gemma3_text": (3, 7),
+    "gemma2": (3, 5),
+    "gpt_oss": (3, 5),
+    "cohere2": (3, 7),
+    "exaone4": (3, 7),
+}
+names = list(SELECTS)
+every = by_day(names, {names.index("gemma3_text")})
+
+
+def policies_of(layers: tuple[int, int]) -> list[Policy]:
+    """Of one server."""
+    low, high = layers
+    return [
+        Keep(tsp_layer=low, tsp_rate=0.2, kv_rate=0.3),
+        Struct(low, kv_rate=0.3),
+        Filter(low, rate=0.2),
+        Keep(),
+        Keep(tsp_layer=low, tsp_rate=0.3, kv_rate=1.0, tsp_reduction="max"),
+        Struct(low, struct_rate=0.1, kv_rate=0.2, heads="own", window=4),
+        Keep(kv_rate=0.2),
+        Critical(tsp_layer=low, tsp_rate=0.3, kv_rate=0.3),
+        Filter(low, rate=0.05, window=8),
+        Keep(tsp_layer=high, tsp_rate=0.1, kv_rate=0.1),
+        Speed(low + 1, anchors=3),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete_cpu_hybrids(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    models: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in models:
+            models[name] = hybrids.build(tmp_path_factory.mktemp(name), name)
+        return models[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", every)
+def test_parity(made: Callable[[str], Path], name: str) -> None:
+    """In chunks beside each other; answers longer than the window; nobody reads a prefix."""
+    model, policies = made(name), policies_of(SELECTS[name])
+    lengths = (197, 250, 233, 161, 330, 290, 199, 193, 201, 225, 1, 2, 5, 64, 96)
+    prompts = prompts_of(lengths)
+    each = in_turn(policies, len(lengths))
+    with running(
+        model,
+        "full",
+        config=room_for(policies),
+        enable_prefix_caching=True,
+        max_model_len=512,
+        max_num_seqs=16,
+    ) as engine:
+        answers = ask(engine, prompts, each, max_tokens=6)
+        long = ask(engine, prompts[:3], each[:3], max_tokens=70)
+        engine.assert_idle()
+    assert not any(answer.cached for answer in long)
+    assert_parity(model, [*answers, *long], [*each, *each[:3]])
+
+
+@pytest.mark.parametrize("name", by_day(names, ()))
+def test_preempted(made: Callable[[str], Path], name: str) -> None:
+    options = {"num_gpu_blocks_override": 76, "max_model_len": 288, "max_num_seqs": 9}
+    assert_parity_preempted(made(name), policies_of(SELECTS[name]), **options)
