@@ -719,6 +719,15 @@ def test_experts_of_several_engines(stock) -> None:
     assert not reasons(WITH_POLICY, config)
 
 
+def test_a_backend_for_full_attention_alone(make_config) -> None:
+    by_kind = {"backend_per_kind": {"full_attention": "FLASHINFER"}}
+    with pytest.raises(ValueError, match="--attention-backend"):
+        make_config("fier-64", dtype="float32", attention_config=by_kind)
+    make_config("snapkv", dtype="float32", attention_config=by_kind)
+    other = {"backend_per_kind": {"sliding_window": "FLEX_ATTENTION"}}
+    make_config("fier-64", dtype="float32", attention_config=other)
+
+
 @pytest.mark.parametrize("policy", ["speed-4", "fastkv:tsp_layer=3", "snapkv", "fier-64"])
 def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
     """HY-V3's under HPC_ATTN; each policy has one reason, whatever it does."""

@@ -68,6 +68,7 @@ REPLACED = {
     ),
     "engine": (
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
+        "vllm.platforms.interface:Platform.get_attn_backend_cls",
         "vllm.v1.attention.backend:AttentionImpl.forward",
         "vllm.v1.core.block_pool:BlockPool._emit_block_removed_events",
         "vllm.v1.core.block_pool:BlockPool.free_blocks",
@@ -88,6 +89,7 @@ CALLED = {
     "engine": (
         "vllm.compilation.codegen:generate_execution_code",
         "vllm.forward_context:override_forward_context",
+        "vllm.v1.attention.selector:_cached_get_attn_backend",
         "vllm.v1.attention.backend:AttentionMetadataBuilder.update_block_table",
         "vllm.v1.core.block_pool:BlockPool._insert_block_hash",
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",

@@ -50,6 +50,7 @@ def reasons(table: Iterable[Refusal], vllm_config: "VllmConfig") -> list[str]:
 
 
 def asked_backend(vllm_config: "VllmConfig") -> str | None:
-    """The attention backend that was asked for; None leaves it to vLLM."""
-    backend = vllm_config.attention_config.backend
+    """The attention backend that was asked for, for full attention; None leaves it to vLLM."""
+    config = vllm_config.attention_config
+    backend = getattr(config, "backend_per_kind", {}).get("full_attention", config.backend)
     return None if backend is None else backend.name

@@ -9,11 +9,12 @@ from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvx.models.hooked import HookedModel
-from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN, PagedKV
+from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows, attend_chosen
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.scores.base import LayerView
+from vllm_kvx.worker.attention_backend import why_unusable
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass
 from vllm_kvx.worker.prefill.projections import value_factors
@@ -227,39 +228,22 @@ class LayerHooks:
         groups = config.kv_cache_groups
         names = {name: group for group, spec in enumerate(groups) for name in spec.layer_names}
         self._groups = names
-        known = [
-            name
-            for name in ATTENTION_BACKENDS
-            if not (layout.sidecar and name in NO_SIDECAR)
-            and not (layout.selects and name in ONE_PLAN)
-        ]
         addressed = layout.retain or layout.window or layout.sidecar
         for window in self.windows:
             window.check_backend()
         for hook in self.layers:
             hook.group = names[hook.layer.layer_name]
             attention: Any = hook.layer.attn_backend
-            backend = attention.get_name()
-            if layout.projects and attention.forward_includes_kv_cache_update:
-                raise RuntimeError(
-                    f"swiftkv stores keys without attending to them, and attention backend "
-                    f"{backend} does both at once: set --attention-backend to one of "
-                    f"{', '.join(ATTENTION_BACKENDS)}"
-                )
-            if addressed and backend not in known:
-                raise RuntimeError(
-                    f"retention and retrieval do not know how attention backend {backend} lays out "
-                    f"keys, or it leaves no room beside them, or it plans one batch a step where "
-                    f"selected tokens need several: set --attention-backend to one of "
-                    f"{', '.join(known)}"
-                )
+            if (unusable := why_unusable(layout, attention)) is not None:
+                raise RuntimeError(str(unusable))
             if not addressed:
                 continue
             # Block tables are in the manager's blocks; a layer's cache is a view in the kernel's.
             size, kernel_size = groups[hook.group].kv_cache_spec.block_size, hook.block_size
             if kernel_size != size:
                 raise RuntimeError(
-                    f"KV blocks have {size} tokens, and attention backend {backend} splits them "
+                    f"KV blocks have {size} tokens, and attention backend "
+                    f"{attention.get_name()} splits them "
                     f"into blocks of {kernel_size}, in which entries would be looked for in the "
                     f"wrong place: set --block-size {kernel_size}"
                 )

@@ -13,6 +13,7 @@ from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.models.hooked import Build
 from vllm_kvx.models.registry import use_policy_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
+from vllm_kvx.worker.attention_backend import choosing_usable
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.sleep import SleepingBuffers
@@ -53,7 +54,8 @@ class _PolicyWorking(_Base):
         build = Build(model_state, row_cuts, layout.online_cuts)
         in_pipeline = config.parallel_config.pipeline_parallel_size > 1
         use_policy_model(config.model_config, build, layout.propagates, in_pipeline)
-        super().load_model(*args, **kwargs)
+        with choosing_usable(layout):
+            super().load_model(*args, **kwargs)
         runner = self.model_runner
         if layout.propagates and not in_pipeline:
             # Not before vLLM has set experts up, which is the last thing that it does.

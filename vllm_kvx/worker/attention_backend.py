@@ -1,0 +1,110 @@
+"""Which attention backends a server's policies can use, and that vLLM chooses one of those.
+
+On some GPUs vLLM's first choice is none: FlashInfer on Blackwell, whose pages have no room for a
+sidecar. A backend that was asked for is left as it is, and refused if it cannot work.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from vllm import platforms
+from vllm.logger import init_logger
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
+from vllm_kvx.policy.layout import Layout
+
+logger = init_logger("vllm.kvx.worker")
+
+# What is asked for in turn.
+ON_DEVICES = tuple(name for name in ATTENTION_BACKENDS if name != "CPU_ATTN")
+# The method by which each of vLLM's platforms chooses.
+_CHOICE = "get_attn_backend_cls"
+
+
+class Unusable(NamedTuple):
+    """Why policies cannot use an attention backend, and the names of those that they can."""
+
+    reason: str
+    instead: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.reason}: set --attention-backend to one of {', '.join(self.instead)}"
+
+
+def why_unusable(layout: Layout, backend: Any) -> Unusable | None:
+    """What keeps a server's policies from an attention backend of vLLM's; None if nothing does."""
+    name = backend.get_name()
+    if layout.projects and backend.forward_includes_kv_cache_update:
+        return Unusable(
+            f"swiftkv stores keys without attending to them, and attention backend {name} does "
+            "both at once",
+            ATTENTION_BACKENDS,
+        )
+    if not (layout.retain or layout.window or layout.sidecar):
+        return None  # Nobody addresses keys.
+    reasons = {
+        "retention and retrieval do not know how attention backend {} lays out keys": (
+            lambda each: each not in ATTENTION_BACKENDS
+        ),
+        "the pages of attention backend {} have no room for retrieval's sidecar": (
+            lambda each: layout.sidecar is not None and each in NO_SIDECAR
+        ),
+        "attention backend {} plans one batch a step, and selected tokens run in passes of their "
+        "own": lambda each: layout.selects and each in ONE_PLAN,
+    }
+    reason = next((text for text, is_so in reasons.items() if is_so(name)), None)
+    if reason is None:
+        return None
+    known = [each for each in ATTENTION_BACKENDS if not any(so(each) for so in reasons.values())]
+    return Unusable(reason.format(name), tuple(known))
+
+
+@contextmanager
+def choosing_usable(layout: Layout) -> Iterator[None]:
+    """Inside, vLLM chooses an attention backend that the server's policies can use.
+
+    Where its own choice is none of them, it is asked for each of those in turn, and takes the first
+    that suits the layer and the device. Where none does, its choice stays, which is refused once
+    the model is loaded.
+    """
+    platform: Any = type(platforms.current_platform)
+    stock: Callable[..., str] = platform.get_attn_backend_cls
+    own = vars(platform).get(_CHOICE)
+
+    def get_attn_backend_cls(
+        selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        path = stock(selected_backend, attn_selector_config, num_heads)
+        if selected_backend is not None or attn_selector_config.attn_type != AttentionType.DECODER:
+            return path
+        first = resolve_obj_by_qualname(path)
+        if (unusable := why_unusable(layout, first)) is None:
+            return path
+        for name in ON_DEVICES:
+            # Unless the device or the layer rules it out, or its package is not there.
+            with suppress(ValueError, ImportError):
+                other = stock(AttentionBackendEnum[name], attn_selector_config, num_heads)
+                if why_unusable(layout, resolve_obj_by_qualname(other)) is None:
+                    logger.info_once(
+                        "Attention backend %s takes the place of %s, vLLM's choice here: %s.",
+                        *(name, first.get_name(), unusable.reason),
+                    )
+                    return other
+        return path
+
+    selector._cached_get_attn_backend.cache_clear()
+    setattr(platform, _CHOICE, staticmethod(get_attn_backend_cls))
+    try:
+        yield
+    finally:
+        # What was chosen here is no other engine's.
+        selector._cached_get_attn_backend.cache_clear()
+        if own is None:
+            delattr(platform, _CHOICE)  # A base class has it.
+        else:
+            setattr(platform, _CHOICE, own)
