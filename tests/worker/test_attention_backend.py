@@ -167,7 +167,7 @@ def test_it_is_said_once(select: Select, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_afterwards_vllm_chooses_as_before() -> None:
-    platform = type(platforms.current_platform)
+    platform = platforms.current_platform
     before = dict(vars(platform))
     with choosing_usable(layout("fier-64")):
         assert dict(vars(platform)) != before

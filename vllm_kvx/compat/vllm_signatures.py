@@ -89,7 +89,6 @@ CALLED = {
     "engine": (
         "vllm.compilation.codegen:generate_execution_code",
         "vllm.forward_context:override_forward_context",
-        "vllm.v1.attention.selector:_cached_get_attn_backend",
         "vllm.v1.attention.backend:AttentionMetadataBuilder.update_block_table",
         "vllm.v1.core.block_pool:BlockPool._insert_block_hash",
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",

@@ -22,8 +22,6 @@ logger = init_logger("vllm.kvx.worker")
 
 # What is asked for in turn.
 ON_DEVICES = tuple(name for name in ATTENTION_BACKENDS if name != "CPU_ATTN")
-# The method by which each of vLLM's platforms chooses.
-_CHOICE = "get_attn_backend_cls"
 
 
 class Unusable(NamedTuple):
@@ -72,9 +70,8 @@ def choosing_usable(layout: Layout) -> Iterator[None]:
     that suits the layer and the device. Where none does, its choice stays, which is refused once
     the model is loaded.
     """
-    platform: Any = type(platforms.current_platform)
+    platform: Any = platforms.current_platform
     stock: Callable[..., str] = platform.get_attn_backend_cls
-    own = vars(platform).get(_CHOICE)
 
     def get_attn_backend_cls(
         selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
@@ -98,13 +95,10 @@ def choosing_usable(layout: Layout) -> Iterator[None]:
         return path
 
     selector._cached_get_attn_backend.cache_clear()
-    setattr(platform, _CHOICE, staticmethod(get_attn_backend_cls))
+    platform.get_attn_backend_cls = get_attn_backend_cls
     try:
         yield
     finally:
         # What was chosen here is no other engine's.
         selector._cached_get_attn_backend.cache_clear()
-        if own is None:
-            delattr(platform, _CHOICE)  # A base class has it.
-        else:
-            setattr(platform, _CHOICE, own)
+        del platform.get_attn_backend_cls  # The class has its own.
