@@ -71,7 +71,7 @@ def select(monkeypatch: pytest.MonkeyPatch) -> Iterator[Select]:
                 raise ImportError("not installed")
             return found
 
-        class Device(cuda.CudaPlatformBase):  # type: ignore[misc]
+        class Device(cuda.CudaPlatformBase):
             @classmethod
             def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
                 return DeviceCapability(*capability)
@@ -94,7 +94,8 @@ def select(monkeypatch: pytest.MonkeyPatch) -> Iterator[Select]:
             ),
         )
         monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
-        layer = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto") | options
+        layer: dict[str, Any] = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto")
+        layer |= options
         if layout is None:
             return selector.get_attn_backend(**layer).get_name()
         with choosing_usable(layout):
