@@ -67,8 +67,7 @@ class PolicyModelState(DefaultModelState):
         self.settings, layout = settings, settings.layout
         self.checks_blocks = settings.debug
         self.hooked, self.starts = cast(HookedModel, model), layout.stage_starts
-        dtype = cast(torch.dtype, self.dtype)
-        attention = self.hooked.attention_layers()
+        dtype, attention = cast(torch.dtype, self.dtype), self.hooked.attention_layers()
         computes = bool(layout.window or layout.sidecar)
         check_softmax(self.hooked.every_layer(), computes, layout.retain or layout.propagates)
         if isinstance(model, SegmentedModel):
