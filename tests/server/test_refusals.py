@@ -8,7 +8,7 @@ import pytest
 import torch
 import vllm
 from support import inside
-from support.configs import GLM_AIR, engine_args
+from support.configs import GLM_AIR, engine_args, speculative
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -16,9 +16,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvx.compat.vllm_signatures import release_line
 from vllm_kvx.config.cache_dtype import dtype_of_engine
+from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.ops import library
-from vllm_kvx.policy.layout import RetrievalLayout, layout_of
+from vllm_kvx.policy.layout import RetrievalLayout, check_fits, layout_of
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.draft_checks import WITH_DRAFTS
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
@@ -67,7 +70,6 @@ CASES = [
     ("parallel_config.enable_elastic_ep", True, "--enable-elastic-ep"),
     ("parallel_config.use_ubatching", True, "--enable-dbo"),
     ("parallel_config.enable_hc_sp", True, "--enable-hc-sp"),
-    ("speculative_config", object(), "--speculative-config"),
     ("kv_transfer_config", Connector(), "--kv-transfer-config"),
     ("ec_transfer_config", Connector(), "--ec-transfer-config"),
     (MULTIMODAL, SimpleNamespace(enable_mm_embeds=True), "--enable-mm-embeds"),
@@ -399,6 +401,58 @@ def test_rows_where_selected_tokens_run_passes(stock) -> None:
     assert not reasons(WITH_SELECTION, stock)
 
 
+def test_rows_where_tokens_are_drafted(stock) -> None:
+    assert not reasons(WITH_DRAFTS, stock)
+    in_time = changed(stock, "scheduler_config.async_scheduling", False)
+    ahead = changed(stock, "scheduler_config.async_scheduling", True)
+    eagle, ngram = (SimpleNamespace(method=name) for name in ("eagle3", "ngram"))
+    assert not reasons(WITH_DRAFTS, changed(in_time, "speculative_config", ngram))
+    found = [
+        *reasons(WITH_DRAFTS, changed(ahead, "speculative_config", ngram)),
+        *reasons(WITH_DRAFTS, changed(in_time, "speculative_config", eagle)),
+    ]
+    assert found == [row.reason for row in WITH_DRAFTS[:2]]
+    # What would be refused whatever is scheduled ahead is told first.
+    assert reasons(WITH_DRAFTS, changed(ahead, "speculative_config", eagle)) == found[1:]
+    state = changed(in_time, "model_config.is_hybrid", True)
+    assert reasons(WITH_DRAFTS, changed(state, "speculative_config", ngram)) == [
+        WITH_DRAFTS[2].reason
+    ]
+
+
+NGRAM = {"speculative_config": speculative(3)}
+
+
+@pytest.mark.parametrize(
+    "policy", ["full", "snapkv", "pyramidkv", "fier-64", "quest-64", "speed-4+fier-64", "swiftkv-4"]
+)
+def test_ngram_drafts_under_policies(make_config, policy: str) -> None:
+    config = make_config("snapkv", dtype="float32", **NGRAM)
+    assert config.scheduler_config.async_scheduling is False
+    assert not lines_of(make_config, policy, **NGRAM)
+
+
+def test_what_a_rejected_draft_would_leave_without_entries(make_config) -> None:
+    """A request is refused what the server is refused at start, and so is a server with room."""
+    (found,) = lines_of(make_config, "selfonly-4", **NGRAM)
+    assert "selfonly-4 keeps the last token's entry alone" in found
+    room = {"additional_config": {"kv_layout": ["selfonly-4"]}}
+    assert lines_of(make_config, "speed-4", **room, **NGRAM) == [found]
+    settings = KVSettings.from_vllm_config(make_config("speed-4", dtype="float32", **NGRAM))
+    assert settings is not None
+    with pytest.raises(PolicyError, match="drop --speculative-config, or run speed-K"):
+        check_fits(settings.parse("selfonly-4"), settings.layout, settings.num_layers)
+    check_fits(settings.parse("speed-4:anchors=2"), settings.layout, settings.num_layers)
+
+
+def test_what_no_test_drafts_beside(make_config) -> None:
+    (found,) = lines_of(make_config, "snapkv:after=4", **NGRAM)
+    assert "leave out after=" in found
+    offloads = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    (found,) = lines_of(make_config, "fier-64", kv_transfer_config=offloads, **NGRAM)
+    assert "beside a KV connector" in found
+
+
 # Policies, and whether layers may hold unequally much; whether the output projections' weights are
 # read.
 @pytest.mark.parametrize(
@@ -644,10 +698,6 @@ def test_users_logits_processors_stay(make_config) -> None:
         ({"scheduler_cls": "their.Scheduler"}, "--scheduler-cls"),
         ({"worker_cls": "their.Worker"}, "--worker-cls"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "--speculative-config",
-        ),
     ],
 )
 def test_real_settings_are_refused(make_config, kwargs: dict, names: str) -> None:
@@ -797,7 +847,7 @@ def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypat
 
 def test_pooling_leaves_nothing_to_change(stock) -> None:
     pooling = changed(stock, "model_config.runner_type", "pooling")
-    found = reasons((*ALWAYS, *WITH_POLICY), changed(pooling, "speculative_config", object()))
+    found = reasons((*ALWAYS, *WITH_POLICY), changed(pooling, "kv_transfer_config", Connector()))
     assert len(found) == 1 and "pooling models" in found[0]
 
 
@@ -809,6 +859,7 @@ TABLES = (
     *WITH_PARTIAL_PREFIXES,
     *WITHOUT_WHOLE_PROMPTS,
     *WITH_VALUE_NORMS,
+    *WITH_DRAFTS,
     *WITH_SELECTION,
     *WITH_RETRIEVAL,
 )

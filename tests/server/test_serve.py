@@ -521,6 +521,8 @@ def test_counters_and_metrics_grow_by_what_was_sent(server: Server) -> None:
             "prefix_not_shared": 0,
             "prefix_hit": 0,
             "prefix_cached": 0,
+            "tokens_drafted": 0,
+            "tokens_accepted": 0,
             "prefix_states": 0,
             "kv_bytes_moved": 0,
             "stash_tokens_used": 0,

@@ -47,7 +47,7 @@ class Engine:
         self.scheduler: Any = scheduler(
             vllm_config=vllm_config,
             kv_cache_config=self.worker.kv_cache_config,
-            structured_output_manager=MagicMock(),
+            structured_output_manager=MagicMock(validate_tokens=lambda _, tokens: tokens),
             block_size=sizes[0],
             hash_block_size=sizes[1],
             log_stats=False,
@@ -103,6 +103,8 @@ class Engine:
         if not self._unreported:
             return
         outputs = self.scheduler.update_from_output(*self._unreported.popleft())
+        if self.worker.num_drafts:
+            self.scheduler.update_draft_token_ids(self.worker.drafted)
         for client in outputs.values():
             for output in client.outputs:
                 if output.finish_reason is not None:

@@ -1,5 +1,6 @@
 """Servers of models that mix kinds of layers: windows and states beside what follows policies."""
 
+from simulation.drafting import DRAFTING, drafting
 from simulation.other_layers import Others
 from simulation.servers import SERVERS, Server, long
 
@@ -95,4 +96,7 @@ HYBRIDS: dict[str, Server] = {
         others=Others(9),
     ),
 }
-EVERY = {**SERVERS, **HYBRIDS}
+# States cannot be taken back yet: `start_checks.WITH_DRAFTS`.
+WINDOWS = {n: server for n, server in HYBRIDS.items() if server.others and server.others.window}
+DRAFTS = {**DRAFTING, **drafting(WINDOWS)}
+EVERY = {**SERVERS, **HYBRIDS, **DRAFTS}

@@ -57,7 +57,9 @@ class Live:
     Attributes:
         index: its request state. number: of no other request, nor of the same one before it was
             preempted.
-        tokens: ids, the sampled ones included. done: how many of them are computed.
+        tokens: ids, the sampled ones included, and in a step those that are drafted.
+        done: how many of them are computed.
+        prefill_len: how many of them it came with.
         storages: by layer. floor: entries from which on its answer retrieves.
         chosen: the tokens that go on, once they are chosen.
         queries: of the window while it is spread over chunks, by slot and layer: by place, the
@@ -76,6 +78,7 @@ class Live:
         self.req_id, self.index, self.number = new.req_id, index, number
         self.policy, self.prompt_len, self.storages = policy, new.prompt_len, storages
         self.tokens, self.done = list(new.prefill_token_ids or ()), new.num_computed_tokens
+        self.prefill_len = len(self.tokens)
         self.floor = NEVER if policy.retrieve is None else policy.retrieve.floor(0)
         self.selection = policy.selection(self.prompt_len, len(storages))
         restarts = self.selection is not None and self.selection.resumes_at == 0
@@ -86,6 +89,12 @@ class Live:
 
     def __str__(self) -> str:
         return f"{self.req_id} ({self.policy}, {self.prompt_len} tokens)"
+
+    def reject(self, count: int) -> None:
+        """Takes back the last tokens, which were drafted and computed."""
+        self.done -= count
+        del self.tokens[len(self.tokens) - count :]
+        del self._prefixes[len(self.tokens) + 1 :]
 
     def shared(self, positions: Ints) -> Ints:
         """What the entries at these positions are made of, if nothing is left out before them."""

@@ -42,12 +42,14 @@ class Batch:
 
     Attributes:
         requests: (R,) request states. starts: (R + 1,) first row of each.
+        sampled: (R,) how many of the last rows have logits: one and those of its drafts.
         positions, ids: (T,).
         metadata: by layer name. slots: (G, T), by KV group.
     """
 
     requests: Ints
     starts: Ints
+    sampled: Ints
     positions: Ints
     ids: Ints
     metadata: dict[str, Metadata]
@@ -98,7 +100,7 @@ class Model:
         self.stashed: dict[int, tuple[int, int, int]] = {}
 
     def run(self, plan: StepPlan, batch: Batch) -> np.ndarray:
-        """One forward pass; (R,) bool: whether a request's last row has a final state.
+        """One forward pass; (R,) bool: whether a request's sampled rows have a final state.
 
         Raises:
             Mismatch: a row sees, or a state was, anything but what it has to be.
@@ -117,9 +119,10 @@ class Model:
             self._write(batch, now, rows, final)
         self._others.run(batch, slice(1, None, 2))
         self.beside.check_done()
-        last = batch.starts[1:] - 1
-        is_final = final.requests[last] == batch.requests
-        return is_final & (final.positions[last] == batch.positions[last])
+        owners = np.repeat(batch.requests, np.diff(batch.starts))
+        is_final = (final.requests == owners) & (final.positions == batch.positions)
+        ends = zip(batch.starts[1:].tolist(), batch.sampled.tolist(), strict=True)
+        return np.array([is_final[end - sampled : end].all() for end, sampled in ends])
 
     # A pass.
 
@@ -308,12 +311,12 @@ class Model:
     def _attend(self, layer: int, metadata: Metadata, lens: Ints, mode: Mode) -> np.ndarray:
         """Stock attention; (P,) bool: whether a request's rows saw all that they may see.
 
-        Cut to one entry, they did not: retrieval overwrites what comes of it.
+        Cut to one entry each, they did not: retrieval overwrites what comes of it.
         """
         if metadata.is_stale:
             raise Mismatch(f"layer {layer}: attention runs by the plan of a later batch")
         is_whole = metadata.lens == lens
-        is_cut = (metadata.lens == 1) & (np.diff(metadata.starts) == 1) & (mode is Mode.MIXED)
+        is_cut = (metadata.lens == np.diff(metadata.starts)) & (mode is Mode.MIXED)
         places = np.arange(metadata.lens.max())
         held = self.cache.read(layer, metadata.table, places)
         expected = self.expected.entries[layer, metadata.requests, : len(places)]

@@ -28,6 +28,7 @@ class Queue:
         self._waits_for_states = (
             server.others is not None and server.others.is_state and server.others.mode == "align"
         )
+        self._drafts = server.drafts
         self._total_pages = stash_pages(scheduler.kv_settings.stash_tokens)
         # Blocks that are enough for any request.
         self._enough = server.num_groups * -(-server.max_len // server.block_size)
@@ -91,7 +92,8 @@ class Queue:
         return bool(
             output.preempted_req_ids
             or len(scheduler.running) >= self._case.max_seqs
-            or output.total_num_scheduled_tokens >= self._case.max_batch
+            # vLLM begins no request of one token without room for as many drafts as others have.
+            or output.total_num_scheduled_tokens + self._drafts >= self._case.max_batch
             or scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             < self._enough + inside.owed_blocks(scheduler)
         )

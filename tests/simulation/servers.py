@@ -26,6 +26,7 @@ class Server:
     steps: of which in the last fifth nothing new comes.
     repeats: the share of the prompts that are one of the last few.
     others: layers beside the `NUM_LAYERS` that follow policies.
+    drafts: tokens that may be drafted for a request in a step.
     """
 
     policy: str
@@ -39,6 +40,7 @@ class Server:
     steps: int = 300
     repeats: float = 0.25
     others: Others | None = None
+    drafts: int = 0
 
     @property
     def num_groups(self) -> int:
@@ -63,6 +65,7 @@ class Server:
         """As the server would be configured, but for what is drawn; see `Case`."""
         stash: dict[str, Any] = {"kv_stash_tokens": self.stash} if self.stash else {}
         others = self.others or Others(0, mode="none")
+        drafter = {"method": "ngram", "num_speculative_tokens": self.drafts}
         config = vllm_config(
             write_config(directory, **others.model(NUM_LAYERS)),
             self.policy,
@@ -72,6 +75,7 @@ class Server:
             max_model_len=self.max_len,
             max_num_seqs=8,
             max_num_batched_tokens=max(128, self.max_len),
+            speculative_config={**drafter, "prompt_lookup_max": 2} if self.drafts else None,
         )
         # What vLLM refuses in arguments: the simulated attention takes blocks of any size.
         config.cache_config.block_size = self.block_size
@@ -115,18 +119,22 @@ class Case:
 
         Priorities come without a prefix cache: where vLLM 0.32 preempts a request that it has
         scheduled in the same step, it leaves blocks in the cache that nobody computes.
+
+        Where tokens are drafted, steps and chunks have room for a request's drafts: vLLM may draft
+        for one that has a single token left, and then asserts that all of them run.
         """
         least = server.num_groups * -(-server.max_len // server.block_size) + 2
         scale = 8 if server.retrieves else 1
         by_priority = rng.random() < 0.3
+        drafted = 1 + server.drafts if server.drafts else 0
         return cls(
-            is_async=rng.random() < 0.75,
+            is_async=rng.random() < 0.75 and not server.drafts,
             by_priority=by_priority,
             shares_prefixes=not by_priority and rng.random() < 0.8 and server.may_share,
             reserves_prompts=rng.random() < 0.5,
             max_seqs=rng.choice([4, 8]),
-            max_batch=rng.choice([3, 5, 12, 24, 64, 128]) * scale,
-            max_chunk=rng.choice([0, 0, 0, 2, 7]) * scale,
+            max_batch=max(rng.choice([3, 5, 12, 24, 64, 128]) * scale, drafted),
+            max_chunk=_at_least(rng.choice([0, 0, 0, 2, 7]) * scale, drafted),
             num_blocks=rng.choice([least, least + 10, 2 * least, 4 * least]),
             resets=rng.choice([0, 0.01, 0.2]),
             copies_pages=rng.random() < 0.5,
@@ -144,6 +152,10 @@ class Case:
         scheduling.long_prefill_token_threshold = self.max_chunk
         scheduling.scheduler_reserve_full_isl = self.reserves_prompts
         return config
+
+
+def _at_least(chunk: int, least: int) -> int:
+    return max(chunk, least) if chunk else 0
 
 
 _FAST = "fastkv:tsp_layer=3,window=3,kernel=3,kv_floor=0"

@@ -323,14 +323,16 @@ def input_batch(
     requests: Ints,
     begins: Ints,
     counts: Ints,
-    prompt_lens: Ints,
+    prefill_lens: Ints,
+    drafts: Ints,
     token_ids: np.ndarray,
 ) -> InputBatch:
     """A step as vLLM's runner gives it to the model state.
 
     Args:
         names: of the requests; requests: (R,) their states.
-        begins, counts: (R,) first position and tokens of each. prompt_lens: (R,).
+        begins, counts: (R,) first position and tokens of each.
+        prefill_lens: (R,) tokens that it came with. drafts: (R,) drafted ones among `counts`.
         token_ids: (request states, tokens).
     """
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -348,19 +350,19 @@ def input_batch(
         num_scheduled_tokens=counts.astype(np.int32),
         num_tokens=len(positions),
         num_tokens_after_padding=len(positions),
-        num_draft_tokens=0,
-        num_draft_tokens_per_req=None,
+        num_draft_tokens=int(drafts.sum()),
+        num_draft_tokens_per_req=drafts.astype(np.int32) if drafts.any() else None,
         query_start_loc=torch.from_numpy(starts),
         query_start_loc_np=starts,
         seq_lens=lens,
         seq_lens_cpu_upper_bound=lens,
         dcp_local_seq_lens=None,
         num_computed_tokens_np=begins.astype(np.int32),
-        prefill_len_np=prompt_lens,
-        num_computed_prefill_tokens_np=np.minimum(begins, prompt_lens),
-        is_prefilling_np=begins < prompt_lens,
-        has_prefill=bool((begins < prompt_lens).any()),
-        decode_graph_eligible=True,
+        prefill_len_np=prefill_lens,
+        num_computed_prefill_tokens_np=np.minimum(begins, prefill_lens),
+        is_prefilling_np=begins < prefill_lens,
+        has_prefill=bool((begins < prefill_lens).any()),
+        decode_graph_eligible=bool(((begins >= prefill_lens) | (counts - drafts == 1)).all()),
         input_ids=torch.from_numpy(token_ids[np.repeat(requests, counts), positions]),
         positions=torch.from_numpy(positions),
         is_padding=none,

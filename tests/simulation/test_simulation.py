@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from support import options
+from support.nightly import nightly
 
-from simulation.hybrids import EVERY
+from simulation.hybrids import DRAFTS, EVERY
 from simulation.run import Simulation
 
 SEEDS = options.seeds()
@@ -16,9 +17,17 @@ SEEDS = options.seeds()
 # lost that a preempted request had set aside (7), anchors that are published too early (3). Windows
 # of lossy answers in the cache (1055), chunks that no block's end lets through (1).
 TELLING = {"block": (3, 7), "speed1": (1, 3), "windows": (1055,), "fierstates": (1,)}
+# Of those that draft tokens, the ones with every kind of pass, and the ones that retrieve.
+DRAFTS_BY_DAY = ("fastkvdrafts", "fierdrafts")
+NAMES = [
+    name
+    if SEEDS or name not in DRAFTS or name in DRAFTS_BY_DAY
+    else pytest.param(name, marks=nightly)
+    for name in EVERY
+]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", NAMES)
 def test_all_read_what_they_should(name: str, tmp_path: Path, one_thread: None) -> None:
     config = EVERY[name].config(tmp_path)
     for seed in range(SEEDS) if SEEDS else TELLING.get(name, (0,)):

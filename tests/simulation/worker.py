@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from simulation.beside import Beside, Centrality
@@ -43,6 +43,7 @@ class Worker:
 
     live: running requests, by id. finished: texts of the last ones that ended or were preempted.
     counts: how often what happened. began_at: by request, the tokens that it took from the cache.
+    drafted: after a step, how many tokens are drafted for each request in it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Worker:
     ) -> None:
         """others: the layers that follow no policy."""
         self.rng, self.live, self.finished = rng, dict[str, Live](), list[Text]()
+        self.num_drafts, self.drafted = vllm_config.num_speculative_tokens, DraftTokenIds([], [])
         self.counts = Counter[str]()
         self.began_at: dict[str, int] = {}
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -161,7 +163,9 @@ class Worker:
         self.state.memory.private = step.private
         self.counts["moved out"] += len(step.private)
         self.state.prefix_states.in_step = step.states
-        return self._step(output.num_scheduled_tokens)
+        drafts = {name: len(ids) for name, ids in output.scheduled_spec_decode_tokens.items()}
+        self.counts["padded"] += sum(new.req_id in drafts for new in output.scheduled_new_reqs)
+        return self._step(output.num_scheduled_tokens, drafts)
 
     def _states_in(self, rows: Ints, blocks: Sequence[int]) -> None:
         self.counts["states read"] += len(rows)
@@ -214,16 +218,19 @@ class Worker:
             self._free.append(one.index)
             self.finished = [*self.finished[-30:], Text(one.tokens, self._salts[req_id])]
 
-    def _step(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
+    def _step(self, scheduled: dict[str, int], drafts: dict[str, int]) -> ModelRunnerOutput:
         names = list(scheduled)
         self.rng.shuffle(names)
         live = [self.live[name] for name in names]
+        for name, count in drafts.items():
+            self._draft(self.live[name], count)
         batch = input_batch(
             names,
             np.array([one.index for one in live]),
             np.array([one.done for one in live]),
             np.array([scheduled[name] for name in names]),
-            np.array([one.prompt_len for one in live]),
+            np.array([one.prefill_len for one in live]),
+            np.array([drafts.get(name, 0) for name in names]),
             self._ids.numpy(),
         )
         is_final = self.model.run(*self._plan(batch))
@@ -236,8 +243,12 @@ class Worker:
         sampled = []
         for one, final in zip(live, is_final, strict=True):
             one.done += scheduled[one.req_id]
-            sampled.append(self._sample(one, final))
+            sampled.append(self._sample(one, final, drafts.get(one.req_id, 0)))
             self._check_lens(one)
+        if self.num_drafts:
+            # A grammar may leave fewer of them.
+            most = [self.rng.choice([0, self.num_drafts, self.num_drafts, 1]) for _ in names]
+            self.drafted = DraftTokenIds(names, [[-1] * count for count in most])
         output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
         attach_result(output, PolicyResult(kept))
         return output
@@ -258,6 +269,7 @@ class Worker:
         return plan, Batch(
             batch.idx_mapping_np,
             batch.query_start_loc_np.astype(np.int64),
+            1 + _drafts_of(batch),
             batch.positions.numpy(),
             batch.input_ids.numpy(),
             metadata,
@@ -265,22 +277,45 @@ class Worker:
         )
 
     def _graph_mode(self, batch: InputBatch) -> CUDAGraphMode:
-        """A step of single tokens may replay a graph, as on a GPU; here half of them do."""
-        may = (batch.num_scheduled_tokens == 1).all() and self.rng.random() < 0.5
-        if may and not self.state.needs_python(batch.idx_mapping_np):
+        """A step of single tokens, or of these and as many drafts each, may replay a graph, as on a
+        GPU; here half of them do.
+        """
+        counts, drafts = batch.num_scheduled_tokens, _drafts_of(batch)
+        is_uniform = (counts == 1 + drafts).all() and np.isin(drafts, (0, self.num_drafts)).all()
+        may = is_uniform and len(np.unique(drafts)) == 1 and self.rng.random() < 0.5
+        begins = batch.num_computed_tokens_np
+        if may and not self.state.needs_python(batch.idx_mapping_np, begins, counts):
             self.counts["graphs"] += 1
+            self.counts["graphs with drafts"] += bool(drafts.any())
             return CUDAGraphMode.FULL
         return CUDAGraphMode.NONE
 
-    def _sample(self, live: Live, is_final: bool) -> list[int]:
+    def _draft(self, live: Live, count: int) -> None:
+        """Any tokens: what stays of them is drawn in `_sample`."""
+        tokens = [self.rng.randrange(VOCAB) for _ in range(count)]
+        end = len(live.tokens)
+        self._ids[live.index, end : end + count] = torch.tensor(tokens, dtype=torch.int32)
+        live.tokens += tokens
+
+    def _sample(self, live: Live, is_final: bool, drafts: int) -> list[int]:
+        """A token, after those of the last `drafts` that stay."""
         if live.done < len(live.tokens):
             return []
         if not is_final:
             raise Mismatch(f"{live.req_id}: the state of its last token is not its own")
+        drafted = live.tokens[live.done - drafts :]
+        kept = self.rng.randrange(drafts + 1) if drafts else 0
         token = self.rng.randrange(VOCAB)
+        if kept < drafts:
+            token += token == drafted[kept]  # Or it would have stayed.
+            token %= VOCAB
+            live.reject(drafts - kept)
+            self.expected.lens[:, live.index] -= drafts - kept
+        self.counts["drafts kept"] += kept
+        self.counts["drafts rejected"] += drafts - kept
         self._ids[live.index, len(live.tokens)] = token
         live.tokens.append(token)
-        return [token]
+        return [*drafted[:kept], token]
 
     # Expectations.
 
@@ -320,3 +355,9 @@ class Worker:
         counted = int(state.stats.layer_tokens_computed.sum())
         if counted != self.model.row_layers:
             raise Mismatch(f"{self.model.row_layers} rows of layers ran, {counted} are counted")
+
+
+def _drafts_of(batch: InputBatch) -> Ints:
+    """(R,) drafted tokens of each request."""
+    drafts = batch.num_draft_tokens_per_req
+    return np.zeros(batch.num_reqs, dtype=np.int64) if drafts is None else drafts.astype(np.int64)

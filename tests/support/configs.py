@@ -70,6 +70,16 @@ def vllm_config(model: str, policy: Any = None, **kwargs: Any) -> Any:
     return args.create_engine_config()
 
 
+def speculative(count: int) -> dict[str, Any]:
+    """The configuration of speculative decoding that drafts `count` tokens from the text so far."""
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": count,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 3,
+    }
+
+
 def kv_cache_groups(config: Any, specs: dict[str, Any]) -> Any:
     """The KV groups that vLLM forms of layers with these specs."""
     return _kv_cache_planning().get_kv_cache_groups(config, specs)

@@ -486,8 +486,8 @@ def watch_graphs(engine: Any) -> list[tuple[bool, int, int]]:
     seen: list[tuple[bool, int, int]] = []
     decided: list[bool] = []
 
-    def decides(requests: Any) -> bool:
-        decided.append(needs_python(requests))
+    def decides(*args: Any) -> bool:
+        decided.append(needs_python(*args))
         return decided[-1]
 
     def runs(step: Any, *args: Any) -> Any:

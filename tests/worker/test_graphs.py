@@ -38,6 +38,7 @@ class Manager:
 
 class Retrieval:
     graph_modes = MODES
+    replays = True
     graph = "dense"
 
 
@@ -82,6 +83,18 @@ def test_memory_is_reserved_for_every_set(runner: Runner) -> None:
     runner.initialize_kv_cache()
     runner.cudagraph_manager.capture()
     assert len(runner.cudagraph_manager.captured) == 1 + 3 * 4
+
+
+def test_where_tokens_are_drafted_only_dense_steps_have_graphs() -> None:
+    """Of them a request has several rows, which a graph that retrieves does not know."""
+    retrieval: Any = Retrieval()
+    retrieval.replays = False
+    runner = Runner(retrieval)
+    capture_each_mode(runner, retrieval)
+    runner.initialize_kv_cache()
+    runner.cudagraph_manager.capture()
+    assert runner.cudagraph_manager.captured == ["p dense", *(f"{n} dense" for n in (8, 4, 2, 1))]
+    assert runner.cudagraph_manager.run_fullgraph("4") == ("4", "dense")
 
 
 def modes_of(*names: str, requests: str = "layout", starts: tuple[int, ...]) -> list[str]:

@@ -88,3 +88,30 @@ def test_what_a_step_runs() -> None:
         np.zeros(2, dtype=bool),
     )
     assert two.modes == (Mode.ALL,)
+
+
+def test_each_drafted_token_retrieves_by_itself() -> None:
+    """From its own length on; stock attention is spared where all tokens of a request do."""
+    ends, counts = np.array([902, 1000, 1000]), np.array([4, 4, 4])
+    prompts, no_gap = np.array([100, 100, 998]), (np.zeros(3, int), np.zeros(3, int))
+    step = RetrievalStep.of(
+        rules(3), COSTS, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
+    )
+    assert step.chunks == [0, 1, 2] and step.whole.tolist() == [[0, 4, 0]]
+    assert step.modes == (Mode.MIXED,)
+    rows = step.rows(0, counts, ends - counts, ends, prompts, no_gap)
+    assert rows.lens.tolist() == [900, 901, 902, *range(997, 1001), 999, 1000]
+    assert rows.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 10, 11]
+    short, long = (
+        RetrievalStep.of(
+            rules(1),
+            COSTS,
+            np.array([end - 4]),
+            np.array([4]),
+            np.array([100]),
+            np.array([[end]]),
+            np.zeros(1, dtype=bool),
+        )
+        for end in (899, 903)
+    )
+    assert short.modes == (Mode.DENSE,) and long.modes == (Mode.ALL,)

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_kvx.ops.retrieval.costs import Costs
+from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
+from vllm_kvx.worker.decode.step import RetrievalStep, Rules
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step
 
 LAYERS, BLOCK = 32, 16
+COSTS = Costs(whole=0, whole_entry=4, fixed=0, scored=1, read=2)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +72,28 @@ def test_dense_layers_are_the_models_first_ones() -> None:
         below, above = (min(3, cut), max(cut - 3, 0)), (max(3 - cut, 0), min(8 - cut, 5))
         ranks = counted(below, 0), counted(above, cut)
         assert (ranks[0] + ranks[1])[:3].tolist() == whole[:3].tolist()
+
+
+def test_each_drafted_token_that_retrieves_counts() -> None:
+    """And so do the ones that read all; a request that resumes has counted its tokens before."""
+    ends, counts = np.array([102, 200, 300]), np.array([4, 4, 4])
+    rules = Rules(np.full(3, 32), np.full(3, 100), np.full(3, 100), 1)
+    prompts, none = np.array([50, 50, 50]), np.zeros(3, dtype=bool)
+    found = RetrievalStep.of(rules, COSTS, ends - counts, counts, prompts, ends[None], none)
+    step: Any = SimpleNamespace(
+        batch=SimpleNamespace(num_draft_tokens_per_req=np.array([3, 3, 0])),
+        requests=np.arange(3),
+        begins=ends - counts,
+        ends=ends,
+        stored_lens=ends[None],
+        retrieval=found,
+    )
+    requests: Any = SimpleNamespace(policy_rows=np.zeros(3, dtype=int), prompt_lens=prompts)
+    stats = PolicyStats((LAYERS,))
+    stats.add_retrieval_step(step, requests, unit=1)
+    held = sum(range(99, 103)) + sum(range(197, 201))
+    layers = LAYERS - DENSE_LAYERS
+    counted = stats.retrieval[0].tolist()
+    assert counted[0] == LAYERS * held and counted[1] == layers * (held - 99)
+    assert counted[2] == DENSE_LAYERS * held + layers * (99 + 7 * 32)
+    assert counted[3:] == [7, 1]

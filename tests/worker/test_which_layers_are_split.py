@@ -122,7 +122,7 @@ def test_both_ends_of_a_prompt_are_two_sequences() -> None:
     step: Any = SimpleNamespace(
         begins=begins,
         stored_lens=(begins + counts)[None],
-        retrieval=SimpleNamespace(lens=np.array([[0, 0, 41, 0]])),
+        retrieval=SimpleNamespace(whole=np.array([[0, 0, 1, 0]])),
         metadata={"layer 4": "the stage's", "layer 5": "the same"},
         metadata_of=metadata_of,
     )

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.decode_fast_path import DecodeFastPath
@@ -269,6 +270,26 @@ class _PolicyScheduling(_Base):
             chain.from_iterable(each.outputs for each in by_client.values())
         )
         return by_client
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """By policy too, and the drafts alone that grammars did not rule out, as vLLM counts."""
+        invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        policy = str(self._policy_of(request_id))
+        self.policy_stats.add_drafts(policy, num_draft_tokens - invalid, num_accepted_tokens)
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.sharing.keep_all(request.request_id)  # It is back soon.

@@ -62,6 +62,8 @@ class PolicySchedulerStats:
         self._hits: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._states: dict[int, int] = {}
+        self._drafted: dict[int, int] = {}
+        self._accepted: dict[int, int] = {}
         self._in_full = dict.fromkeys(map(str, RunInFull), 0)
         self._latencies = Latencies()
         self._changed = False
@@ -88,6 +90,12 @@ class PolicySchedulerStats:
         """Hidden states of so many tokens go into the prefix cache."""
         row = self._policies.row_of(policy)
         self._states[row] = self._states.get(row, 0) + tokens
+
+    def add_drafts(self, policy: str, drafted: int, accepted: int) -> None:
+        """A step verified `drafted` tokens of a request, and the first `accepted` of them stay."""
+        row = self._policies.row_of(policy)
+        self._drafted[row] = self._drafted.get(row, 0) + drafted
+        self._accepted[row] = self._accepted.get(row, 0) + accepted
 
     def add_run_in_full(self, why: RunInFull) -> None:
         """A request runs under `full` in the place of its policy."""
@@ -131,6 +139,8 @@ class PolicySchedulerStats:
                     ("prefix_hit", self._hits),
                     ("prefix_cached", self._cached),
                     ("prefix_states", self._states),
+                    ("tokens_drafted", self._drafted),
+                    ("tokens_accepted", self._accepted),
                 )
             },
             "held": {name: held[row] for name, row in rows if held[row]},

@@ -50,8 +50,7 @@ REQUESTS_KEY = "kv_request_policies"
 STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
-SHARE_KEY = "kv_share"
-EVICTION_KEY = "kv_eviction"
+SHARE_KEY, EVICTION_KEY = "kv_share", "kv_eviction"
 MEASURED_KEY = "kv_measured"
 # The layers that methods leave to measurement.
 MEASUREMENTS: tuple[Measurement, ...] = tuple(
@@ -207,6 +206,8 @@ class KVSettings:
         count = num_policy_layers(model) or num_layers
         if count != num_layers and not settings.layout.propagates:
             settings = cls.of(config, count)
+        drafts = vllm_config.speculative_config is not None
+        settings = replace(settings, layout=replace(settings.layout, drafts=drafts))
         if not settings.layout.stash:
             if STASH_KEY in config:
                 raise ValueError(
@@ -214,7 +215,7 @@ class KVSettings:
                     "remove it"
                 )
             return settings
-        longest = vllm_config.model_config.max_model_len
+        longest = model.max_model_len
         # One prompt of the greatest length, and beside it those that are done in one step.
         default = longest + vllm_config.scheduler_config.max_num_batched_tokens
         tokens = config.get(STASH_KEY, default)
@@ -390,7 +391,6 @@ def _policy(
 ) -> KVPolicy:
     """The policy `name`, found at `where`; its errors say where."""
     try:
-        # Through the cache only what can be a key of it.
         policy = _parse(name, measured, windows) if isinstance(name, str) else parse_policy(name)
         policy.check_model(num_layers)
         policy.check_composition()

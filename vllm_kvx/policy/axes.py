@@ -40,8 +40,7 @@ class ScoreSpec:
         head has its own.
     decay: the factor of the sum over the layers below, to which this layer's scores are added
         (StructKV Eq. 3); None takes each layer by itself.
-    needs_value_norms: whether the family asks for norms of projected values, for which the server
-        holds factors of the output projections.
+    needs_value_norms: whether it needs the server's factors of the output projections.
     generated: how many of the window are generated tokens; the keys are scored once these are in.
     """
 
@@ -237,11 +236,13 @@ class Propagate(Method):
     restarts: whether chosen tokens run again from their ids, so that no states wait for the choice.
     slides: whether layers above its cut may slide over a window: `window_gap` is theirs.
     selects_at: the parameter that names the layer whose scores choose; empty if positions do.
+    overwrites: whether a generated token takes the slot of the one before it (`Gap.grows`).
     """
 
     restarts: ClassVar[bool] = False
     slides: ClassVar[bool] = False
     selects_at: ClassVar[str] = ""
+    overwrites: ClassVar[bool] = False
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
         """The first layers that some rows do not run, by which the decoder is cut into segments.

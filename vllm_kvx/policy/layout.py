@@ -102,6 +102,7 @@ class Layout:
         the states below.
     windows: of a server that propagates, the layers that slide; None if none do. Above the first
         row cut they are in stages of their own, below it vLLM's own business.
+    drafts: True if tokens are drafted, and computed before it is known whether they stay.
     """
 
     later_starts: tuple[int, ...]
@@ -114,6 +115,7 @@ class Layout:
     value_norms: bool = False
     projects: bool = False
     windows: Windows | None = None
+    drafts: bool = False
 
     @property
     def sliding(self) -> tuple[int, ...]:
@@ -252,6 +254,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     needed = layout_of([policy], num_layers)
     if layout.windows and (problem := beside_windows(policy, layout.windows, num_layers)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
+    if layout.drafts and (problem := beside_drafts(policy)):
+        raise PolicyError(f"{policy} does not fit this server: {problem}")
     missing = [layer for layer in needed.later_starts if layer not in layout.later_starts]
     needs = [f"a split at {_layers(missing)}"] if missing else []
     only_groups = set(layout.later_starts) - set(layout.row_cuts)
@@ -278,6 +282,22 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
             f"{policy} does not fit this server: its layout has {layout}; {policy} needs "
             f"{' and '.join(needs)}: {_way_out(policy, needed, layout, num_layers)}"
         )
+
+
+def beside_drafts(policy: KVPolicy) -> str | None:
+    """Why `policy` cannot run where tokens are drafted (speculative decoding); None if it can."""
+    if policy.propagate is not None and policy.propagate.overwrites:
+        return (
+            f"{policy.propagate} keeps the last token's entry alone, in the place of the one "
+            "before, which is gone when a drafted token is rejected: drop --speculative-config, or "
+            "run speed-K in its place"
+        )
+    if policy.num_generated:
+        return (
+            f"{policy} waits for generated tokens, which no test drafts: drop "
+            "--speculative-config, or leave out after="
+        )
+    return None
 
 
 def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) -> str:

@@ -43,8 +43,7 @@ COUNTERS = {
         "Tokens times the layers that computed them, prompt and generated.",
     ),
     "layer_tokens_skipped": Metric(
-        "layer_tokens_skipped",
-        "Prompt tokens times the layers that the policy spared them.",
+        "layer_tokens_skipped", "Prompt tokens times the layers that the policy spared them."
     ),
     "prefix_not_shared": Metric(
         "prefix_cache_requests_not_shared",
@@ -63,8 +62,7 @@ COUNTERS = {
         "Tokens whose hidden states went into the prefix cache, for layers above a selection.",
     ),
     "tokens_propagated": Metric(
-        "tokens_propagated",
-        "Prompt tokens chosen by saliency to go on to the upper layers.",
+        "tokens_propagated", "Prompt tokens chosen by saliency to go on to the upper layers."
     ),
     "entries_retained": Metric(
         "kv_entries_retained",
@@ -93,8 +91,7 @@ COUNTERS = {
         "Entries that decode tokens under retrieval could have read, summed over layers.",
     ),
     "entries_scored": Metric(
-        "kv_entries_scored",
-        "Entries that retrieval scored for decode tokens, summed over layers.",
+        "kv_entries_scored", "Entries that retrieval scored for decode tokens, summed over layers."
     ),
     "entries_read": Metric(
         "kv_entries_read",
@@ -105,6 +102,8 @@ COUNTERS = {
         "retrieval_dense_fallbacks",
         "Decode tokens under retrieval that read all: a short context, or a small batch.",
     ),
+    "tokens_drafted": Metric("draft_tokens", "Tokens drafted for requests and verified."),
+    "tokens_accepted": Metric("accepted_draft_tokens", "Of the drafted tokens, those that stay."),
     "first_token_seconds": Metric(
         "first_token_seconds", "Seconds that requests waited for their first token, added up."
     ),

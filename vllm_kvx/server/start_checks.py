@@ -21,6 +21,7 @@ from vllm_kvx.server.start_refusal import (
     RAY,
     Refusal,
     asked_backend,
+    asked_connector,
 )
 
 if TYPE_CHECKING:
@@ -118,17 +119,13 @@ WITH_POLICY: tuple[Refusal, ...] = (
         "sequence parallelism is not supported yet: drop --enable-hc-sp",
     ),
     Refusal(
-        lambda c: c.speculative_config,
-        "speculative decoding is not supported yet: drop --speculative-config",
-    ),
-    Refusal(
-        lambda c: _connector(c) not in (None, *CONNECTORS),
+        lambda c: asked_connector(c) not in (None, *CONNECTORS),
         f"of KV connectors, policies know {' and '.join(CONNECTORS)} (which --kv-offloading-size "
         "sets up): name one of these as kv_connector, or drop --kv-transfer-config",
         CONNECTOR,
     ),
     Refusal(
-        lambda c: _connector(c) and is_mixed(c.model_config),
+        lambda c: asked_connector(c) and is_mixed(c.model_config),
         "of models where only some layers have full attention, KV connectors are not supported "
         "yet: drop --kv-transfer-config and --kv-offloading-size",
         CONNECTOR,
@@ -263,7 +260,7 @@ WITH_PARTIAL_PREFIXES: tuple[Refusal, ...] = (
 # Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``).
 WITHOUT_WHOLE_PROMPTS: tuple[Refusal, ...] = (
     Refusal(
-        lambda c: _connector(c),
+        lambda c: asked_connector(c),
         "KV connectors and KV offloading copy blocks of whole prompts, which policies that retain "
         "or propagate do not leave: drop --kv-transfer-config and --kv-offloading-size, or all "
         "policies but full, fier and quest from the KV policy and kv_layout",
@@ -318,7 +315,7 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
     Refusal(
         lambda c: (
             (transfer := c.kv_transfer_config)
-            and _connector(c)
+            and asked_connector(c)
             and not transfer.get_from_extra_config(_PROMPTS, True)
         ),
         "tokens that are generated under retrieval leave other entries than a prompt's would, and "
@@ -334,12 +331,7 @@ def _unifies(c: "VllmConfig") -> bool:
     A KV connector may have it do so, and attention in chunks, which no model that is served has.
     """
     chunk = getattr(c.model_config, "attention_chunk_size", None)
-    return _connector(c) is not None or chunk is not None
-
-
-def _connector(c: "VllmConfig") -> str | None:
-    """The KV connector that was asked for, by `--kv-offloading-size` too."""
-    return c.kv_transfer_config.kv_connector if c.kv_transfer_config else None
+    return asked_connector(c) is not None or chunk is not None
 
 
 def _has_scales_by_head(c: "VllmConfig") -> bool:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 # What several rows are about, whose ways out would overlap: see `told`.
 NO_POLICY, MODEL, RANGES = "no policy runs", "model", "ranges of layers"
 BACKEND, CACHE_DTYPE, RAY = "--attention-backend", "--kv-cache-dtype", "ray"
-CONNECTOR = "--kv-transfer-config"
+CONNECTOR, DRAFTS = "--kv-transfer-config", "--speculative-config"
 
 # Attention backends of GPUs that run every policy.
 ON_GPUS = "FLASH_ATTN, TRITON_ATTN"
@@ -54,3 +54,9 @@ def asked_backend(vllm_config: "VllmConfig") -> str | None:
     config = vllm_config.attention_config
     backend = getattr(config, "backend_per_kind", {}).get("full_attention", config.backend)
     return None if backend is None else backend.name
+
+
+def asked_connector(vllm_config: "VllmConfig") -> str | None:
+    """The KV connector that was asked for, by `--kv-offloading-size` too."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer.kv_connector if transfer else None

@@ -11,9 +11,11 @@ from vllm_kvx.config.settings import (
     KVSettings,
     policy_is_set,
 )
+from vllm_kvx.policy.layout import beside_drafts
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
+from vllm_kvx.server.draft_checks import WITH_DRAFTS
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.measured_layers import find_measured, parts_of
 from vllm_kvx.server.model_checks import WITH_PROPAGATION, beside_sliding_layers
@@ -148,6 +150,9 @@ def _layout_problems(
         rows += applying(WITHOUT_WHOLE_PROMPTS, vllm_config)
     if layout.value_norms:
         rows += applying(WITH_VALUE_NORMS, vllm_config)
+    if layout.drafts:
+        rows += applying(WITH_DRAFTS, vllm_config)
+        problems += dict.fromkeys(filter(None, map(beside_drafts, settings.policies)))
     if layout.selects:
         rows += applying(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:

@@ -146,8 +146,6 @@ class PolicyModelState(DefaultModelState):
             self.max_num_tokens,
         )
 
-    # Requests.
-
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
         policy = request_policy(self.settings, new_req_data.sampling_params)
@@ -167,16 +165,18 @@ class PolicyModelState(DefaultModelState):
 
     # Steps, in the order in which vLLM calls.
 
-    def needs_python(self, requests: np.ndarray) -> bool:
-        """Whether a step with these requests does more than a CUDA graph of decodes replays."""
-        if self.requests.has_prompt(requests):
+    def needs_python(self, requests: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> bool:
+        """Whether a step with these requests does more than a CUDA graph of decodes replays.
+
+        begins, counts: (R,) computed tokens of each, and those in the step.
+        """
+        if self.requests.has_prompt(requests, begins):
             return True
         if self.retrieval is None:
             return False
-        ends = self.requests.seq_lens[requests] + 1
-        stored = self.requests.stored_lens(requests, ends)
+        stored = self.requests.stored_lens(requests, begins.astype(np.int64) + counts)
         prompt_lens = self.requests.prompt_lens[requests]
-        return self.retrieval.needs_python(requests, ends, prompt_lens, stored)
+        return self.retrieval.needs_python(requests, begins, counts, prompt_lens, stored)
 
     def preprocess_state(
         self,
@@ -208,11 +208,11 @@ class PolicyModelState(DefaultModelState):
             input_batch.num_reqs_after_padding,
         )
         self._step = step = plan_step(input_batch, requests, self.retrieval, self.memory.private)
-        requests.seq_lens[step.requests] = step.ends
         self.prefix_states.restore()
         if self.checks_blocks:
-            num_blocks, num_full = tables.num_blocks.np, len(self.starts)
-            check_blocks(step, self.group_stages, tables.block_sizes, num_blocks, num_full)
+            numbers = len(self.starts), self.vllm_config.num_speculative_tokens
+            held = tables.num_blocks.np
+            check_blocks(step, self.group_stages, tables.block_sizes, held, *numbers)
         for chunk in step.chunks:
             if chunk.is_last:
                 # From the next step on; what this one reads was copied to the device before.

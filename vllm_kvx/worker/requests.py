@@ -22,7 +22,7 @@ class Requests:
         row_starts, row_sizes: (D, R) int32 by segment of the decoder, the prompt positions that
             do not run it. projects: (D, R) bool, whether its first layer stores them all the same.
         projects_from: (R,) first layer whose prompt entries are projected, else a number above all.
-        prompt_lens, seq_lens: (R,) logical lengths. policy_rows: (R,) rows in the counters.
+        prompt_lens: (R,) logical lengths. policy_rows: (R,) rows in the counters.
         prompts: those that are coming in and that a policy changes.
         index: of a request's id.
     """
@@ -58,7 +58,6 @@ class Requests:
         self.projects_from = np.full(max_num_reqs, num_layers)
         self.prompt_lens = np.zeros(max_num_reqs, dtype=np.int32)
         self.policy_rows = np.zeros(max_num_reqs, dtype=np.int64)
-        self.seq_lens = np.zeros(max_num_reqs, dtype=np.int64)
         self.index: dict[str, int] = {}
         # Requests whose gaps grow, and those whose prompt entries are projected: few, if any.
         self._growing: set[int] = set()
@@ -116,7 +115,7 @@ class Requests:
             if prompt.waits:
                 assert self.stash is not None
                 self.stash.take(req_id, prompt_len)
-        self.prompt_lens[index], self.seq_lens[index] = prompt_len, 0
+        self.prompt_lens[index] = prompt_len
         self.policy_rows[index] = row
         self.index[req_id] = index
 
@@ -232,14 +231,16 @@ class Requests:
             chunks.append(chunk)
         return chunks
 
-    def has_prompt(self, requests: np.ndarray) -> bool:
+    def has_prompt(self, requests: np.ndarray, begins: np.ndarray) -> bool:
         """Whether one of these requests has a prompt that is coming in and needs more than rows.
 
         Only prompts whose entries change, are scored or are projected do.
+
+        begins: (R,) computed tokens of each.
         """
         if self.prompts and any(i in self.prompts for i in requests.tolist()):
             return True
         if not self._projecting:
             return False
-        is_coming = self.seq_lens[requests] < self.prompt_lens[requests]
+        is_coming = begins < self.prompt_lens[requests]
         return bool((is_coming & (self.projects_from[requests] < self.num_layers)).any())

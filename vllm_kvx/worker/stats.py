@@ -90,8 +90,9 @@ class PolicyStats:
                 self._add_prompt(chunk.state.stats_row, chunk.state)
 
     def add_decodes(self, step: Step, requests: Requests) -> None:
-        """Adds a step in which every request generates one token."""
-        tokens = np.bincount(requests.policy_rows[step.requests], minlength=len(self.tokens))
+        """Adds a step in which all requests are past their prompts."""
+        rows, size = requests.policy_rows[step.requests], len(self.tokens)
+        tokens = np.bincount(rows, step.counts, minlength=size).astype(np.int64)
         self.tokens += tokens
         self.layer_tokens_computed += tokens * self.num_layers
 
@@ -138,18 +139,27 @@ class PolicyStats:
         self.entries_spared[row] += (prompt.settles_at - selection.count) * above
 
     def add_retrieval_step(self, step: Step, requests: Requests, unit: int) -> None:
-        """Adds what a step's decode tokens retrieve. unit: tokens that are read together."""
-        assert step.retrieval is not None
+        """Adds what a step's decode tokens retrieve, drafted ones and the one before them alike.
+
+        unit: tokens that are read together.
+        """
+        retrieval = step.retrieval
+        assert retrieval is not None
         decodes = step.ends > requests.prompt_lens[step.requests]
-        decodes[step.retrieval.chunks] = False  # Tokens that run again, after preemption.
-        self._steps.append(
-            (
-                requests.policy_rows[step.requests],
-                step.stored_lens * decodes,
-                step.retrieval.lens,
-                step.retrieval.budgets * unit,
-            )
-        )
+        decodes[retrieval.chunks] = False  # Tokens that run again, after preemption.
+        rows, budgets = requests.policy_rows[step.requests], retrieval.budgets * unit
+        self._steps.append((rows, step.stored_lens * decodes, retrieval.lens, budgets))
+        drafts = step.batch.num_draft_tokens_per_req
+        if drafts is not None and retrieval.chunks:
+            chunks = np.array(retrieval.chunks)
+            chunks = chunks[drafts[chunks] > 0]
+            counts = drafts[chunks] + 1
+            each = np.repeat(chunks, counts)
+            after = np.repeat(np.cumsum(counts), counts) - np.arange(len(each)) - 1
+            seen = step.stored_lens[:, each] - after
+            seen *= step.ends[each] - after > requests.prompt_lens[step.requests][each]
+            lens = np.where(seen >= retrieval.rules.floors[each], seen, 0)
+            self._steps.append((rows[each], seen, lens, budgets[each]))
         if len(self._steps) >= _STEPS:
             self._add_steps()
 
@@ -197,8 +207,8 @@ class PolicyStats:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """JSON-able totals by policy name."""
-        prefix = ("prefix_hit", "prefix_cached", "prefix_states")
-        told = {key: self._by_row(key) for key in ("unshared", "held", "saved", *prefix)}
+        same = "prefix_hit", "prefix_cached", "prefix_states", "tokens_drafted", "tokens_accepted"
+        told = {key: self._by_row(key) for key in ("unshared", "held", "saved", *same)}
         first, later = (self._histograms(key) for key in ("first_token", "per_token"))
         return {
             name: {
@@ -225,7 +235,7 @@ class PolicyStats:
                 "blocks_held": told["held"].get(row, 0),
                 "blocks_saved": told["saved"].get(row, 0),
                 "prefix_not_shared": told["unshared"].get(row, 0),
-                **{key: told[key].get(row, 0) for key in prefix},
+                **{key: told[key].get(row, 0) for key in same},
                 **_latencies("first_token", FIRST_TOKEN_BOUNDS, first.get(row)),
                 **_latencies("per_token", PER_TOKEN_BOUNDS, later.get(row)),
             }

@@ -31,7 +31,8 @@ class Step:
         gaps: (S, R) starts and sizes of the gaps in force.
         projected: rows whose entries are projected into layers above; None if there are none.
         retrieval: on a server that retrieves.
-        is_decode: every request generates one token.
+        is_decode: every request is past its prompt and runs new tokens only, drafted ones among
+            them, whose rows run every segment.
     """
 
     batch: InputBatch
@@ -74,10 +75,11 @@ def plan_step(
     counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
     starts, sizes = requests.gaps(indices)
     ends = begins + counts
-    is_decode = not batch.has_prefill and batch.num_tokens == batch.num_reqs
+    is_single = batch.num_tokens == batch.num_reqs
+    is_decode = not batch.has_prefill and (is_single or not requests.has_growing_gaps)
     # Retention may wait for generated tokens.
-    if is_decode and not requests.has_prompt(indices):
-        # Past its prompt a request is past its gaps, and its one row runs every segment.
+    if is_decode and not requests.has_prompt(indices, begins):
+        # Past its prompt a request is past its gaps, and its rows run every segment.
         rows: list[SegmentRows | None] = [None] * len(requests.row_starts)
         gaps = starts, sizes
         step = Step(batch, indices, begins, counts, rows, ends - sizes, [], gaps, is_decode=True)
@@ -110,7 +112,7 @@ def _plan_retrieval(
 ) -> RetrievalStep:
     is_fresh = retrieval.sidecars.is_fresh(step.requests)
     if step.is_decode and not is_fresh.any():
-        retrieval.sidecars.plan_decodes(step.requests, step.stored_lens)
+        retrieval.sidecars.plan_decodes(step.requests, step.stored_lens, step.counts)
         return _planned(retrieval, step, requests, is_fresh)
     before = stored_lens(step.begins, *step.gaps)
     after = step.stored_lens.copy()
@@ -168,11 +170,14 @@ def check_blocks(
     block_sizes: Sequence[int],
     num_blocks: IntArray,
     num_full: int,
+    num_drafts: int = 0,
 ) -> None:
     """Compares the blocks the scheduler gave with what the stored lengths need.
 
     num_blocks: (G, request states), blocks held. num_full: stages with full attention, the first
     ones; of the others, where entries take the slots of others, it may be more than they need.
+    num_drafts: tokens that may be drafted for a request in a step: it keeps the blocks of rejected
+    ones, which the next tokens take.
 
     Raises:
         RuntimeError: the two sides disagree (debug switch ``kv_debug``).
@@ -184,9 +189,11 @@ def check_blocks(
         lens = step.stored_lens[stage].copy()
         for index, by_stage in storages.items() if stage < num_full else ():
             lens[index] = by_stage[stage].rows
-        held = num_blocks[group, step.requests]
-        needed = -(-lens // block_sizes[group])
-        if (held < needed if stage >= num_full else held != needed).any():
+        held, size = num_blocks[group, step.requests], block_sizes[group]
+        needed = -(-lens // size)
+        if (held < needed).any() or (
+            stage < num_full and (held > -(-(lens + num_drafts) // size)).any()
+        ):
             raise RuntimeError(
                 f"KV group {group}: scheduler gave {held.tolist()} blocks, "
                 f"stored lengths need {needed.tolist()}"

@@ -167,8 +167,11 @@ def _keep_prompts_off_graphs(runner: Any) -> None:
 
     def gather_batch_req_state(scheduler_output: Any, dummy_run: bool) -> tuple[Any, int | None]:
         state, uniform = stock(scheduler_output, dummy_run)
-        if state is not None and runner.model_state.needs_python(state.idx_mapping_np):
-            return state._replace(decode_graph_eligible=False), None
+        if state is not None:
+            requests = state.idx_mapping_np
+            begins = runner.req_states.num_computed_tokens_np[requests]
+            if runner.model_state.needs_python(requests, begins, state.num_scheduled_tokens):
+                return state._replace(decode_graph_eligible=False), None
         return state, uniform
 
     runner.gather_batch_req_state = gather_batch_req_state

@@ -13,7 +13,8 @@ def capture_each_mode(runner: Any, retrieval: Retrieval) -> None:
     """Makes vLLM capture every FULL graph once for each of ``Retrieval.graph_modes``.
 
     ``Retrieval.graph`` says which of them a step replays. A step in which nobody retrieves then
-    runs what stock vLLM runs, without a kernel of ours.
+    runs what stock vLLM runs, without a kernel of ours. Where tokens are drafted, steps that
+    retrieve replay none (``Retrieval.replays``).
     """
     stock: Callable[..., Any] = runner.initialize_kv_cache
 
@@ -28,7 +29,8 @@ def capture_each_mode(runner: Any, retrieval: Retrieval) -> None:
 
 def _capture_sets(manager: Any, retrieval: Retrieval) -> None:
     stock_capture, stock_run = manager.capture, manager.run_fullgraph
-    sets: dict[Modes, dict[Any, Any]] = {modes: {} for modes in retrieval.graph_modes}
+    graph_modes = retrieval.graph_modes if retrieval.replays else retrieval.graph_modes[:1]
+    sets: dict[Modes, dict[Any, Any]] = {modes: {} for modes in graph_modes}
     dense = retrieval.graph_modes[0]
     sets[dense] = manager.graphs
 
@@ -46,7 +48,7 @@ def _capture_sets(manager: Any, retrieval: Retrieval) -> None:
             return
         try:
             manager._capture_descs = {CUDAGraphMode.FULL: full}
-            for modes in retrieval.graph_modes[1:]:
+            for modes in graph_modes[1:]:
                 retrieval.graph, manager.graphs = modes, sets[modes]
                 what = "Capturing CUDA graphs of retrieval"
                 stock_capture(*args, **{**kwargs, "progress_bar_desc": what})

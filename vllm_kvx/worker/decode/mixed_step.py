@@ -1,7 +1,7 @@
 """Stock attention beside retrieval: its batch, where only some rows of a step retrieve.
 
-Stock attention runs over all rows, and those that retrieve are cut to one entry, which costs it
-nothing. Retrieval then overwrites their output.
+Stock attention runs over all rows, and those of requests all of whose rows retrieve are cut to one
+entry each, which costs it nothing. Retrieval then overwrites their output.
 """
 
 from collections.abc import Sequence
@@ -61,12 +61,13 @@ class BesideStock:
         if step is None:
             lens.copy_(batch.seq_lens[:num_reqs])
         else:
-            cut = np.zeros(num_reqs, dtype=bool)
-            cut[: step.lens.shape[1]] = step.lens[stage] > 0
-            mask = async_tensor_h2d(cut, device=self._device)
-            lens.copy_(torch.where(mask, 1, batch.seq_lens[:num_reqs]))
+            cut = np.zeros(num_reqs, dtype=np.int32)
+            cut[: step.whole.shape[1]] = step.whole[stage]
+            rows = async_tensor_h2d(cut, device=self._device)
+            lens.copy_(torch.where(rows > 0, rows, batch.seq_lens[:num_reqs]))
             assert bounds is not None
-            bounds = torch.where(torch.from_numpy(cut), 1, bounds[:num_reqs])
+            on_host = torch.from_numpy(cut)
+            bounds = torch.where(on_host > 0, on_host, bounds[:num_reqs])
         return replace(batch, seq_lens=lens, seq_lens_cpu_upper_bound=bounds), groups
 
     def own_groups(self, attn_groups: AttentionGroups) -> AttentionGroups:

@@ -51,6 +51,8 @@ class Retrieval:
     crossover: entries from which on retrieval pays for one request on this machine.
     costs: of a layer of a step, which say when it pays for a batch.
     graph: the modes whose CUDA graph the running step replays, or which is captured.
+    replays: whether steps that retrieve replay graphs. Where tokens are drafted a request has
+        several rows, of which such a graph knows one.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Retrieval:
         num_layers: policy layers of the model, of which `layers` are this worker's.
         """
         max_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.replays = vllm_config.num_speculative_tokens == 0
         impl, model = layers[0].layer.impl, vllm_config.model_config
         self.layout, self.graph_modes = layout, tuple(graph_modes)
         self.max_num_reqs, self._device = max_reqs, device
@@ -155,18 +158,31 @@ class Retrieval:
         ]
 
     def needs_python(
-        self, requests: np.ndarray, ends: IntArray, prompt_lens: IntArray, stored_lens: IntArray
+        self,
+        requests: np.ndarray,
+        begins: IntArray,
+        counts: IntArray,
+        prompt_lens: IntArray,
+        stored_lens: IntArray,
     ) -> bool:
         """Whether a decode step cannot replay a graph: scores do not fit, recall is measured, or a
-        request that resumes may read what this very step computes.
+        request that resumes may read what this very step computes. See also `replays`.
 
-        Args: see ``lens_of``.
+        Args: see `plan`.
         """
         may = self.rules.budgets[requests] > 0
         if not may.any():
             return False
-        if (self.sidecars.is_fresh(requests) & may).any():
+        is_fresh = self.sidecars.is_fresh(requests)
+        if (is_fresh & may).any():
             return True
+        if not self.replays:
+            rules = self.rules.of(requests)
+            step = RetrievalStep.of(
+                rules, self.costs, begins, counts, prompt_lens, stored_lens, is_fresh
+            )
+            return bool(step.some.any())
+        ends = begins + counts
         if self._surely_fits(ends) and not self.sampler.is_due:
             return False
         lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
@@ -213,7 +229,7 @@ class Retrieval:
         step = RetrievalStep.of(
             rules, self.costs, begins, counts, prompt_lens, stored_lens, is_fresh
         )
-        if self.sampler.takes_step(bool(step.lens.any())):
+        if self.sampler.takes_step(bool(step.some.any())):
             step.sampled = self.policy_rows[requests]
         return step
 
@@ -229,6 +245,7 @@ class Retrieval:
         offsets = np.zeros((num_stages, num_reqs), dtype=np.int64)
         if step is not None:
             wanted = step.modes
+            assert not step.chunks or not step.some.any(), "a CUDA graph has a row for each request"
             assert all(map(self._surely_fits, step.lens)) or self._fits(step.lens), (
                 "scores of a CUDA graph do not fit"
             )

@@ -2,8 +2,8 @@
 
 Once a step rather than beside each layer's attention: a decode step fills a group for one request
 in 32, and its CUDA graph need not know. Only later steps read a group that is full when a step
-ends. The exception is a request that resumes after preemption: it computes several generated
-tokens at once, and its groups are written beside each layer.
+ends. The exceptions are a request that resumes after preemption and one whose tokens are drafted:
+both compute several generated tokens at once, and their groups are written beside each layer.
 """
 
 from collections.abc import Sequence
@@ -119,16 +119,17 @@ class Sidecars:
         first[moved] = 0
         self._pending = self._full_groups(requests, first, last)
 
-    def plan_decodes(self, requests: np.ndarray, stored: IntArray) -> None:
-        """`plan` of a step in which every request adds one entry; none is fresh.
+    def plan_decodes(self, requests: np.ndarray, stored: IntArray, counts: IntArray) -> None:
+        """`plan` of a step in which requests add entries past their prompts; none is fresh.
 
-        requests: (R,) request states. stored: (S, R) entries in the cache, the new one included.
+        requests: (R,) request states. stored: (S, R) entries in the cache, the (R,) `counts` new
+            ones included. A group that rejected ones fill is written again with those that stay.
         """
         self.timer.collect()
         self._left_behind = self._pending = None
         group = self.shape.group
-        if not (stored % group).all():
-            self._pending = self._full_groups(requests, (stored - 1) // group, stored // group)
+        if (stored % group < counts).any():
+            self._pending = self._full_groups(requests, (stored - counts) // group, stored // group)
 
     def _full_groups(
         self, requests: np.ndarray, first: IntArray, last: IntArray

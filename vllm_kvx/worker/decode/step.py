@@ -144,13 +144,18 @@ class RetrievalStep:
 
     Attributes:
         lens: (S, R) entries that each request's only row sees, 0 where it does not retrieve.
-        chunks: requests, by batch index, several of whose generated tokens run at once.
+        chunks: requests, by batch index, several of whose generated tokens run at once: those that
+            resume, and those whose tokens are drafted.
+        whole: (S, R) the rows of each request all of whose rows retrieve, 0 of the others.
+        some: (S,) bool, whether any row retrieves.
         rules: of the requests.
         sampled: see ``RetrievalPass``.
     """
 
     lens: IntArray
     chunks: list[int]
+    whole: IntArray
+    some: np.ndarray
     rules: Rules
     sampled: IntArray | None = None
 
@@ -171,7 +176,16 @@ class RetrievalStep:
         # A request that resumes may read a prefix that another request computes in this step.
         several = generates & ((counts > 1) | is_fresh)
         lens = retrieving_lens(rules, costs, generates & ~several, stored_lens)
-        return cls(lens, np.flatnonzero(several).tolist(), rules)
+        whole: np.ndarray = (lens > 0).astype(np.int64)
+        some = np.asarray(lens.any(axis=1))
+        chunks = np.flatnonzero(several).tolist()
+        if chunks:
+            # Past their prompts each row sees one entry more than the one before.
+            some = some | (several & (stored_lens >= rules.floors)).any(axis=1)
+            first_sees = stored_lens - (counts - 1)
+            from_first = several & (begins >= prompt_lens) & (first_sees >= rules.floors)
+            whole = np.where(from_first, counts, whole)
+        return cls(lens, chunks, whole, some, rules)
 
     @property
     def budgets(self) -> IntArray:
@@ -181,11 +195,9 @@ class RetrievalStep:
     @property
     def modes(self) -> Modes:
         """What each stage has to run."""
-        if self.chunks:
-            return (Mode.MIXED,) * len(self.lens)
         return tuple(
-            Mode.DENSE if not lens.any() else Mode.ALL if lens.all() else Mode.MIXED
-            for lens in self.lens
+            Mode.DENSE if not some else Mode.ALL if whole.all() else Mode.MIXED
+            for some, whole in zip(self.some.tolist(), self.whole, strict=True)
         )
 
     def rows(

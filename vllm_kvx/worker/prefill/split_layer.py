@@ -143,7 +143,8 @@ class SplitLayer:
         stored, begins = step.stored_lens[self._stage][busy], step.begins[busy]
         if step.retrieval is not None and self._index >= DENSE_LAYERS:
             # Retrieval overwrites what attention makes of these.
-            stored = np.where(step.retrieval.lens[self._stage][busy] > 0, 1, stored)
+            cut_to = step.retrieval.whole[self._stage][busy]
+            stored = np.where(cut_to > 0, cut_to, stored)
         heads = np.where(np.isin(busy, plan.projected), plan.heads[busy], 0)
         counts = np.stack([heads, plan.counts[busy] - heads], axis=1).ravel()
         ends = np.stack([begins + heads, stored], axis=1).ravel()

@@ -38,6 +38,7 @@ class SelfOnly(Propagate):
     number: ClassVar[str] = "cutoff"
     letter: ClassVar[str] = "K"
     example: ClassVar[str] = "selfonly-24"
+    overwrites: ClassVar[bool] = True
 
     cutoff: int = integer()
     anchors: int = integer(1, at_least=0)

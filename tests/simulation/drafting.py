@@ -1,0 +1,23 @@
+"""Servers that draft tokens: of those that a step verifies, any number stays.
+
+A rejected token is as if it had never been, though its entries are in the cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from simulation.servers import SERVERS, Server
+
+# A gap that grows forgets the entry that a rejection brings back: `layout.beside_drafts`.
+_OVERWRITES = ("selfonly", "selffier")
+
+
+def drafting(servers: Mapping[str, Server]) -> dict[str, Server]:
+    """The same servers, as they would be if they drafted tokens; by names of their own."""
+    return {
+        f"{name}drafts": replace(server, drafts=5 if server.retrieves else 3)
+        for name, server in servers.items()
+    }
+
+
+DRAFTING = drafting({n: server for n, server in SERVERS.items() if n not in _OVERWRITES})
