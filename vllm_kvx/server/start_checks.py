@@ -313,11 +313,7 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         'attention: set --compilation-config \'{"pass_config": {"fuse_attn_quant": false}}\'',
     ),
     Refusal(
-        lambda c: (
-            (transfer := c.kv_transfer_config)
-            and asked_connector(c)
-            and not transfer.get_from_extra_config(_PROMPTS, True)
-        ),
+        lambda c: _stores_answers(c),
         "tokens that are generated under retrieval leave other entries than a prompt's would, and "
         f"no request may load these: drop {_PROMPTS} from --kv-transfer-config",
         CONNECTOR,
@@ -332,6 +328,12 @@ def _unifies(c: "VllmConfig") -> bool:
     """
     chunk = getattr(c.model_config, "attention_chunk_size", None)
     return asked_connector(c) is not None or chunk is not None
+
+
+def _stores_answers(c: "VllmConfig") -> bool:
+    """Whether a KV connector was told to store generated tokens, too."""
+    config = c.kv_transfer_config
+    return config is not None and not config.get_from_extra_config(_PROMPTS, True)
 
 
 def _has_scales_by_head(c: "VllmConfig") -> bool:
