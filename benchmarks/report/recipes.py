@@ -65,10 +65,10 @@ def _remaining(
         return NOT_KNOWN, why
     if policies == NONE or not (row.get("windows") or recipe.get("slides")):
         return policies, why
+    if recipe.get("slides") and not row.get("lists_layers", True):
+        return NONE, "its configuration does not list which layers slide over a window"
+    if policies == RETAIN:
+        return policies, why
     if "slides" not in recipe:
         return NOT_KNOWN, f"whether layers slide over a window; at most: {policies}"
-    if not recipe["slides"]:
-        return policies, why
-    if not row.get("layer_types", True):
-        return NONE, "its configuration does not say which layers slide over a window"
-    return (BESIDE_WINDOWS, "some layers slide") if policies == ALL else (policies, why)
+    return (BESIDE_WINDOWS, "some layers slide") if recipe["slides"] else (policies, why)

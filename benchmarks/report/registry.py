@@ -42,18 +42,18 @@ def judged(name: str) -> dict[str, Any]:
         code = ModelCode(model)
     except Exception as error:  # Of a package that is not here.
         return {"policies": UNKNOWN, "why": f"{type(error).__name__}: {error}"[:120]}
-    windows = "sliding_window" in code.source
-    found = {"class": model.__name__, "windows": windows}
-    # A configuration that lists the kinds of layers says which slide; Transformers' own do.
-    if windows and not model.__name__.startswith("Transformers"):
-        found["layer_types"] = "layer_types" in code.source
+    is_transformers = model.__name__.startswith("Transformers")
+    windows = "sliding_window" in code.source and not is_transformers
+    found: dict[str, Any] = {"class": model.__name__, "windows": windows}
+    if "hybrid_layer_pattern" in code.source:
+        found["lists_layers"] = False  # As layer_types do, by which a server knows what slides.
     policies, why = _judged(name, model, code)
     inner = [each for each in dict.fromkeys(code.named) if code.asks and each != name]
     for each in inner:
         row = judged(each)
-        if row.get("windows"):
-            found["windows"] = True
-            found["layer_types"] = row["layer_types"] and found.get("layer_types", True)
+        found["windows"] = found["windows"] or row.get("windows", False)
+        if not row.get("lists_layers", True):
+            found["lists_layers"] = False
         if row["policies"] in ORDER and ORDER.index(row["policies"]) > ORDER.index(policies):
             policies, why = row["policies"], f"{each}: {row['why']}"
     if inner:
@@ -71,7 +71,9 @@ def _judged(name: str, model: type, code: ModelCode) -> tuple[str, str]:
         return NONE, "layers that keep a state"
     if _takes_no_text_alone(model, code):
         return NONE, "takes no text alone"
-    if code.has_latent_attention():
+    if model.__name__.startswith("Transformers"):
+        return RETAIN, "run by Transformers' code"
+    if code.has_latent_attention:
         return NONE, "latent attention"
     is_hybrid = getattr(model, "is_hybrid", False)
     if not is_hybrid and any(issubclass(each, AttentionLayerBase) for each in code.classes):
@@ -80,8 +82,6 @@ def _judged(name: str, model: type, code: ModelCode) -> tuple[str, str]:
         return NONE, "attention within chunks"
     if "alibi" in code.source and name.startswith(("Bloom", "MPT")):
         return NONE, "ALiBi"
-    if model.__name__.startswith("Transformers"):
-        return RETAIN, "run by Transformers' code"
     if is_hybrid:
         return RETAIN, "some layers keep a state"
     if not getattr(model, "supports_pp", False):
