@@ -1,10 +1,11 @@
 """Which classes the code of one of vLLM's models builds it from, and what policies remain."""
 
 import ast
+import functools
 import inspect
 import sys
-import textwrap
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 RETAIN, ALL, NONE, UNKNOWN = "retain or retrieve", "all policies", "full alone", "not importable"
@@ -20,40 +21,48 @@ class ModelCode:
     """A model's class, and all classes of vLLM's models that it reaches from there.
 
     Reached are base classes, and what a class calls or hands on by name; names that stand in
-    annotations are not.
+    annotations are not. A class that chooses between two kinds of attention reaches both.
 
     Attributes:
         classes: those reached. source: their text.
         named: architectures that it asks vLLM's registry for, as a language model of its own.
         asks: whether it has vLLM make a further model, perhaps one that a checkpoint names.
+        has_latent_attention: whether it calls one of vLLM's classes of latent attention.
     """
 
     def __init__(self, model: type) -> None:
         self.classes: dict[type, None] = {}
         self.source, self.named = "", list[str]()
+        self.has_latent_attention = False
         waiting = [model]
         while waiting:
             found = waiting.pop()
             if found in self.classes:
                 continue
             self.classes[found] = None
-            text = textwrap.dedent(inspect.getsource(found))
+            text, tree = _texts(found.__module__).get(found.__name__, ("", ast.Module([], [])))
             self.source += text
-            tree = ast.parse(text)
             self.named += _named(tree)
             module = vars(sys.modules[found.__module__])
-            used = [value for name in _names(tree) for value in _classes_in(module.get(name))]
-            waiting += [each for each in (*found.__bases__, *used) if _is_part(each)]
+            used = {name: _classes_in(module.get(name)) for name in _names(tree)}
+            for name, classes in used.items():
+                is_latent = "MLA" in name or "LatentAttention" in name
+                self.has_latent_attention |= is_latent and bool(classes)
+            every = chain(found.__bases__, *used.values())
+            waiting += [each for each in every if _is_part(each)]
         self.asks = "init_vllm_registered_model(" in self.source
 
-    def has_latent_attention(self) -> bool:
-        """Whether it calls one of vLLM's classes of latent attention."""
-        return any(
-            "MLA" in name or "LatentAttention" in name
-            for found in self.classes
-            for name in _names(ast.parse(textwrap.dedent(inspect.getsource(found))))
-            if inspect.isclass(vars(sys.modules[found.__module__]).get(name))
-        )
+
+@functools.cache
+def _texts(module: str) -> dict[str, tuple[str, ast.ClassDef]]:
+    """The text of a module's classes, and what it is parsed to; by name."""
+    source = inspect.getsource(sys.modules[module])
+    lines = source.splitlines(keepends=True)
+    return {
+        node.name: ("".join(lines[node.lineno - 1 : node.end_lineno]), node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _is_part(found: type) -> bool:
