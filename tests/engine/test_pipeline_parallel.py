@@ -108,21 +108,6 @@ def test_pp2_with_prefix_hits_and_small_pools(
 
 
 @nightly
-def test_pp2_tp2_of_quest(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stage of the pipeline has two ranks, which share its KV heads."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1|0|1")
-    model = tiny()
-    policies: list[Policy] = [FULL, KEEP, Read(Retrieve(64, pages=True, reduction="sum"))]
-    policies = [policy for policy in policies if is_served(policy)]
-    prompts = distinct_prompts([200, 97, 150][: len(policies)])
-    ranks = TWO_RANKS | {"tensor_parallel_size": 2}
-    with running(model, "full", config=room_for(policies), **ranks) as engine:
-        answers = ask(engine, prompts, policies)
-        engine.assert_idle()
-    assert_parity(model, answers, policies, most=0)
-
-
-@nightly
 @pytest.mark.parametrize("is_async", [False, True])
 def test_rows_leave_between_ranks(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, is_async: bool
