@@ -96,7 +96,8 @@ def answer_in_any_way(
     prompts, each = prompts_of(LENGTHS, seed=7), lengths_of(policies)
     drafter, padded = Drafter.of(engine, some(3, drafts)), watch_padding(engine)
     one_by_one = ask(engine, prompts, each, max_tokens=TOKENS)
-    assert set(drafter.accepted) == {0}
+    # One of them may be right by chance.
+    assert drafter.accepted[0] > 20 * (drafter.accepted.total() - drafter.accepted[0])
     assert_parity(model, one_by_one, each, most=1)
     drafter.know(one_by_one)
     assert_close(ask(engine, prompts, each, max_tokens=TOKENS), one_by_one)

@@ -176,12 +176,12 @@ class RetrievalStep:
         # A request that resumes may read a prefix that another request computes in this step.
         several = generates & ((counts > 1) | is_fresh)
         lens = retrieving_lens(rules, costs, generates & ~several, stored_lens)
-        whole: np.ndarray = (lens > 0).astype(np.int64)
-        some = np.asarray(lens.any(axis=1))
+        whole = (lens > 0).astype(np.int64)
+        some: np.ndarray = np.any(lens, axis=1)
         chunks = np.flatnonzero(several).tolist()
         if chunks:
             # Past their prompts each row sees one entry more than the one before.
-            some = some | (several & (stored_lens >= rules.floors)).any(axis=1)
+            some |= np.any(several & (stored_lens >= rules.floors), axis=1)
             first_sees = stored_lens - (counts - 1)
             from_first = several & (begins >= prompt_lens) & (first_sees >= rules.floors)
             whole = np.where(from_first, counts, whole)
