@@ -67,6 +67,8 @@ REPLACED = {
         "vllm.v1.engine.output_processor:RequestState.from_new_request",
     ),
     "engine": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+        ".get_num_new_matched_tokens",
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         "vllm.platforms.interface:Platform.get_attn_backend_cls",
         "vllm.v1.attention.backend:AttentionImpl.forward",
