@@ -416,8 +416,13 @@ def test_rows_where_tokens_are_drafted(stock) -> None:
     assert reasons(WITH_DRAFTS, changed(ahead, "speculative_config", eagle)) == found[1:]
     state = changed(in_time, "model_config.is_hybrid", True)
     assert reasons(WITH_DRAFTS, changed(state, "speculative_config", ngram)) == [
-        WITH_DRAFTS[2].reason
+        WITH_DRAFTS[3].reason
     ]
+    model = SimpleNamespace(method="draft_model")
+    assert not reasons(WITH_DRAFTS, changed(in_time, "speculative_config", model))
+    assert WITH_DRAFTS[2].reason in reasons(
+        WITH_DRAFTS, changed(state, "speculative_config", model)
+    )
 
 
 NGRAM = {"speculative_config": speculative(3)}

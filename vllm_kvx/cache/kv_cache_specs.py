@@ -14,7 +14,10 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    register_all_kvcache_specs,
+)
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -44,6 +47,10 @@ class FirstStageAttentionSpec(FullAttentionSpec):
     """
 
     bucket: int = 0
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        # A draft model's layers have full attention, too, and no policy.
+        return all(isinstance(spec, FirstStageAttentionSpec) for spec in kv_cache_specs.values())
 
     @classmethod
     def merge(cls, specs: list["FirstStageAttentionSpec"]) -> "FirstStageAttentionSpec":
@@ -99,6 +106,51 @@ class SlidingStageSpec(SlidingWindowSpec):
         return False
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftAttentionSpec(FullAttentionSpec):
+    """KV of one layer of a draft model, which reads whole contexts whatever the policy.
+
+    A class of its own: vLLM would merge such layers with the first stage's.
+    """
+
+    @classmethod
+    def merge(cls, specs: list["DraftAttentionSpec"]) -> "DraftAttentionSpec":
+        return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined]
+
+
+def draft_specs(layers: Sequence[Attention], page_bytes: int) -> None:
+    """Gives the layers of a draft model their KV cache spec.
+
+    page_bytes: of the model's own pages, sidecars included: all pages of a pool have one size.
+
+    Raises:
+        ValueError: a layer has no full attention, or larger pages.
+    """
+    for layer in layers:
+        _change_spec(layer, lambda spec, _: _of_drafts(spec, page_bytes))
+
+
+def _of_drafts(spec: KVCacheSpec, page_bytes: int) -> KVCacheSpec:
+    if type(spec) is not FullAttentionSpec:
+        raise _no_drafter("some of its layers slide over a window or keep a state")
+    if spec.page_size_bytes > page_bytes:
+        raise _no_drafter(
+            f"{spec.block_size} tokens take {spec.page_size_bytes} bytes in a layer of it, and "
+            f"{page_bytes} in one of the model that it drafts for"
+        )
+    values = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
+    if spec.page_size_bytes < page_bytes:
+        values["page_size_padded"] = page_bytes
+    return DraftAttentionSpec(**values)
+
+
+def _no_drafter(reason: str) -> ValueError:
+    return ValueError(
+        f"this draft model cannot draft under the server's KV policies: {reason}. Set another "
+        "model in --speculative-config, or its method to ngram"
+    )
+
+
 def sliding_stage_specs(sliding: Mapping[int, Attention], layout: Layout) -> None:
     """Gives every layer that slides above a row cut the KV cache spec of its stage.
 
@@ -126,15 +178,17 @@ def policy_kv_cache_specs(
     sliding: Sequence[Attention] = (),
     numbers: Sequence[int] = (),
     everywhere: Sequence[int] = (),
+    has_drafter: bool = False,
 ) -> None:
     """Gives every policy layer the KV cache spec of its stage; all others keep vLLM's own.
 
     Args:
-        attention: of the policy layers, in order. others: layers that are none.
+        attention: of the policy layers, in order. others: layers of the model that are none.
         sliding: the attention of those that slide.
         numbers: by which stages know the policy layers, if not by their order.
         everywhere: the numbers of all policy layers of the model, of which other workers of a
             pipeline may have some. KV groups are those of the whole model.
+        has_drafter: whether a draft model has KV groups of its own.
     """
     layout, numbered = settings.layout, dict(zip(numbers or count(), attention, strict=False))
     stages: list[list[int]] = [[] for _ in layout.stage_starts]
@@ -142,12 +196,17 @@ def policy_kv_cache_specs(
         stages[layout.stage_of(number)].append(number)
     sizes = [len(in_stage) for in_stage in stages]
     # Beside groups of its own, vLLM's choice of a group's size has to do.
-    buckets = None if others else buckets_of(sizes)
+    buckets = None if others or has_drafter else buckets_of(sizes)
     if others:
         logger.info(
             "KV policy %s: it is about the %d layers that have full attention. The other %d keep a "
             "window or a state, however long the context is.",
             *(settings.policy, sum(sizes), others),
+        )
+    elif has_drafter:
+        logger.info(
+            "KV policy %s: stages of %s layers. The draft model's layers follow no policy.",
+            *(settings.policy, " + ".join(map(str, sizes))),
         )
     else:
         logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
@@ -239,3 +298,4 @@ KVCacheSpecRegistry.register(
     LaterStageAttentionSpec, LaterStageKVCacheManager, LaterStageAttentionSpec
 )
 KVCacheSpecRegistry.register(SlidingStageSpec, SlidingStageKVCacheManager, SlidingStageSpec)
+KVCacheSpecRegistry.register(DraftAttentionSpec, FullAttentionManager, DraftAttentionSpec)

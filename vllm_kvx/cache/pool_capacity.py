@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_kvx.cache.group_size import blocks_per_token
 from vllm_kvx.cache.kv_cache_specs import (
+    DraftAttentionSpec,
     FirstStageAttentionSpec,
     LaterStageAttentionSpec,
     SlidingStageSpec,
@@ -21,7 +22,8 @@ from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import storage_of
 
-# In the place of a stage's number, of KV groups that are vLLM's own: of windows and states.
+# In the place of a stage's number, of KV groups that are vLLM's own: of windows, states and draft
+# models.
 VLLMS_OWN = -1
 
 
@@ -106,12 +108,17 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
 
 
 def _blocks_beside(spec: object, prompt_len: int, policy: KVPolicy, num_layers: int) -> int:
-    """Blocks that a prompt holds in a KV group of no policy layers: of a window, or of states."""
+    """Blocks that a prompt holds in a KV group of no policy layers.
+
+    Those of a window, of states, or of a draft model.
+    """
     if isinstance(spec, SlidingWindowSpec):
         held = prompt_len
         if isinstance(spec, SlidingStageSpec):
             where = spec.start_layer, spec.block_size, num_layers
             held = storage_of(policy, prompt_len, *where, slides=True).kept
         return cdiv(min(held, spec.sliding_window), spec.block_size) + 1
+    if isinstance(spec, DraftAttentionSpec):
+        return cdiv(prompt_len, spec.block_size)
     # The state that runs, and the one before it.
     return 2 if isinstance(spec, MambaSpec) else 0

@@ -42,6 +42,7 @@ CLASSES = {
         "vllm_kvx.cache.kv_cache_specs:FirstStageAttentionSpec",
         "vllm_kvx.cache.kv_cache_specs:LaterStageAttentionSpec",
         "vllm_kvx.cache.kv_cache_specs:SlidingStageSpec",
+        "vllm_kvx.cache.kv_cache_specs:DraftAttentionSpec",
         "vllm_kvx.cache.sliding_stage_manager:SlidingStageKVCacheManager",
         "vllm_kvx.worker.model_state:PolicyModelState",
         "vllm_kvx.worker.model_state:PolicyHybridModelState",

@@ -1,10 +1,22 @@
 """What a server with policies refuses of speculative decoding, and what to change: one row each."""
 
-from vllm_kvx.server.pipeline_checks import in_pipeline
-from vllm_kvx.server.start_refusal import DRAFTS, Refusal, asked_connector
+from typing import TYPE_CHECKING
 
-# What drafts tokens without a model, and so without layers of its own.
-WITHOUT_MODEL = ("ngram", "ngram_gpu")
+from vllm_kvx.config.policy_layers import is_mixed
+from vllm_kvx.server.pipeline_checks import in_pipeline
+from vllm_kvx.server.start_refusal import DRAFTS, MODEL, Refusal, asked_connector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# What drafts tokens by the text alone, and not by the hidden states of the model.
+BY_TEXT = ("ngram", "ngram_gpu", "draft_model")
+
+
+def _has_draft_model(c: "VllmConfig") -> bool:
+    drafter = c.speculative_config
+    return drafter is not None and drafter.method == "draft_model"
+
 
 # Where tokens are drafted (``Layout.drafts``).
 WITH_DRAFTS: tuple[Refusal, ...] = (
@@ -15,10 +27,17 @@ WITH_DRAFTS: tuple[Refusal, ...] = (
         DRAFTS,
     ),
     Refusal(
-        lambda c: c.speculative_config and c.speculative_config.method not in WITHOUT_MODEL,
-        "draft models, EAGLE and MTP are not supported yet: set the method of --speculative-config "
-        "to ngram, which drafts from the text so far, or drop --speculative-config",
+        lambda c: c.speculative_config and c.speculative_config.method not in BY_TEXT,
+        "EAGLE, MTP and others that draft by the model's hidden states are not supported yet: set "
+        "the method of --speculative-config to ngram, which drafts from the text so far, or to "
+        "draft_model, or drop --speculative-config",
         DRAFTS,
+    ),
+    Refusal(
+        lambda c: _has_draft_model(c) and is_mixed(c.model_config),
+        "some layers of this model slide over a window or keep a state, and a draft model was "
+        "never tried beside them: set the method of --speculative-config to ngram, or drop it",
+        MODEL,
     ),
     Refusal(
         lambda c: c.speculative_config and c.model_config.is_hybrid,

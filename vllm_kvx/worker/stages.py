@@ -5,7 +5,11 @@ from typing import NamedTuple
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs, sliding_stage_specs
+from vllm_kvx.cache.kv_cache_specs import (
+    draft_specs,
+    policy_kv_cache_specs,
+    sliding_stage_specs,
+)
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.worker.pipeline import layers_of_rank
@@ -27,8 +31,8 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> L
     """Gives the layers of `model` their KV cache specs; returns the stages of its policy layers.
 
     Raises:
-        ValueError: other layers slide than the model's configuration says, or rows would leave
-            within the layers of a pipeline's rank.
+        ValueError: other layers slide than the model's configuration says, rows would leave
+            within the layers of a pipeline's rank, or a draft model's layers have no room.
     """
     attention, layout = model.attention_layers(), settings.layout
     policy_layers = {layer.layer_name for layer in attention}
@@ -71,6 +75,12 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> L
     num_layers = config.model_config.get_total_num_hidden_layers()
     # Of a pipeline every rank forms the stages of the whole model.
     everywhere = range(total) if is_shared else numbers
-    policy_kv_cache_specs(attention, settings, num_layers - total, others, numbers, everywhere)
+    # A draft model is loaded after the one that it drafts for.
+    drafts = [layer for layer in others if layer.is_draft_layer]
+    slides = [layer for layer in others if not layer.is_draft_layer]
+    shared = numbers, everywhere, bool(drafts)
+    policy_kv_cache_specs(attention, settings, num_layers - total, slides, *shared)
+    if drafts and (spec := attention[0].get_kv_cache_spec(config)) is not None:
+        draft_specs(drafts, spec.page_size_bytes)
     sliding_stage_specs(above, layout)
     return LayerStages(first, total, [layout.stage_of(number) for number in numbers])
