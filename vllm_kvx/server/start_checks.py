@@ -120,20 +120,20 @@ WITH_POLICY: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: asked_connector(c) not in (None, *CONNECTORS),
-        f"of KV connectors, policies know {' and '.join(CONNECTORS)} (which --kv-offloading-size "
-        "sets up): name one of these as kv_connector, or drop --kv-transfer-config",
+        f"policies know {' and '.join(CONNECTORS)} as KV connectors (--kv-offloading-size sets up "
+        "the first), and no other: name one of these as kv_connector, or drop --kv-transfer-config",
         CONNECTOR,
     ),
     Refusal(
         lambda c: asked_connector(c) and is_mixed(c.model_config),
-        "of models where only some layers have full attention, KV connectors are not supported "
-        "yet: drop --kv-transfer-config and --kv-offloading-size",
+        "KV connectors are not supported yet where only some layers of a model have full "
+        "attention: drop --kv-transfer-config and --kv-offloading-size",
         CONNECTOR,
     ),
     Refusal(
         lambda c: getattr(getattr(c, "aux_output_config", None), "enabled", False),
-        "experts that tokens were routed to are told by rows of a whole batch: drop "
-        "--enable-return-routed-experts",
+        "which experts tokens were routed to is recorded by rows of a whole batch, which policies "
+        "may run in parts: drop --enable-return-routed-experts",
     ),
     Refusal(
         lambda c: c.ec_transfer_config and c.ec_transfer_config.ec_connector,
