@@ -6,11 +6,11 @@ Counted are the names of vLLM's registry of text generation, and apart from them
 that also read images or sound, of which policies serve the text. A model is judged by the classes
 that its own class reaches (`model_code`), and one that wraps a language model by that as well.
 Layers that slide over a window are a matter of a checkpoint's configuration: models whose code
-knows windows are told apart, and where some layers slide, speed-K and policies that retain or
-retrieve remain. Where a wrapper takes the language model that a checkpoint names, its own code is
-an upper bound, and is counted as such. The models of vLLM's recipes are counted besides, see
-`recipes`. What only a loaded model shows, such as unequal heads, is
-not counted.
+knows windows are told apart, and where some layers slide, speed-K, methods that select at a layer
+with full attention, and policies that retain or retrieve remain. Where a wrapper takes the language
+model that a checkpoint names, its own code is an upper bound, and is counted as such. The models of
+vLLM's recipes are counted besides, see `recipes`. What only a loaded model shows, such as unequal
+heads, is not counted.
 """
 
 import argparse
