@@ -73,12 +73,12 @@ class KVLayers:
         return words + f"a policy that keeps {kept:.0%} there saves {share * (1 - kept):.0%} of it"
 
     def bounds(self, lengths: Sequence[int]) -> str:
-        """What no policy saves more than, at each of these lengths of a prompt."""
+        """The most that policies save which only retain or retrieve, at each of these lengths."""
         shares = " and ".join(f"{self.share(each):.0%} at {each:,} tokens" for each in lengths)
         return (
             f"kept and read are of the {self.full} of {self.total} layers that have full "
-            f"attention. They hold {shares} of the model's KV{self._left_out()}: no policy saves "
-            "more."
+            f"attention. They hold {shares} of the model's KV{self._left_out()}: no policy that "
+            "only retains or retrieves saves more."
         )
 
     def _left_out(self) -> str:
