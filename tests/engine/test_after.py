@@ -7,6 +7,7 @@ import pytest
 from reference.after import After
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
+from reference.pyramidkv import Pyramid
 from support.engine import running
 from support.expected import FULL, Policy
 from support.parity import ask, assert_parity, assert_parity_preempted, in_turn, room_for
@@ -21,6 +22,8 @@ POLICIES: list[Policy] = [
     After(Keep(kv_rate=0.1, window=3, kernel=1), 1),
     Keep(kv_rate=0.2),
     After(Keep(kv_budget=40), 40),
+    # Its lowest layer keeps the whole prompt.
+    After(Pyramid(kv_rate=0.6, groups=8), 5),
     FULL,
 ]
 

@@ -4,7 +4,7 @@ Nothing of the prompt goes before `after` generated tokens are in, and none of t
 first generated tokens are run behind the prompt in one pass, which sees all.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,21 @@ from . import criticalkv, fastkv
 from .criticalkv import Critical
 from .fastkv import Context, Keep, KeptResult, block, decode, load
 from .masked import embed, layers_of, log_softmax, output_weight
+from .pyramidkv import Pyramid
 
 
 @dataclass(frozen=True)
 class After:
     """`keep`, whose rates are of the prompt alone, once `after` generated tokens are in."""
 
-    keep: Keep | Critical
+    keep: Keep | Critical | Pyramid
     after: int
+
+    def caps(self, layers: int, prompt_len: int) -> list[int]:
+        """The most rows of the prompt that a KV head retains, by layer."""
+        if isinstance(self.keep, Pyramid):
+            return self.keep.caps(layers, prompt_len)
+        return [self.keep.cap(prompt_len)] * layers
 
 
 @torch.no_grad()
@@ -37,21 +44,22 @@ def score(
     tokens = [*prompt, *first]
     context = Context([], len(tokens), [], list(range(len(tokens))), float("inf"))
     positions = torch.arange(len(tokens))
-    cap, window = policy.keep.cap(len(prompt)), policy.keep.window
-    longer = replace(
-        policy.keep, window=window + policy.after, kv_budget=cap + policy.after, kv_floor=0
-    )
+    keep, more = policy.keep, policy.after
+    by_values = isinstance(keep, Critical) or getattr(keep, "score", "") == "critical"
     hidden = embed(model, tokens)
     layers: Any = layers_of(model)
-    for layer in layers:
+    caps = policy.caps(len(layers), len(prompt))
+    for layer, cap in zip(layers, caps, strict=True):
         hidden, key, value, probs = block(model, layer, hidden, positions, None)
         rows, slack = positions.expand(key.shape[0], -1), float("inf")
-        if len(first) == policy.after:
-            if isinstance(longer, Critical):
+        if len(first) == more:
+            by: dict[str, int] = {"window": keep.window + more, "kv_budget": cap + more}
+            by["kernel"] = keep.kernel
+            if by_values:
                 weight = output_weight(layer)
-                rows, slack = criticalkv.retain(probs, value, weight, len(tokens), longer)
+                rows, slack = criticalkv.retain(probs, value, weight, len(tokens), Critical(**by))
             else:
-                rows, slack = fastkv.retain(probs, key.shape[0], positions, len(tokens), longer)
+                rows, slack = fastkv.retain(probs, key.shape[0], positions, len(tokens), Keep(**by))
         context.slack = min(context.slack, slack)
         context.retained.append(rows.tolist())
         gather = rows[:, :, None].expand(-1, -1, key.shape[2])

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_kvx.config.settings import KVSettings
+from vllm_kvx.policy.layout import check_fits
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.server.pipeline_checks import has_rank_without_policy_layers
 
 TWO_RANKS = {"dtype": "float32", "pipeline_parallel_size": 2}
@@ -40,6 +43,11 @@ def test_what_runs(make_config, policy: str, room: list[str]) -> None:
         ("swiftkv-4", [], r"swiftkv-K projects .* --pipeline-parallel-size 1"),
         ("fastkv:tsp_layer=3", [], r"selected tokens run .* --pipeline-parallel-size 1"),
         ("structkv:pivot=online", [], r"selected tokens run .* --pipeline-parallel-size 1"),
+        (
+            "snapkv",
+            ["structkv:struct_rate=1,granularity=block,pivot=3"],
+            r"ranks whole blocks .* granularity=token",
+        ),
         # Requests may name gemfilter:layer=3 there.
         ("speed-4", ["snapkv"], r"selected tokens run .* score by a window \(snapkv"),
     ],
@@ -55,6 +63,21 @@ def test_rows_of_adapters_do_not_leave(make_config) -> None:
     with pytest.raises(ValueError, match="some rows leave before it: drop --enable-lora"):
         make_config("speed-4", enable_lora=True, **TWO_RANKS)
     make_config("snapkv", enable_lora=True, **TWO_RANKS)
+
+
+def test_a_request_may_not_rank_blocks(make_config) -> None:
+    """Where a server without that policy has all that it needs."""
+    settings = KVSettings.from_vllm_config(make_config("pyramidkv", **TWO_RANKS))
+    assert settings is not None
+    blocks = settings.parse("structkv:struct_rate=1,granularity=block,pivot=3")
+    with pytest.raises(PolicyError, match="ranks whole blocks"):
+        check_fits(blocks, settings.layout, settings.num_layers)
+
+
+def test_connectors_are_refused(make_config) -> None:
+    offloads = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    with pytest.raises(ValueError, match=r"KV connectors were never tried .* in a pipeline"):
+        make_config("fier-64", kv_transfer_config=offloads, **TWO_RANKS)
 
 
 def test_where_ranks_begin_is_vllms_choice(make_config, monkeypatch) -> None:
@@ -79,6 +102,8 @@ def test_rows_do_not_leave_where_layers_slide(make_config, model_dir) -> None:
     with pytest.raises(ValueError, match="slide over a window, and rows do not leave"):
         make_config("speed-4", model=gemma, **TWO_RANKS)
     make_config("snapkv", model=gemma, **TWO_RANKS)
+    with pytest.raises(ValueError, match="retrieval was never tried in a pipeline"):
+        make_config("fier-64", model=gemma, **TWO_RANKS)
 
 
 def config_of(kinds: list[str], ranks: int) -> Any:

@@ -253,11 +253,17 @@ SERVERS: dict[str, Server] = {
     ),
     "after": Server(
         "snapkv:window=2,kv_rate=0.4,kv_floor=0,after=4",
-        (f"{_PYRAMID},after=9", "snapkv:kv_floor=0,window=3", "criticalkv:kv_floor=0,window=3"),
+        (
+            f"{_PYRAMID},groups=8,after=9",
+            "snapkv:kv_floor=0,window=3",
+            "criticalkv:kv_floor=0,window=3",
+        ),
         (
             "snapkv:window=2,kv_rate=0.4,kv_floor=0,after=4",
             "snapkv:window=3,kv_rate=0.2,kv_floor=0,after=1",
             f"{_PYRAMID},kv_rate=0.3,groups=4,after=7",
+            # The lowest stage keeps the whole prompt.
+            f"{_PYRAMID},kv_rate=0.6,groups=8,after=5",
             "criticalkv:window=2,kv_rate=0.3,kv_floor=0,after=10",
             "snapkv:kv_floor=0,window=3",
             "full",

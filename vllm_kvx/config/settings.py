@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvx.config.disabled import DISABLE_KEY, disabled_parts
 from vllm_kvx.config.environment import refuse_replaced
 from vllm_kvx.config.policy_layers import num_policy_layers, windows_of
+from vllm_kvx.config.server_layout import on_server
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.config.spelling import has_prefix, misspelling
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
@@ -206,8 +207,7 @@ class KVSettings:
         count = num_policy_layers(model) or num_layers
         if count != num_layers and not settings.layout.propagates:
             settings = cls.of(config, count)
-        drafts = vllm_config.speculative_config is not None
-        settings = replace(settings, layout=replace(settings.layout, drafts=drafts))
+        settings = replace(settings, layout=on_server(settings.layout, vllm_config))
         if not settings.layout.stash:
             if STASH_KEY in config:
                 raise ValueError(

@@ -103,6 +103,7 @@ class Layout:
     windows: of a server that propagates, the layers that slide; None if none do. Above the first
         row cut they are in stages of their own, below it vLLM's own business.
     drafts: True if tokens are drafted, and computed before it is known whether they stay.
+    pipeline: True if several ranks have parts of the layers.
     """
 
     later_starts: tuple[int, ...]
@@ -116,6 +117,7 @@ class Layout:
     projects: bool = False
     windows: Windows | None = None
     drafts: bool = False
+    pipeline: bool = False
 
     @property
     def sliding(self) -> tuple[int, ...]:
@@ -256,6 +258,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.drafts and (problem := beside_drafts(policy)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
+    if layout.pipeline and (problem := in_a_pipeline(policy)):
+        raise PolicyError(f"{policy} does not fit this server: {problem}")
     missing = [layer for layer in needed.later_starts if layer not in layout.later_starts]
     needs = [f"a split at {_layers(missing)}"] if missing else []
     only_groups = set(layout.later_starts) - set(layout.row_cuts)
@@ -296,6 +300,16 @@ def beside_drafts(policy: KVPolicy) -> str | None:
         return (
             f"{policy} waits for generated tokens, which no test drafts: drop "
             "--speculative-config, or leave out after="
+        )
+    return None
+
+
+def in_a_pipeline(policy: KVPolicy) -> str | None:
+    """Why `policy` cannot run where several ranks have parts of the layers; None if it can."""
+    if policy.retain is not None and policy.retain.unit == "block":
+        return (
+            f"{policy} ranks whole blocks by a sum over layers that several ranks of the pipeline "
+            "have: use granularity=token, or set --pipeline-parallel-size 1"
         )
     return None
 

@@ -103,9 +103,9 @@ def storage_of(
     kept = rows
     if policy.retain is not None:
         kept = policy.retain.kept(prompt_len, rows, layer, block_size, num_layers)
-    if kept == prompt_len:
-        return Storage(prompt_len, gap, peak, NO_GAP)
     more = policy.num_generated
+    if kept == prompt_len:
+        return Storage(prompt_len + more, gap, peak + more, NO_GAP)
     return Storage(prompt_len + more, gap, peak + more, Gap(kept, prompt_len - kept))
 
 

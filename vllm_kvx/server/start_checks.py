@@ -125,6 +125,12 @@ WITH_POLICY: tuple[Refusal, ...] = (
         CONNECTOR,
     ),
     Refusal(
+        lambda c: asked_connector(c) and in_pipeline(c),
+        "KV connectors were never tried with policies in a pipeline: set --pipeline-parallel-size "
+        "1, or drop --kv-transfer-config and --kv-offloading-size",
+        CONNECTOR,
+    ),
+    Refusal(
         lambda c: asked_connector(c) and is_mixed(c.model_config),
         "KV connectors are not supported yet where only some layers of a model have full "
         "attention: drop --kv-transfer-config and --kv-offloading-size",
@@ -294,6 +300,11 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         f"retrieval knows head dimensions of {', '.join(map(str, HEAD_DIMS))}: serve another "
         "model, or drop fier or quest from the KV policy",
         MODEL,
+    ),
+    Refusal(
+        lambda c: in_pipeline(c) and is_mixed(c.model_config),
+        "retrieval was never tried in a pipeline of a model only some of whose layers have full "
+        f"attention: {ONE_RANK}, or drop fier or quest from the KV policy",
     ),
     Refusal(
         lambda c: asked_backend(c) in NO_SIDECAR,

@@ -11,7 +11,7 @@ from vllm_kvx.config.settings import (
     KVSettings,
     policy_is_set,
 )
-from vllm_kvx.policy.layout import beside_drafts
+from vllm_kvx.policy.layout import beside_drafts, in_a_pipeline
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
@@ -68,7 +68,8 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     known = list(rows)
     if any(part.unmeasured is not None for part in parts_of(config)):
         # What is measured is where tokens leave.
-        known += applying((*WITH_PROPAGATION, *WITH_SELECTION), vllm_config)
+        parts = (*WITH_PARTIAL_PREFIXES, *WITHOUT_WHOLE_PROMPTS, *WITH_DRAFTS)
+        known += applying((*WITH_PROPAGATION, *WITH_SELECTION, *parts), vllm_config)
     try:
         # Measuring may take minutes, which a server that cannot run need not spend.
         sources = find_measured(vllm_config, identity, may_measure=not known)
@@ -153,6 +154,8 @@ def _layout_problems(
     if layout.drafts:
         rows += applying(WITH_DRAFTS, vllm_config)
         problems += dict.fromkeys(filter(None, map(beside_drafts, settings.policies)))
+    if layout.pipeline:
+        problems += dict.fromkeys(filter(None, map(in_a_pipeline, settings.policies)))
     if layout.selects:
         rows += applying(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:

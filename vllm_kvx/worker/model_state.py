@@ -73,7 +73,7 @@ class PolicyModelState(DefaultModelState):
         if isinstance(model, SegmentedModel):
             model.weights_are_loaded()
         first, num_layers, stages = set_specs(self.hooked, vllm_config, settings)
-        self.cuts = cuts_of(layout, attention, vllm_config)
+        self.cuts = cuts_of(layout, self.hooked.every_layer(), vllm_config)
         if num_layers > len(attention):  # All layers of a pipeline's rank run the same rows.
             self.cuts = Cuts((first,), frozenset())
         # The segment of the decoder that each KV stage begins in.

@@ -1,0 +1,16 @@
+"""What else runs on a server, as far as it decides which policies can."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_kvx.policy.layout import Layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def on_server(layout: Layout, vllm_config: "VllmConfig") -> Layout:
+    """`layout`, with drafted tokens and several ranks where the server has them."""
+    drafts = vllm_config.speculative_config is not None
+    ranks = vllm_config.parallel_config.pipeline_parallel_size
+    return replace(layout, drafts=drafts, pipeline=ranks > 1)
