@@ -138,6 +138,8 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     refused |= set(reasons(WITH_POLICY, changed(stock, EXECUTOR, older)))
     refused |= set(reasons(WITH_POLICY, several_engines(stock, "ray")))
     refused |= set(reasons(WITH_POLICY, pipeline_of_kinds(stock)))
+    pipeline = changed(stock, "parallel_config.pipeline_parallel_size", 2)
+    refused |= set(reasons(WITH_POLICY, changed(pipeline, "kv_transfer_config", Connector())))
     hybrid = changed(stock, "model_config.is_hybrid", True)
     refused |= set(reasons(WITH_POLICY, changed(hybrid, "kv_transfer_config", Connector())))
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
@@ -280,7 +282,10 @@ def test_rows_where_pages_hold_a_sidecar(stock, monkeypatch, tmp_path) -> None:
         (found,) = reasons(WITH_RETRIEVAL, changed(stock, path, value))
         assert names in found
         refused.append(found)
-    refused.insert(2, layers_in_blocks(stock, monkeypatch, tmp_path))
+    pipeline = changed(stock, "parallel_config.pipeline_parallel_size", 2)
+    (found,) = reasons(WITH_RETRIEVAL, changed(pipeline, "model_config.is_hybrid", True))
+    refused.insert(1, found)
+    refused.insert(3, layers_in_blocks(stock, monkeypatch, tmp_path))
     assert refused == [row.reason for row in WITH_RETRIEVAL], "a row without a case"
     for works in (32, 64, 128, 256):
         assert not reasons(
