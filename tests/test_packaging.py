@@ -15,6 +15,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from support.nightly import nightly
 from support.nvcc import make_nvcc
 
 import vllm_kvx
@@ -207,6 +208,7 @@ def test_ops_of_an_installed_wheel(wheel: Path, environment: Environment, cuda_h
     assert not environment.package.exists(), "nothing is left of what was built"
 
 
+@nightly
 def test_ops_that_are_built_in_a_checkout_beside(
     wheel: Path, checkout: Path, environment: Environment, cuda_home: Path, tmp_path: Path
 ) -> None:
@@ -222,6 +224,7 @@ def test_ops_that_are_built_in_a_checkout_beside(
     assert environment.found() == [built] != [other]
 
 
+@nightly
 def test_ops_of_an_editable_install(
     checkout: Path, environment: Environment, cuda_home: Path, tmp_path: Path
 ) -> None:

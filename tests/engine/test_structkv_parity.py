@@ -134,6 +134,7 @@ def test_lengths_around_every_edge(tiny: Callable[..., Path], struct: Struct) ->
     assert_close(alone, picked)
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_window_spread_over_chunks(tiny: Callable[..., Path]) -> None:
     """Steps with less room than a window: running requests leave two to eight tokens."""

@@ -14,6 +14,7 @@ from reference import speed
 from reference.models import build_model
 from safetensors.torch import load_file, save_file
 from support.models import LOOKUP
+from support.nightly import nightly
 from support.prompts import VOCAB, prompt_of
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
@@ -198,6 +199,7 @@ def test_cutoffs_are_thinned(
 # The demo checkpoint, tuned for cutoffs 4 to 6.
 
 
+@nightly
 def test_diagnosis_of_the_demo_checkpoint(
     diagnose: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

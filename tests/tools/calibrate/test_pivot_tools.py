@@ -326,6 +326,7 @@ def recovery_by_hand(
     return result
 
 
+@nightly
 def test_diagnosis_of_the_demo_checkpoint(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

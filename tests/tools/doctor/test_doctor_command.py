@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import LOOKUP
+from support.nightly import nightly
 
 from vllm_kvx.cli import main
 from vllm_kvx.tools.doctor import command, report
@@ -105,6 +106,7 @@ def test_a_broken_torch_is_a_finding(tmp_path: Path, code: str, says: str) -> No
     assert len(said(found, "measured", "note")) == 2
 
 
+@nightly
 def test_a_broken_vllm_is_a_finding(tmp_path: Path) -> None:
     done = doctor(tmp_path, "--kv-policy", "fier-512", **broken(tmp_path, "vllm", CRASHES))
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr

@@ -87,6 +87,7 @@ def whole(tmp_path_factory):
     return directory
 
 
+@nightly
 def test_a_killed_run_goes_on_to_the_same_losses(whole, tmp_path):
     directory = begin(tmp_path / "killed")
     command = [sys.executable, "-m", "vllm_kvx.tools.tune_speed.train", str(directory)]
@@ -111,6 +112,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(whole, tmp_path):
     )
 
 
+@nightly
 def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(whole, tmp_path):
     directory = tmp_path / "copy"
     shutil.copytree(whole, directory)
@@ -184,6 +186,7 @@ def test_every_token_weighs_the_same_in_all_batches(tmp_path):
             assert (some.grad - expected).norm() < 1e-3 * expected.norm(), name
 
 
+@nightly
 def test_batches_at_full_depth_keep_the_weights_what_they_were(tmp_path, monkeypatch):
     """They are as many as the job says, and one such loses nothing before anything is learnt."""
     seen, students = [], []
@@ -220,6 +223,7 @@ def test_batches_at_full_depth_keep_the_weights_what_they_were(tmp_path, monkeyp
     assert found[1][1] < 0.7 * found[0][1]
 
 
+@nightly
 def test_agreement_is_told_by_kind_and_length(whole):
     found = losses(whole)["before"]
     held_out = examples()[: JOB.held_out]

@@ -243,6 +243,7 @@ def test_runs_of_before_an_option_go_on(tuned: Path, tmp_path: Path) -> None:
         command.check_out(out, job, plan)
 
 
+@nightly
 def test_another_cutoff_learns_from_the_same_answers(
     tuned: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -319,6 +320,7 @@ def test_all_weights_learn_given_answers(
     assert nats[1] < 0.7 * nats[0]
 
 
+@nightly
 def test_a_loss_that_is_not_finite_ends_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,6 +333,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     assert read(out) is None and not (out / "model.safetensors").exists()
 
 
+@nightly
 def test_a_killed_command_goes_on(
     tmp_path: Path, in_this_process: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
