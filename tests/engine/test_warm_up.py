@@ -84,7 +84,7 @@ def test_ranks_of_experts_agree_on_room(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(module.distributed, "all_reduce", reduce)
     settings: Any = SimpleNamespace(
-        policies=[parse_policy("snapkv")], layout=SimpleNamespace(stash=False)
+        policies=[parse_policy("snapkv")], layout=SimpleNamespace(stash=False, windows=None)
     )
     for ranks, is_moe, expected in ((2, True, 7), (2, False, 20), (1, True, 20)):
         runner: Any = SimpleNamespace(
