@@ -232,8 +232,8 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
         tiny(),
         named(SERVED[0]),
         config=room_for(policies),
-        # 448 tokens in every layer, however layers are grouped.
-        kv_cache_memory_bytes=7 << 18,
+        # 320 tokens in every layer, however layers are grouped.
+        kv_cache_memory_bytes=5 << 18,
         max_model_len=256,
         max_num_seqs=4,
         max_num_batched_tokens=40,

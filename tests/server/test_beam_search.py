@@ -23,7 +23,12 @@ def test_refused_under_a_policy_only(config: dict[str, str], refused: bool) -> N
         served_model_name="beams",
     )
     processor = SimpleNamespace(
-        vllm_config=SimpleNamespace(additional_config=config, model_config=model_config)
+        vllm_config=SimpleNamespace(
+            additional_config=config,
+            model_config=model_config,
+            speculative_config=None,
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        )
     )
     resolve = with_request_checks(lambda self, params: "asked vLLM")
     assert resolve(processor, SamplingParams()) == "asked vLLM"

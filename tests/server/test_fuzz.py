@@ -289,6 +289,8 @@ def test_a_server_has_settings_or_does_not_start(config: Any) -> None:
             max_model_len=512,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
     try:
         found = KVSettings.from_vllm_config(vllm_config)

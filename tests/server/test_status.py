@@ -56,6 +56,7 @@ class Engine:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             quant_config=None,
+            speculative_config=None,
             parallel_config=SimpleNamespace(
                 _api_process_rank=rank,
                 _api_process_count=count,
