@@ -196,9 +196,9 @@ def test_weights_of_experts_and_of_quantized_models(tmp_path: Path) -> None:
 
 def test_flags_that_are_refused_are_all_named(doctor) -> None:
     flags = ("--enable-prompt-embeds", "--pipeline-parallel-size", "2", *ON_CPU)
-    (problem,) = doctor("speed-4", serve_args=flags)("model", "flags")
+    (problem,) = doctor("speed-3", serve_args=flags)("model", "flags")
     assert problem.status == "problem"
-    assert problem.says.startswith("KV policy speed-4 cannot run in this configuration:")
+    assert problem.says.startswith("KV policy speed-3 cannot run in this configuration:")
     assert "drop --enable-prompt-embeds" in problem.says
     assert "--pipeline-parallel-size 1" in problem.says
 
