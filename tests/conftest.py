@@ -19,7 +19,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 LONG = (
     *("soak/test_soak_server.py", "soak/test_soak_engine.py", "engine/test_tensor_parallel.py"),
     *("server/test_serve.py", "tools/batch/test_batch_command.py"),
-    *("tools/tune_speed/test_training.py", "tools/tune_speed/test_tune_command.py"),
     *("engine/test_architectures.py", "simulation/test_simulation.py"),
     *("tools/evaluate/test_command.py", "engine/test_prefix_sharing.py"),
 )

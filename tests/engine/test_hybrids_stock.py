@@ -18,7 +18,7 @@ from support.prompts import prompts_of
 NAMES = tuple(hybrids.HYBRIDS)
 
 
-@pytest.mark.parametrize("name", by_day(NAMES, {NAMES.index("gemma3_text")}))
+@pytest.mark.parametrize("name", by_day(NAMES, ()))
 def test_stock_is_the_reference(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "qwen3_5_text":
         pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it")

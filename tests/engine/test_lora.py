@@ -17,7 +17,7 @@ from support import inside, options
 from support.adapters import Adapters, assert_merged
 from support.engine import Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
-from support.nightly import by_day
+from support.nightly import by_day, nightly
 from support.parity import assert_close, room_for
 from support.prompts import prompt_of, prompts_of
 
@@ -91,6 +91,7 @@ def test_no_prefix_crosses_adapters(engine: Engine, adapters: Adapters, policy: 
     engine.assert_idle()
 
 
+@nightly
 def test_preempted_with_adapters(engine: Engine, adapters: Adapters) -> None:
     """Thrown out at any step, a request comes back with its adapter."""
     policies = [POLICIES[i % 3] for i in range(4)]

@@ -184,6 +184,7 @@ def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
     assert_parity(model, answers, policies)
 
 
+@nightly
 @pytest.mark.usefixtures("dense_ops")
 def test_one_shot(tiny: Callable[..., Path]) -> None:
     """Whole prompts in one step, many at once; chunked prefill gives the same."""

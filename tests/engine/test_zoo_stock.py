@@ -18,7 +18,7 @@ from support.transformers_backend import keep_transformers_classes
 NAMES = tuple(zoo.ZOO)
 
 
-@pytest.mark.parametrize("name", by_day(NAMES, {NAMES.index(n) for n in ("glm4_moe", "olmo2")}))
+@pytest.mark.parametrize("name", by_day(NAMES, ()))
 def test_stock_is_the_reference(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete_cpu_router(monkeypatch)
     keep_transformers_classes(monkeypatch)

@@ -25,6 +25,9 @@ from vllm_kvx.tools.tune_speed.packs import Example
 from vllm_kvx.tools.tune_speed.student import Student
 from vllm_kvx.tools.tune_speed.visibility import Batch
 
+# Tuning is no part of a server, and takes minutes.
+pytestmark = nightly
+
 JOB = Job(
     model=str(LOOKUP),
     revision=None,
@@ -87,7 +90,6 @@ def whole(tmp_path_factory):
     return directory
 
 
-@nightly
 def test_a_killed_run_goes_on_to_the_same_losses(whole, tmp_path):
     directory = begin(tmp_path / "killed")
     command = [sys.executable, "-m", "vllm_kvx.tools.tune_speed.train", str(directory)]
@@ -112,7 +114,6 @@ def test_a_killed_run_goes_on_to_the_same_losses(whole, tmp_path):
     )
 
 
-@nightly
 def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(whole, tmp_path):
     directory = tmp_path / "copy"
     shutil.copytree(whole, directory)
@@ -125,7 +126,6 @@ def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(whole, tmp_path):
     assert not broken.exists()
 
 
-@nightly
 def test_two_processes_learn_what_one_does_in_larger_steps(tmp_path):
     """Batches of a step lie on two processes or follow each other on one: the gradient is one."""
     job = Job(**{**vars(JOB), "dropout": 0.0, "at_full_depth": 0.0})
@@ -186,7 +186,6 @@ def test_every_token_weighs_the_same_in_all_batches(tmp_path):
             assert (some.grad - expected).norm() < 1e-3 * expected.norm(), name
 
 
-@nightly
 def test_batches_at_full_depth_keep_the_weights_what_they_were(tmp_path, monkeypatch):
     """They are as many as the job says, and one such loses nothing before anything is learnt."""
     seen, students = [], []
@@ -223,7 +222,6 @@ def test_batches_at_full_depth_keep_the_weights_what_they_were(tmp_path, monkeyp
     assert found[1][1] < 0.7 * found[0][1]
 
 
-@nightly
 def test_agreement_is_told_by_kind_and_length(whole):
     found = losses(whole)["before"]
     held_out = examples()[: JOB.held_out]

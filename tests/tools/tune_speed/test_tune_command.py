@@ -49,7 +49,8 @@ ASKING = (*MADE, "--engine-args", json.dumps(ENGINE))
 LEARNING = ("--lr", "1e-3", "--hidden-loss", "0.5")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "one_thread_each")
+# Tuning is no part of a server, and takes minutes.
+pytestmark = [pytest.mark.usefixtures("one_thread", "one_thread_each"), nightly]
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +244,6 @@ def test_runs_of_before_an_option_go_on(tuned: Path, tmp_path: Path) -> None:
         command.check_out(out, job, plan)
 
 
-@nightly
 def test_another_cutoff_learns_from_the_same_answers(
     tuned: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -320,7 +320,6 @@ def test_all_weights_learn_given_answers(
     assert nats[1] < 0.7 * nats[0]
 
 
-@nightly
 def test_a_loss_that_is_not_finite_ends_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,7 +332,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     assert read(out) is None and not (out / "model.safetensors").exists()
 
 
-@nightly
 def test_a_killed_command_goes_on(
     tmp_path: Path, in_this_process: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,7 +381,6 @@ def test_examples_alone_and_then_the_rest(
     assert recorded(out).data["examples"] == 20
 
 
-@nightly
 def test_texts_are_asked_several_questions(tmp_path: Path) -> None:
     """By the model too, where no answer is known; and what they are is part of the record."""
     turned = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
