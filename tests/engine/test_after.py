@@ -8,10 +8,9 @@ from reference.after import After
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.pyramidkv import Pyramid
-from support.engine import running
 from support.expected import FULL, Policy
-from support.parity import ask, assert_parity, assert_parity_preempted, in_turn, room_for
-from support.prompts import EDGES, prompts_of
+from support.parity import assert_parity_and_again, assert_parity_preempted
+from support.prompts import EDGES
 
 from vllm_kvx.cache import admission
 
@@ -31,22 +30,7 @@ POLICIES: list[Policy] = [
 @pytest.mark.usefixtures("dense_ops")
 def test_parity(tiny: Callable[..., Path]) -> None:
     """In chunks and in a batch, at the edges of blocks and chunks; then over cached prefixes."""
-    model, lengths = tiny(), [*EDGES, 5, 9, 150, 180]
-    prompts, each = prompts_of(lengths), in_turn(POLICIES, len(lengths))
-    with running(
-        model,
-        "full",
-        config=room_for(POLICIES),
-        enable_prefix_caching=True,
-        max_model_len=512,
-        max_num_seqs=16,
-    ) as engine:
-        answers = ask(engine, prompts, each, max_tokens=44)
-        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
-        again = ask(engine, longer, each, max_tokens=9)
-        engine.assert_idle()
-    assert any(answer.cached for answer in again)
-    assert_parity(model, [*answers, *again], each * 2)
+    assert_parity_and_again(tiny(), [*EDGES, 5, 9, 150, 180], POLICIES, max_tokens=(44, 9))
 
 
 @pytest.mark.usefixtures("dense_ops")

@@ -31,10 +31,16 @@ def in_turn(policies: Sequence[Policy], count: int) -> list[Policy]:
     return [policies[i % len(policies)] for i in range(count)]
 
 
-def assert_parity_and_again(model: Any, lengths: Sequence[int], policies: Sequence[Policy]) -> None:
+def assert_parity_and_again(
+    model: Any,
+    lengths: Sequence[int],
+    policies: Sequence[Policy],
+    max_tokens: tuple[int, int] = (6, 4),
+) -> None:
     """In chunks beside each other, and again with what their prompts left in the prefix cache.
 
-    lengths: of the prompts, which take the policies in turn.
+    lengths: of the prompts, which take the policies in turn. max_tokens: of their answers, and of
+    those that come again.
     """
     prompts, each = prompts_of(lengths), in_turn(policies, len(lengths))
     with running(
@@ -45,9 +51,9 @@ def assert_parity_and_again(model: Any, lengths: Sequence[int], policies: Sequen
         max_model_len=512,
         max_num_seqs=16,
     ) as engine:
-        answers = ask(engine, prompts, each, max_tokens=6)
+        answers = ask(engine, prompts, each, max_tokens=max_tokens[0])
         longer = [[*prompt, 7, 8, 9] for prompt in prompts]
-        again = ask(engine, longer, each, max_tokens=4)
+        again = ask(engine, longer, each, max_tokens=max_tokens[1])
         engine.assert_idle()
     assert any(answer.cached for answer in again)
     assert_parity(model, [*answers, *again], each * 2)
