@@ -13,12 +13,12 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
-from support import inside, options
-from support.adapters import Adapters, assert_merged
-from support.engine import Engine, keep_in_process, running
+from support import options
+from support.adapters import Adapters, assert_merged, serving
+from support.engine import Engine
 from support.expected import FULL, Policy, Read, named
 from support.nightly import by_day, nightly
-from support.parity import assert_close, room_for
+from support.parity import assert_close
 from support.prompts import prompt_of, prompts_of
 
 POLICIES: list[Policy] = [
@@ -40,21 +40,7 @@ def adapters(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def engine(adapters: Adapters) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        keep_in_process(monkeypatch)
-        inside.use_dense_ops(monkeypatch)
-        with running(
-            adapters[None],
-            "full",
-            config=room_for(POLICIES),
-            enable_prefix_caching=True,
-            enable_lora=True,
-            max_loras=SLOTS,
-            max_lora_rank=8,
-            max_model_len=640,
-        ) as engine:
-            inside.poison_free_blocks(engine)
-            yield engine
+    yield from serving(adapters, POLICIES, SLOTS)
 
 
 def test_all_in_one_batch(engine: Engine, adapters: Adapters) -> None:

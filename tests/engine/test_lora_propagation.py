@@ -13,12 +13,12 @@ from reference.fastkv import Keep
 from reference.gemfilter import Filter
 from reference.structkv import Struct
 from reference.swiftkv import Swift
-from support import inside, options
-from support.adapters import Adapters, assert_merged
-from support.engine import Engine, keep_in_process, running
+from support import options
+from support.adapters import Adapters, assert_merged, serving
+from support.engine import Engine
 from support.expected import FULL, Online, Policy, Speed, named
 from support.nightly import by_day, nightly
-from support.parity import assert_close, room_for
+from support.parity import assert_close
 from support.prompts import prompt_of, prompts_of
 
 POLICIES: list[Policy] = [
@@ -39,27 +39,9 @@ def adapters(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     return Adapters(tiny(), tmp_path_factory.mktemp("adapters"), ADAPTERS)
 
 
-def serving(adapters: Adapters, policies: list[Policy]) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        keep_in_process(monkeypatch)
-        inside.use_dense_ops(monkeypatch)
-        with running(
-            adapters[None],
-            "full",
-            config=room_for(policies),
-            enable_prefix_caching=True,
-            enable_lora=True,
-            max_loras=SLOTS,
-            max_lora_rank=8,
-            max_model_len=640,
-        ) as engine:
-            inside.poison_free_blocks(engine)
-            yield engine
-
-
 @pytest.fixture(scope="module")
 def engine(adapters: Adapters) -> Iterator[Engine]:
-    yield from serving(adapters, POLICIES)
+    yield from serving(adapters, POLICIES, SLOTS)
 
 
 def assert_in_one_batch(engine: Engine, adapters: Adapters, policies: list[Policy]) -> None:
@@ -83,7 +65,7 @@ def test_projected_layers_and_pivots_that_are_found(adapters: Adapters) -> None:
 
     It stands before what needs `engine`: vLLM has one at a time in a process.
     """
-    for engine in serving(adapters, OTHERS):
+    for engine in serving(adapters, OTHERS, SLOTS):
         assert_in_one_batch(engine, adapters, OTHERS)
 
 

@@ -5,13 +5,15 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.engine import Answer
+from support import inside
+from support.engine import Answer, Engine, keep_in_process, running
 from support.expected import Policy
-from support.parity import assert_parity
+from support.parity import assert_parity, room_for
 
 RANK, ALPHA = 8, 16
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -91,3 +93,22 @@ def _projections(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, weight in sorted(weights.items()):
         if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight"):
             yield name, weight
+
+
+def serving(adapters: Adapters, policies: Sequence[Policy], slots: int) -> Iterator[Engine]:
+    """An engine of the base model for a module, whose adapters share `slots` for their weights."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        keep_in_process(monkeypatch)
+        inside.use_dense_ops(monkeypatch)
+        with running(
+            adapters[None],
+            "full",
+            config=room_for(policies),
+            enable_prefix_caching=True,
+            enable_lora=True,
+            max_loras=slots,
+            max_lora_rank=8,
+            max_model_len=640,
+        ) as engine:
+            inside.poison_free_blocks(engine)
+            yield engine
