@@ -14,6 +14,8 @@ _CLASSES = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
     "gemma3_text": "Gemma3",
+    "gpt_oss": "GptOss",
+    "qwen3_next": "Qwen3Next",
 }
 
 
@@ -25,6 +27,9 @@ class Shape:
         a token runs, and the intermediate size of each; 0 where the MLP is dense.
     full_every, window: one layer in so many has full attention, the last of them, and the others
         see so many tokens; 0 where all have full attention.
+    recurrent: what projections of a layer that keeps a state have in rows of `hidden` elements; the
+        others are such layers then, and not windows.
+    gated: attention's output goes through a gate, which is as large as the queries.
     """
 
     model_type: str
@@ -45,6 +50,8 @@ class Shape:
     dense_layers: int = 0
     full_every: int = 0
     window: int = 0
+    recurrent: int = 0
+    gated: bool = False
 
     @property
     def full_layers(self) -> int:
@@ -52,14 +59,21 @@ class Shape:
         return self.layers // self.full_every if self.full_every else self.layers
 
     def weights_of(self, layer: int) -> int:
-        """Elements of the matrices of `layer` that a token uses."""
-        return self._dense_weights if layer < self.dense_layers else self.layer_weights
+        """Elements of the matrices of `layer` that a token uses.
+
+        Layers with full attention are counted first, and those that keep a state behind them.
+        """
+        if layer < self.dense_layers:
+            return self._dense_weights
+        is_recurrent = self.recurrent and layer >= self.full_layers
+        return self.layer_weights + (self._recurrent_more if is_recurrent else 0)
 
     def all_read(self, tokens: float) -> float:
         """Elements of all matrices that a step of so many tokens reads, the head's too."""
         with_experts = self.layers - self.dense_layers
         layers = self.dense_layers * self._dense_weights + with_experts * self.weights_read(tokens)
-        return layers + self.head_weights
+        more = self._recurrent_more * (self.layers - self.full_layers) if self.recurrent else 0
+        return layers + more + self.head_weights
 
     @property
     def _dense_weights(self) -> int:
@@ -79,7 +93,12 @@ class Shape:
 
     @property
     def _attention(self) -> int:
-        return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return ((3 if self.gated else 2) * self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def _recurrent_more(self) -> int:
+        """What a layer that keeps a state has beyond one with attention."""
+        return self.hidden * (self.recurrent - self._attention)
 
     def weights_read(self, tokens: float) -> float:
         """Elements of one layer's matrices that a step of so many tokens reads.
@@ -103,6 +122,7 @@ class Shape:
             "num_experts": self.experts,
             "num_experts_per_tok": self.chosen,
             "moe_intermediate_size": self.expert_size,
+            **({"shared_expert_intermediate_size": self.shared_size} if self.shared_size else {}),
         }
         return {
             "architectures": [f"{_CLASSES[self.model_type]}ForCausalLM"],
@@ -121,7 +141,7 @@ class Shape:
             "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
             **(experts if self.experts else {}),
-            **(self._windows if self.full_every else {}),
+            **(self._windows if self.window else {}),
             **self.extra,
         }
 
@@ -144,6 +164,11 @@ class Shape:
         experts = Experts.of(config) or Experts(0, 0, 0)
         kinds = config.get("layer_types") or []
         slides = "sliding_attention" in kinds and "full_attention" in kinds
+        interval = config.get("full_attention_interval", 0)
+        keys, values = (
+            config.get(f"linear_num_{each}_heads", 0) * config.get(f"linear_{each}_head_dim", 0)
+            for each in ("key", "value")
+        )
         return cls(
             model_type=config["model_type"],
             layers=config["num_hidden_layers"],
@@ -159,14 +184,17 @@ class Shape:
             expert_size=experts.size,
             shared_size=experts.shared,
             dense_layers=experts.dense_layers,
-            full_every=kinds.index("full_attention") + 1 if slides else 0,
+            full_every=kinds.index("full_attention") + 1 if slides else interval,
             window=config["sliding_window"] if slides else 0,
+            # q, k, v, the gate and the output, and two numbers a head.
+            recurrent=2 * keys + 3 * values + 2 * config.get("linear_num_value_heads", 0),
+            gated=bool(interval),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """By field; what earlier versions did not have only where there is any."""
         optional = {"experts", "chosen", "expert_size", "shared_size", "dense_layers"}
-        optional |= {"full_every", "window"}
+        optional |= {"full_every", "window", "recurrent", "gated"}
         return {name: each for name, each in asdict(self).items() if each or name not in optional}
 
 
@@ -176,6 +204,27 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+_QWEN3_NEXT = {
+    "rms_norm_eps": 1e-6,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 SHAPES: dict[str, Shape] = {
     "llama-3.1-8b": Shape(
@@ -210,6 +259,28 @@ SHAPES: dict[str, Shape] = {
         },
         full_every=6,
         window=1024,
+    ),
+    # With `extra` by the names of its config: its experts are as wide as `intermediate_size` says.
+    "gpt-oss-20b": Shape(
+        *("gpt_oss", 24, 2880, 64, 8, 64, 2880, 201088, 131072, 150000.0),
+        extra={"num_local_experts": 32, "rms_norm_eps": 1e-5, "rope_parameters": _GPT_OSS_ROPE},
+        experts=32,
+        chosen=4,
+        expert_size=2880,
+        full_every=2,
+        window=128,
+    ),
+    # A third of Qwen3-Next-80B-A3B's 48 layers, which fits one card in 16 bits.
+    "qwen3-next-16-layers": Shape(
+        *("qwen3_next", 16, 2048, 16, 2, 256, 5120, 151936, 262144, 1e7),
+        extra=_QWEN3_NEXT,
+        experts=512,
+        chosen=10,
+        expert_size=512,
+        shared_size=512,
+        full_every=4,
+        recurrent=2 * 16 * 128 + 3 * 32 * 128 + 2 * 32,
+        gated=True,
     ),
     "tiny-hybrid": Shape(
         *("gemma3_text", 8, 64, 4, 2, 32, 128, 512, 4096),

@@ -52,6 +52,19 @@ def test_dense_layers_and_experts_that_every_token_runs() -> None:
     assert shapes.shape_of(shape.as_dict()) == replace(shape, rope_theta=5e5)
 
 
+def test_layers_that_keep_a_state() -> None:
+    """Qwen3-Next-80B-A3B: 80 billion weights, of which a token uses 3 billion in its layers."""
+    shape = replace(shapes.SHAPES["qwen3-next-16-layers"], layers=48)
+    assert shape.all_read(100_000) + shape.head_weights == pytest.approx(79.6e9, rel=1e-2)
+    used = sum(shape.weights_of(layer) for layer in range(shape.layers))
+    assert used + shape.head_weights == pytest.approx(3.6e9, rel=5e-2)
+    assert shape.full_layers == 12
+    # Entries of all that a step reads at 1,000 tokens are those of the layers with attention.
+    work = ideal.work_in(shape, None, 1000)
+    assert work is not None
+    assert sum(work.read) == 12_000
+
+
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_shape_survives_its_config(name: str) -> None:
     shape = shapes.SHAPES[name]
