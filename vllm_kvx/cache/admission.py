@@ -174,9 +174,7 @@ class PromptAdmission:
             return min(end, window_start) - start
         if window_start < end and (end < prompt.length or prompt.drafts):
             # What is generated takes steps of its own: the window cannot be in one chunk.
-            must_split = (
-                start >= window_start or end >= request.num_tokens or end == prompt.length
-            )
+            must_split = start >= window_start or end >= request.num_tokens or end == prompt.length
             if not (must_split and self._may_split(request.request_id)):
                 end = max(window_start, start)
         return end - start

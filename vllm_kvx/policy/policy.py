@@ -90,6 +90,16 @@ class KVPolicy:
         for part in self.parts:
             part.check_model(num_layers)
 
+    def check_length(self, prompt_len: int, max_model_len: int) -> None:
+        """Raise PolicyError unless what is drafted behind a prompt fits into the context, too."""
+        drafted = self.num_drafted(prompt_len)
+        if drafted and prompt_len + drafted > max_model_len:
+            raise PolicyError(
+                f"{self} drafts {drafted} tokens behind a prompt, and this one of {prompt_len} "
+                f"leaves room for {max_model_len - prompt_len} (--max-model-len {max_model_len}): "
+                f"shorten the prompt to {max_model_len - drafted} tokens, or leave out lookahead="
+            )
+
     def check_composition(self) -> None:
         """Raise PolicyError if its methods cannot work together."""
         propagate, retain = self.propagate, self.retain

@@ -213,8 +213,8 @@ class PolicyModelState(DefaultModelState):
         self.prefix_states.restore()
         if self.checks_blocks:
             numbers = len(self.starts), self.vllm_config.num_speculative_tokens
-            held = tables.num_blocks.np
-            check_blocks(step, self.group_stages, tables.block_sizes, held, *numbers)
+            sizes, held = tables.block_sizes, tables.num_blocks.np
+            check_blocks(step, self.group_stages, sizes, held, *numbers)
         for chunk in step.chunks:
             if chunk.is_last:
                 # From the next step on; what this one reads was copied to the device before.
@@ -389,9 +389,8 @@ class PolicyModelState(DefaultModelState):
 
     def reset_counters(self) -> None:
         """Forgets what was counted: vLLM's own requests, by which it warms up."""
-        sizes, before = self.stats.stage_sizes.tolist(), self.stats
-        policies = self.settings.counted_policies()
-        self.stats = PolicyStats(sizes, policies, before.num_layers, before.first_layer)
+        sizes, policies = self.stats.stage_sizes.tolist(), self.settings.counted_policies()
+        self.stats = PolicyStats(sizes, policies, self.stats.num_layers, self.stats.first_layer)
         self.memory.reset_counters()
         if self.retrieval is not None:
             self.retrieval.reset_counters()

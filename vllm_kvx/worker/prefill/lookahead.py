@@ -6,7 +6,7 @@ that the scheduler gave for this step alone. Beside the last one's attention key
 what stays is moved as it is where nothing is drafted. Neither sampler nor scheduler sees any of it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,10 +154,10 @@ def run_draft(
     model: as vLLM's runner calls it; `hooked` is the same with its hooks. hidden: (P, H) final
     states of the prompts' last tokens.
     """
-    pick: Callable[[Tensor], Tensor] = lambda states: model.compute_logits(states).argmax(-1).int()
+
     for now in draft.passes():
         states = hidden if now.rows is None else hidden.index_select(0, now.rows)
-        ids, batch = pick(states), now.batch
+        ids, batch = model.compute_logits(states).argmax(-1).int(), now.batch
         hooked.begin_step(StepPlan(hooks=hooks.during(now.work)))
         with set_forward_context(
             now.metadata,
