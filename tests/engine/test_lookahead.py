@@ -4,13 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
-from support.expected import FULL, Policy
-from support.parity import assert_parity_and_again, assert_parity_preempted
-from support.prompts import EDGES
+from support.engine import Engine, running, schedule_ahead
+from support.expected import FULL, Policy, named
+from support.parity import ATOL, assert_parity_and_again, assert_parity_preempted, room_for
+from support.prompts import EDGES, prompts_of
 
 from vllm_kvx.cache import admission
 
@@ -37,5 +39,72 @@ def test_parity(tiny: Callable[..., Path]) -> None:
 def test_preempted(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that comes in again is drafted again; two of them draft in one step at most."""
     monkeypatch.setattr(admission, "GENERATED_WINDOWS", 2)
+    schedule_ahead(monkeypatch, True)
     options = {"num_gpu_blocks_override": 24, "max_model_len": 512}
     assert_parity_preempted(tiny(), POLICIES[:4], **options)
+
+
+# What samplers keep of a request's tokens, and look at.
+SAMPLING = dict(temperature=1.0, seed=7, min_tokens=3, presence_penalty=1.5, top_p=0.9)
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_nothing_else_sees_the_draft(tiny: Callable[..., Path]) -> None:
+    prompts = prompts_of([180, 150, 90, 129])
+    some, more = (named(policy) for policy in (POLICIES[0], POLICIES[4]))
+    with running(tiny(), "full", config=room_for(POLICIES), max_model_len=256) as engine:
+        # The first token comes of the whole prompt, as without a policy.
+        for sampling in ({}, SAMPLING | {"min_tokens": 1}):
+            firsts = [
+                engine.generate([prompt], 1, policies=[name], **sampling)[0]
+                for prompt in prompts
+                for name in ("full", some, more)
+            ]
+            for full, *others in zip(*[iter(firsts)] * 3, strict=True):
+                assert {tuple(other.tokens) for other in others} == {tuple(full.tokens)}
+                assert all((o.logprobs - full.logprobs).abs() < ATOL for o in others)
+        # Sampled tokens are those that a request has alone, whoever drafts beside it.
+        names = [some, "full", more, some]
+        alone = [
+            engine.generate([prompt], 12, policies=[name], **SAMPLING)[0]
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+        beside = engine.generate(prompts, 12, policies=names, **SAMPLING)
+        assert [a.tokens for a in beside] == [a.tokens for a in alone]
+        _assert_prompt_logprobs(engine, prompts[1], ["full", more])
+        # Requests that end while others draft, one of them before it does.
+        ids = engine.submit(prompts, 6, names)
+        engine.step(2)
+        engine.abort(ids[:1])
+        assert sorted(map(len, engine.answered.values())) == [6, 6, 6]
+        engine.assert_idle()
+
+
+def _assert_prompt_logprobs(engine: Engine, prompt: list[int], names: list[str]) -> None:
+    """They are of final states that come before the draft."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    found = []
+    for name in names:
+        params = SamplingParams(
+            max_tokens=3, prompt_logprobs=0, detokenize=False, extra_args={"kv_policy": name}
+        )
+        (output,) = engine.llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False
+        )
+        rows = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        found.append(torch.tensor([row[token].logprob for row, token in rows]))
+    assert (found[0] - found[1]).abs().max() < ATOL
+
+
+def test_the_draft_fits_into_the_context(tiny: Callable[..., Path]) -> None:
+    prompts, name = prompts_of([217, 216]), named(POLICIES[4])
+    with running(tiny(), name, max_model_len=256) as engine:
+        with pytest.raises(ValueError, match="shorten the prompt to 216 tokens, or leave out"):
+            engine.generate(prompts[:1], 2)
+        assert len(engine.generate(prompts[1:], 40)[0].tokens) == 40
+        # All of it stays, so that nothing is drafted.
+        short = engine.generate([prompts[0][:40]], 2, policies=[name])
+        assert len(short[0].tokens) == 2
+        engine.assert_idle()
