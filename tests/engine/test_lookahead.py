@@ -7,10 +7,11 @@ import pytest
 import torch
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
+from reference.fier import Retrieve
 from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
 from support.engine import Engine, running, schedule_ahead
-from support.expected import FULL, Policy, named
+from support.expected import FULL, Policy, Read, named
 from support.parity import ATOL, assert_parity_and_again, assert_parity_preempted, room_for
 from support.prompts import EDGES, prompts_of
 
@@ -33,6 +34,18 @@ POLICIES: list[Policy] = [
 def test_parity(tiny: Callable[..., Path]) -> None:
     """In chunks and in a batch, at the edges of blocks and chunks; then over cached prefixes."""
     assert_parity_and_again(tiny(), [*EDGES, 5, 9, 150, 180], POLICIES, max_tokens=(24, 9))
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_beside_policies_that_run_in_passes(tiny: Callable[..., Path]) -> None:
+    """On a server whose decoder runs in ranges of layers, and whose pages have a sidecar."""
+    others: list[Policy] = [
+        Lookahead(Keep(kv_rate=0.2), 5),
+        Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.5),
+        Lookahead(Critical(kv_rate=0.3), 3),
+        Read(Retrieve(64)),
+    ]
+    assert_parity_and_again(tiny(), [180, 150, 129, 170, 90, 140, 160, 97], others)
 
 
 @pytest.mark.usefixtures("dense_ops")
