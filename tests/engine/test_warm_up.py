@@ -11,6 +11,7 @@ from support import inside
 from support.engine import running
 from support.prompts import prompt_of
 
+from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.worker import warm_up as module
@@ -84,9 +85,7 @@ def test_ranks_of_experts_agree_on_room(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "run_mixed_prefill_decode_warmup", run)
     monkeypatch.setattr(module, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(module.distributed, "all_reduce", reduce)
-    settings: Any = SimpleNamespace(
-        policies=[parse_policy("snapkv")], layout=SimpleNamespace(stash=False, windows=None)
-    )
+    settings: Any = SimpleNamespace(policies=[parse_policy("snapkv")], layout=Layout(()))
     for ranks, is_moe, expected in ((2, True, 7), (2, False, 20), (1, True, 20)):
         runner: Any = SimpleNamespace(
             kv_cache_config=SimpleNamespace(num_blocks=20),
