@@ -112,9 +112,11 @@ def _assert_prompt_logprobs(engine: Engine, prompt: list[int], names: list[str])
 
 
 def test_the_draft_fits_into_the_context(tiny: Callable[..., Path]) -> None:
+    from vllm.exceptions import VLLMValidationError
+
     prompts, name = prompts_of([217, 216]), named(POLICIES[4])
     with running(tiny(), name, max_model_len=256) as engine:
-        with pytest.raises(ValueError, match="shorten the prompt to 216 tokens, or leave out"):
+        with pytest.raises(VLLMValidationError, match="shorten the prompt to 216 tokens, or leave out"):
             engine.generate(prompts[:1], 2)
         assert len(engine.generate(prompts[1:], 40)[0].tokens) == 40
         # All of it stays, so that nothing is drafted.

@@ -96,7 +96,7 @@ class KVPolicy:
         if drafted and prompt_len + drafted > max_model_len:
             raise PolicyError(
                 f"{self} drafts {drafted} tokens behind a prompt, and this one of {prompt_len} "
-                f"leaves room for {max_model_len - prompt_len} (--max-model-len {max_model_len}): "
+                f"leaves room for {max_model_len - prompt_len} (max_model_len {max_model_len}): "
                 f"shorten the prompt to {max_model_len - drafted} tokens, or leave out lookahead="
             )
 

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+
 from vllm_kvx.compat.wrapping import wrap_once
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.server.refusal_reasons import Reason, count_for, refusing
+from vllm_kvx.server.refusal_reasons import Reason, count_for
 
 
 def name_policies(tell: Callable[[str], None] | None = None) -> None:
@@ -49,8 +52,12 @@ def _naming(tell: Callable[[str], None] | None, original: Callable[..., Any]) ->
 
 def _check_length(vllm_config: Any, policy: KVPolicy, prompt_len: int) -> None:
     model = vllm_config.model_config
-    with refusing(Reason.NO_ROOM, count_for(str(model.served_model_name))):
+    try:
         policy.check_length(prompt_len, model.max_model_len)
+    except PolicyError as error:
+        count_for(str(model.served_model_name))(Reason.NO_ROOM)
+        # Of the errors that come up here, vLLM answers 400 to its own alone.
+        raise VLLMValidationError(str(error), parameter=POLICY_KEY) from None
 
 
 def _settings_of(processor: Any) -> KVSettings | None:
