@@ -8,6 +8,8 @@ from support.engine import keep_in_process
 
 # Triton multiplies float32 in TF32 unless told otherwise, three digits short of exact.
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+# A test that asks for the number of GPUs may not fork ranks any more.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -83,6 +83,7 @@ CASES = [
     ("model_config.uses_alibi", True, "ALiBi"),
     ("aux_output_config", SimpleNamespace(enabled=True), "--enable-return-routed-experts"),
     ("model_config.hf_text_config.attention_chunk_size", 64, "within chunks"),
+    ("model_config.hf_text_config.v_head_dim", 8, "its values have another number"),
     ("model_config.hf_text_config.dual_chunk_attention_config", {"a": 1}, "dual_chunk"),
     ("model_config.model_class_overrides", {"a": "b"}, "--model-class-overrides"),
     ("model_config.get_sliding_window", lambda: 64, "--disable-sliding-window"),

@@ -53,7 +53,8 @@ class Drafter:
 
     def propose(self, batch: Any, *args: Any, **options: Any) -> Tensor:
         states, count = self.engine.runner.req_states, self.engine.runner.num_speculative_steps
-        drafts = torch.zeros(batch.num_reqs, count, dtype=torch.int64)
+        device = states.all_token_ids.gpu.device
+        drafts = torch.zeros(batch.num_reqs, count, dtype=torch.int64, device=device)
         for row, index in enumerate(batch.idx_mapping_np.tolist()):
             length, prompt_len = int(states.total_len.gpu[index]), int(states.prompt_len.np[index])
             ids = states.all_token_ids.gpu[index].tolist()

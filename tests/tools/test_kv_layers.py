@@ -46,6 +46,12 @@ def test_layers_without_attention_hold_nothing() -> None:
     assert (layers.full, layers.sliding, layers.recurrent) == (1, 0, 1)
 
 
+def test_a_list_of_numbers_says_which_slide() -> None:
+    layers = KVLayers.of({"hybrid_layer_pattern": [0, 1, 1, 0], "sliding_window": 128})
+    assert layers is not None
+    assert (layers.full, layers.sliding) == (2, 2)
+
+
 def test_a_layer_may_have_both() -> None:
     layers = KVLayers.of({"layers_block_type": ["hybrid"] * 4})
     assert layers is not None and (layers.full, layers.recurrent) == (4, 4)

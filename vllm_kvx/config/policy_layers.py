@@ -74,4 +74,8 @@ def layer_kinds(text_config: Any) -> list[str]:
         kinds = getattr(text_config, name, None)
         if kinds:
             return list(kinds)
+    # MiMo-V2's name: 1 slides.
+    pattern = getattr(text_config, "hybrid_layer_pattern", None)
+    if isinstance(pattern, list) and set(pattern) <= {0, 1}:
+        return ["sliding_attention" if slides else "full_attention" for slides in pattern]
     return []

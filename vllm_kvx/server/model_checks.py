@@ -50,6 +50,12 @@ OF_MODEL: tuple[Refusal, ...] = (
         MODEL,
     ),
     Refusal(
+        lambda c: _values_differ(c.model_config.hf_text_config) and not c.model_config.use_mla,
+        "its values have another number of dimensions than its keys, and policies need as many: "
+        "serve another model, or drop the KV policy",
+        MODEL,
+    ),
+    Refusal(
         lambda c: not num_policy_layers(c.model_config),
         "every layer of this model slides over a window, so that its cache does not grow: set "
         "--disable-sliding-window (which caps the context at the window), serve another model, or "
@@ -137,6 +143,12 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
         BACKEND,
     ),
 )
+
+
+def _values_differ(text_config: object) -> bool:
+    """Whether a configuration says that values are smaller or larger than keys."""
+    sizes = [getattr(text_config, name, None) for name in ("head_dim", "v_head_dim")]
+    return None not in sizes and sizes[0] != sizes[1]
 
 
 def beside_sliding_layers(settings: "KVSettings") -> list[str]:

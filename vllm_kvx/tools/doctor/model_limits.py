@@ -47,6 +47,10 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
     if text_config.get("kv_lora_rank") and text_config.get("model_type") not in _PLAIN_LATENT:
         yield Limit("its attention is multi-head latent (kv_lora_rank)", FULL_ALONE)
         return
+    keys, values = text_config.get("head_dim"), text_config.get("v_head_dim")
+    if keys and values and keys != values:
+        yield Limit(f"its keys have {keys} dimensions and its values {values}", FULL_ALONE)
+        return
     kinds = layer_kinds(SimpleNamespace(**text_config)) if _slides(text_config) else []
     full = sum(map(is_full, kinds))
     if _slides(text_config) and not full:

@@ -1,0 +1,82 @@
+"""Drafted tokens that are verified compiled, under CUDA graphs. Skipped without a GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference.fastkv import Keep
+from reference.fier import Retrieve
+from reference.structkv import Struct
+from support.configs import speculative
+from support.drafts import Drafter, some
+from support.engine import running
+from support.expected import FULL, Policy, Read, Speed
+from support.gpu import EXACT
+from support.inside import count_graph_replays
+from support.parity import ask, assert_close, assert_parity, in_turn, room_for
+from support.prompts import prompts_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DRAFTS = 3
+FIER = Retrieve(64, dense_below=0)
+POLICIES: list[Policy] = [
+    FULL,
+    Read(FIER),
+    Keep(kv_rate=0.3),
+    Read(FIER, Keep(kv_rate=0.6)),
+    Speed(4),
+    Keep(tsp_layer=3, tsp_rate=0.4, kv_rate=0.3),
+    Struct(3, struct_rate=0.4, kv_rate=0.3),
+]
+LENGTHS = (97, 161, 65, 150, 193, 90, 31, 128, 300, 500, 33, 250, 64, 200)
+OPTIONS: dict[str, Any] = EXACT | {
+    "block_size": 32,
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "enable_prefix_caching": True,
+}
+
+
+def test_whatever_share_is_right(tiny: Callable[..., Path]) -> None:
+    """Any number of drafts stays, and answers are those of one token after the other."""
+    model = tiny(head_dim=64, hidden=256)
+    prompts, each = prompts_of(LENGTHS, seed=7), in_turn(POLICIES, len(LENGTHS))
+    drafter_of_vllm = {"speculative_config": speculative(DRAFTS), "async_scheduling": False}
+    with running(model, "full", config=room_for(POLICIES), **OPTIONS, **drafter_of_vllm) as engine:
+        drafter = Drafter.of(engine, some(3, DRAFTS))
+        one_by_one = ask(engine, prompts, each, max_tokens=20)
+        drafter.know(one_by_one)
+        counts = count_graph_replays(engine)
+        assert_close(ask(engine, prompts, each, max_tokens=20), one_by_one)
+        print("steps and replays of all policies:", counts)
+        # Alone, so that all rows of a step are of a policy whose steps graphs can replay.
+        before = dict(counts)
+        assert_close(ask(engine, prompts[:1], each[:1], max_tokens=20), one_by_one[:1])
+        print("steps and replays of full:", {name: counts[name] - before[name] for name in before})
+        engine.assert_idle()
+    assert set(drafter.accepted) == set(range(DRAFTS + 1)), drafter.accepted
+    assert_parity(model, one_by_one, each, most=2)
+
+
+def test_draft_model(tiny: Callable[..., Path]) -> None:
+    """A model of the same weights drafts for `full` what stays; for the others some of it."""
+    model = tiny(head_dim=64, hidden=256)
+    drafter = {"method": "draft_model", "model": str(model), "num_speculative_tokens": DRAFTS}
+    policies = [policy for policy in POLICIES if policy != POLICIES[3]]
+    prompts, each = prompts_of(LENGTHS, seed=7), in_turn(policies, len(LENGTHS))
+    with running(
+        model,
+        "full",
+        config=room_for(policies),
+        speculative_config=drafter,
+        async_scheduling=False,
+        **OPTIONS,
+    ) as engine:
+        answers = ask(engine, prompts, each, max_tokens=20)
+        again = ask(engine, [[*prompt, 7, 8, 9] for prompt in prompts], each, max_tokens=8)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert_parity(model, [*answers, *again], each * 2, most=2)
