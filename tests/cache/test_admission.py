@@ -49,6 +49,20 @@ def test_chunks(start: int, tokens: int, expected: int) -> None:
     assert one.clip(add(one, "a", 200), start, tokens) == expected
 
 
+def test_a_window_waits_for_the_tokens_that_are_drafted_behind_it() -> None:
+    """Its queries are kept until these have run, and there is room for those of so many."""
+    one, name = admission(), "snapkv:kv_floor=0,lookahead=4"
+    each = [add(one, str(number), 100, name) for number in range(SPLIT_WINDOWS + 1)]
+    for request in each[:-1]:
+        assert one.clip(request, 0, 100) == 100
+    assert one.clip(each[-1], 0, 100) == 92
+    assert one.clip(each[-1], 92, 8) == 0
+    one.release("0")
+    assert one.clip(each[-1], 92, 8) == 8
+    # All of it stays, so that nothing is drafted.
+    assert one.clip(add(one, "short", 8, name), 0, 8) == 8
+
+
 def test_the_window_is_a_chunk_of_its_own_beside_several_passes() -> None:
     one = admission()
     request = add(one, "a", 600, "fastkv:kv_floor=0,tsp_layer=3,tsp_rate=0.5")

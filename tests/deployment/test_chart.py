@@ -388,7 +388,10 @@ def test_the_jobs_commands_parse() -> None:
         ({"policy": "fier-16"}, "'fier-16' does not match"),
         ({"policy": "speed"}, "'speed' does not match"),
         ({"policy": "gemfilter"}, "'gemfilter' does not match"),
-        ({"policy": "snapkv:rate=0.2"}, "(kv_rate|kv_budget|kv_floor|window|kernel|score|after)"),
+        (
+            {"policy": "snapkv:rate=0.2"},
+            "(kv_rate|kv_budget|kv_floor|window|kernel|score|after|lookahead)",
+        ),
         ({"policy": "full@fp8"}, "'full@fp8' does not match"),
         ({"layout": ["full", "sped-16"]}, "'/layout/1': 'sped-16' does not match"),
         ({"prepare": {"evaluate": ["snapvk@fp8"]}}, "'snapvk@fp8' does not match"),

@@ -11,6 +11,7 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.gemfilter import Filter
 from reference.knorm import Norm
+from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
 from reference.selfonly import Alone
 from reference.structkv import Struct
@@ -104,6 +105,7 @@ MORE: list[Policy] = [
     Pyramid(kv_rate=0.3, groups=4),
     Norm(kv_rate=0.3),
     Critical(kv_rate=0.3),
+    Lookahead(Critical(kv_rate=0.3), 5),
     Struct(3, struct_rate=0.5, kv_rate=0.2, score="critical"),
     Filter(3, rate=0.4, window=4),
     StructSnap(3, struct_rate=0.5, kv_rate=0.2),

@@ -11,6 +11,7 @@ from support import inside
 from support.engine import running
 from support.prompts import prompt_of
 
+from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.worker import warm_up as module
@@ -37,16 +38,16 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
         return times
 
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu)
-    policy = "fier-64:dense_below=0"
-    with running(tiny(), "snapkv:kv_floor=0", config={"kv_layout": [policy]}) as engine:
+    policy, ahead = "fier-64:dense_below=0", "snapkv:kv_floor=0,lookahead=4"
+    with running(tiny(), "snapkv:kv_floor=0", config={"kv_layout": [policy, ahead]}) as engine:
         (during,) = counted
-        assert set(during) == {"snapkv:kv_floor=0", policy, "full"}
+        assert set(during) == {"snapkv:kv_floor=0", policy, ahead, "full"}
         assert (
             during["snapkv:kv_floor=0"]["requests"] > 0
             and during["snapkv:kv_floor=0"]["prompt_tokens"] > 0
         )
         # Each has run a prompt long enough to give something up, before the first request.
-        assert [str(each) for each in ran] == ["snapkv:kv_floor=0", policy]
+        assert [str(each) for each in ran] == ["snapkv:kv_floor=0", policy, ahead]
         assert during[policy]["requests"] > 0 and any(
             during["snapkv:kv_floor=0"]["entries_retained_by_layer"]
         )
@@ -66,7 +67,8 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
             name: (totals["requests"], totals["prompt_tokens"])
             for name, totals in worker.kv_policy_stats()["policies"].items()
         }
-        assert counted_now == {"snapkv:kv_floor=0": (0, 0), policy: (1, 150), "full": (0, 0)}
+        others = dict.fromkeys(("snapkv:kv_floor=0", ahead, "full"), (0, 0))
+        assert counted_now == {policy: (1, 150), **others}
 
 
 def test_ranks_of_experts_agree_on_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +85,7 @@ def test_ranks_of_experts_agree_on_room(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "run_mixed_prefill_decode_warmup", run)
     monkeypatch.setattr(module, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(module.distributed, "all_reduce", reduce)
-    settings: Any = SimpleNamespace(
-        policies=[parse_policy("snapkv")], layout=SimpleNamespace(stash=False, windows=None)
-    )
+    settings: Any = SimpleNamespace(policies=[parse_policy("snapkv")], layout=Layout(()))
     for ranks, is_moe, expected in ((2, True, 7), (2, False, 20), (1, True, 20)):
         runner: Any = SimpleNamespace(
             kv_cache_config=SimpleNamespace(num_blocks=20),

@@ -23,6 +23,7 @@ SERVERS = {
         "pyramidkv:kv_floor=0",
         "knorm:kv_floor=0",
         "streamingllm",
+        "criticalkv:kv_floor=0,lookahead=5",
     ],
     "fastkv:kv_floor=0,tsp_layer=3": [
         "structkv:pivot=3,kv_floor=0",

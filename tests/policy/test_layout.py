@@ -28,6 +28,11 @@ QUEST = RetrievalLayout("page_bounds", group=16, unit=16, reduction="max", max_u
         (["snapkv:score=critical"], Layout((), retain=True, window=8, value_norms=True)),
         (["criticalkv:kv_rate=1"], Layout(())),
         (["snapkv", "snapkv:window=16"], Layout((), retain=True, window=16)),
+        (
+            ["snapkv", "snapkv:window=4,lookahead=9"],
+            Layout((), retain=True, window=13, lookahead=9),
+        ),
+        (["snapkv:kv_rate=1,lookahead=9"], Layout(())),
         (["fastkv:tsp_layer=15"], Layout((16,), retain=True, window=8, stash=True)),
         (["fastkv:tsp_layer=15,kv_rate=1"], Layout((16,), window=8, stash=True)),
         (["fastkv:tsp_layer=31"], Layout((), retain=True, window=8)),
@@ -217,6 +222,8 @@ def test_does_not_fit() -> None:
         check_fits(parse_policy("speed-8+fier-64"), Layout((16, 24)), 32)
     with pytest.raises(PolicyError, match="needs a window of 9 tokens: start"):
         check_fits(parse_policy("snapkv:window=9"), Layout((), retain=True, window=8), 32)
+    with pytest.raises(PolicyError, match="needs a lookahead of 4 tokens: start"):
+        check_fits(parse_policy("snapkv:lookahead=4"), Layout((), retain=True, window=64), 32)
     with pytest.raises(
         PolicyError, match="needs retention and a window of 8 tokens and a stash: start"
     ):

@@ -406,6 +406,7 @@ def test_parameters_are_complete() -> None:
             **{"method": "snapkv", "kv_budget": 64, "window": 8, "kernel": 7},
             "score": DEFAULT_SCORE,
             "after": 0,
+            "lookahead": 0,
         },
     }
     assert parse_policy("fastkv").parameters()["retain"] == {
@@ -505,6 +506,8 @@ COMPOSED = {
         "it with speed-4"
     ],
     "selfonly-4+knorm": ["drop knorm, or compose it with speed-4"],
+    "speed-4+snapkv:lookahead=4": ["drafts tokens", "leave out lookahead=, or the other method"],
+    "criticalkv:after=4+fier-64": ["waits for generated tokens", "leave out after="],
 }
 
 
@@ -609,3 +612,26 @@ def test_no_vllm_import() -> None:
     code = f"import sys, {modules}; print('vllm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("snapkv:after=2,lookahead=2", "snapkv: after and lookahead both say which tokens"),
+        ("criticalkv:window=60,lookahead=5", "window and lookahead are at most 64 tokens together"),
+        ("pyramidkv:window=60,after=5", "window and after are at most 64 tokens together"),
+        ("snapkv:lookahead=64", "lookahead must be an integer from 0 to 63"),
+    ],
+)
+def test_tokens_behind_the_prompt(name: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        parse_policy(name)
+
+
+def test_what_is_drafted_fits_into_the_context() -> None:
+    policy = parse_policy("snapkv:lookahead=16")
+    assert [policy.num_drafted(n) for n in (512, 513)] == [0, 16]
+    policy.check_length(1008, 1024)
+    policy.check_length(512, 512)
+    with pytest.raises(PolicyError, match="shorten the prompt to 1008 tokens, or leave out"):
+        policy.check_length(1009, 1024)

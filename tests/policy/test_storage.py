@@ -252,6 +252,10 @@ class Restarts(Propagate):
         ("fastkv:tsp_layer=3,kv_rate=1,kv_floor=0", 4, Storage(100, Gap(0, 100), 20, Gap(20, 80))),
         ("snapkv:kv_floor=33", 0, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("snapkv:kv_floor=400", 0, Storage(100, NO_GAP, 100, NO_GAP)),
+        # Of what is drafted nothing stays; where all of the prompt does, nothing is drafted.
+        ("snapkv:kv_floor=33,lookahead=9", 0, Storage(100, NO_GAP, 109, Gap(33, 67))),
+        ("snapkv:kv_floor=100,lookahead=9", 0, Storage(100, NO_GAP, 100, NO_GAP)),
+        ("pyramidkv:kv_rate=0.6,kv_floor=0,lookahead=9", 0, Storage(100, NO_GAP, 109, NO_GAP)),
         ("fastkv:tsp_layer=3,kv_floor=33", 3, Storage(100, NO_GAP, 100, Gap(33, 67))),
         ("fastkv:tsp_layer=3,kv_floor=33", 4, Storage(100, Gap(0, 100), 33, Gap(33, 67))),
         (

@@ -22,6 +22,7 @@ from vllm_kvx.policy.layout import RetrievalLayout, check_fits, layout_of
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.draft_checks import WITH_DRAFTS
+from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
     ALWAYS,
@@ -405,6 +406,32 @@ def test_rows_where_selected_tokens_run_passes(stock) -> None:
     refused = reasons(WITH_SELECTION, in_pipeline) + reasons(WITH_SELECTION, flashinfer)
     assert refused == [row.reason for row in WITH_SELECTION]
     assert not reasons(WITH_SELECTION, stock)
+
+
+def test_rows_where_tokens_are_drafted_behind_prompts(stock) -> None:
+    assert not reasons(WITH_LOOKAHEAD, stock)
+    of_experts = changed(stock, "model_config.is_moe", True)
+    asked = [
+        changed(stock, "speculative_config", SimpleNamespace(method="ngram")),
+        changed(stock, "parallel_config.pipeline_parallel_size", 2),
+        changed(stock, "model_config.is_hybrid", True),
+        changed(stock, "model_config.uses_mrope", True),
+        changed(stock, "lora_config", object()),
+        changed(of_experts, "parallel_config.data_parallel_size", 2),
+        changed(stock, "parallel_config.enable_eplb", True),
+        changed(stock, "attention_config.backend", AttentionBackendEnum.FLASHINFER),
+    ]
+    found = [reasons(WITH_LOOKAHEAD, config) for config in asked]
+    assert found == [[row.reason] for row in WITH_LOOKAHEAD]
+    assert not reasons(WITH_LOOKAHEAD, of_experts)
+
+
+@pytest.mark.parametrize("name", ["snapkv:lookahead=4", "criticalkv:lookahead=4"])
+def test_a_server_that_looks_ahead(make_config, name: str) -> None:
+    assert not lines_of(make_config, name)
+    room = {"additional_config": {"kv_layout": [name]}}
+    (found,) = lines_of(make_config, "full", **room, **NGRAM)
+    assert "drop --speculative-config, or leave out lookahead=" in found
 
 
 def test_rows_where_tokens_are_drafted(stock) -> None:
@@ -871,6 +898,7 @@ TABLES = (
     *WITHOUT_WHOLE_PROMPTS,
     *WITH_VALUE_NORMS,
     *WITH_DRAFTS,
+    *WITH_LOOKAHEAD,
     *WITH_SELECTION,
     *WITH_RETRIEVAL,
 )

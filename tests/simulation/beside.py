@@ -149,9 +149,13 @@ class Beside:
     def _kept(self, prompt: PassPrompt, stage: int, jobs: list[KeyScoring]) -> Ints | None:
         """Which entries stay; None if all do."""
         num_keys, by, count = prompt.num_keys, prompt.by, prompt.kept[stage]
+        drafted = prompt.drafted
         for job in jobs:
             if job.kept < num_keys:
-                return sample(num_keys, job.kept, job.window, self._rng)
+                sizes = num_keys - drafted, job.kept - drafted, job.window - drafted
+                return sample(*sizes, self._rng)
+        if drafted:
+            return np.arange(num_keys - drafted)
         if not isinstance(by, Positions) or count == num_keys:
             return None
         recent = np.arange(num_keys - (count - by.sinks), num_keys)
@@ -179,7 +183,7 @@ class Beside:
             self.counts["split windows"] += layer == 0
             kept = live.queries.get((prompt.slot, layer), {})
             positions = [kept.get(place) for place in range(job.window)]
-        end = live.prompt_len + live.policy.num_generated
+        end = live.prompt_len + live.policy.num_generated + prompt.drafted
         if positions != list(range(end - job.window, end)):
             raise Mismatch(f"{live}, layer {layer}: a window at {positions} of {end}")
 

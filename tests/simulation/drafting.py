@@ -10,6 +10,8 @@ from simulation.servers import SERVERS, Server
 
 # A gap that grows forgets the entry that a rejection brings back: `layout.beside_drafts`.
 _OVERWRITES = ("selfonly", "selffier")
+# Refused at start: `lookahead_checks.WITH_LOOKAHEAD`.
+_REFUSED = ("lookahead",)
 
 
 def drafting(servers: Mapping[str, Server]) -> dict[str, Server]:
@@ -20,4 +22,6 @@ def drafting(servers: Mapping[str, Server]) -> dict[str, Server]:
     }
 
 
-DRAFTING = drafting({n: server for n, server in SERVERS.items() if n not in _OVERWRITES})
+DRAFTING = drafting(
+    {n: server for n, server in SERVERS.items() if n not in (*_OVERWRITES, *_REFUSED)}
+)

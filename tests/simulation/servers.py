@@ -270,6 +270,26 @@ SERVERS: dict[str, Server] = {
         ),
         repeats=0.5,
     ),
+    "lookahead": Server(
+        "snapkv:window=2,kv_rate=0.4,kv_floor=0,lookahead=4",
+        (
+            f"{_PYRAMID},groups=8,lookahead=9",
+            "snapkv:kv_floor=0,window=3",
+            "criticalkv:kv_floor=0,window=3,lookahead=10",
+        ),
+        (
+            "snapkv:window=2,kv_rate=0.4,kv_floor=0,lookahead=4",
+            "snapkv:window=3,kv_rate=0.2,kv_floor=0,lookahead=1",
+            f"{_PYRAMID},kv_rate=0.3,groups=4,lookahead=7",
+            # The lowest stage keeps the whole prompt.
+            f"{_PYRAMID},kv_rate=0.6,groups=8,lookahead=5",
+            "criticalkv:window=2,kv_rate=0.3,kv_floor=0,lookahead=10",
+            "snapkv:window=2,kv_rate=0.4,kv_floor=0,after=4",
+            "snapkv:kv_floor=0,window=3",
+            "full",
+        ),
+        repeats=0.5,
+    ),
     "online": Server(
         _ONLINE,
         ("snapkv:kv_floor=0",),

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
 from simulation.live import Expected, Ints, Live, Made, storages_of
+from simulation.lookahead import run_draft
 from simulation.model import Batch, Model
 from simulation.other_layers import OtherLayers, Others
 from simulation.servers import Case
@@ -233,7 +234,11 @@ class Worker:
             np.array([drafts.get(name, 0) for name in names]),
             self._ids.numpy(),
         )
+        self.state.draft = None
         is_final = self.model.run(*self._plan(batch))
+        if self.state.draft is not None:
+            tokens = run_draft(self.state.draft, self.model, batch.idx_mapping_np, self.rng)
+            self.counts["drafted behind prompts"] += tokens
         self.state.after_forward()
         kept = {
             name: {stage: blocks.tolist() for stage, blocks in by_stage.items()}

@@ -19,6 +19,7 @@ from reference import (
     hybrid,
     hybrid_selection,
     knorm,
+    lookahead,
     pyramidkv,
     selfonly,
     speed,
@@ -34,6 +35,7 @@ from reference.gemfilter import Filter
 from reference.hybrid import is_hybrid
 from reference.hybrids import widen
 from reference.knorm import Norm
+from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
 from reference.selfonly import Alone
 from reference.structkv import WEIGHTS, Struct
@@ -108,6 +110,7 @@ Policy = (
     | StructSnap
     | Critical
     | After
+    | Lookahead
     | ByScore
     | Swift
     | Alone
@@ -264,6 +267,10 @@ def _after_name(policy: After) -> str:
     return f"{named(policy.keep)},after={policy.after}"
 
 
+def _lookahead_name(policy: Lookahead) -> str:
+    return f"{named(policy.keep)},lookahead={policy.count}"
+
+
 def _by_score_name(policy: ByScore) -> str:
     by = policy.critical
     scored = f"{_budget(by)},window={by.window},kernel={by.kernel},score=critical"
@@ -349,6 +356,7 @@ _REFERENCES: dict[type, Reference] = {
     Pyramid: Reference(pyramidkv.score, _pyramid_name, SALIENCY_TIE),
     Critical: Reference(criticalkv.score, _critical_name, SALIENCY_TIE),
     After: Reference(after.score, _after_name, SALIENCY_TIE),
+    Lookahead: Reference(lookahead.score, _lookahead_name, SALIENCY_TIE),
     ByScore: Reference(_score_by_score, _by_score_name, SALIENCY_TIE),
     Norm: Reference(knorm.score, lambda policy: f"knorm:{_budget(policy)}", NORM_TIE),
     Filter: Reference(gemfilter.score, _filter_name, SALIENCY_TIE),

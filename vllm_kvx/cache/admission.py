@@ -21,12 +21,13 @@ logger = init_logger("vllm.kvx.scheduler")
 # every prompt where chunks are shorter than the window; the others wait then.
 SPLIT_WINDOWS = 4
 # The same where retention waits for generated tokens: each of them is a step, in which many run.
+# Or where tokens are drafted behind prompts, for all that end in one step together.
 GENERATED_WINDOWS = 32
 
 
 def num_split_windows(settings: KVSettings, config: SchedulerConfig) -> int:
     """Room for windows that are spread over steps, on scheduler and worker alike."""
-    waits = any(policy.num_generated for policy in settings.policies)
+    waits = any(policy.num_generated or policy.lookahead for policy in settings.policies)
     return min(GENERATED_WINDOWS if waits else SPLIT_WINDOWS, config.max_num_seqs)
 
 
@@ -41,7 +42,8 @@ def in_both(coming: Collection[str], scheduled: Collection[str]) -> list[str]:
 class _Prompt:
     """A prompt that scores keys or changes what it stores when it is in.
 
-    length: with the generated tokens that it waits for. window: the last of these.
+    length: with the generated tokens that it waits for. window: the last of these. drafts: whether
+    tokens are drafted behind it, which score its keys together with the window.
     """
 
     length: int
@@ -49,6 +51,7 @@ class _Prompt:
     pages: int
     needs_passes: bool
     turn: int | None = None
+    drafts: bool = False
     has_waited: bool = False
 
 
@@ -58,7 +61,8 @@ class PromptAdmission:
     A chunk ends at the end of the prompt, if it reaches it: there entries go. So does one that
     reaches a position from which on entries take the slots of others. It does not end
     within the window if it can end before, so that the window's queries are in one chunk; where
-    retention waits for generated tokens, it ends with these, and is spread over steps. Where the
+    retention waits for generated tokens, it ends with these, and is spread over steps. Where tokens
+    are drafted behind the prompt, its queries are kept until these have run. Where the
     selected tokens take several passes through the later stages, the window is a chunk of its own:
     else these passes would come on top of a chunk as long as any other, and running requests would
     wait for both.
@@ -108,11 +112,13 @@ class PromptAdmission:
             pages = 0 if selection.resumes_at == 0 else stash_pages(length)
             propagated = selection.count if selection.online is None else length
         if policy.retain is not None and isinstance(policy.retain.keeps_by, ScoreSpec):
-            window = max(window, policy.retain.keeps_by.window)
+            by = policy.retain.keeps_by
+            window = max(window, by.prompt_window + by.generated)
         length += policy.num_generated
         if changes:
+            drafts = policy.num_drafted(request.num_prompt_tokens) > 0
             self._prompts[request.request_id] = _Prompt(
-                length, min(window, length), pages, propagated > self.max_tokens, turn
+                length, min(window, length), pages, propagated > self.max_tokens, turn, drafts
             )
             self.coming[request.request_id] = request
             self._seek(request.request_id)
@@ -166,9 +172,9 @@ class PromptAdmission:
         window_start = prompt.length - prompt.window
         if prompt.needs_passes and start < window_start:
             return min(end, window_start) - start
-        if window_start < end < prompt.length:
+        if window_start < end and (end < prompt.length or prompt.drafts):
             # What is generated takes steps of its own: the window cannot be in one chunk.
-            must_split = start >= window_start or end >= request.num_tokens
+            must_split = start >= window_start or end >= request.num_tokens or end == prompt.length
             if not (must_split and self._may_split(request.request_id)):
                 end = max(window_start, start)
         return end - start

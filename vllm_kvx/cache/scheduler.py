@@ -122,6 +122,7 @@ class _PolicyScheduling(_Base):
             policy = request_policy(settings, request.sampling_params)
             policy.check_composition()
             check_fits(policy, settings.layout, settings.num_layers)
+            policy.check_length(request.num_prompt_tokens, self.max_model_len)
         except PolicyError as error:
             misfit = str(error)
         if request.resumable:

@@ -175,7 +175,7 @@ class PrefixSharing:
             end = min(end, prompt_len)
         if policy.retain is not None:
             by = policy.retain.keeps_by
-            window = by.window - by.generated if isinstance(by, ScoreSpec) else 0
+            window = by.prompt_window if isinstance(by, ScoreSpec) else 0
             end = min(end, prompt_len - window, prompt_len - 1)
         selection = policy.selection(prompt_len, self._settings.num_layers)
         if selection is not None:

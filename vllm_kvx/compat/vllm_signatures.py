@@ -109,6 +109,7 @@ CALLED = {
         "vllm.v1.core.single_type_kv_cache_manager:register_all_kvcache_specs",
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
         "vllm.v1.worker.gpu.async_utils:async_copy_to_np",
+        "vllm.v1.worker.gpu.attn_utils:build_slot_mappings_by_layer",
         "vllm.v1.worker.gpu.warmup:run_mixed_prefill_decode_warmup",
         "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
     ),

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from vllm_kvx.policy.gap import NO_GAP, Gap
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.parameters import PolicyError, Value, write_value
+from vllm_kvx.policy.score_spec import Positions, ScoreSpec
 
 AXES = ("propagate", "retain", "retrieve")
 # Where a method spends less than stock vLLM.
@@ -26,38 +27,6 @@ REDUCTIONS = ("max", "sum", "softmax")
 WINDOW_FAMILIES = {"sum": "window_attention", "max": "window_maximum"}
 WINDOW_REDUCTIONS = tuple(WINDOW_FAMILIES)
 Weights = tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class ScoreSpec:
-    """How a layer's keys are scored once the prompt is in.
-
-    family: the row of ``scores/table.py`` that computes the scores.
-    window: last tokens; their queries score the keys, and they always stay. 0 for a family that
-        asks no query.
-    kernel: width of the max-pooling over neighbouring keys; 1 does not pool.
-    over_heads: whether the scores of all heads are summed to one for the layer; otherwise every KV
-        head has its own.
-    decay: the factor of the sum over the layers below, to which this layer's scores are added
-        (StructKV Eq. 3); None takes each layer by itself.
-    needs_value_norms: whether it needs the server's factors of the output projections.
-    generated: how many of the window are generated tokens; the keys are scored once these are in.
-    """
-
-    family: str
-    window: int = 0
-    kernel: int = 1
-    over_heads: bool = False
-    decay: float | None = None
-    needs_value_norms: bool = False
-    generated: int = 0
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Entries stay by position: the first `sinks`, and the last ones up to the cap."""
-
-    sinks: int
 
 
 @dataclass(frozen=True)
@@ -350,6 +319,10 @@ class Retain(Method, ABC):
     @abstractmethod
     def kept(self, prompt_len: int, rows: int, layer: int, block_size: int, num_layers: int) -> int:
         """How many entries stay of the `rows` that `layer` computed of a prompt."""
+
+    def num_drafted(self, prompt_len: int) -> int:
+        """Tokens drafted behind such a prompt to score its keys; 0 where all of it stays."""
+        return 0
 
 
 class Retrieve(Method, ABC):

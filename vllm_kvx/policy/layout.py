@@ -100,6 +100,7 @@ class Layout:
         factors of the output projections.
     projects: True if layers may store entries of prompt tokens that do not run them, projected from
         the states below.
+    lookahead: the most tokens that may be drafted behind a prompt to score its keys.
     windows: of a server that propagates, the layers that slide; None if none do. Above the first
         row cut they are in stages of their own, below it vLLM's own business.
     drafts: True if tokens are drafted, and computed before it is known whether they stay.
@@ -115,6 +116,7 @@ class Layout:
     online_cuts: tuple[int, ...] = ()
     value_norms: bool = False
     projects: bool = False
+    lookahead: int = 0
     windows: Windows | None = None
     drafts: bool = False
     pipeline: bool = False
@@ -187,7 +189,8 @@ class Layout:
         sidecar = f"a sidecar of {self.sidecar}" if self.sidecar else "no sidecar"
         norms = ", value norms" if self.value_norms else ""
         projects = ", projection" if self.projects else ""
-        return f"{groups}, {sidecar}{retain}{window}{stash}{cuts}{norms}{projects}"
+        ahead = f", a lookahead of up to {self.lookahead} tokens" if self.lookahead else ""
+        return f"{groups}, {sidecar}{retain}{window}{stash}{cuts}{norms}{projects}{ahead}"
 
 
 def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
@@ -203,6 +206,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
     sidecar: RetrievalLayout | None = None
     owner: KVPolicy | None = None  # of the sidecar
     retain, stash, window, value_norms, projects = False, False, 0, False, False
+    lookahead = 0
     for policy in policies:
         policy.check_model(num_layers)
         if policy.propagate is not None:
@@ -222,7 +226,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
                 layer for layer in policy.retain.stages(num_layers) if layer < num_layers
             }
             by = policy.retain.keeps_by
-            window = max(window, _window(by))
+            window, lookahead = max(window, _window(by)), max(lookahead, policy.lookahead)
             value_norms |= isinstance(by, ScoreSpec) and by.needs_value_norms
         if policy.retrieve is not None:
             needed = RetrievalLayout.of(policy.retrieve)
@@ -244,6 +248,7 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
         tuple(sorted(online_cuts)),
         value_norms,
         projects,
+        lookahead,
     )
 
 
@@ -281,6 +286,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
         needs.append("projection")
     if needed.stash and not layout.stash:
         needs.append("a stash")
+    if needed.lookahead > layout.lookahead:
+        needs.append(f"a lookahead of {needed.lookahead} tokens")
     if needs:
         raise PolicyError(
             f"{policy} does not fit this server: its layout has {layout}; {policy} needs "

@@ -90,13 +90,26 @@ class KVPolicy:
         for part in self.parts:
             part.check_model(num_layers)
 
+    def check_length(self, prompt_len: int, max_model_len: int) -> None:
+        """Raise PolicyError unless what is drafted behind a prompt fits into the context, too."""
+        drafted = self.num_drafted(prompt_len)
+        if drafted and prompt_len + drafted > max_model_len:
+            raise PolicyError(
+                f"{self} drafts {drafted} tokens behind a prompt, and this one of {prompt_len} "
+                f"leaves room for {max_model_len - prompt_len} (max_model_len {max_model_len}): "
+                f"shorten the prompt to {max_model_len - drafted} tokens, or leave out lookahead="
+            )
+
     def check_composition(self) -> None:
         """Raise PolicyError if its methods cannot work together."""
         propagate, retain = self.propagate, self.retain
-        if self.num_generated and len(self.parts) > 1:
+        if (self.num_generated or self.lookahead) and len(self.parts) > 1:
+            does, key = "waits for generated tokens", "after="
+            if self.lookahead:
+                does, key = "drafts tokens", "lookahead="
             raise PolicyError(
-                f"{retain} waits for generated tokens, and was never tested beside another method: "
-                "leave out after=, or the other method"
+                f"{retain} {does}, and was never tested beside another method: leave out {key}, or "
+                "the other method"
             )
         if propagate is None:
             return
@@ -122,6 +135,16 @@ class KVPolicy:
         """Generated tokens that retention waits for; 0 where entries go when the prompt is in."""
         by = None if self.retain is None else self.retain.keeps_by
         return by.generated if isinstance(by, ScoreSpec) else 0
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens that retention drafts behind a prompt of which it drops entries."""
+        by = None if self.retain is None else self.retain.keeps_by
+        return by.drafted if isinstance(by, ScoreSpec) else 0
+
+    def num_drafted(self, prompt_len: int) -> int:
+        """The same behind a prompt of `prompt_len` tokens; 0 where all of it stays."""
+        return 0 if self.retain is None else self.retain.num_drafted(prompt_len)
 
     def selection(self, prompt_len: int, num_layers: int) -> Selection | None:
         """Which tokens of such a prompt are chosen by score; None if it is not by score."""

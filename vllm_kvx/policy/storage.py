@@ -29,8 +29,8 @@ class Storage:
 
     settles_at: N, the prompt's tokens; and with them those generated ones that retention waits for.
     prefill: the gap until the last of these is computed.
-    rows: entries at the end of the step that computes it, before retention; the most ever held
-        of them.
+    rows: entries at the end of the step that computes it, before retention, with those that are
+        drafted in it; the most ever held of them.
     decode: the gap from then on. Positions below it have no slot of their own any more if it
         differs from `prefill`: the entries that stayed are the first `kept` ones.
     turn: where it is not the end of the prompt, the position from which on `decode` is in force.
@@ -51,7 +51,7 @@ class Storage:
     @property
     def changes(self) -> bool:
         """True if entries appear or go with the last of them: then no step may cross it."""
-        return self.prefill != self.decode
+        return self.prefill != self.decode or self.compacts
 
     @property
     def compacts(self) -> bool:
@@ -86,7 +86,8 @@ def storage_of(
     A gap by position stays as it is, and retention leaves it alone. Layers that chosen tokens run,
     if they are known, store those: above the choice all at once when the prompt is in; where the
     tokens run again, in the place of all. Retention keeps some of what a layer computed: entries,
-    or whole blocks of `block_size`; and all of the generated tokens that it waits for.
+    or whole blocks of `block_size`; and all of the generated tokens that it waits for. Of those
+    that it drafts nothing stays.
     """
     if slides:
         return _of_windows(policy, prompt_len, layer)
@@ -104,6 +105,7 @@ def storage_of(
     if policy.retain is not None:
         kept = policy.retain.kept(prompt_len, rows, layer, block_size, num_layers)
     more = policy.num_generated
+    peak += policy.num_drafted(prompt_len)
     if kept == prompt_len:
         return Storage(prompt_len + more, gap, peak + more, NO_GAP)
     return Storage(prompt_len + more, gap, peak + more, Gap(kept, prompt_len - kept))

@@ -4,8 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+
 from vllm_kvx.compat.wrapping import wrap_once
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.server.refusal_reasons import Reason, count_for
 
 
 def name_policies(tell: Callable[[str], None] | None = None) -> None:
@@ -31,7 +36,10 @@ def _naming(tell: Callable[[str], None] | None, original: Callable[..., Any]) ->
         if params is None or settings is None:
             return request
         extra = params.extra_args or {}
-        said = str(request_policy(settings, params))
+        policy = request_policy(settings, params)
+        if policy.lookahead and not request.resumable:
+            _check_length(self.vllm_config, policy, len(request.prompt_token_ids or ()))
+        said = str(policy)
         if extra.get(POLICY_KEY) != said:
             # Of vLLM's own copy; the dictionary may be the caller's.
             params.extra_args = {**extra, POLICY_KEY: said}
@@ -40,6 +48,16 @@ def _naming(tell: Callable[[str], None] | None, original: Callable[..., Any]) ->
         return request
 
     return process_inputs
+
+
+def _check_length(vllm_config: Any, policy: KVPolicy, prompt_len: int) -> None:
+    model = vllm_config.model_config
+    try:
+        policy.check_length(prompt_len, model.max_model_len)
+    except PolicyError as error:
+        count_for(str(model.served_model_name))(Reason.NO_ROOM)
+        # Of the errors that come up here, vLLM answers 400 to its own alone.
+        raise VLLMValidationError(str(error), parameter=POLICY_KEY) from None
 
 
 def _settings_of(processor: Any) -> KVSettings | None:

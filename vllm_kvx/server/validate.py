@@ -18,6 +18,7 @@ from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.draft_checks import WITH_DRAFTS
 from vllm_kvx.server.draft_room import widen_compiled_range
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
+from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.measured_layers import find_measured, parts_of
 from vllm_kvx.server.model_checks import WITH_PROPAGATION, beside_sliding_layers
 from vllm_kvx.server.pipeline_checks import where_rows_leave
@@ -156,6 +157,8 @@ def _layout_problems(
     if layout.drafts:
         rows += applying(WITH_DRAFTS, vllm_config)
         problems += dict.fromkeys(filter(None, map(beside_drafts, settings.policies)))
+    if layout.lookahead:
+        rows += applying(WITH_LOOKAHEAD, vllm_config)
     if layout.pipeline:
         problems += dict.fromkeys(filter(None, map(in_a_pipeline, settings.policies)))
     if layout.selects:

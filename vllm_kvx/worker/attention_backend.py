@@ -54,6 +54,8 @@ def why_unusable(layout: Layout, backend: Any) -> Unusable | None:
         ),
         "attention backend {} plans one batch a step, and selected tokens run in passes of their "
         "own": lambda each: layout.selects and each in ONE_PLAN,
+        "attention backend {} plans one batch a step, and drafted tokens run in passes of their "
+        "own": lambda each: layout.lookahead > 0 and each in ONE_PLAN,
     }
     reason = next((text for text, is_so in reasons.items() if is_so(name)), None)
     if reason is None:

@@ -84,6 +84,22 @@ class StepAttention:
                 self.more[0],
             )
 
+    def of_decodes(self, batch: PassBatch, ends: np.ndarray) -> AttnMetadata:
+        """Metadata of a pass of one generated token each, in all KV groups.
+
+        ends: (P,) int32 entries that each sees.
+        """
+        lens, bounds = lens_to_device(ends, self.slot_mappings.device), torch.from_numpy(ends)
+        return self.shared.build(
+            self.prepare_attn,
+            batch.of(self.batch, lens, bounds, np.zeros(len(ends), dtype=bool)),
+            CUDAGraphMode.NONE,
+            batch.block_tables,
+            batch.slot_mappings,
+            self.attn_groups,
+            self.more[0],
+        )
+
     def step_batch(self, step: Step, metadata: AttnMetadata, retrieves: bool) -> StepBatch:
         """What passes need to know of the batch of `step`, whose layers have `metadata`.
 

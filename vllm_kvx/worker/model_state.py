@@ -37,6 +37,7 @@ from vllm_kvx.worker.blocks import cut_tables, relink, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
 from vllm_kvx.worker.layer_hooks import LayerHooks
+from vllm_kvx.worker.prefill.lookahead import Draft
 from vllm_kvx.worker.prefill.online_pivot import OnlinePasses
 from vllm_kvx.worker.prefill.prefix_states import PrefixStates
 from vllm_kvx.worker.prefill.score_and_move import PrefillBuffers
@@ -111,6 +112,7 @@ class PolicyModelState(DefaultModelState):
             )
             self.hooks.retrieval = self.retrieval
         self.adapters = Adapters(model, self.max_num_reqs)
+        self.draft: Draft | None = None
         self._step: Step | None = None
 
     def initialize_kv_cache(
@@ -211,8 +213,8 @@ class PolicyModelState(DefaultModelState):
         self.prefix_states.restore()
         if self.checks_blocks:
             numbers = len(self.starts), self.vllm_config.num_speculative_tokens
-            held = tables.num_blocks.np
-            check_blocks(step, self.group_stages, tables.block_sizes, held, *numbers)
+            sizes, held = tables.block_sizes, tables.num_blocks.np
+            check_blocks(step, self.group_stages, sizes, held, *numbers)
         for chunk in step.chunks:
             if chunk.is_last:
                 # From the next step on; what this one reads was copied to the device before.
@@ -261,9 +263,8 @@ class PolicyModelState(DefaultModelState):
             plan = self._plan(step, attn, metadata, rows, counts, retrieves)
             sizes = [last - first for first, last in self.passes.segments]
             self.stats.add_step(step, self.requests, zip(sizes, counts, strict=True))
-            for chunk in step.chunks:
-                if chunk.is_last:
-                    self.requests.prompt_is_over(int(step.requests[chunk.batch_index]))
+            self.draft = Draft.of(step.chunks, attn, self.memory, self.block_tables.block_sizes)
+            self.requests.end_prompts(step.requests, step.chunks)
         self.hooked.begin_step(plan)
         return metadata
 
@@ -388,9 +389,8 @@ class PolicyModelState(DefaultModelState):
 
     def reset_counters(self) -> None:
         """Forgets what was counted: vLLM's own requests, by which it warms up."""
-        sizes, before = self.stats.stage_sizes.tolist(), self.stats
-        policies = self.settings.counted_policies()
-        self.stats = PolicyStats(sizes, policies, before.num_layers, before.first_layer)
+        sizes, policies = self.stats.stage_sizes.tolist(), self.settings.counted_policies()
+        self.stats = PolicyStats(sizes, policies, self.stats.num_layers, self.stats.first_layer)
         self.memory.reset_counters()
         if self.retrieval is not None:
             self.retrieval.reset_counters()

@@ -1,5 +1,7 @@
 """What the worker keeps of running requests: lengths, gaps, and prompts that are coming in."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
@@ -126,6 +128,15 @@ class Requests:
             self._growing.discard(index)
             self._turning.pop(index, None)
             self._projecting.discard(index)
+
+    def end_prompts(self, requests: np.ndarray, chunks: Iterable[PromptChunk]) -> None:
+        """Takes back what prompts needed whose last chunk is among those of a step.
+
+        requests: (R,) of the step's batch.
+        """
+        for chunk in chunks:
+            if chunk.is_last:
+                self.prompt_is_over(int(requests[chunk.batch_index]))
 
     def prompt_is_over(self, index: int) -> None:
         """Takes back what a prompt needed while it was coming in."""

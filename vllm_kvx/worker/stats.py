@@ -120,7 +120,7 @@ class PolicyStats:
         if prompt.selection is not None and prompt.selection.online is None:
             self.tokens_propagated[row] += prompt.selection.count
         self.entries_kept[row] += [storage.kept for storage in prompt.storages]
-        self.entries_computed[row] += [storage.rows for storage in prompt.storages]
+        self.entries_computed[row] += [each.rows - prompt.drafted for each in prompt.storages]
 
     def add_pivot(self, prompt: PromptState, pivot: int) -> None:
         """Adds a prompt whose pivot was found online."""

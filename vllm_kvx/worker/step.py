@@ -127,7 +127,8 @@ def _plan_retrieval(
         if state.req_id in moves_out:
             # The stages that everybody's prompt runs whole.
             published[:, i] = [
-                s.rows if s.compacts and s.prefill.size == 0 else 0 for s in state.storages
+                s.rows - state.drafted if s.compacts and s.prefill.size == 0 else 0
+                for s in state.storages
             ]
     retrieval.sidecars.plan(step.requests, before, after, moved, published, step.gaps[1] > 0)
     return _planned(retrieval, step, requests, is_fresh)

@@ -112,7 +112,8 @@ def _tokens(runner: Any, settings: KVSettings) -> int:
     vocabulary = runner.model_config.get_vocab_size()
     windows = settings.layout.windows
     wanted = PROMPT_TOKENS + (0 if windows is None else windows.reach)
-    longest = min(wanted, runner.max_num_tokens, runner.max_model_len, vocabulary)
+    room = runner.max_model_len - settings.layout.lookahead
+    longest = min(wanted, runner.max_num_tokens, room, vocabulary)
     if settings.layout.stash:
         longest = min(longest, settings.stash_tokens)
     return int(longest)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu_worker import Worker
@@ -14,8 +15,10 @@ from vllm_kvx.models.hooked import Build
 from vllm_kvx.models.registry import use_policy_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.worker.attention_backend import choosing_usable
+from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
+from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
 from vllm_kvx.worker.sleep import SleepingBuffers
 from vllm_kvx.worker.split_layers import cuts_of
 from vllm_kvx.worker.status import stats_of
@@ -123,10 +126,29 @@ class _PolicyWorking(_Base):
             state.stats.scheduler = step.stats
         state.memory.private = step.private
         state.prefix_states.in_step = step.states
+        state.draft = None
         output = super().execute_model(scheduler_output, *args, **kwargs)
+        if state.draft is not None:
+            self._run_draft(state.draft)
         state.after_forward()
         self._kept_blocks = state.relink_blocks()
         return output
+
+    @torch.inference_mode()
+    def _run_draft(self, draft: Draft) -> None:
+        runner = self.model_runner
+        state, done = runner.model_state, runner.execute_model_state
+        # One token of each request is sampled, of its last row.
+        rows = done.input_batch.logits_indices[to_device(draft.places, runner.device)]
+        run_draft(
+            draft,
+            runner.model,
+            state.hooked,
+            state.hooks,
+            done.hidden_states[rows],
+            self.vllm_config,
+            runner.kv_cache_config,
+        )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)

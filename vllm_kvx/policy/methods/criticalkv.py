@@ -20,7 +20,8 @@ class CriticalKV(SnapKV):
     which a factor of D x D weights gives exactly: see ``ops/prompt/value_norms.py``.
 
     It is `snapkv:score=critical` by its own name, and its other parameters are SnapKV's, with
-    SnapKV's defaults: kv_rate, kv_budget, kv_floor, window, kernel, after.
+    SnapKV's defaults: kv_rate, kv_budget, kv_floor, window, kernel, after,
+    lookahead.
     """
 
     name: ClassVar[str] = "criticalkv"

@@ -77,6 +77,9 @@ class SnapKV(RetainByWindow):
 
     after: generated tokens whose queries score the keys too. Until they are in, every entry of the
         prompt stays; they themselves always stay (default 0; at most 64 with the window).
+    lookahead: tokens that are drafted over all entries once the prompt is in, greedily. Their
+        queries score the keys too; then they are thrown away, and the answer begins behind the
+        prompt (default 0; at most 64 with the window, and not beside after).
     """
 
     name: ClassVar[str] = "snapkv"
@@ -84,19 +87,30 @@ class SnapKV(RetainByWindow):
     paper: ClassVar[str] = "arXiv 2404.14469"
 
     after: int = integer(0, at_least=0, at_most=MAX_WINDOW - 1)
+    lookahead: int = integer(0, at_least=0, at_most=MAX_WINDOW - 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window + self.after > MAX_WINDOW:
+        if self.after and self.lookahead:
             raise PolicyError(
-                f"{self.name}: window and after are at most {MAX_WINDOW} tokens together, got "
-                f"{self.window} and {self.after}"
+                f"{self.name}: after and lookahead both say which tokens behind the prompt score "
+                "its keys; keep one"
             )
+        for key in ("after", "lookahead"):
+            if self.window + getattr(self, key) > MAX_WINDOW:
+                raise PolicyError(
+                    f"{self.name}: window and {key} are at most {MAX_WINDOW} tokens together, got "
+                    f"{self.window} and {getattr(self, key)}"
+                )
 
     @property
     def keeps_by(self) -> ScoreSpec:
         by = super().keeps_by
-        return replace(by, window=by.window + self.after, generated=self.after)
+        window = by.window + self.after + self.lookahead
+        return replace(by, window=window, generated=self.after, drafted=self.lookahead)
+
+    def num_drafted(self, prompt_len: int) -> int:
+        return self.lookahead if self.cap(prompt_len) < prompt_len else 0
 
 
 def set_share(

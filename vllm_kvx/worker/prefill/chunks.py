@@ -27,7 +27,8 @@ class PromptState:
         starts: the first layer of every KV stage; storages: what it stores, by stage.
         selection: which tokens are chosen to go on; None if all do.
         retain: drops entries of at least one stage; None if none does.
-        slot: where its window's queries are kept while it is spread over chunks.
+        drafted: tokens that are drafted behind it, to score its keys with the window.
+        slot: where its window's queries are kept while it is spread over chunks or these tokens.
         stats_row: its policy's row in the counters. skipped: layer-tokens that its chunks left out.
         split_layers: the layers that are split on this server.
     """
@@ -38,6 +39,7 @@ class PromptState:
     storages: list[Storage]
     selection: Selection | None
     retain: Retain | None
+    drafted: int = 0
     slot: int | None = None
     stats_row: int = 0
     skipped: int = 0
@@ -62,7 +64,8 @@ class PromptState:
             return None
         selection = policy.selection(prompt_len, num_layers)
         settles_at = prompt_len + policy.num_generated
-        state = cls(req_id, settles_at, starts, storages, selection, policy.retain)
+        drafted = policy.num_drafted(prompt_len)
+        state = cls(req_id, settles_at, starts, storages, selection, policy.retain, drafted)
         if not any(map(state.drops, range(len(starts)))):
             state.retain = None
         state.split_layers = split_layers
@@ -80,9 +83,12 @@ class PromptState:
 
     @property
     def window(self) -> int:
-        """The longest window whose queries score the prompt's keys; 0 if none does."""
+        """The longest window whose queries score the prompt's keys; 0 if none does.
+
+        Of these, without the drafted ones.
+        """
         specs = [self.selection.score if self.selection is not None else None, self.by]
-        windows = [spec.window for spec in specs if isinstance(spec, ScoreSpec)]
+        windows = [spec.window - spec.drafted for spec in specs if isinstance(spec, ScoreSpec)]
         return min(max(windows, default=0), self.settles_at)
 
     @property
@@ -170,6 +176,26 @@ class PromptState:
             stats_row=self.stats_row,
         )
 
+    def in_drafted_pass(self, batch_index: int, row: int) -> PassPrompt:
+        """The prompt in the pass over the last token that is drafted behind it, at `row`.
+
+        All queries that score are in `slot`. Nothing of what is drafted stays.
+        """
+        assert self.slot is not None
+        longest = self.window + self.drafted
+        return PassPrompt(
+            self.req_id,
+            batch_index,
+            self.settles_at + self.drafted,
+            first_row=row + 1 - longest,
+            longest=longest,
+            slot=self.slot,
+            by=self.by,
+            kept=tuple(storage.kept + self.drafted for storage in self.storages),
+            drafted=self.drafted,
+            stats_row=self.stats_row,
+        )
+
     def in_resumed_pass(self, batch_index: int, end_row: int) -> PassPrompt:
         """The prompt in a pass over its chosen tokens, the last of which is before `end_row`."""
         assert self.selection is not None
@@ -225,12 +251,15 @@ class PromptChunk:
 
     @property
     def splits_window(self) -> bool:
-        """Whether a part of the window, not all of it, is in this chunk."""
+        """Whether a part of the window, not all of it, is in this chunk.
+
+        Drafted tokens are the rest of it.
+        """
         window = self.state.window
         window_start = self.state.settles_at - window
         if not window or self.end <= window_start:
             return False
-        return self.begin > window_start or not self.is_last
+        return self.begin > window_start or not self.is_last or self.state.drafted > 0
 
 
 @dataclass
@@ -272,7 +301,7 @@ class ChunkPlan:
             self.window_slots.append(np.full(chunk.end - begin, state.slot))
             rows = self.windows_by_policy
             rows[state.stats_row] = rows.get(state.stats_row, 0) + chunk.end - begin
-        if chunk.is_last:
+        if chunk.is_last and not state.drafted:
             self.prompts.append(
                 state.in_direct_pass(chunk.batch_index, first_row, chunk.begin, chunk.splits_window)
             )

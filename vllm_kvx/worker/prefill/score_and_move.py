@@ -327,14 +327,7 @@ class PassWork:
                     if each.over_heads and mine is not None and of_all is not None:
                         mine[:, columns] = of_all[:, columns]
         sources, targets, num_moves = select_moves(
-            rated.scores,
-            prompts.num_keys,
-            prompts.windows,
-            batch.caps,
-            prompts.offsets,
-            batch.cap_offsets,
-            batch.total_caps,
-            unpooled=rated.unpooled,
+            rated.scores, *batch.moves, unpooled=rated.unpooled
         )
         if rated.scores.shape[0] < num_heads:  # One choice for all heads.
             sources, targets, num_moves = (
@@ -345,7 +338,7 @@ class PassWork:
             sources,
             targets,
             num_moves.contiguous(),
-            batch.cap_offsets,
+            batch.moves.out_offsets,
             batch.max_moves,
             target_tables.index_select(0, batch.indices),
         )

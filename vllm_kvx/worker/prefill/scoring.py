@@ -84,6 +84,7 @@ class PassPrompt:
         ranked_after: the layer after which whole blocks are ranked; None where entries stay.
         blocks: by stage, as ``Centrality.rank_blocks`` takes it.
         measures: see ``KeyScoring``.
+        drafted: how many of the keys, the last ones, are of drafted tokens, and go.
         stats_row: its policy's row in the counters.
     """
 
@@ -102,6 +103,7 @@ class PassPrompt:
     ranked_after: int | None = None
     blocks: tuple[tuple[int, bool], ...] = ()
     measures: bool = False
+    drafted: int = 0
     stats_row: int = 0
 
     def scorings(self, layer: int, stage: int) -> list[KeyScoring]:
@@ -158,8 +160,9 @@ class ScoringBatch:
 
     F scorings have T keys together. scorings: in the order of every (F,) array.
     prompts: all but the block tables, which differ by layer. columns: each scoring's slice of the
-    scores' T columns. caps: (F,) int32, entries that stay; cap_offsets: (F + 1,) int64, their sums.
+    scores' T columns. caps: (F,) int32, entries that stay, those of drafted tokens among them.
     policy_rows: (F,) int64, in the counters.
+    moves: what is chosen from, without the keys of drafted tokens: they score, and none stays.
     """
 
     def __init__(
@@ -170,13 +173,14 @@ class ScoringBatch:
         counts = [each.prompt.num_keys for each in scorings]
         ends = np.cumsum(counts).tolist()
         self.columns = [slice(e - n, e) for n, e in zip(counts, ends, strict=True)]
-        self.max_moves = max(min(j.kept, n - j.kept) for j, n in zip(scorings, counts, strict=True))
-        self.total_caps = sum(each.kept for each in scorings)
+        self.max_moves = max(
+            min(j.kept - j.prompt.drafted, n - j.kept)
+            for j, n in zip(scorings, counts, strict=True)
+        )
         self.carries = any(each.carried is not None for each in scorings)
         self.needs_total = self.carries or any(each.over_heads or each.selects for each in scorings)
         self.needs_unpooled_total = any(each.over_heads or each.selects for each in scorings)
         self.caps = self.ints([each.kept for each in scorings])
-        self.cap_offsets = self.sums([each.kept for each in scorings])
         self.indices = self.longs([each.prompt.batch_index for each in scorings])
         self.policy_rows = self.longs([each.prompt.stats_row for each in scorings])
         # Rows that are not in this pass are read from row 0 and replaced.
@@ -209,6 +213,7 @@ class ScoringBatch:
                 else None
             ),
         )
+        self.moves = Moves.of(self)
         self.selecting = [f for f, each in enumerate(scorings) if each.selects]
         self.choice = Choice.of(self) if self.selecting else None
 
@@ -226,6 +231,27 @@ class ScoringBatch:
     def sums(self, counts: Sequence[int]) -> Tensor:
         """(n + 1,) int64 exclusive cumulative sum, on the device."""
         return async_tensor_h2d(np.cumsum([0, *counts], dtype=np.int64), device=self._device)
+
+
+class Moves(NamedTuple):
+    """Arguments of ``select_moves`` after the scores: what stays is among these keys."""
+
+    num_keys: Tensor
+    windows: Tensor
+    caps: Tensor
+    offsets: Tensor
+    out_offsets: Tensor
+    total: int
+
+    @classmethod
+    def of(cls, batch: ScoringBatch) -> "Moves":
+        prompts, drafted = batch.prompts, [each.prompt.drafted for each in batch.scorings]
+        caps = [each.kept - more for each, more in zip(batch.scorings, drafted, strict=True)]
+        sizes = prompts.num_keys, prompts.windows, batch.caps
+        if any(drafted):
+            more = batch.ints(drafted)
+            sizes = sizes[0] - more, sizes[1] - more, sizes[2] - more
+        return cls(*sizes, prompts.offsets, batch.sums(caps), sum(caps))
 
 
 class Choice(NamedTuple):

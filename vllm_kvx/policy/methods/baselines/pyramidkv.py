@@ -14,9 +14,9 @@ from vllm_kvx.policy.parameters import integer
 class PyramidKV(SnapKV):
     """PyramidKV (Cai et al., arXiv 2406.02069): per-layer budgets that fall linearly.
 
-    SnapKV's are window, kernel, score and after. So is the mean over the layers of what they keep,
-    by kv_rate and kv_floor or by kv_budget; outside the window the last layer keeps 1 / beta of
-    that mean, the first one 2 - 1 / beta of it, but no layer more than there is.
+    SnapKV's are window, kernel, score, after and lookahead. So is the mean over the layers of what
+    they keep, by kv_rate and kv_floor or by kv_budget; outside the window the last layer keeps
+    1 / beta of that mean, the first one 2 - 1 / beta of it, but no layer more than there is.
 
     beta: how much less than the mean the last layer keeps outside the window (default 20).
     groups: neighbouring layers share a budget, in at most so many stages, each a KV cache group

@@ -1,0 +1,174 @@
+"""Tokens that are drafted behind prompts, to score their keys with the window's: `lookahead`.
+
+They run in the step that ends a prompt, once its forward pass is queued: one pass of one row for
+each such prompt and token, over all entries, greedily. Their entries take slots behind the prompt's
+that the scheduler gave for this step alone. Beside the last one's attention keys are scored, and
+what stays is moved as it is where nothing is drafted. Neither sampler nor scheduler sees any of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+
+from vllm_kvx.models.hooked import HookedModel
+from vllm_kvx.models.passes import AttnMetadata, StepPlan
+from vllm_kvx.worker.attn_metadata import StepAttention
+from vllm_kvx.worker.batch import PassBatch, to_device
+from vllm_kvx.worker.layer_hooks import LayerHooks
+from vllm_kvx.worker.prefill.chunks import PromptChunk
+from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
+from vllm_kvx.worker.prefill.scoring import WindowRows
+
+
+@dataclass(frozen=True)
+class DraftPass:
+    """One drafted token of each of P prompts.
+
+    Attributes:
+        rows: (P,) int64, which of the pass before they go on from; None: all of them.
+        batch: the pass, with places in the step's batch, positions, block tables and slots.
+        metadata: of attention, by layer name.
+        work: beside the layers' attention.
+    """
+
+    rows: Tensor | None
+    batch: PassBatch
+    metadata: AttnMetadata
+    work: PassWork | None
+
+
+class Draft:
+    """The prompts of a step behind which tokens are drafted.
+
+    places: (P,) int64, of these prompts in the step's batch, ascending.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[PromptChunk],
+        attn: StepAttention,
+        memory: PrefillBuffers,
+        block_sizes: Sequence[int],
+    ) -> None:
+        """chunks: their last ones. block_sizes: tokens of a block, by KV group."""
+        self._chunks, self._attn, self._memory = chunks, attn, memory
+        self._block_sizes = block_sizes
+        self.places = np.array([chunk.batch_index for chunk in chunks], dtype=np.int64)
+        self._prompt_lens = np.array([chunk.end for chunk in chunks], dtype=np.int32)
+        self._counts = np.array([chunk.state.drafted for chunk in chunks])
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[PromptChunk],
+        attn: StepAttention,
+        memory: PrefillBuffers,
+        block_sizes: Sequence[int],
+    ) -> "Draft | None":
+        """The prompts that end in a step's `chunks` with tokens to draft; None if none does."""
+        ending = [chunk for chunk in chunks if chunk.is_last and chunk.state.drafted]
+        ending.sort(key=lambda chunk: chunk.batch_index)
+        return cls(ending, attn, memory, block_sizes) if ending else None
+
+    def passes(self) -> Iterator[DraftPass]:
+        """The passes, one after the other: ask for the next one when the one before is queued."""
+        before = np.arange(len(self._chunks))
+        tables: tuple[Tensor, ...] = ()
+        starts = torch.empty(0)
+        for number in range(int(self._counts.max())):
+            going = np.flatnonzero(self._counts > number)
+            rows = None
+            if number == 0 or len(going) < len(before):
+                device = self._memory.device
+                if number:
+                    rows = to_device(np.searchsorted(before, going), device)
+                places = to_device(self.places[going], device)
+                tables = tuple(table.index_select(0, places) for table in self._attn.block_tables)
+                starts = to_device(self._prompt_lens[going], device)
+            yield self._pass(number, going, rows, tables, starts + number)
+            before = going
+
+    def _pass(
+        self,
+        number: int,
+        going: np.ndarray,
+        rows: Tensor | None,
+        tables: tuple[Tensor, ...],
+        positions: Tensor,
+    ) -> DraftPass:
+        """going: (P,) which of the prompts it is of. positions: (P,) int64 of the tokens."""
+        slots = torch.stack(
+            [
+                table.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
+                for table, size in zip(tables, self._block_sizes, strict=True)
+            ]
+        )
+        ones = np.ones(len(going), dtype=np.int32)
+        batch = PassBatch(self.places[going], ones, positions, tables, slots)
+        metadata = self._attn.of_decodes(batch, self._prompt_lens[going] + number + 1)
+        return DraftPass(rows, batch, metadata, self._work(number, going, tables))
+
+    def _work(self, number: int, going: np.ndarray, tables: tuple[Tensor, ...]) -> PassWork | None:
+        """Keeps the tokens' queries; scores and drops where they are a prompt's last ones."""
+        states = [self._chunks[i].state for i in going]
+        slots, by_policy = [], dict[int, int]()
+        for state in states:
+            assert state.slot is not None
+            slots.append(state.slot)
+            by_policy[state.stats_row] = by_policy.get(state.stats_row, 0) + 1
+        device = self._memory.device
+        windows = WindowRows(
+            torch.arange(len(states), device=device),
+            to_device(np.array(slots), device),
+            to_device(np.array([state.window + number for state in states]), device),
+            by_policy,
+        )
+        ending = [
+            state.in_drafted_pass(row, row)
+            for row, state in enumerate(states)
+            if state.drafted == number + 1
+        ]
+        return PassWork.of(ending, windows, tables, self._memory)
+
+
+def run_draft(
+    draft: Draft,
+    model: Any,
+    hooked: HookedModel,
+    hooks: LayerHooks,
+    hidden: Tensor,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+) -> None:
+    """Drafts, scores and drops; all of it is queued on the device, and nothing read back.
+
+    model: as vLLM's runner calls it; `hooked` is the same with its hooks. hidden: (P, H) final
+    states of the prompts' last tokens.
+    """
+
+    for now in draft.passes():
+        states = hidden if now.rows is None else hidden.index_select(0, now.rows)
+        ids, batch = model.compute_logits(states).argmax(-1).int(), now.batch
+        hooked.begin_step(StepPlan(hooks=hooks.during(now.work)))
+        with set_forward_context(
+            now.metadata,
+            vllm_config,
+            num_tokens=len(batch.requests),
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=build_slot_mappings_by_layer(batch.slot_mappings, kv_cache_config),
+        ):
+            hidden = model(
+                input_ids=ids,
+                positions=batch.positions,
+                inputs_embeds=None,
+                intermediate_tensors=None,
+            )
