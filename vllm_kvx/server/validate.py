@@ -16,7 +16,6 @@ from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.draft_checks import WITH_DRAFTS
-from vllm_kvx.server.draft_room import widen_compiled_range
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.measured_layers import find_measured, parts_of
@@ -95,7 +94,6 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
         )
         parallel_config = vllm_config.parallel_config
         parallel_config.worker_cls = WORKERS[parallel_config.worker_cls]
-        widen_compiled_range(vllm_config)
     _add_request_check(vllm_config, settings, in_python)
     parallel_config = vllm_config.parallel_config
     # Of several API server processes only their parent, of rank -1, speaks.

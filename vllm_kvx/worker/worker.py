@@ -17,6 +17,7 @@ from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.worker.attention_backend import choosing_usable
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.decode.graphs import capture_each_mode
+from vllm_kvx.worker.draft_room import widen_compiled_range
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
 from vllm_kvx.worker.sleep import SleepingBuffers
@@ -59,6 +60,7 @@ class _PolicyWorking(_Base):
         use_policy_model(config.model_config, build, layout.propagates, in_pipeline)
         with choosing_usable(layout):
             super().load_model(*args, **kwargs)
+        widen_compiled_range(config)
         runner = self.model_runner
         if layout.propagates and not in_pipeline:
             # Not before vLLM has set experts up, which is the last thing that it does.

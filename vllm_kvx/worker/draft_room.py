@@ -13,6 +13,9 @@ def widen_compiled_range(vllm_config: "VllmConfig") -> None:
     models, for at most `max_num_batched_tokens`, and a full step ends the server with "Shape ...
     out of considered ranges". Its buffers have the room, so the last range gets it too.
 
+    Called once both models are loaded and before one runs: to load the draft model vLLM copies the
+    configuration, which sets the ranges again that both of them share.
+
     Where no CUDA graphs are captured, vLLM runs the model once at the end of the range, for which
     the main model has no room, and nothing is changed.
     """

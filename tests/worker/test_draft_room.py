@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from vllm_kvx.server.draft_room import widen_compiled_range
+from vllm_kvx.worker.draft_room import widen_compiled_range
 
 
 def compiled(drafter: Any, graphs: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE) -> Any:
