@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from reference.masked import layers_of, output_weight
 from reference.swiftkv import Swift
 from support import inside
@@ -25,6 +26,10 @@ from support.quantized_answers import (
 LENGTHS, MAX_TOKENS = (97, 161, 290), 8
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(),
+    reason="vLLM multiplies 4-bit integers on processors with AVX-512 alone",
+)
 @pytest.mark.parametrize("name", by_day(["awq", "gptq"], {0}))
 def test_integer_weights(tmp_path: Path, name: str) -> None:
     """`full` is stock bit for bit, and policies that propagate by position are near theirs."""
