@@ -6,6 +6,9 @@ kvx_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 kvx_venv="$kvx_root/.venv"
 kvx_python="$kvx_venv/bin/python"
 
+# What is imported is compiled once and kept: without that a start of vLLM takes twice as long.
+unset PYTHONDONTWRITEBYTECODE
+
 kvx_fail() {
     printf 'error: %s\n' "$1" >&2
     shift

@@ -9,6 +9,7 @@ from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.pyramidkv import Pyramid
 from support.expected import FULL, Policy
+from support.nightly import nightly
 from support.parity import assert_parity_and_again, assert_parity_preempted
 from support.prompts import EDGES
 
@@ -34,6 +35,7 @@ def test_parity(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.usefixtures("dense_ops")
+@nightly
 def test_preempted(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the generated tokens are in, and after them; two requests wait for theirs at once."""
     monkeypatch.setattr(admission, "GENERATED_WINDOWS", 2)

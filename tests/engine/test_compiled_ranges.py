@@ -188,7 +188,7 @@ def test_from_the_cache_of_an_earlier_start(tiny: Callable[..., Path]) -> None:
     assert_close(*answers)
 
 
-@pytest.mark.parametrize("switch", ["kv_disable", "VLLM_USE_AOT_COMPILE"])
+@pytest.mark.parametrize("switch", by_day(["kv_disable", "VLLM_USE_AOT_COMPILE"], {0}))
 def test_segments_where_there_are_no_compiled_ranges(
     tiny: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,

@@ -51,6 +51,7 @@ def test_beside_policies_that_run_in_passes(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.usefixtures("dense_ops")
+@nightly
 def test_preempted(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that comes in again is drafted again; two of them draft in one step at most."""
     monkeypatch.setattr(admission, "GENERATED_WINDOWS", 2)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.nightly import by_day
 
 # In a process of its own: the tests' Triton interprets kernels.
 RUN = [sys.executable, "-m", "support.compiles_ahead"]
@@ -28,13 +29,17 @@ KERNELS: dict[tuple[str, ...], set[str]] = {
 }
 
 
-def test_all_kernels_of_prompts_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("servers", by_day([slice(2), slice(2, None)], {0}), ids=str)
+def test_all_kernels_of_prompts_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, servers: slice
+) -> None:
+    kernels = dict(list(KERNELS.items())[servers])
     for variable in ("TRITON_INTERPRET", "KVX_CPU"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
-    run = [*RUN, json.dumps(list(KERNELS))]
+    run = [*RUN, json.dumps(list(kernels))]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, cwd=TESTS.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout.splitlines()[-1])
-    for (server, expected), names in zip(KERNELS.items(), compiled, strict=True):
+    for (server, expected), names in zip(kernels.items(), compiled, strict=True):
         assert set(names) == expected, server

@@ -19,7 +19,7 @@ import httpx
 import pytest
 import torch
 from support import options
-from support.interpreter import QUICK_WORKER
+from support.interpreter import QUICK_FLAGS, quick_environment
 from support.nightly import nightly
 
 from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
@@ -49,7 +49,7 @@ FLAGS = [
     *("--num-gpu-blocks-override", "46", "--max-num-seqs", "8", "--max-num-batched-tokens", "192"),
     *("--no-scheduler-reserve-full-isl", "--max-model-len", str(MAX_LEN)),
     *("--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"),
-    *("--worker-extension-cls", QUICK_WORKER),
+    *QUICK_FLAGS,
 ]
 # Bodies that no server should answer with 200, or be hurt by.
 MALFORMED: tuple[bytes, ...] = (
@@ -77,9 +77,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(log: Path) -> Iterator[str]:
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with serving(FLAGS, log, cpu_environment() | {"PYTHONPATH": path}, timeout_s=500.0) as url:
+    with serving(FLAGS, log, quick_environment(cpu_environment()), timeout_s=500.0) as url:
         yield url
 
 

@@ -1,12 +1,23 @@
 """Triton's interpreter on CPU, made several times faster."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from support import quick_semantics
+
 # Where it is vLLM's `worker_extension_cls`, workers in processes of their own are quick, too; they
-# need `support` in their path.
+# need `support` in their path: see `quick_environment`.
 QUICK_WORKER = "support.quick_worker.Quick"
+QUICK_FLAGS = ("--worker-extension-cls", QUICK_WORKER)
+
+
+def quick_environment(environment: dict[str, str]) -> dict[str, str]:
+    """`environment` of a server that is given `QUICK_FLAGS`."""
+    path = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def quicken() -> None:
@@ -52,6 +63,7 @@ def quicken() -> None:
 
     interpreter._get_np_dtype = np_dtype
     _remember_shapes(interpreter.tl.core)
+    quick_semantics.install(interpreter)
 
 
 def _remember_shapes(core: Any) -> None:
