@@ -25,6 +25,7 @@ from vllm_kvx.cache.pool_capacity import pool_tokens
 from vllm_kvx.cache.scheduler_stats import PolicySchedulerStats, RunInFull
 from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.cache.sliding_stage_manager import SlidingStageKVCacheManager
+from vllm_kvx.config.drafts import reserve_slots
 from vllm_kvx.config.quoting import one_line, quoted
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
 from vllm_kvx.policy.layout import check_fits
@@ -45,6 +46,8 @@ class _PolicyScheduling(_Base):
     """Mixin over vLLM's schedulers; scheduling itself stays theirs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Where the model drafts for itself, vLLM does not know it and has to be told.
+        reserve_slots()
         super().__init__(*args, **kwargs)
         settings = KVSettings.from_vllm_config(self.vllm_config)
         assert settings is not None

@@ -113,6 +113,8 @@ class PolicyModelState(DefaultModelState):
             self.hooks.retrieval = self.retrieval
         self.adapters = Adapters(model, self.max_num_reqs)
         self.draft: Draft | None = None
+        # Of the real step that runs.
+        self.attention: StepAttention | None = None
         self._step: Step | None = None
 
     def initialize_kv_cache(
@@ -212,7 +214,9 @@ class PolicyModelState(DefaultModelState):
         self._step = step = plan_step(input_batch, requests, self.retrieval, self.memory.private)
         self.prefix_states.restore()
         if self.checks_blocks:
-            numbers = len(self.starts), self.vllm_config.num_speculative_tokens
+            config = self.vllm_config
+            ahead = config.num_speculative_tokens + config.num_lookahead_tokens
+            numbers = len(self.starts), ahead
             sizes, held = tables.block_sizes, tables.num_blocks.np
             check_blocks(step, self.group_stages, sizes, held, *numbers)
         for chunk in step.chunks:
@@ -249,6 +253,7 @@ class PolicyModelState(DefaultModelState):
             (kv_cache_config, for_capture, ubatch_idx, model_specific_attn_metadata),
             self.max_num_reqs,
         )
+        self.attention = None if step is None else attn
         rows, counts = self._rows(step, attn)
         retrieves = self._retrieval_pass(
             step, cudagraph_mode, for_capture, input_batch, block_tables
