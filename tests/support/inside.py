@@ -915,6 +915,13 @@ def value_factors(engine: Any) -> list[Tensor]:
     ]
 
 
+def token_bytes(engine: Any) -> int:
+    """Bytes of a token's keys and values, as the drafter counts them."""
+    from vllm_kvx.worker.self_drafter import _token_bytes
+
+    return _token_bytes(_state(engine).hooks)
+
+
 # Who says policies.
 
 

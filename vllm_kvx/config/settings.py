@@ -67,6 +67,7 @@ REPLACED_KEYS = {
     for parameter in (method.to_measure.parameter, method.to_measure.reduction)
     if parameter
 }
+NOT_MEASURED = Measured()
 # What REQUESTS_KEY may be.
 NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
 REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
@@ -103,7 +104,7 @@ class KVSettings:
     num_layers: int
     debug: bool
     stock: bool = False
-    measured: Measured = Measured()
+    measured: Measured = NOT_MEASURED
     stash_tokens: int = 0
     recall_every: int = 0
     policies: tuple[KVPolicy, ...] = ()

@@ -113,16 +113,14 @@ class PolicyModelState(DefaultModelState):
             self.hooks.retrieval = self.retrieval
         self.adapters = Adapters(model, self.max_num_reqs)
         self.draft: Draft | None = None
-        # Of the real step that runs.
-        self.attention: StepAttention | None = None
+        self.attention: StepAttention | None = None  # Of the real step that runs.
         self._step: Step | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        self.block_tables = block_tables
-        self.kv_cache_config = kv_cache_config
+        self.block_tables, self.kv_cache_config = block_tables, kv_cache_config
         groups = kv_cache_config.kv_cache_groups
         self.shared = SharedAttnMetadata(groups)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
@@ -154,9 +152,8 @@ class PolicyModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         policy = request_policy(self.settings, new_req_data.sampling_params)
         prompt_len, req_id = new_req_data.prompt_len, new_req_data.req_id
-        row = self.stats.row_of(policy)
-        block_size = self.block_tables.block_sizes[self._first_group]
-        self.requests.add(req_index, req_id, policy, prompt_len, block_size, row)
+        row, size = self.stats.row_of(policy), self.block_tables.block_sizes[self._first_group]
+        self.requests.add(req_index, req_id, policy, prompt_len, size, row)
         self.adapters.add_request(req_index, new_req_data.lora_request)
         if self.retrieval is not None:
             self.retrieval.add_request(req_index, policy.retrieve, row)
@@ -216,9 +213,7 @@ class PolicyModelState(DefaultModelState):
         if self.checks_blocks:
             config = self.vllm_config
             ahead = config.num_speculative_tokens + config.num_lookahead_tokens
-            numbers = len(self.starts), ahead
-            sizes, held = tables.block_sizes, tables.num_blocks.np
-            check_blocks(step, self.group_stages, sizes, held, *numbers)
+            check_blocks(step, self.group_stages, tables, len(self.starts), ahead)
         for chunk in step.chunks:
             if chunk.is_last:
                 # From the next step on; what this one reads was copied to the device before.

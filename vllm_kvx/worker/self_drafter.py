@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_kvx.config.drafts import Drafts
 from vllm_kvx.worker.attn_metadata import StepAttention
 from vllm_kvx.worker.batch import PassBatch, to_device
+from vllm_kvx.worker.decode.draft_pass import draft_pass
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.draft_rows import RowPasses, slots_of
 from vllm_kvx.worker.layer_hooks import LayerHooks
@@ -54,6 +55,8 @@ class SelfDrafter(BaseSpeculator):
     """In the place of the speculator that vLLM's runner has made for `ngram`.
 
     drafts_anyway: whatever is cached; so until the server is ready, which warms its kernels up.
+    drafted: ids of the requests of the last step for which tokens were drafted.
+    least_bytes: of keys and values, below which a step's requests get no drafts.
     """
 
     supports_mm_inputs = False
@@ -68,10 +71,10 @@ class SelfDrafter(BaseSpeculator):
         self._budget = drafts.policy.retrieve.budget_units
         self._max_model_len: int = runner.max_model_len
         weights = sum(weight.nbytes for weight in runner.model.parameters())
-        self._least_bytes = drafts.cache_to_weights * weights
+        self.least_bytes = drafts.cache_to_weights * weights
         self._token_bytes = _token_bytes(state.hooks)
         self.drafts_anyway = True
-        self._drafted: dict[str, bool] = {}
+        self.drafted: frozenset[str] = frozenset()
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Nothing: passes run without graphs."""
@@ -97,7 +100,7 @@ class SelfDrafter(BaseSpeculator):
         drafts = torch.zeros(
             input_batch.num_reqs, most, dtype=torch.int64, device=self._runner.device
         )
-        self._drafted = {}
+        self.drafted = frozenset()
         if dummy_run or attn is None or not count:
             return drafts
         assert attn.batch is input_batch
@@ -107,7 +110,7 @@ class SelfDrafter(BaseSpeculator):
         rows = np.flatnonzero(ends >= states.prefill_len.np[requests])
         if not len(rows) or not self._pays(ends[rows]):
             return drafts
-        self._drafted = {input_batch.req_ids[row]: True for row in rows.tolist()}
+        self.drafted = frozenset(input_batch.req_ids[row] for row in rows.tolist())
         given = input_batch.num_draft_tokens_per_req
         verified = ends if given is None else ends - given
         places = to_device(rows, drafts.device)
@@ -155,7 +158,7 @@ class SelfDrafter(BaseSpeculator):
         lens = seen.now.int()
         metadata = attn.of_decodes(batch, lens, seen.most.astype(np.int32))
         self._retrieval.sidecars.plan_drafts(requests, seen.least, seen.most)
-        retrieves = self._retrieval.draft_pass(lens, seen.most, self._budget, tables)
+        retrieves = draft_pass(self._retrieval, lens, seen.most, self._budget, tables)
         hidden = passes.run(ids, batch, metadata, retrieval_pass=retrieves)
         self._retrieval.sidecars.forget()
         return passes.next_ids(hidden)
@@ -164,12 +167,12 @@ class SelfDrafter(BaseSpeculator):
         """Whether drafts save time in a step whose requests hold (P,) so many entries."""
         if self.drafts_anyway:
             return True
-        return float(lens.sum()) * self._token_bytes >= self._least_bytes
+        return float(lens.sum()) * self._token_bytes >= self.least_bytes
 
     def those_drafted(self, tokens: DraftTokenIds) -> DraftTokenIds:
         """`tokens`, what the scheduler is told of a step, without what was not drafted."""
         ids = zip(tokens.req_ids, tokens.draft_token_ids, strict=True)
-        kept = [each if self._drafted.get(request) else [] for request, each in ids]
+        kept = [each if request in self.drafted else [] for request, each in ids]
         return DraftTokenIds(tokens.req_ids, kept)
 
 

@@ -292,7 +292,7 @@ class Retrieval:
         def batches_of(stage: int, rows: SegmentRows | None) -> list[RetrievalRows]:
             run, gap = counts if rows is None else rows.counts, (gaps[0][stage], gaps[1][stage])
             found = step.rows(stage, run, ends - counts, ends, prompt_lens, gap)
-            return self._on_device(found, step.budgets)
+            return self.on_device(found, step.budgets)
 
         return RetrievalPass(
             modes,
@@ -303,25 +303,7 @@ class Retrieval:
             {layer: batches_of(self._stages[layer], rows) for layer, rows in split_layers.items()},
         )
 
-    def draft_pass(
-        self, lens: Tensor, bounds: IntArray, budget: int, block_tables: Sequence[Tensor]
-    ) -> RetrievalPass:
-        """The pass of one row of each of some requests, all of which retrieve, in one stage.
-
-        Args:
-            lens: (P,) int32 entries that each sees. bounds: (P,) as many or more, on the host.
-            budget: units to read. block_tables: by KV group, (P, max_blocks) int32.
-        """
-        index = np.arange(len(bounds))
-        rows = self._on_device(HostRows(index, index, bounds), np.full(len(bounds), budget))
-        begin = 0
-        for batch in rows:
-            end = begin + len(batch.lens)
-            batch.lens.copy_(lens[begin:end])
-            begin = end
-        return RetrievalPass((Mode.ALL,), [rows], block_tables, writes=True)
-
-    def _on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:
+    def on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:
         """A stage's rows in batches whose scores fit. budgets: (R,) by request."""
         unit = self.layout.unit
         return [
