@@ -200,8 +200,7 @@ def test_other_numbers_and_pages(
         theirs = [
             one
             for one in found
-            if any(one.tokens[: len(p)] == p for p in prompts)
-            and len(one.tokens) + count <= MOST
+            if any(one.tokens[: len(p)] == p for p in prompts) and len(one.tokens) + count <= MOST
         ]
         assert assert_drafts(model, theirs, Retrieve(32, group=size, pages=pages)) > len(theirs) / 2
         engine.assert_idle()
