@@ -165,11 +165,11 @@ def test_sampled_tokens_are_the_models(engine: Engine, model: Path) -> None:
 
 def test_off_where_it_would_lose(engine: Engine, drafted: tuple[list[Answer], Any]) -> None:
     """Steps whose requests hold too little are not drafted for, and answers stay the same."""
-    drafter, found = engine.runner.speculator, watch_own_drafts(engine)
+    found = watch_own_drafts(engine)
     answers = [drafted[0][0], drafted[0][2]]
     prompts = [answer.prompt for answer in answers]
     # Of two requests at once, of 97 and 65 tokens and their answers.
-    drafter.least_bytes = 150 * inside.token_bytes(engine)
+    inside.draft_from(engine, 150)
     try:
         for prompt, answer in zip(prompts, answers, strict=True):
             assert_close(engine.generate([prompt], TOKENS, policies=["full"]), [answer])
@@ -177,7 +177,7 @@ def test_off_where_it_would_lose(engine: Engine, drafted: tuple[list[Answer], An
         names = ["full"] * 2
         assert_close(engine.generate(prompts, TOKENS, policies=names), answers)
     finally:
-        drafter.least_bytes = 0
+        inside.draft_from(engine, 0)
     assert len({one.request for one in found}) == 2
 
 

@@ -915,11 +915,11 @@ def value_factors(engine: Any) -> list[Tensor]:
     ]
 
 
-def token_bytes(engine: Any) -> int:
-    """Bytes of a token's keys and values, as the drafter counts them."""
+def draft_from(engine: Any, tokens: int) -> None:
+    """The model drafts for itself in steps whose requests have at least so many tokens."""
     from vllm_kvx.worker.self_drafter import _token_bytes
 
-    return _token_bytes(_state(engine).hooks)
+    engine.runner.speculator.least_bytes = tokens * _token_bytes(_state(engine).hooks)
 
 
 # Who says policies.
