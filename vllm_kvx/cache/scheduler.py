@@ -73,6 +73,7 @@ class _PolicyScheduling(_Base):
         ]
         for manager in managers:
             manager.siblings = managers
+            manager.holds_drafts = settings.drafts is not None
         told = [*managers, *self._sliding_managers]
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, told, self.vllm_config)
         report_last_blocks_alone(self.kv_cache_manager.block_pool)
