@@ -138,4 +138,4 @@ def reserve_slots() -> None:
         return int(stock.fget(self))
 
     setattr(num_lookahead_tokens, DRAFTS_KEY, True)
-    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)  # type: ignore[method-assign]
+    setattr(VllmConfig, "num_lookahead_tokens", property(num_lookahead_tokens))  # noqa: B010
