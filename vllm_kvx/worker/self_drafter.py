@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
@@ -28,6 +29,8 @@ from vllm_kvx.worker.decode.draft_pass import draft_pass
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.draft_rows import RowPasses, slots_of
 from vllm_kvx.worker.layer_hooks import LayerHooks
+
+logger = init_logger("vllm.kvx.worker")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ class SelfDrafter(BaseSpeculator):
         weights = sum(weight.nbytes for weight in runner.model.parameters())
         self.least_bytes = drafts.cache_to_weights * weights
         self._token_bytes = _token_bytes(state.hooks)
+        logger.info(
+            "The model drafts for itself, reading by %s, in steps whose requests hold %d tokens.",
+            drafts.policy,
+            -int(-self.least_bytes // self._token_bytes),
+        )
         self.drafts_anyway = True
         self.drafted: frozenset[str] = frozenset()
 
