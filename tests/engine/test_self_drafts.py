@@ -221,7 +221,7 @@ def test_a_number_for_each_size_of_batch(
 
 @nightly
 def test_a_pool_that_is_too_small(model: Path, dense_ops: None) -> None:
-    small = dict(num_gpu_blocks_override=66, max_model_len=288, max_num_seqs=6)
+    small = dict(num_gpu_blocks_override=34, max_model_len=288, max_num_seqs=6)
     drafter = own_drafts(3)
     assert_parity_preempted(model, POLICIES, speculative_config=drafter, **small)
 
