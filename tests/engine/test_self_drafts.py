@@ -29,6 +29,7 @@ from support.parity import (
     room_for,
 )
 from support.prompts import prompts_of
+from vllm.exceptions import VLLMValidationError
 
 from vllm_kvx.policy.spec import parse_policy
 
@@ -161,6 +162,12 @@ def test_sampled_tokens_are_the_models(engine: Engine, model: Path) -> None:
     sampling = {"temperature": 1.0, "seed": 3}
     samples = engine.generate(prompts_of((97, 65)), 12, policies=["full"] * 2, **sampling)
     assert_logprobs(model, samples, FULL)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "speed-4", "streamingllm+fier-64"])
+def test_requests_that_leave_entries_out_are_refused(engine: Engine, policy: str) -> None:
+    with pytest.raises(VLLMValidationError, match="leaves some out: use full, fier or quest"):
+        engine.generate(prompts_of((40,)), 2, policies=[policy])
 
 
 def test_off_where_it_would_lose(engine: Engine, drafted: tuple[list[Answer], Any]) -> None:
