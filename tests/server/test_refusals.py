@@ -14,9 +14,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_kvx.cache.draft_slots import reserve_slots
 from vllm_kvx.compat.vllm_signatures import release_line
 from vllm_kvx.config.cache_dtype import dtype_of_engine
-from vllm_kvx.config.drafts import reserve_slots
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.config.wording import in_python
 from vllm_kvx.ops import library

@@ -15,6 +15,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.decode_fast_path import DecodeFastPath
+from vllm_kvx.cache.draft_slots import reserve_slots
 from vllm_kvx.cache.dropped_blocks import give_back
 from vllm_kvx.cache.external_prefixes import limit_external_hits
 from vllm_kvx.cache.kv_events import report_last_blocks_alone
@@ -25,7 +26,6 @@ from vllm_kvx.cache.pool_capacity import pool_tokens
 from vllm_kvx.cache.scheduler_stats import PolicySchedulerStats, RunInFull
 from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.cache.sliding_stage_manager import SlidingStageKVCacheManager
-from vllm_kvx.config.drafts import reserve_slots
 from vllm_kvx.config.quoting import one_line, quoted
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings, request_policy
 from vllm_kvx.policy.layout import check_fits

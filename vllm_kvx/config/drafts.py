@@ -11,15 +11,12 @@ verified in the next. The worker has its own drafter in the place of vLLM's
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 DRAFTS_KEY = "kv_drafts"
 METHOD = "kvx"
@@ -117,25 +114,3 @@ def take_drafts(args: Any) -> None:
     ours = {key: given.pop(key, default) for key, default in _OURS.items()}
     args.additional_config = {**config, DRAFTS_KEY: ours}
     args.speculative_config = {**given, "method": STAND_IN}
-
-
-def reserve_slots() -> None:
-    """Has vLLM's scheduler and warm-up leave room for what is drafted behind a request's tokens.
-
-    They ask the configuration, which knows the methods of vLLM's that write entries. Safe to run
-    again.
-    """
-    from vllm.config import VllmConfig
-
-    stock: Any = VllmConfig.num_lookahead_tokens
-    if getattr(stock.fget, DRAFTS_KEY, False):
-        return
-
-    def num_lookahead_tokens(self: "VllmConfig") -> int:
-        config = self.additional_config
-        if isinstance(config, dict) and config.get(DRAFTS_KEY) is not None:
-            return self.num_speculative_tokens
-        return int(stock.fget(self))
-
-    setattr(num_lookahead_tokens, DRAFTS_KEY, True)
-    setattr(VllmConfig, "num_lookahead_tokens", property(num_lookahead_tokens))  # noqa: B010

@@ -9,9 +9,9 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvx.cache.draft_slots import reserve_slots
 from vllm_kvx.cache.messages import PolicyResult, PolicyStep, attach_result, step_of
 from vllm_kvx.compat.vllm_signatures import check_engine
-from vllm_kvx.config.drafts import reserve_slots
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.models.hooked import Build
 from vllm_kvx.models.registry import use_policy_model
