@@ -6,7 +6,7 @@ Writes benchmarks/results/answers/NAME.json. Two tasks over prompts of several l
 question whose answer is in the document, answered to its end, and `text`, the document by itself,
 which goes on for `TEXT_TOKENS` tokens. Answers are greedy, under `full`; how many are those of a
 server without drafts, token for token, is counted. On a CPU with the demo checkpoint it takes
-minutes.
+several minutes a policy. The file is written again after each row.
 """
 
 import argparse
@@ -129,7 +129,9 @@ def main(argv: Sequence[str]) -> None:
     server = Server(args, None)
     without = {where: server.answer(prompts, where[0]) for where, prompts in asked.items()}
     server.close()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    what = f"How many of {args.drafts} drafts a step {args.model.name} accepts of its own."
+    head = about(what, command_line("benchmarks.answers.own_drafts", argv))
     for policy in args.policies:
         server = Server(args, policy)
         for where, prompts in asked.items():
@@ -139,10 +141,8 @@ def main(argv: Sequence[str]) -> None:
             same = sum(a == b for a, b in zip(answers, without[where], strict=True))
             rows.append(row(policy, where, server.counted() - before, args.drafts, same, n))
             print(rows[-1])
+            write_json(RESULTS / "answers" / f"{args.out}.json", {"about": head, "rows": rows})
         server.close()
-    what = f"How many of {args.drafts} drafts a step {args.model.name} accepts of its own."
-    head = about(what, command_line("benchmarks.answers.own_drafts", argv))
-    write_json(RESULTS / "answers" / f"{args.out}.json", {"about": head, "rows": rows})
 
 
 if __name__ == "__main__":
