@@ -24,4 +24,4 @@ def reserve_slots() -> None:
             return self.num_speculative_tokens
         return int(stock.fget(self))
 
-    VllmConfig.num_lookahead_tokens = num_lookahead_tokens
+    VllmConfig.num_lookahead_tokens = num_lookahead_tokens  # type: ignore[method-assign]
