@@ -5,6 +5,7 @@ import re
 import pytest
 
 from vllm_kvx.config.wording import in_python, worded
+from vllm_kvx.server.draft_checks import WITH_OWN_DRAFTS
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
@@ -57,6 +58,7 @@ def test_in_python(message: str, expected: str) -> None:
 
 def test_no_reason_keeps_a_flag() -> None:
     layout = *WITH_PROPAGATION, *WITH_PARTIAL_PREFIXES, *WITH_VALUE_NORMS, *WITH_LOOKAHEAD
+    layout = *layout, *WITH_OWN_DRAFTS
     for row in (*ALWAYS, *WITH_POLICY, *layout, *WITH_RETENTION, *WITH_SELECTION, *WITH_RETRIEVAL):
         said = re.sub("`[^`]*`", "", in_python(row.reason))
         assert "--" not in said, said

@@ -22,6 +22,8 @@ from vllm_kvx.errors import refusing
 _Function = Callable[..., Any]
 
 _POLICY_KEY = "kv_policy"
+# What ``config.drafts`` calls METHOD.
+_DRAFTS_ITSELF = "kvx"
 # Keys that may be ours or resemble one.
 _LIKE_OURS = re.compile("k[^a-z]*v|vk|pol", re.IGNORECASE)
 
@@ -196,6 +198,12 @@ def _with_merged_flags(original: _Function) -> _Function:
 def _with_policy(original: _Function) -> _Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _has_policy
+        if _drafts_itself(self):
+            from vllm_kvx.config.drafts import take_drafts
+            from vllm_kvx.config.wording import worded
+
+            with refusing(), worded(_is_of_python(*args, **kwargs)):
+                take_drafts(self)
         if not may_be_ours(self.additional_config):
             vllm_config = original(self, *args, **kwargs)
             with _idle_on_untested():
@@ -243,6 +251,12 @@ def _with_policy(original: _Function) -> _Function:
         return vllm_config
 
     return create_engine_config
+
+
+def _drafts_itself(args: Any) -> bool:
+    """Whether ``--speculative-config`` names our method, of which vLLM knows nothing."""
+    drafter = getattr(args, "speculative_config", None)
+    return isinstance(drafter, dict) and drafter.get("method") == _DRAFTS_ITSELF
 
 
 def _usage(usage_context: Any = None, *args: Any, **kwargs: Any) -> str | None:

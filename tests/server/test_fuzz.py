@@ -260,6 +260,9 @@ good_config = st.fixed_dictionaries(
                 "tsp_reduction": st.sampled_from(["sum", "max", "mean"]),
             },
         ),
+        "kv_drafts": st.fixed_dictionaries(
+            {"policy": good, "cache_to_weights": st.one_of(st.floats(), st.integers(), st.none())}
+        ),
         "kv_disable": st.lists(st.sampled_from(["split_layers", "compiled_ranges", "both"])),
         "kv_stash_tokens": st.integers(500, 600),
         "kv_recall_every": st.integers(-1, 2),

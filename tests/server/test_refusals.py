@@ -8,20 +8,22 @@ import pytest
 import torch
 import vllm
 from support import inside
-from support.configs import GLM_AIR, engine_args, speculative
+from support.configs import GLM_AIR, engine_args, own_drafts, speculative
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_kvx.cache.draft_slots import reserve_slots
 from vllm_kvx.compat.vllm_signatures import release_line
 from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.config.settings import KVSettings
+from vllm_kvx.config.wording import in_python
 from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, check_fits, layout_of
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.server.draft_checks import WITH_DRAFTS
+from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
 from vllm_kvx.server.start_checks import (
@@ -35,7 +37,7 @@ from vllm_kvx.server.start_checks import (
     WITHOUT_WHOLE_PROMPTS,
 )
 from vllm_kvx.server.start_refusal import applying, reasons
-from vllm_kvx.server.validate import WORKERS, machinery_rows
+from vllm_kvx.server.validate import SCHEDULER, WORKERS, machinery_rows
 
 
 class Changed:
@@ -483,6 +485,84 @@ def test_what_a_rejected_draft_would_leave_without_entries(make_config) -> None:
     check_fits(settings.parse("speed-4:anchors=2"), settings.layout, settings.num_layers)
 
 
+def test_rows_where_the_model_drafts_for_itself(stock) -> None:
+    """As behind a prompt, but for what stands in for it in vLLM's configuration."""
+    own = changed(stock, "speculative_config", SimpleNamespace(method="ngram"))
+    assert not reasons(WITH_OWN_DRAFTS, own)
+    assert reasons(WITH_OWN_DRAFTS, stock) == [WITH_OWN_DRAFTS[0].reason]
+    mixed = changed(own, "model_config.is_hybrid", True)
+    lora = changed(own, "lora_config", object())
+    assert reasons(WITH_OWN_DRAFTS, mixed) == [WITH_OWN_DRAFTS[2].reason]
+    assert reasons(WITH_OWN_DRAFTS, lora) == [WITH_OWN_DRAFTS[4].reason]
+    assert all("method kvx" in row.reason for row in WITH_OWN_DRAFTS)
+
+
+OWN = {"speculative_config": own_drafts(3, "fier-64")}
+
+
+@pytest.mark.parametrize("policy", ["full", "fier-32", "fier-128"])
+def test_the_model_drafts_for_itself(make_config, policy: str) -> None:
+    config = make_config(policy, dtype="float32", **OWN)
+    assert config.speculative_config.method == "ngram"
+    assert config.additional_config["kv_drafts"] == {"policy": "fier-64", "cache_to_weights": 0}
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert config.scheduler_config.async_scheduling is False
+    reserve_slots()
+    reserve_slots()
+    assert config.num_lookahead_tokens == 3
+    assert make_config(policy, dtype="float32", **NGRAM).num_lookahead_tokens == 0
+    settings = KVSettings.from_vllm_config(config)
+    assert settings is not None and not settings.stock and settings.layout.sidecar is not None
+    # A request may name what reads less, and no policy that leaves something out.
+    check_fits(settings.parse("fier-64"), settings.layout, settings.num_layers)
+    with pytest.raises(PolicyError, match="use full, fier or quest"):
+        check_fits(settings.parse("streamingllm"), settings.layout, settings.num_layers)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "streamingllm", "speed-4", "swiftkv-4", "knorm"])
+def test_what_leaves_entries_out_where_the_model_drafts(make_config, policy: str) -> None:
+    (found,) = lines_of(make_config, policy, **OWN)
+    room = {"additional_config": {"kv_layout": [policy]}}
+    assert lines_of(make_config, "full", **room, **OWN) == [found]
+    assert f"{policy} leaves some out" in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"policy": "snapkv"}, "set it to fier-256 or another policy that retrieves"),
+        ({"policy": "snapkv+fier-64"}, "retrieves and does nothing else"),
+        ({"policy": "full"}, "retrieves and does nothing else"),
+        ({"policy": "fier-64:dense_below=0"}, "leave out dense_below"),
+        ({"policy": "fier"}, "policy of --speculative-config: "),
+        ({"policy": 64}, "policy of --speculative-config: "),
+        ({"policy": "quest-64"}, "one server holds one sidecar"),
+        ({"cache_to_weights": -1}, "must be a number of at least 0"),
+        ({"cache_to_weights": True}, "must be a number of at least 0"),
+        ({"cache_to_weights": float("nan")}, "must be a number of at least 0"),
+        ({"num_speculative_tokens": None}, "needs num_speculative_tokens"),
+        ({"prompt_lookup_max": 3}, "not 'prompt_lookup_max'"),
+    ],
+)
+def test_what_the_drafter_may_not_be(make_config, changes: dict[str, Any], why: str) -> None:
+    drafter = OWN["speculative_config"] | changes
+    drafter = {key.replace("_", "-"): value for key, value in drafter.items()}
+    with pytest.raises(ValueError) as refused:
+        make_config("fier-32", dtype="float32", speculative_config=drafter)
+    # In Python's words.
+    assert in_python(why) in str(refused.value) or why in str(refused.value)
+
+
+def test_a_drafter_without_a_policy_or_a_policy_without_one(make_config) -> None:
+    with pytest.raises(ValueError, match="set --kv-policy full too"):
+        make_config(None, **OWN)
+    inner = {"kv_drafts": {"policy": "fier-64", "cache_to_weights": 0}}
+    (found,) = lines_of(make_config, "full", additional_config=inner)
+    assert "set the method of --speculative-config to kvx" in found
+    with pytest.raises(ValueError, match="remove it, and set --speculative-config"):
+        make_config("full", dtype="float32", additional_config={"kv_drafts": "fier-64"})
+
+
 def test_what_no_test_drafts_beside(make_config) -> None:
     (found,) = lines_of(make_config, "snapkv:after=4", **NGRAM)
     assert "leave out after=" in found
@@ -899,6 +979,7 @@ TABLES = (
     *WITH_VALUE_NORMS,
     *WITH_DRAFTS,
     *WITH_LOOKAHEAD,
+    *WITH_OWN_DRAFTS,
     *WITH_SELECTION,
     *WITH_RETRIEVAL,
 )

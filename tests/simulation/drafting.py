@@ -6,7 +6,7 @@ A rejected token is as if it had never been, though its entries are in the cache
 from collections.abc import Mapping
 from dataclasses import replace
 
-from simulation.servers import SERVERS, Server
+from simulation.servers import SERVERS, Server, long
 
 # A gap that grows forgets the entry that a rejection brings back: `layout.beside_drafts`.
 _OVERWRITES = ("selfonly", "selffier")
@@ -22,6 +22,17 @@ def drafting(servers: Mapping[str, Server]) -> dict[str, Server]:
     }
 
 
-DRAFTING = drafting(
+# The model drafts for itself, and its drafts are in the cache, behind what counts.
+_FIER = "fier-64:dense_below=0"
+_OWN = {
+    "owndrafts": long(
+        policy="full",
+        layout=(_FIER,),
+        requests=("full", _FIER, "fier-64:dense_below=100"),
+        drafts=5,
+        drafter="fier-32",
+    )
+}
+DRAFTING = _OWN | drafting(
     {n: server for n, server in SERVERS.items() if n not in (*_OVERWRITES, *_REFUSED)}
 )

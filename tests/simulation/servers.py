@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.configs import vllm_config, write_config
+from support.configs import own_drafts, vllm_config, write_config
 from vllm.config import VllmConfig
 
 from simulation.other_layers import Others
@@ -27,6 +27,7 @@ class Server:
     repeats: the share of the prompts that are one of the last few.
     others: layers beside the `NUM_LAYERS` that follow policies.
     drafts: tokens that may be drafted for a request in a step.
+    drafter: what the model reads where it drafts for itself.
     """
 
     policy: str
@@ -41,11 +42,13 @@ class Server:
     repeats: float = 0.25
     others: Others | None = None
     drafts: int = 0
+    drafter: str | None = None
 
     @property
     def num_groups(self) -> int:
         """KV groups."""
-        layout = layout_of(map(parse_policy, (self.policy, *self.layout)), NUM_LAYERS)
+        drafter = (self.drafter,) if self.drafter is not None else ()
+        layout = layout_of(map(parse_policy, (self.policy, *self.layout, *drafter)), NUM_LAYERS)
         sizes = layout.stage_sizes(NUM_LAYERS)
         if self.others is None:
             return sum(group_layers(sizes).groups_per_stage)
@@ -65,7 +68,9 @@ class Server:
         """As the server would be configured, but for what is drawn; see `Case`."""
         stash: dict[str, Any] = {"kv_stash_tokens": self.stash} if self.stash else {}
         others = self.others or Others(0, mode="none")
-        drafter = {"method": "ngram", "num_speculative_tokens": self.drafts}
+        drafter = {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
+        if self.drafter is not None:
+            drafter = own_drafts(self.drafts, self.drafter)
         config = vllm_config(
             write_config(directory, **others.model(NUM_LAYERS)),
             self.policy,
@@ -75,7 +80,7 @@ class Server:
             max_model_len=self.max_len,
             max_num_seqs=8,
             max_num_batched_tokens=max(128, self.max_len),
-            speculative_config={**drafter, "prompt_lookup_max": 2} if self.drafts else None,
+            speculative_config=drafter if self.drafts else None,
         )
         # What vLLM refuses in arguments: the simulated attention takes blocks of any size.
         config.cache_config.block_size = self.block_size

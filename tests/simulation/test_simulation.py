@@ -17,9 +17,9 @@ SEEDS = options.seeds()
 # lost that a preempted request had set aside (7), anchors that are published too early (3). Windows
 # of lossy answers in the cache (1055), chunks that no block's end lets through (1).
 TELLING = {"block": (3, 7), "speed1": (1, 3), "windows": (1055,), "fierstates": (1,)}
-# Of those that draft tokens, the ones with every kind of pass, and the ones that retrieve. What
-# tells "checkpoints" from others scenarios show.
-DRAFTS_BY_DAY = ("fastkvdrafts", "fierdrafts")
+# Of those that draft tokens, the ones with every kind of pass, the ones that retrieve, and the ones
+# that draft for themselves. What tells "checkpoints" from others scenarios show.
+DRAFTS_BY_DAY = ("fastkvdrafts", "fierdrafts", "owndrafts")
 AT_NIGHT = {*DRAFTS, "checkpoints"} - {*DRAFTS_BY_DAY}
 NAMES = [
     name if SEEDS or name not in AT_NIGHT else pytest.param(name, marks=nightly) for name in EVERY

@@ -23,6 +23,7 @@ from simulation.live import Expected, Ints, Live, Made, storages_of
 from simulation.lookahead import run_draft
 from simulation.model import Batch, Model
 from simulation.other_layers import OtherLayers, Others
+from simulation.own_drafts import write_drafts
 from simulation.servers import Case
 from simulation.state import (
     Decoder,
@@ -245,11 +246,17 @@ class Worker:
             for name, by_stage in self.state.relink_blocks().items()
         }
         self._relink(kept)
-        sampled = []
+        sampled, ends = [], []
         for one, final in zip(live, is_final, strict=True):
             one.done += scheduled[one.req_id]
+            ends.append(one.done)
             sampled.append(self._sample(one, final, drafts.get(one.req_id, 0)))
             self._check_lens(one)
+        if self.state.settings.drafts is not None:
+            given = [drafts.get(name, 0) for name in names]
+            self.counts["written behind"] += write_drafts(
+                live, ends, given, self.num_drafts, self.state, self.tables, self.cache
+            )
         if self.num_drafts:
             # A grammar may leave fewer of them.
             most = [self.rng.choice([0, self.num_drafts, self.num_drafts, 1]) for _ in names]

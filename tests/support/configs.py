@@ -80,6 +80,12 @@ def speculative(count: int) -> dict[str, Any]:
     }
 
 
+def own_drafts(count: int, policy: str = "fier-32", **others: Any) -> dict[str, Any]:
+    """That by which the model drafts `count` tokens for itself, in every step unless told."""
+    tokens = {"num_speculative_tokens": count}
+    return {"method": "kvx", "policy": policy, "cache_to_weights": 0} | tokens | others
+
+
 def kv_cache_groups(config: Any, specs: dict[str, Any]) -> Any:
     """The KV groups that vLLM forms of layers with these specs."""
     return _kv_cache_planning().get_kv_cache_groups(config, specs)

@@ -67,6 +67,35 @@ class Drafter:
         return drafts
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What was drafted for one request in one step.
+
+    tokens: those that it had, its prompt's and the last sampled one among them. drafts: (K,).
+    """
+
+    request: str
+    tokens: list[int]
+    drafts: list[int]
+
+
+def watch_own_drafts(engine: Any) -> list[Drafted]:
+    """Grows by all that the model drafts for itself."""
+    drafter, states, found = engine.runner.speculator, engine.runner.req_states, list[Drafted]()
+    propose = drafter.propose
+
+    def watched(batch: Any, *args: Any, **options: Any) -> Tensor:
+        drafts: Tensor = propose(batch, *args, **options)
+        for row, index in enumerate(batch.idx_mapping_np.tolist()):
+            if batch.req_ids[row] in drafter.drafted:
+                ids = states.all_token_ids.gpu[index][: int(states.total_len.gpu[index])]
+                found.append(Drafted(batch.req_ids[row], ids.tolist(), drafts[row].tolist()))
+        return drafts
+
+    drafter.propose = watched
+    return found
+
+
 def some(seed: int, count: int) -> Callable[[], int]:
     """Of `count` drafts any number is right, at random."""
     rng = random.Random(seed)

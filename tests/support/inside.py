@@ -915,6 +915,13 @@ def value_factors(engine: Any) -> list[Tensor]:
     ]
 
 
+def draft_from(engine: Any, tokens: int) -> None:
+    """The model drafts for itself in steps whose requests have at least so many tokens."""
+    from vllm_kvx.worker.self_drafter import _token_bytes
+
+    engine.runner.speculator.least_bytes = tokens * _token_bytes(_state(engine).hooks)
+
+
 # Who says policies.
 
 

@@ -37,6 +37,8 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         self.siblings: Sequence[PolicyKVCacheManager] = (self,)
         # Requests with blocks here, whose prompt is to be compacted in them or out of them.
         self._compacting: dict[str, RequestKV] = {}
+        # Whether drafts are written here; other drafters look ahead in layers of their own.
+        self.holds_drafts = False
         self._owners: BlockOwners | None = None
         self._group = 0
 
@@ -83,8 +85,8 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        # A drafter looks ahead in layers of its own.
-        num_tokens = num_tokens_main_model
+        if not self.holds_drafts:
+            num_tokens = num_tokens_main_model
         kv = self.requests.get(request_id)
         owed = self._owed(kv, new_computed_blocks) if apply_admission_cap else 0
         if kv is None or kv.is_stock:
@@ -146,7 +148,8 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        num_tokens = num_tokens_main_model  # As in `get_num_blocks_to_allocate`.
+        if not self.holds_drafts:
+            num_tokens = num_tokens_main_model
         kv = self.requests.get(request_id)
         if kv is None or kv.is_stock:
             blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)

@@ -15,6 +15,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.decode_fast_path import DecodeFastPath
+from vllm_kvx.cache.draft_slots import reserve_slots
 from vllm_kvx.cache.dropped_blocks import give_back
 from vllm_kvx.cache.external_prefixes import limit_external_hits
 from vllm_kvx.cache.kv_events import report_last_blocks_alone
@@ -45,6 +46,8 @@ class _PolicyScheduling(_Base):
     """Mixin over vLLM's schedulers; scheduling itself stays theirs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Where the model drafts for itself, vLLM does not know it and has to be told.
+        reserve_slots()
         super().__init__(*args, **kwargs)
         settings = KVSettings.from_vllm_config(self.vllm_config)
         assert settings is not None
@@ -70,6 +73,7 @@ class _PolicyScheduling(_Base):
         ]
         for manager in managers:
             manager.siblings = managers
+            manager.holds_drafts = settings.drafts is not None
         told = [*managers, *self._sliding_managers]
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, told, self.vllm_config)
         report_last_blocks_alone(self.kv_cache_manager.block_pool)

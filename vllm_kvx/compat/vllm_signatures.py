@@ -46,6 +46,7 @@ CLASSES = {
         "vllm_kvx.cache.sliding_stage_manager:SlidingStageKVCacheManager",
         "vllm_kvx.worker.model_state:PolicyModelState",
         "vllm_kvx.worker.model_state:PolicyHybridModelState",
+        "vllm_kvx.worker.self_drafter:SelfDrafter",
     ),
     # The one that runs, too: the other's module may not be importable there.
     "worker": (
@@ -68,6 +69,7 @@ REPLACED = {
         "vllm.v1.engine.output_processor:RequestState.from_new_request",
     ),
     "engine": (
+        "vllm.config.vllm:VllmConfig.num_lookahead_tokens",
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
         ".get_num_new_matched_tokens",
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",

@@ -19,6 +19,7 @@ kv_debug: whether scheduler and worker compare their block counts in every step 
 kv_measured: internal. The server hands the layers that it found for ``tsp_layer=auto`` and
     ``pivot=calibrated`` to its processes here (``server/measured_layers.py``): an object of
     parameters and their values.
+kv_drafts: internal. What method ``kvx`` of ``--speculative-config`` says: see ``config/drafts.py``.
 """
 
 from contextlib import suppress
@@ -27,15 +28,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.disabled import DISABLE_KEY, disabled_parts
+from vllm_kvx.config.drafts import DRAFTS_KEY, Drafts
 from vllm_kvx.config.environment import refuse_replaced
+from vllm_kvx.config.measured import MEASURED_KEY as MEASURED_KEY
+from vllm_kvx.config.measured import MEASUREMENTS as MEASUREMENTS
+from vllm_kvx.config.measured import Measured as Measured
 from vllm_kvx.config.policy_layers import num_policy_layers, windows_of
 from vllm_kvx.config.server_layout import on_server
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.config.spelling import has_prefix, misspelling
-from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.layout import Layout, layout_of
-from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
@@ -52,14 +55,9 @@ STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
 SHARE_KEY, EVICTION_KEY = "kv_share", "kv_eviction"
-MEASURED_KEY = "kv_measured"
-# The layers that methods leave to measurement.
-MEASUREMENTS: tuple[Measurement, ...] = tuple(
-    method.to_measure for method in METHODS.values() if method.to_measure is not None
-)
 KEYS = (
     *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, DISABLE_KEY),
-    *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY),
+    *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY, DRAFTS_KEY),
 )
 # Keys of earlier versions, and the parameter of a policy that says the same.
 REPLACED_KEYS = {
@@ -69,88 +67,13 @@ REPLACED_KEYS = {
     for parameter in (method.to_measure.parameter, method.to_measure.reduction)
     if parameter
 }
+NOT_MEASURED = Measured()
 # What REQUESTS_KEY may be.
 NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
 REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
 # What SHARE_KEY and EVICTION_KEY may be.
 SHARES = ("on", "off")
 EVICTIONS = ("adaptive", "lru")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Layers that stand for words in a policy's name, as far as they are known for this model.
-
-    layers: by the parameter whose word a layer stands for.
-    reductions: by parameter, what was measured to be better there than the method's default.
-    """
-
-    layers: tuple[tuple[str, int], ...] = ()
-    reductions: tuple[tuple[str, str], ...] = ()
-
-    def put_into(self, part: Method) -> Method:
-        """`part` with the layer in the place of the word, if it is known.
-
-        With it comes the reduction that it was measured with, in the place of the default.
-        """
-        wanted = part.to_measure
-        if wanted is None or getattr(part, wanted.parameter) != wanted.word:
-            return part
-        layer = dict(self.layers).get(wanted.parameter)
-        if layer is None:
-            return part
-        found: dict[str, Any] = {wanted.parameter: layer}
-        reduction = dict(self.reductions).get(wanted.reduction)
-        if reduction is not None and wanted.chooses_reduction(part):
-            found[wanted.reduction] = reduction
-        return replace(part, **found)
-
-    def as_dict(self) -> dict[str, int | None]:
-        """The layer of every parameter that can be measured; None where it is not known."""
-        return {m.parameter: dict(self.layers).get(m.parameter) for m in MEASUREMENTS}
-
-    def as_config(self) -> dict[str, dict[str, int | str]]:
-        """The keys of ``additional_config`` that `of` makes this from."""
-        values: dict[str, int | str] = {**dict(self.layers), **dict(self.reductions)}
-        return {MEASURED_KEY: values} if values else {}
-
-    def as_status(self) -> dict[str, int | str]:
-        """What ``GET /v1/kv_policy`` calls ``measured_config``: flat, each name after ``kv_``."""
-        values = self.as_config().get(MEASURED_KEY, {})
-        return {f"kv_{name}": value for name, value in values.items()}
-
-    @classmethod
-    def of_status(cls, status: dict[str, Any]) -> "Measured":
-        """What `as_status` told; raises ValueError as `of` does."""
-        return cls.of({MEASURED_KEY: {k.removeprefix("kv_"): v for k, v in status.items()}})
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "Measured":
-        """The layers in ``additional_config``.
-
-        Raises:
-            ValueError: one that is no layer's number, or a parameter that nothing is measured for.
-        """
-        values = config.get(MEASURED_KEY)
-        if values is None:
-            return cls()
-        layers = {m.parameter for m in MEASUREMENTS}
-        reductions = {m.reduction for m in MEASUREMENTS if m.reduction}
-        known = f"an object of {', '.join(sorted(layers | reductions))}, which the server sets"
-        if not isinstance(values, dict) or not set(values) <= layers | reductions:
-            raise ValueError(f"{MEASURED_KEY} must be {known}, got {values!r}")
-        for name, value in values.items():
-            if name in layers and (type(value) is not int or value < 0):
-                raise ValueError(f"{MEASURED_KEY}: {name} must be a layer's number, got {value!r}")
-            if name in reductions and value not in WINDOW_REDUCTIONS:
-                raise ValueError(
-                    f"{MEASURED_KEY}: {name} must be one of {', '.join(WINDOW_REDUCTIONS)}, "
-                    f"got {value!r}"
-                )
-        return cls(
-            tuple((name, values[name]) for name in sorted(layers & set(values))),
-            tuple((name, values[name]) for name in sorted(reductions & set(values))),
-        )
 
 
 @lru_cache(maxsize=1024)
@@ -173,6 +96,7 @@ class KVSettings:
     keeps_by_reuse: whether the prefix cache keeps by reuse distance; else what was used last.
     request_policies: which policies requests may name, one of `REQUEST_POLICIES`.
     disabled: the parts that do not run, some of `PARTS`.
+    drafts: how the model drafts for itself; None if it does not.
     """
 
     policy: KVPolicy
@@ -180,7 +104,7 @@ class KVSettings:
     num_layers: int
     debug: bool
     stock: bool = False
-    measured: Measured = Measured()
+    measured: Measured = NOT_MEASURED
     stash_tokens: int = 0
     recall_every: int = 0
     policies: tuple[KVPolicy, ...] = ()
@@ -188,6 +112,7 @@ class KVSettings:
     keeps_by_reuse: bool = True
     request_policies: str = ANY_THAT_FITS
     disabled: frozenset[str] = frozenset()
+    drafts: Drafts | None = None
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVSettings | None":
@@ -265,8 +190,13 @@ class KVSettings:
         keys = [POLICY_KEY, *(f"{LAYOUT_KEY}[{i}]" for i in range(len(names)))]
         named = zip(keys, [config[POLICY_KEY], *names], strict=True)
         policies = [_policy(key, name, num_layers, measured, windows) for key, name in named]
-        layout = layout_of(policies, num_layers)
-        layout = replace(layout, windows=windows if layout.propagates else None)
+        drafts = Drafts.of(config)
+        layout = layout_of([*policies, *(() if drafts is None else [drafts.policy])], num_layers)
+        layout = replace(
+            layout,
+            windows=windows if layout.propagates else None,
+            own_drafts=drafts is not None,
+        )
         if recall_every and layout.sidecar is None:
             raise ValueError(
                 f"{RECALL_KEY} has no effect: no policy of this server retrieves; remove it"
@@ -277,13 +207,14 @@ class KVSettings:
             layout=layout,
             num_layers=num_layers,
             debug=debug,
-            stock=all(p.is_full for p in policies),
+            stock=drafts is None and all(p.is_full for p in policies),
             measured=measured,
             recall_every=recall_every,
             shares=share == "on",
             keeps_by_reuse=eviction == "adaptive",
             request_policies=requests,
             disabled=disabled,
+            drafts=drafts,
         )
 
     def allows(self, policy: KVPolicy) -> bool:

@@ -104,6 +104,7 @@ class Layout:
     windows: of a server that propagates, the layers that slide; None if none do. Above the first
         row cut they are in stages of their own, below it vLLM's own business.
     drafts: True if tokens are drafted, and computed before it is known whether they stay.
+    own_drafts: True if the model drafts them itself, from the entries that it holds.
     pipeline: True if several ranks have parts of the layers.
     """
 
@@ -119,6 +120,7 @@ class Layout:
     lookahead: int = 0
     windows: Windows | None = None
     drafts: bool = False
+    own_drafts: bool = False
     pipeline: bool = False
 
     @property
@@ -263,6 +265,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.drafts and (problem := beside_drafts(policy)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
+    if layout.own_drafts and (problem := beside_own_drafts(policy)):
+        raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.pipeline and (problem := in_a_pipeline(policy)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     missing = [layer for layer in needed.later_starts if layer not in layout.later_starts]
@@ -309,6 +313,17 @@ def beside_drafts(policy: KVPolicy) -> str | None:
             "--speculative-config, or leave out after="
         )
     return None
+
+
+def beside_own_drafts(policy: KVPolicy) -> str | None:
+    """Why `policy` cannot run where the model drafts for itself; None if it can."""
+    if policy.retain is None and policy.propagate is None:
+        return None
+    return (
+        f"the model drafts its own tokens (method kvx) over all entries of a request, in all "
+        f"layers, and {policy} leaves some out: use full, fier or quest, or the method ngram or "
+        "draft_model of --speculative-config"
+    )
 
 
 def in_a_pipeline(policy: KVPolicy) -> str | None:

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_kvx.config.drafts import METHOD, STAND_IN
 from vllm_kvx.config.policy_layers import is_mixed
+from vllm_kvx.server.further_passes import with_further_passes
 from vllm_kvx.server.pipeline_checks import in_pipeline
 from vllm_kvx.server.start_refusal import DRAFTS, MODEL, Refusal, asked_connector
 
@@ -53,5 +55,19 @@ WITH_DRAFTS: tuple[Refusal, ...] = (
         lambda c: c.speculative_config and asked_connector(c),
         "no test drafts tokens beside a KV connector: drop --speculative-config, or "
         "--kv-transfer-config and --kv-offloading-size",
+    ),
+)
+
+# Where the model drafts for itself (``Layout.own_drafts``).
+WITH_OWN_DRAFTS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.speculative_config is None or c.speculative_config.method != STAND_IN,
+        f"kv_drafts of additional_config is what the server makes of method {METHOD}: remove it, "
+        f"and set the method of --speculative-config to {METHOD}",
+        DRAFTS,
+    ),
+    *with_further_passes(
+        f"method {METHOD} of --speculative-config",
+        "set the method of --speculative-config to ngram, or drop it",
     ),
 )

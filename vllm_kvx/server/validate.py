@@ -5,17 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx import __version__
 from vllm_kvx.config.cache_dtype import dtype_of_engine
+from vllm_kvx.config.drafts import DRAFTS_KEY
 from vllm_kvx.config.settings import (
     LAYOUT_KEY,
     POLICY_KEY,
     KVSettings,
     policy_is_set,
 )
-from vllm_kvx.policy.layout import beside_drafts, in_a_pipeline
+from vllm_kvx.policy.layout import beside_drafts, beside_own_drafts, in_a_pipeline
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
-from vllm_kvx.server.draft_checks import WITH_DRAFTS
+from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.measured_layers import find_measured, parts_of
@@ -114,7 +115,12 @@ def identity_of(vllm_config: "VllmConfig") -> ModelIdentity:
 
 
 def is_full_alone(config: Any) -> bool:
-    """Whether all policies in ``additional_config`` are ``full``, or one does not parse."""
+    """Whether all policies in ``additional_config`` are ``full``, or one does not parse.
+
+    Not where the model drafts for itself by another.
+    """
+    if config.get(DRAFTS_KEY) is not None:
+        return False
     names = config.get(LAYOUT_KEY, ())
     try:
         policies = [parse_policy(config[POLICY_KEY]), *map(parse_policy, names)]
@@ -155,6 +161,9 @@ def _layout_problems(
     if layout.drafts:
         rows += applying(WITH_DRAFTS, vllm_config)
         problems += dict.fromkeys(filter(None, map(beside_drafts, settings.policies)))
+    if layout.own_drafts:
+        rows += applying(WITH_OWN_DRAFTS, vllm_config)
+        problems += dict.fromkeys(filter(None, map(beside_own_drafts, settings.policies)))
     if layout.lookahead:
         rows += applying(WITH_LOOKAHEAD, vllm_config)
     if layout.pipeline:

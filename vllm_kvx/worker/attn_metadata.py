@@ -84,15 +84,15 @@ class StepAttention:
                 self.more[0],
             )
 
-    def of_decodes(self, batch: PassBatch, ends: np.ndarray) -> AttnMetadata:
+    def of_decodes(self, batch: PassBatch, lens: Tensor, bounds: np.ndarray) -> AttnMetadata:
         """Metadata of a pass of one generated token each, in all KV groups.
 
-        ends: (P,) int32 entries that each sees.
+        lens: (P,) int32 entries that each sees. bounds: (P,) int32, as many or more, on the host.
         """
-        lens, bounds = lens_to_device(ends, self.slot_mappings.device), torch.from_numpy(ends)
+        is_prefilling = np.zeros(len(bounds), dtype=bool)
         return self.shared.build(
             self.prepare_attn,
-            batch.of(self.batch, lens, bounds, np.zeros(len(ends), dtype=bool)),
+            batch.of(self.batch, lens, torch.from_numpy(bounds), is_prefilling),
             CUDAGraphMode.NONE,
             batch.block_tables,
             batch.slot_mappings,

@@ -113,14 +113,14 @@ class PolicyModelState(DefaultModelState):
             self.hooks.retrieval = self.retrieval
         self.adapters = Adapters(model, self.max_num_reqs)
         self.draft: Draft | None = None
+        self.attention: StepAttention | None = None  # Of the real step that runs.
         self._step: Step | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        self.block_tables = block_tables
-        self.kv_cache_config = kv_cache_config
+        self.block_tables, self.kv_cache_config = block_tables, kv_cache_config
         groups = kv_cache_config.kv_cache_groups
         self.shared = SharedAttnMetadata(groups)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
@@ -152,9 +152,8 @@ class PolicyModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         policy = request_policy(self.settings, new_req_data.sampling_params)
         prompt_len, req_id = new_req_data.prompt_len, new_req_data.req_id
-        row = self.stats.row_of(policy)
-        block_size = self.block_tables.block_sizes[self._first_group]
-        self.requests.add(req_index, req_id, policy, prompt_len, block_size, row)
+        row, size = self.stats.row_of(policy), self.block_tables.block_sizes[self._first_group]
+        self.requests.add(req_index, req_id, policy, prompt_len, size, row)
         self.adapters.add_request(req_index, new_req_data.lora_request)
         if self.retrieval is not None:
             self.retrieval.add_request(req_index, policy.retrieve, row)
@@ -212,9 +211,9 @@ class PolicyModelState(DefaultModelState):
         self._step = step = plan_step(input_batch, requests, self.retrieval, self.memory.private)
         self.prefix_states.restore()
         if self.checks_blocks:
-            numbers = len(self.starts), self.vllm_config.num_speculative_tokens
-            sizes, held = tables.block_sizes, tables.num_blocks.np
-            check_blocks(step, self.group_stages, sizes, held, *numbers)
+            config = self.vllm_config
+            ahead = config.num_speculative_tokens + config.num_lookahead_tokens
+            check_blocks(step, self.group_stages, tables, len(self.starts), ahead)
         for chunk in step.chunks:
             if chunk.is_last:
                 # From the next step on; what this one reads was copied to the device before.
@@ -249,6 +248,7 @@ class PolicyModelState(DefaultModelState):
             (kv_cache_config, for_capture, ubatch_idx, model_specific_attn_metadata),
             self.max_num_reqs,
         )
+        self.attention = None if step is None else attn
         rows, counts = self._rows(step, attn)
         retrieves = self._retrieval_pass(
             step, cudagraph_mode, for_capture, input_batch, block_tables

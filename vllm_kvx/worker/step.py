@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_kvx.cache.pool_capacity import VLLMS_OWN
@@ -168,17 +169,15 @@ def of_stage(batch: InputBatch, stage: int, stored_lens: Tensor, step: Step | No
 def check_blocks(
     step: Step,
     group_stages: Sequence[int],
-    block_sizes: Sequence[int],
-    num_blocks: IntArray,
+    tables: BlockTables,
     num_full: int,
-    num_drafts: int = 0,
+    num_ahead: int = 0,
 ) -> None:
     """Compares the blocks the scheduler gave with what the stored lengths need.
 
-    num_blocks: (G, request states), blocks held. num_full: stages with full attention, the first
-    ones; of the others, where entries take the slots of others, it may be more than they need.
-    num_drafts: tokens that may be drafted for a request in a step: it keeps the blocks of rejected
-    ones, which the next tokens take.
+    num_full: stages with full attention, the first ones; of the others, where entries take the
+    slots of others, it may be more than they need. num_ahead: tokens that may be drafted for a
+    request in a step, and behind it: it keeps the blocks of rejected ones, for those to come.
 
     Raises:
         RuntimeError: the two sides disagree (debug switch ``kv_debug``).
@@ -190,10 +189,10 @@ def check_blocks(
         lens = step.stored_lens[stage].copy()
         for index, by_stage in storages.items() if stage < num_full else ():
             lens[index] = by_stage[stage].rows
-        held, size = num_blocks[group, step.requests], block_sizes[group]
+        held, size = tables.num_blocks.np[group, step.requests], tables.block_sizes[group]
         needed = -(-lens // size)
         if (held < needed).any() or (
-            stage < num_full and (held > -(-(lens + num_drafts) // size)).any()
+            stage < num_full and (held > -(-(lens + num_ahead) // size)).any()
         ):
             raise RuntimeError(
                 f"KV group {group}: scheduler gave {held.tolist()} blocks, "

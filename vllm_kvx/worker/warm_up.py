@@ -32,6 +32,8 @@ def warm_up(
 ) -> list[KVPolicy]:
     """Runs a prompt, and a decode beside it, under each of the server's policies but `full`.
 
+    And under `full` where the model drafts for itself, which it does in these steps.
+
     Triton compiles a kernel at its first launch, which takes up to a second each. vLLM's own
     warm-up has prompts of a few tokens, shorter than any window. Run before vLLM begins to watch
     for kernels that are compiled while serving, after its KV cache and graphs are there.
@@ -52,7 +54,9 @@ def _warm_up(
     # vLLM's steps give every KV group blocks for every token.
     state, ran = runner.model_state, []
     checked, state.checks_blocks = state.checks_blocks, False
-    policies = dict.fromkeys(policy for policy in settings.policies if not policy.is_full)
+    # Under `full` nothing has to be compiled but what a drafter reads by.
+    drafts = settings.drafts is not None
+    policies = dict.fromkeys(p for p in settings.policies if drafts or not p.is_full)
     took: dict[str, float] = {}
     for number, policy in enumerate(policies):
         began, tokens = time.monotonic(), _tokens(runner, settings)

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvx.cache.draft_slots import reserve_slots
 from vllm_kvx.cache.messages import PolicyResult, PolicyStep, attach_result, step_of
 from vllm_kvx.compat.vllm_signatures import check_engine
 from vllm_kvx.config.settings import KVSettings
@@ -18,8 +20,10 @@ from vllm_kvx.worker.attention_backend import choosing_usable
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.draft_room import widen_compiled_range
+from vllm_kvx.worker.draft_rows import RowPasses
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
+from vllm_kvx.worker.self_drafter import SelfDrafter
 from vllm_kvx.worker.sleep import SleepingBuffers
 from vllm_kvx.worker.split_layers import cuts_of
 from vllm_kvx.worker.status import stats_of
@@ -48,6 +52,8 @@ class _PolicyWorking(_Base):
         settings = KVSettings.from_vllm_config(config)
         assert settings is not None
         layout = settings.layout
+        if settings.drafts is not None:
+            reserve_slots()
 
         is_hybrid = config.model_config.is_hybrid
         model_state = PolicyHybridModelState if is_hybrid else PolicyModelState
@@ -82,6 +88,8 @@ class _PolicyWorking(_Base):
         _keep_prompts_off_graphs(runner)
         if runner.model_state.retrieval is not None:
             capture_each_mode(runner, runner.model_state.retrieval)
+        if settings.drafts is not None:
+            runner.speculator = SelfDrafter(runner, settings.drafts)
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         self._save_buffers()
@@ -119,7 +127,15 @@ class _PolicyWorking(_Base):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         self.model_runner.model_state.reset_counters()
+        if isinstance(self.model_runner.speculator, SelfDrafter):
+            self.model_runner.speculator.drafts_anyway = False
         return times
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        drafts, drafter = super().take_draft_token_ids(), self.model_runner.speculator
+        if drafts is not None and isinstance(drafter, SelfDrafter):
+            return drafter.those_drafted(drafts)
+        return drafts
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         state: PolicyModelState = self.model_runner.model_state
@@ -142,15 +158,10 @@ class _PolicyWorking(_Base):
         state, done = runner.model_state, runner.execute_model_state
         # One token of each request is sampled, of its last row.
         rows = done.input_batch.logits_indices[to_device(draft.places, runner.device)]
-        run_draft(
-            draft,
-            runner.model,
-            state.hooked,
-            state.hooks,
-            done.hidden_states[rows],
-            self.vllm_config,
-            runner.kv_cache_config,
+        passes = RowPasses(
+            runner.model, state.hooked, state.hooks, self.vllm_config, runner.kv_cache_config
         )
+        run_draft(draft, passes, done.hidden_states[rows])
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_kvx.config.cache_dtype import dtype_of_engine
+from vllm_kvx.config.drafts import DRAFTS_KEY
 from vllm_kvx.config.settings import POLICY_KEY
 from vllm_kvx.tools.doctor.asked import layers_for
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request, note, ok, problem, reason
@@ -36,6 +37,8 @@ def flags(context: Context) -> Iterator[Finding]:
         # Doctor does not measure; the server would, which takes the weights.
         engine_args.additional_config = {**config, **layers_for(context, config)}
         context.vllm_config = _engine_config(engine_args)
+        if drafts := engine_args.additional_config.get(DRAFTS_KEY):  # Of --speculative-config.
+            context.additional_config = {**config, DRAFTS_KEY: drafts}
         context.kv_cache_dtype = dtype_of_engine(context.vllm_config)
     except Exception as error:  # vLLM's own checks raise what they like.
         refusals = str(error).strip() or type(error).__name__

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm_kvx.config.disabled import DISABLE_KEY, PARTS
+from vllm_kvx.config.drafts import DRAFTS_KEY
 from vllm_kvx.config.settings import (
     DEBUG_KEY,
     EVICTION_KEY,
@@ -67,6 +68,16 @@ def additional_config() -> dict[str, Any]:
             "properties": measured,
             "additionalProperties": False,
             "description": "internal: the server sets it; write the layer into the policy",
+        },
+        DRAFTS_KEY: {
+            "type": ["object", "null"],
+            "properties": {
+                "policy": _POLICY,
+                "cache_to_weights": {"type": "number", "minimum": 0},
+            },
+            "required": ["policy", "cache_to_weights"],
+            "additionalProperties": False,
+            "description": "internal: method kvx of --speculative-config sets it",
         },
     }
     properties = {key: values[key] for key in KEYS}

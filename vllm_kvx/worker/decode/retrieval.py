@@ -292,7 +292,7 @@ class Retrieval:
         def batches_of(stage: int, rows: SegmentRows | None) -> list[RetrievalRows]:
             run, gap = counts if rows is None else rows.counts, (gaps[0][stage], gaps[1][stage])
             found = step.rows(stage, run, ends - counts, ends, prompt_lens, gap)
-            return self._on_device(found, step.budgets)
+            return self.on_device(found, step.budgets)
 
         return RetrievalPass(
             modes,
@@ -303,7 +303,7 @@ class Retrieval:
             {layer: batches_of(self._stages[layer], rows) for layer, rows in split_layers.items()},
         )
 
-    def _on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:
+    def on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:
         """A stage's rows in batches whose scores fit. budgets: (R,) by request."""
         unit = self.layout.unit
         return [

@@ -131,6 +131,23 @@ class Sidecars:
         if (stored % group < counts).any():
             self._pending = self._full_groups(requests, (stored - counts) // group, stored // group)
 
+    def plan_drafts(self, requests: np.ndarray, least: IntArray, most: IntArray) -> None:
+        """`plan` of a pass that adds a drafted entry to each request, beside whose layers to write.
+
+        requests: (P,) request states. least, most: (P,) entries in the cache, the new one included:
+            bounds of a number that the device knows. A group that is not full yet by that number is
+            read by nobody, and written again once it is.
+        """
+        group = self.shape.group
+        self._pending = None
+        if (most % group <= most - least).any():
+            first, last = (least - 1) // group, most // group
+            self._pending = self._full_groups(requests, first[None], last[None])
+
+    def forget(self) -> None:
+        """What is planned is written where it is read."""
+        self._pending = None
+
     def _full_groups(
         self, requests: np.ndarray, first: IntArray, last: IntArray
     ) -> Tensor | np.ndarray | None:

@@ -8,25 +8,19 @@ what stays is moved as it is where nothing is drafted. Neither sampler nor sched
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import set_forward_context
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
-from vllm_kvx.models.hooked import HookedModel
-from vllm_kvx.models.passes import AttnMetadata, StepPlan
+from vllm_kvx.models.passes import AttnMetadata
 from vllm_kvx.worker.attn_metadata import StepAttention
 from vllm_kvx.worker.batch import PassBatch, to_device
-from vllm_kvx.worker.layer_hooks import LayerHooks
+from vllm_kvx.worker.draft_rows import RowPasses, slots_of
 from vllm_kvx.worker.prefill.chunks import PromptChunk
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
 from vllm_kvx.worker.prefill.scoring import WindowRows
+from vllm_kvx.worker.prefill.selected_passes import lens_to_device
 
 
 @dataclass(frozen=True)
@@ -106,15 +100,11 @@ class Draft:
         positions: Tensor,
     ) -> DraftPass:
         """going: (P,) which of the prompts it is of. positions: (P,) int64 of the tokens."""
-        slots = torch.stack(
-            [
-                table.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
-                for table, size in zip(tables, self._block_sizes, strict=True)
-            ]
-        )
+        slots = slots_of(positions, tables, self._block_sizes)
         ones = np.ones(len(going), dtype=np.int32)
         batch = PassBatch(self.places[going], ones, positions, tables, slots)
-        metadata = self._attn.of_decodes(batch, self._prompt_lens[going] + number + 1)
+        ends = self._prompt_lens[going] + number + 1
+        metadata = self._attn.of_decodes(batch, lens_to_device(ends, slots.device), ends)
         return DraftPass(rows, batch, metadata, self._work(number, going, tables))
 
     def _work(self, number: int, going: np.ndarray, tables: tuple[Tensor, ...]) -> PassWork | None:
@@ -140,35 +130,11 @@ class Draft:
         return PassWork.of(ending, windows, tables, self._memory)
 
 
-def run_draft(
-    draft: Draft,
-    model: Any,
-    hooked: HookedModel,
-    hooks: LayerHooks,
-    hidden: Tensor,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-) -> None:
+def run_draft(draft: Draft, passes: RowPasses, hidden: Tensor) -> None:
     """Drafts, scores and drops; all of it is queued on the device, and nothing read back.
 
-    model: as vLLM's runner calls it; `hooked` is the same with its hooks. hidden: (P, H) final
-    states of the prompts' last tokens.
+    hidden: (P, H) final states of the prompts' last tokens.
     """
-
     for now in draft.passes():
         states = hidden if now.rows is None else hidden.index_select(0, now.rows)
-        ids, batch = model.compute_logits(states).argmax(-1).int(), now.batch
-        hooked.begin_step(StepPlan(hooks=hooks.during(now.work)))
-        with set_forward_context(
-            now.metadata,
-            vllm_config,
-            num_tokens=len(batch.requests),
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=build_slot_mappings_by_layer(batch.slot_mappings, kv_cache_config),
-        ):
-            hidden = model(
-                input_ids=ids,
-                positions=batch.positions,
-                inputs_embeds=None,
-                intermediate_tensors=None,
-            )
+        hidden = passes.run(passes.next_ids(states), now.batch, now.metadata, now.work)

@@ -1,0 +1,189 @@
+"""The model as its own drafter: it reads what a policy retrieves, and the next step verifies.
+
+Passes of one row for each request follow a step whose tokens are sampled, greedily. They read the
+request's own entries and no others, those that `policy` retrieves in the layers where it does, and
+write the drafted tokens' entries into slots that the scheduler has reserved behind the request's
+own. These entries count for nobody: the step that verifies computes the same positions in all
+layers again, by the request's own policy. So answers are that policy's, whatever is drafted.
+
+How many tokens stayed is known on the device alone. The host goes by bounds, of which the greater
+one makes room, and the groups of the index are written that may be full by either.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_kvx.config.drafts import Drafts
+from vllm_kvx.worker.attn_metadata import StepAttention
+from vllm_kvx.worker.batch import PassBatch, to_device
+from vllm_kvx.worker.decode.draft_pass import draft_pass
+from vllm_kvx.worker.decode.retrieval import Retrieval
+from vllm_kvx.worker.draft_rows import RowPasses, slots_of
+from vllm_kvx.worker.layer_hooks import LayerHooks
+
+logger = init_logger("vllm.kvx.worker")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Tokens whose entries count, of each request that drafts.
+
+    Attributes:
+        least, most: (P,) int64, known on the host. now: (P,) int64, the number, on the device.
+    """
+
+    least: np.ndarray
+    most: np.ndarray
+    now: Tensor
+
+    def after(self, tokens: int, limit: int) -> "Bounds":
+        """The same after so many more tokens, and no more than `limit`."""
+        return Bounds(
+            np.minimum(self.least + tokens, limit),
+            np.minimum(self.most + tokens, limit),
+            (self.now + tokens).clamp(max=limit),
+        )
+
+
+class SelfDrafter(BaseSpeculator):
+    """In the place of the speculator that vLLM's runner has made for `ngram`.
+
+    drafts_anyway: whatever is cached; so until the server is ready, which warms its kernels up.
+    drafted: ids of the requests of the last step for which tokens were drafted.
+    least_bytes: of keys and values, below which a step's requests get no drafts.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, runner: Any, drafts: Drafts) -> None:
+        """runner: vLLM's GPUModelRunner, whose model is loaded."""
+        state = runner.model_state
+        assert drafts.policy.retrieve is not None and state.retrieval is not None
+        self._runner, self._state = runner, state
+        self._retrieval: Retrieval = state.retrieval
+        self._budget = drafts.policy.retrieve.budget_units
+        self._max_model_len: int = runner.max_model_len
+        weights = sum(weight.nbytes for weight in runner.model.parameters())
+        self.least_bytes = drafts.cache_to_weights * weights
+        self._token_bytes = _token_bytes(state.hooks)
+        logger.info(
+            "The model drafts for itself, reading by %s, in steps whose requests hold %d tokens.",
+            drafts.policy,
+            -int(-self.least_bytes // self._token_bytes),
+        )
+        self.drafts_anyway = True
+        self.drafted: frozenset[str] = frozenset()
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Nothing: passes run without graphs."""
+
+    def capture(self) -> None:
+        """Nothing: passes run without graphs."""
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        *args: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(R, K) int64 drafts of the requests of a step; 0 where there are none.
+
+        num_speculative_tokens: no more than K; the columns behind are the caller's.
+        """
+        states, attn = self._runner.req_states, self._state.attention
+        most: int = self._runner.num_speculative_steps
+        count = most if num_speculative_tokens is None else num_speculative_tokens
+        drafts = torch.zeros(
+            input_batch.num_reqs, most, dtype=torch.int64, device=self._runner.device
+        )
+        self.drafted = frozenset()
+        if dummy_run or attn is None or not count:
+            return drafts
+        assert attn.batch is input_batch
+        requests = input_batch.idx_mapping_np
+        begins = input_batch.num_computed_tokens_np.astype(np.int64)
+        ends = begins + input_batch.num_scheduled_tokens[: input_batch.num_reqs]
+        rows = np.flatnonzero(ends >= states.prefill_len.np[requests])
+        if not len(rows) or not self._pays(ends[rows]):
+            return drafts
+        self.drafted = frozenset(input_batch.req_ids[row] for row in rows.tolist())
+        given = input_batch.num_draft_tokens_per_req
+        verified = ends if given is None else ends - given
+        places = to_device(rows, drafts.device)
+        indices = input_batch.idx_mapping.index_select(0, places).long()
+        bounds = Bounds(
+            verified[rows],
+            ends[rows],
+            states.num_computed_tokens.gpu.index_select(0, indices).long(),
+        )
+        tables = tuple(table.index_select(0, places) for table in attn.block_tables)
+        ids = states.last_sampled_tokens.index_select(0, indices)[:, 0].int()
+        passes = RowPasses(
+            self._runner.model,
+            self._state.hooked,
+            self._state.hooks,
+            self._runner.vllm_config,
+            self._runner.kv_cache_config,
+        )
+        for number in range(count):
+            seen = bounds.after(number + 1, self._max_model_len)
+            ids = self._draft(passes, attn, rows, requests[rows], tables, ids, seen)
+            drafts[places, number] = ids.long()
+        return drafts
+
+    def _draft(
+        self,
+        passes: RowPasses,
+        attn: StepAttention,
+        rows: np.ndarray,
+        requests: np.ndarray,
+        tables: tuple[Tensor, ...],
+        ids: Tensor,
+        seen: Bounds,
+    ) -> Tensor:
+        """(P,) int32, the likeliest tokens after `ids`, which are the last that each row sees.
+
+        Args:
+            rows, requests: (P,) places in the step's batch, and request states.
+            tables: (P, B) int32 by KV group.
+        """
+        # Behind the longest context there is no slot: its last one is nobody's any more.
+        positions = seen.now - 1
+        slots = slots_of(positions, tables, self._state.block_tables.block_sizes)
+        batch = PassBatch(rows, np.ones(len(rows), dtype=np.int32), positions, tables, slots)
+        lens = seen.now.int()
+        metadata = attn.of_decodes(batch, lens, seen.most.astype(np.int32))
+        self._retrieval.sidecars.plan_drafts(requests, seen.least, seen.most)
+        retrieves = draft_pass(self._retrieval, lens, seen.most, self._budget, tables)
+        hidden = passes.run(ids, batch, metadata, retrieval_pass=retrieves)
+        self._retrieval.sidecars.forget()
+        return passes.next_ids(hidden)
+
+    def _pays(self, lens: np.ndarray) -> bool:
+        """Whether drafts save time in a step whose requests hold (P,) so many entries."""
+        if self.drafts_anyway:
+            return True
+        return float(lens.sum()) * self._token_bytes >= self.least_bytes
+
+    def those_drafted(self, tokens: DraftTokenIds) -> DraftTokenIds:
+        """`tokens`, what the scheduler is told of a step, without what was not drafted."""
+        ids = zip(tokens.req_ids, tokens.draft_token_ids, strict=True)
+        kept = [each if request in self.drafted else [] for request, each in ids]
+        return DraftTokenIds(tokens.req_ids, kept)
+
+
+def _token_bytes(hooks: LayerHooks) -> int:
+    """Bytes of one token's keys and values on this rank."""
+    return sum(hook.entry_bytes * hook.layer.impl.num_kv_heads for hook in hooks.layers)
