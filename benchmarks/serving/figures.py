@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.names import split_name
-from benchmarks.engine.ideal import (
+from vllm_kvx.tools.ideal.shape import Shape
+from vllm_kvx.tools.ideal.work import (
     Work,
     decode_bytes,
     entry_bytes,
@@ -14,7 +15,6 @@ from benchmarks.engine.ideal import (
     prefill_flops,
     work_of,
 )
-from benchmarks.engine.shapes import Shape
 
 _SETTING = re.compile(
     r"(?P<prompts>\d+)x(?P<input>\d+)/(?P<output>\d+)@"
