@@ -13,7 +13,7 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
-from vllm_kvx.config.settings import Measured
+from vllm_kvx.config.measured import Measured
 from vllm_kvx.server import route, stats
 from vllm_kvx.server.route import KVPolicyEndpoint
 

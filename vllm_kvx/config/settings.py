@@ -16,26 +16,27 @@ kv_recall_every: of the steps that retrieve, every n-th measures recall (default
 kv_disable: a list of parts that do not run: "split_layers" (see ``worker/split_layers.py``),
     "compiled_ranges" (see ``models/compiled_ranges.py``).
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
+kv_auto: internal. The server says here for which `auto` it chose the policy in kv_policy, and why
+    (``server/auto_policy.py``).
 kv_measured: internal. The server hands the layers that it found for ``tsp_layer=auto`` and
     ``pivot=calibrated`` to its processes here (``server/measured_layers.py``): an object of
     parameters and their values.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.disabled import DISABLE_KEY, disabled_parts
 from vllm_kvx.config.environment import refuse_replaced
+from vllm_kvx.config.measured import MEASURED_KEY, Measured
 from vllm_kvx.config.policy_layers import num_policy_layers, windows_of
 from vllm_kvx.config.server_layout import on_server
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
 from vllm_kvx.config.spelling import has_prefix, misspelling
-from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.layout import Layout, layout_of
-from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
@@ -52,13 +53,9 @@ STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
 SHARE_KEY, EVICTION_KEY = "kv_share", "kv_eviction"
-MEASURED_KEY = "kv_measured"
-# The layers that methods leave to measurement.
-MEASUREMENTS: tuple[Measurement, ...] = tuple(
-    method.to_measure for method in METHODS.values() if method.to_measure is not None
-)
+AUTO_KEY = "kv_auto"
 KEYS = (
-    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, DISABLE_KEY),
+    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, AUTO_KEY, DISABLE_KEY),
     *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY),
 )
 # Keys of earlier versions, and the parameter of a policy that says the same.
@@ -75,82 +72,6 @@ REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
 # What SHARE_KEY and EVICTION_KEY may be.
 SHARES = ("on", "off")
 EVICTIONS = ("adaptive", "lru")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Layers that stand for words in a policy's name, as far as they are known for this model.
-
-    layers: by the parameter whose word a layer stands for.
-    reductions: by parameter, what was measured to be better there than the method's default.
-    """
-
-    layers: tuple[tuple[str, int], ...] = ()
-    reductions: tuple[tuple[str, str], ...] = ()
-
-    def put_into(self, part: Method) -> Method:
-        """`part` with the layer in the place of the word, if it is known.
-
-        With it comes the reduction that it was measured with, in the place of the default.
-        """
-        wanted = part.to_measure
-        if wanted is None or getattr(part, wanted.parameter) != wanted.word:
-            return part
-        layer = dict(self.layers).get(wanted.parameter)
-        if layer is None:
-            return part
-        found: dict[str, Any] = {wanted.parameter: layer}
-        reduction = dict(self.reductions).get(wanted.reduction)
-        if reduction is not None and wanted.chooses_reduction(part):
-            found[wanted.reduction] = reduction
-        return replace(part, **found)
-
-    def as_dict(self) -> dict[str, int | None]:
-        """The layer of every parameter that can be measured; None where it is not known."""
-        return {m.parameter: dict(self.layers).get(m.parameter) for m in MEASUREMENTS}
-
-    def as_config(self) -> dict[str, dict[str, int | str]]:
-        """The keys of ``additional_config`` that `of` makes this from."""
-        values: dict[str, int | str] = {**dict(self.layers), **dict(self.reductions)}
-        return {MEASURED_KEY: values} if values else {}
-
-    def as_status(self) -> dict[str, int | str]:
-        """What ``GET /v1/kv_policy`` calls ``measured_config``: flat, each name after ``kv_``."""
-        values = self.as_config().get(MEASURED_KEY, {})
-        return {f"kv_{name}": value for name, value in values.items()}
-
-    @classmethod
-    def of_status(cls, status: dict[str, Any]) -> "Measured":
-        """What `as_status` told; raises ValueError as `of` does."""
-        return cls.of({MEASURED_KEY: {k.removeprefix("kv_"): v for k, v in status.items()}})
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "Measured":
-        """The layers in ``additional_config``.
-
-        Raises:
-            ValueError: one that is no layer's number, or a parameter that nothing is measured for.
-        """
-        values = config.get(MEASURED_KEY)
-        if values is None:
-            return cls()
-        layers = {m.parameter for m in MEASUREMENTS}
-        reductions = {m.reduction for m in MEASUREMENTS if m.reduction}
-        known = f"an object of {', '.join(sorted(layers | reductions))}, which the server sets"
-        if not isinstance(values, dict) or not set(values) <= layers | reductions:
-            raise ValueError(f"{MEASURED_KEY} must be {known}, got {values!r}")
-        for name, value in values.items():
-            if name in layers and (type(value) is not int or value < 0):
-                raise ValueError(f"{MEASURED_KEY}: {name} must be a layer's number, got {value!r}")
-            if name in reductions and value not in WINDOW_REDUCTIONS:
-                raise ValueError(
-                    f"{MEASURED_KEY}: {name} must be one of {', '.join(WINDOW_REDUCTIONS)}, "
-                    f"got {value!r}"
-                )
-        return cls(
-            tuple((name, values[name]) for name in sorted(layers & set(values))),
-            tuple((name, values[name]) for name in sorted(reductions & set(values))),
-        )
 
 
 @lru_cache(maxsize=1024)
@@ -180,7 +101,7 @@ class KVSettings:
     num_layers: int
     debug: bool
     stock: bool = False
-    measured: Measured = Measured()
+    measured: Measured = field(default_factory=Measured)
     stash_tokens: int = 0
     recall_every: int = 0
     policies: tuple[KVPolicy, ...] = ()

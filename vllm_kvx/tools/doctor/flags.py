@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_kvx.config.cache_dtype import dtype_of_engine
-from vllm_kvx.config.settings import POLICY_KEY
-from vllm_kvx.tools.doctor.asked import layers_for
+from vllm_kvx.config.settings import AUTO_KEY, POLICY_KEY
+from vllm_kvx.tools.doctor.asked import layers_for, with_auto
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request, note, ok, problem, reason
 from vllm_kvx.tools.doctor.machine import CPU_ADVICE
 
@@ -30,13 +30,18 @@ def flags(context: Context) -> Iterator[Finding]:
         yield problem(f"vllm serve does not take these flags: {reason(error)}")
         return
     config = dict(engine_args.additional_config or {})
-    context.additional_config = config
     context.kv_cache_dtype = str(engine_args.kv_cache_dtype)
     try:
+        # In place of `auto`; the server itself chooses below, by all of its flags.
+        context.additional_config = with_auto(context, config)
         # Doctor does not measure; the server would, which takes the weights.
-        engine_args.additional_config = {**config, **layers_for(context, config)}
+        engine_args.additional_config = {**config, **layers_for(context, context.additional_config)}
         context.vllm_config = _engine_config(engine_args)
         context.kv_cache_dtype = dtype_of_engine(context.vllm_config)
+        made = context.vllm_config.additional_config
+        if AUTO_KEY in made:
+            chosen = {key: made[key] for key in (POLICY_KEY, AUTO_KEY)}
+            context.additional_config = config = {**config, **chosen}
     except Exception as error:  # vLLM's own checks raise what they like.
         refusals = str(error).strip() or type(error).__name__
         is_ours = _is_ours(refusals)
