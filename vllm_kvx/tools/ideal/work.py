@@ -13,6 +13,7 @@ from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
+from vllm_kvx.tools.ideal.devices import Device
 from vllm_kvx.tools.ideal.shape import Shape
 
 # Entries of a KV block where whole blocks stay: vLLM's default.
@@ -258,3 +259,34 @@ def pool_ratio(shape: Shape, policy: str | None, length: int = 1 << 20) -> float
     """
     work = work_of(policy, shape.full_layers, length)
     return None if work is None else length * shape.full_layers / sum(work.stored)
+
+
+def least_time(
+    shape: Shape,
+    work: Work,
+    output: int,
+    device: Device,
+    pool: float,
+    most: int,
+    weight_bytes: float = 2,
+    kv_bytes: float = 2,
+) -> float:
+    """Seconds that a request takes at the least of a device that always has requests to run.
+
+    They are its prefill FLOPs over the peak, and one B-th of what every decode step of B requests
+    reads, over the bandwidth, times the `output`. B is what the pool holds, at most `most`.
+
+    pool: entries of all layers that it holds, of `kv_bytes` a value. output: tokens.
+    """
+    batch = batch_of(shape, work, output, pool, most)
+    own = decode_bytes(shape, work, 1, output / 2, weight_bytes, kv_bytes)
+    cache = own - weight_bytes * shape.all_read(1)
+    prefill = prefill_flops(shape, work, kv_bytes) / device.flops
+    # Of experts, more are read by a larger batch.
+    step = weight_bytes * shape.all_read(batch) / batch + cache
+    return prefill + output * step / device.bandwidth
+
+
+def batch_of(shape: Shape, work: Work, output: int, pool: float, most: int) -> float:
+    """Requests that run at a time: what a pool of so many entries holds, 1 to `most`."""
+    return max(1.0, min(most, pool / (sum(work.stored) + output * shape.layers)))
