@@ -118,8 +118,8 @@ def saturation_ratio(
     """The ideal gain in requests/s over stock with all prompts at once.
 
     A request's times are `least_time`; of the device only the ratio of its peaks enters. As many
-    requests run as the pool holds, at most `seqs` and all prompts. `stock_tokens` is the pool in tokens of stock vLLM with a 16-bit
-    cache.
+    requests run as the pool holds, at most `seqs` and all prompts. `stock_tokens` is the pool in
+    tokens of stock vLLM with a 16-bit cache.
     """
     policy, dtype = split_name(server)
     work = work_of(policy, shape.layers, setting.input)

@@ -29,7 +29,7 @@ class Row:
     kept, and the ends of the interval; they hold at every look of the run together (``level``).
     n: prompts that it was asked. right: those of them that `full` has right.
     gains: over `full` for the workload, by name: `ttft`, `tpot`, `pool`, `requests`.
-    verdict: `kept`, `lost` or `undecided`.
+    verdict: `kept`, `lost`, `undecided`, or `outdone` by one that keeps the answers and gains more.
     """
 
     policy: str

@@ -1,0 +1,16 @@
+"""What a run asks and takes where its options do not say."""
+
+# Of a request, and requests at a time.
+INPUT, OUTPUT, CONCURRENCY = 32000, 1000, 16
+# What is asked: lookups in prose, and of several words, which tell a policy that loses half.
+TASKS = "quick"
+# Questions of the first round, and at most; every round doubles what was asked so far.
+FIRST, MOST = 16, 512
+# Minutes, where there is no GPU.
+ON_CPU_MINUTES = 10.0
+# The GPU that gains are counted for where none is here and none is named.
+DEVICE = "h100"
+# What a core of a CPU multiplies at the very most, in float32 per second: more than AVX-512 does.
+CORE_FLOPS = 200e9
+# Gains over full below which a policy is not worth asking for.
+LEAST_GAIN = 1.01
