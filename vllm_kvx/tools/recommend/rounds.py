@@ -104,15 +104,16 @@ class Rounds:
 
     def open(self, among: Sequence[Candidate]) -> list[Standing]:
         """Those that are still worth asking; others that the best one outdoes are marked so."""
-        wanted = that_may_win(among, self.best)
+        may_win = that_may_win(among, self.best)
+        found = []
         for each in self.standings:
-            if each.verdict is Verdict.UNDECIDED and each.candidate not in wanted:
-                each.verdict = Verdict.OUTDONE if each.candidate in among else each.verdict
-        return [
-            each
-            for each in self.standings
-            if each.verdict is Verdict.UNDECIDED and each.candidate in wanted
-        ]
+            if each.verdict is not Verdict.UNDECIDED or each.candidate not in among:
+                continue
+            if each.candidate in may_win:
+                found.append(each)
+            else:
+                each.verdict = Verdict.OUTDONE
+        return found
 
     def ask(self, engine: OwnEngine, members: Sequence[Candidate]) -> None:
         """Has an engine answer for its members until each is decided, or nothing is left to ask.
@@ -128,10 +129,10 @@ class Rounds:
                 self._round(engine, each, self.open(members))
             except OutOfTime:
                 self.out_of_time = True
-                if each.number == 1 and not any(s.share for s in self.standings):
-                    raise ToolError(self._too_short(each)) from None
             self._look(each, self.open(members))
             if self.out_of_time:
+                if all(standing.share is None for standing in self.standings):
+                    raise ToolError(self._too_short(each))
                 return
         self.open(members)
 
