@@ -116,6 +116,7 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
             "version": metadata.version("vllm-kvx"),
             "policy": "speed-4",
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
+            "auto": None,
             "request_policies": "layout",
             "measured": {"tsp_layer": None, "pivot": None},
             "measured_config": {},

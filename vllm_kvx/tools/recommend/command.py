@@ -297,10 +297,11 @@ def save(
     Raises:
         ToolError: it cannot be written.
     """
-    resolved, facts, best = store.resolved, store.facts, rounds.best
+    facts, best = store.facts, rounds.best
     rows = [
         records.Row(
-            policy=resolved[each.row].policy,
+            # As it was named: an engine that is asked retrieves whether or not that pays.
+            policy=str(each.candidate.policy),
             kept=(round(share.value, 4), round(share.low, 4), round(share.high, 4)),
             n=each.asked,
             right=round(each.right, 4),
@@ -317,10 +318,10 @@ def save(
         keep=keep,
         workload=asdict(workload),
         device=server.device.name,
-        kv_cache_dtype=resolved[FULL_ROW].cache_dtype or "",
+        kv_cache_dtype=store.resolved[FULL_ROW].cache_dtype or "",
         tasks=facts["tasks"],
         rows=rows,
-        chosen=None if best is None else resolved[Row(best.name)].policy,
+        chosen=None if best is None else str(best.policy),
         level=rounds.level,
         versions=facts["versions"],
         command=facts["command"],
