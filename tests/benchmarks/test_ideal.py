@@ -327,3 +327,15 @@ def test_a_name_without_the_layer_has_no_ideal(policy: str) -> None:
 def test_what_selects_nothing_needs_no_layer() -> None:
     for policy in ("structkv:struct_rate=1,kv_floor=0", "fastkv:kv_floor=0,tsp_rate=1"):
         assert counted.work_of(policy, 32, 5000) == counted.work_of("snapkv:kv_floor=0", 32, 5000)
+
+
+def test_rows_leave_among_layers_that_slide() -> None:
+    shape = Shape("gemma3_text", 4, 8, 2, 1, 4, 16, 10, 4096, full_every=2, window=100)
+    work = counted.work_in(shape, "speed-2", 1000)
+    # Layers 0 and 2 slide; of the layer below the cut two rows go on.
+    assert work.rows == (1000, 2, 2, 2)
+    assert work.stored == work.read == (100, 1000, 2, 2)
+    assert work.pairs[0] == 100 * 101 // 2 + 900 * 100 and work.pairs[2] == 3
+    full = counted.work_in(shape, None, 1000)
+    assert sum(full.stored) == 2200
+    assert counted.prefill_ratio(shape, "speed-2", 1000) > 1.5

@@ -187,7 +187,7 @@ def test_a_damaged_record_is_none(cache: Path, damage: Any, caplog: Any) -> None
 
 
 def test_a_server_reads_a_plain_name(make_config: Callable[..., Any], llama: str) -> None:
-    config = make_config(AUTO, max_model_len=4096)
+    config = make_config(AUTO, dtype="float32")
     record(row("speed-3", 0.98), key=identity_of(config).key)
     given = config.additional_config
     prepare_engine_config(config)
@@ -200,7 +200,7 @@ def test_a_server_reads_a_plain_name(make_config: Callable[..., Any], llama: str
 
 
 def test_a_servers_own_flags_decide_too(make_config: Callable[..., Any]) -> None:
-    config = make_config(AUTO, max_model_len=4096)
+    config = make_config(AUTO, dtype="float32")
     # A cut that this model of eight layers has not, and one that a layout has no room for.
     rows = (row("speed-30", 0.98), row("speed-3", 0.98))
     record(*rows, key=identity_of(config).key)
@@ -209,14 +209,14 @@ def test_a_servers_own_flags_decide_too(make_config: Callable[..., Any]) -> None
     chosen = config.additional_config[AUTO_KEY]
     assert chosen["policy"] == "speed-3" and "speed-30 (" in chosen["says"]
     assert config.cache_config.block_size == block_size
-    config = make_config(AUTO, max_model_len=4096)
+    config = make_config(AUTO, dtype="float32")
     config.additional_config["kv_request_policies"] = "some"
     with pytest.raises(ValueError, match="kv_request_policies must be one of"):
         prepare_engine_config(config)
 
 
 def test_without_a_record_it_is_retrieval(make_config: Callable[..., Any]) -> None:
-    config = make_config(AUTO, max_model_len=4096)
+    config = make_config(AUTO, dtype="float32")
     prepare_engine_config(config)
     assert config.additional_config["kv_policy"] == FALLBACK
     assert config.additional_config[AUTO_KEY]["source"] == "not measured"

@@ -73,17 +73,17 @@ def test_an_interval_decides() -> None:
     assert verdict(None, 0.97) is Verdict.UNDECIDED
 
 
-@pytest.mark.parametrize(("share", "wrong"), [(0.90, Verdict.KEPT), (0.99, Verdict.LOST)])
+@pytest.mark.parametrize(("share", "wrong"), [(0.7, Verdict.KEPT), (0.9, Verdict.LOST)])
 def test_a_run_of_looks_rarely_errs(share: float, wrong: Verdict) -> None:
     """Policies that keep too little, or enough, are looked at after every round."""
-    ends, keep, errors, runs = rounds_of(256), 0.95, 0, 60
-    for seed in range(runs):
+    ends, keep, errors = rounds_of(64), 0.8, 0
+    for seed in range(40):
         rng = random.Random(seed)
         scores = [(float(rng.random() < share), 1.0) for _ in range(ends[-1])]
         looks = (verdict(share_kept(scores[:end], level_of(len(ends))), keep) for end in ends)
         decided = next((each for each in looks if each is not Verdict.UNDECIDED), None)
         errors += decided is wrong
-    assert errors <= 2
+    assert errors <= 1
 
 
 def test_how_many_answers_a_share_takes() -> None:
@@ -140,10 +140,7 @@ def gains(name: str) -> Gains | None:
 def test_a_ladder_names_every_rate_and_layer() -> None:
     names, left_out = names_for(facts())
     assert "fier-2048" in names and "snapkv:kv_rate=0.2" in names
-    assert "fastkv:tsp_layer=20,tsp_rate=0.2,kv_rate=0.2" in {
-        n.replace("kv_rate=0.2,tsp_layer=20,tsp_rate=0.2", "tsp_layer=20,tsp_rate=0.2,kv_rate=0.2")
-        for n in names
-    } or any("tsp_layer=20" in n for n in names)
+    assert any(name.startswith("fastkv") and "tsp_layer=20" in name for name in names)
     assert [each.policy for each in left_out] == ["speed-24"]
     assert "vllm-kvx tune-speed" in left_out[0].why
     names, left_out = names_for(facts(layer=None, tuned="speed-24"))
@@ -163,7 +160,7 @@ def test_those_that_gain_most_come_first() -> None:
     ("name", "changes", "why"),
     [
         ("full", {}, "what the others are compared with"),
-        ("speed-40", {}, "0 < K < 32"),
+        ("speed-40", {}, "use speed-1 .. speed-31"),
         ("fier-2048", {"head_dims": (64,)}, "128 dimensions, and retrieval knows 64"),
         ("speed-24", {"limits": [("no ranges", True)]}, "no ranges"),
         ("fastkv", {}, "its layer is not known"),
@@ -282,16 +279,16 @@ def test_rounds_ask_whole_samples_and_each_once() -> None:
     assert (questions.count, questions.first, questions.rounds) == (8, 8, 1)
     (only,) = questions
     assert [q.index for q in only.asked if q.task == "notes"] == [0, 1, 2, 3]
-    questions = Questions(suite, 40, tokenizer)
-    assert (questions.count, questions.first, questions.rounds) == (40, 16, 3)
-    first, second, third = questions
-    assert [len(each.new) for each in (first, second, third)] == [16, 16, 8]
-    assert len(third.asked) == 40 and list(first.asked.items()) == list(third.asked.items())[:16]
+    questions = Questions(suite, 24, tokenizer)
+    assert (questions.count, questions.first, questions.rounds) == (24, 16, 2)
+    first, second = questions
+    assert [len(each.new) for each in (first, second)] == [16, 8]
+    assert len(second.asked) == 24 and list(first.asked.items()) == list(second.asked.items())[:16]
     # Later samples are those of one longer run.
-    whole = replace(suite, samples=20).prepare(tokenizer, lambda done, total: None)
-    assert whole == third.asked
+    whole = replace(suite, samples=12).prepare(tokenizer, lambda done, total: None)
+    assert whole == second.asked
     # Made once, for every engine.
-    assert [each.asked for each in questions][2] == third.asked
+    assert [each.asked for each in questions][1] == second.asked
     assert questions.context == 320 + suite.longest_answer and questions.median == 320
 
 

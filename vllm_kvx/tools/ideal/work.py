@@ -6,7 +6,9 @@ far below a percent at the shapes measured here. A policy enters through `Work` 
 counted from what its methods answer.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
 from vllm_kvx.policy.parameters import PolicyError
@@ -16,6 +18,7 @@ from vllm_kvx.policy.storage import skipped_of, storage_of
 from vllm_kvx.tools.ideal.devices import Device
 from vllm_kvx.tools.ideal.shape import Shape
 
+T = TypeVar("T")
 # Entries of a KV block where whole blocks stay: vLLM's default.
 BLOCK_SIZE = 16
 # Bytes of a cached value by vLLM's `--kv-cache-dtype`. Those that quantise by token and head also
@@ -78,7 +81,13 @@ def work_of(policy: str | None, layers: int, length: int) -> Work | None:
 
 
 def work_in(shape: Shape, policy: str | None, length: int) -> Work | None:
-    """The work of a policy on a model of this shape, whose layers may slide; None as `work_of`."""
+    """The work of a policy on a model of this shape, whose layers may slide; None as `work_of`.
+
+    Where one propagates, its layers are all layers of the model, and those that slide among them.
+    """
+    if shape.window and parse_policy(policy or "full").propagate is not None:
+        work = work_of(policy, shape.layers, length)
+        return None if work is None else _sliding(work, shape)
     work = work_of(policy, shape.full_layers, length)
     return None if work is None else with_windows(work, shape, length)
 
@@ -100,6 +109,30 @@ def with_windows(work: Work, shape: Shape, length: int) -> Work:
         work.read + (seen,) * count,
         work.projected + (0,) * count if work.projected else (),
         work.sidecar + (0,) * count if work.sidecar else (),
+    )
+
+
+def _sliding(work: Work, shape: Shape) -> Work:
+    """`work` of all layers, of which those that slide see, hold and read a window at most."""
+
+    def of(values: Sequence[T], capped: Callable[[int, T], T]) -> tuple[T, ...]:
+        # The last of so many layers has full attention.
+        slides = ((layer + 1) % shape.full_every for layer in range(shape.layers))
+        return tuple(
+            capped(layer, each) if is_one else each
+            for layer, (each, is_one) in enumerate(zip(values, slides, strict=True))
+        )
+
+    def pairs(layer: int, all_of_them: int) -> int:
+        rows = work.rows[layer]
+        seen = min(rows, shape.window)
+        return min(all_of_them, _pairs(seen) + (rows - seen) * seen)
+
+    return replace(
+        work,
+        pairs=of(work.pairs, pairs),
+        stored=of(work.stored, lambda _, each: min(each, shape.window)),
+        read=of(work.read, lambda _, each: min(each, shape.window)),
     )
 
 
