@@ -10,9 +10,11 @@ from typing import Any
 import httpx
 import prometheus_client
 import pytest
+from support.configs import engine_args
 from test_status import Engine, serve
 from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvx.config.flags import merge_flags
@@ -24,7 +26,7 @@ from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.records.recommendation import Recommendation, Row
 from vllm_kvx.server.auto_policy import FALLBACK, choose
 from vllm_kvx.server.request_check import check_request
-from vllm_kvx.server.validate import identity_of, prepare_engine_config
+from vllm_kvx.server.validate import identity_of
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}
 MODEL = ModelIdentity("org/m", CONFIG)
@@ -186,45 +188,58 @@ def test_a_damaged_record_is_none(cache: Path, damage: Any, caplog: Any) -> None
 # A server's configuration.
 
 
-def test_a_server_reads_a_plain_name(make_config: Callable[..., Any], llama: str) -> None:
+@pytest.fixture
+def key(make_config: Callable[..., Any]) -> str:
+    """That of the model which `make_config` configures."""
+    return identity_of(make_config()).key
+
+
+def test_a_server_reads_a_plain_name(make_config: Callable[..., Any], key: str) -> None:
+    record(row("speed-3", 0.98), key=key)
     config = make_config(AUTO, dtype="float32")
-    record(row("speed-3", 0.98), key=identity_of(config).key)
-    given = config.additional_config
-    prepare_engine_config(config)
     assert config.additional_config["kv_policy"] == "speed-3"
-    assert config.additional_config[AUTO_KEY]["named"] == AUTO
-    # In Python it is the caller's own.
-    assert given == {"kv_policy": AUTO}
+    chosen = config.additional_config[AUTO_KEY]
+    assert (chosen["named"], chosen["policy"], chosen["source"]) == (AUTO, "speed-3", "measured")
     settings = KVSettings.from_vllm_config(config)
     assert settings is not None and str(settings.policy) == "speed-3"
 
 
-def test_a_servers_own_flags_decide_too(make_config: Callable[..., Any]) -> None:
-    config = make_config(AUTO, dtype="float32")
-    # A cut that this model of eight layers has not, and one that a layout has no room for.
-    rows = (row("speed-30", 0.98), row("speed-3", 0.98))
-    record(*rows, key=identity_of(config).key)
-    block_size = config.cache_config.block_size
-    prepare_engine_config(config)
+def test_a_server_in_python_leaves_its_callers_dictionary(llama: str, key: str) -> None:
+    given = {"kv_policy": AUTO}
+    record(row("speed-3", 0.98), key=key)
+    config = EngineArgs(**engine_args(llama), additional_config=given).create_engine_config()
+    assert config.additional_config["kv_policy"] == "speed-3" and given == {"kv_policy": AUTO}
+
+
+def test_what_else_is_configured_decides_too(make_config: Callable[..., Any], key: str) -> None:
+    # A cut that a model of eight layers has not, and entries that its CPU cannot address.
+    rows = (row("speed-30", 0.98), row("snapkv:kv_rate=0.4", 0.98), row("speed-3", 0.98))
+    record(*rows, key=key)
+    config = make_config(AUTO, dtype="bfloat16")
     chosen = config.additional_config[AUTO_KEY]
-    assert chosen["policy"] == "speed-3" and "speed-30 (" in chosen["says"]
-    assert config.cache_config.block_size == block_size
+    if current_platform.is_cpu():
+        assert chosen["policy"] == "speed-3" and "set --dtype float32" in chosen["says"]
+    assert "speed-30 (" in chosen["says"]
+
+
+def test_a_trial_leaves_no_trace(make_config: Callable[..., Any], key: str) -> None:
+    # Blocks would be made whole groups for the first, which does not run.
+    record(row("speed-30+fier-512", 0.98), row("speed-3", 0.98), key=key)
+    plain = make_config("speed-3", dtype="float32")
     config = make_config(AUTO, dtype="float32")
-    config.additional_config["kv_request_policies"] = "some"
-    with pytest.raises(ValueError, match="kv_request_policies must be one of"):
-        prepare_engine_config(config)
+    assert config.additional_config["kv_policy"] == "speed-3"
+    assert config.cache_config.block_size == plain.cache_config.block_size
 
 
 def test_without_a_record_it_is_retrieval(make_config: Callable[..., Any]) -> None:
     config = make_config(AUTO, dtype="float32")
-    prepare_engine_config(config)
     assert config.additional_config["kv_policy"] == FALLBACK
     assert config.additional_config[AUTO_KEY]["source"] == "not measured"
 
 
 def test_what_is_no_share_ends_a_start(make_config: Callable[..., Any]) -> None:
     with pytest.raises(PolicyError, match="above 0 and at most 1"):
-        prepare_engine_config(make_config("auto:keep=1.2"))
+        make_config("auto:keep=1.2")
 
 
 # Who is told.
