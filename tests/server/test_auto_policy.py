@@ -21,10 +21,12 @@ from vllm_kvx.config.flags import merge_flags
 from vllm_kvx.config.settings import AUTO_KEY, KVSettings
 from vllm_kvx.policy.auto import AUTO, Auto, parse_auto
 from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import recommendation as records
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.records.recommendation import Recommendation, Row
 from vllm_kvx.server.auto_policy import FALLBACK, choose
+from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.request_check import check_request
 from vllm_kvx.server.validate import identity_of
 
@@ -235,6 +237,26 @@ def test_without_a_record_it_is_retrieval(make_config: Callable[..., Any]) -> No
     config = make_config(AUTO, dtype="float32")
     assert config.additional_config["kv_policy"] == FALLBACK
     assert config.additional_config[AUTO_KEY]["source"] == "not measured"
+
+
+@pytest.mark.parametrize("choice", [3, {}, {"named": "auto", "policy": "speed-3"}])
+def test_only_a_server_says_what_it_chose(make_config: Callable[..., Any], choice: Any) -> None:
+    with pytest.raises(ValueError, match="kv_auto is what a server sets"):
+        make_config("speed-3", additional_config={AUTO_KEY: choice})
+
+
+def test_what_was_recommended_was_measured(key: str) -> None:
+    notice = EvaluationNotice(MODEL)
+    assert not notice.as_json(parse_policy("snapkv:kv_rate=0.4"))["measured"]
+    record(row("snapkv:kv_rate=0.4", 0.98), row("fier-512", 0.98))
+    notice = EvaluationNotice(MODEL)
+    found = notice.as_json(parse_policy("snapkv:kv_rate=0.4"))
+    assert found["measured"] and found["n"] == 256
+    assert found["says"].startswith("snapkv:kv_rate=0.4: kept 99.0% [98.0-100.0] of this model's")
+    assert notice.as_json(parse_policy("fier-512"))["measured"]
+    assert not notice.as_json(parse_policy("snapkv:kv_rate=0.2"))["measured"]
+    over_fp8 = EvaluationNotice(replace(MODEL, kv_cache_dtype="fp8"))
+    assert not over_fp8.as_json(parse_policy("snapkv:kv_rate=0.4"))["measured"]
 
 
 def test_what_is_no_share_ends_a_start(make_config: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_kvx.config.settings import AUTO_KEY
 from vllm_kvx.config.spelling import POLICY_KEY
-from vllm_kvx.policy.auto import DEFAULT_KEEP, Auto, is_auto, parse_auto
+from vllm_kvx.policy.auto import AUTO, DEFAULT_KEEP, Auto, is_auto, parse_auto
 from vllm_kvx.policy.cache_dtype import FULL, at_dtype
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.records.recommendation import Recommendation, Row, load
@@ -62,6 +62,23 @@ def with_choice(config: Mapping[str, Any], identity: ModelIdentity, why_not: Why
     """
     chosen = choose(parse_auto(config[POLICY_KEY]), identity, why_not)
     return {**config, POLICY_KEY: chosen.policy, AUTO_KEY: chosen.as_json()}
+
+
+def check_choice(config: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``kv_auto`` in ``additional_config`` is not as `with_choice` leaves it."""
+    choice = config.get(AUTO_KEY)
+    if choice is None:
+        return
+    known = Choice.__dataclass_fields__
+    if (
+        not isinstance(choice, dict)
+        or set(choice) != set(known)
+        or (choice["policy"] != config.get(POLICY_KEY))
+    ):
+        raise ValueError(
+            f"{AUTO_KEY} is what a server sets where its policy is {AUTO}: remove it, and set "
+            f"{POLICY_KEY} to {AUTO}"
+        )
 
 
 def choose(auto: Auto, identity: ModelIdentity, why_not: WhyNot) -> Choice:

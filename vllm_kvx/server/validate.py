@@ -18,7 +18,7 @@ from vllm_kvx.policy.layout import beside_drafts, in_a_pipeline
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
-from vllm_kvx.server.auto_policy import MEASURED, asks_for_auto, line_of, with_choice
+from vllm_kvx.server.auto_policy import MEASURED, asks_for_auto, check_choice, line_of, with_choice
 from vllm_kvx.server.draft_checks import WITH_DRAFTS
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
@@ -71,6 +71,7 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
         # Not in place: in Python it is the caller's, who may start other models with it.
         config = with_choice(config, identity, functools.partial(_why_not, vllm_config))
         vllm_config.additional_config = config
+    check_choice(config)
     rows = applying(ALWAYS, vllm_config)
     if not is_full_alone(config):
         rows += machinery_rows(vllm_config)
@@ -106,7 +107,7 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     parallel_config = vllm_config.parallel_config
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
-        if AUTO_KEY in config:
+        if config.get(AUTO_KEY) is not None:
             _log_choice(config[AUTO_KEY])
         _log(settings, sources)
         _log_answers(identity, settings)

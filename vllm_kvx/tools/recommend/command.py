@@ -32,7 +32,7 @@ from vllm_kvx.tools.evaluate.groups import grouped
 from vllm_kvx.tools.evaluate.questions import Suite, load_tokenizer
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import Store
-from vllm_kvx.tools.ideal.work import entry_bytes, full_work, prefill_flops
+from vllm_kvx.tools.ideal.work import entry_bytes, full_work, prefill_flops, with_windows
 from vllm_kvx.tools.recommend import report
 from vllm_kvx.tools.recommend.defaults import CORE_FLOPS, INPUT, MOST, ON_CPU_MINUTES, TASKS
 from vllm_kvx.tools.recommend.gains import Server, Workload, gains_of, server_of
@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> None:
     if not args.no_save and (problem := cache_problem(records.FOLDER)):
         raise ToolError(f"{problem}, or give --no-save")
 
-    context = int(text_config["max_position_embeddings"])
+    context = text_config.get("max_position_embeddings")
+    if not context:
+        raise ToolError("the model's configuration does not say how long its context is")
     suite = suite_of(args, own, context)
     load = functools.partial(load_tokenizer, args.model, args.revision)
     questions = Questions(suite, most, load)
@@ -208,7 +210,8 @@ def check_time(clock: Clock, questions: Questions, server: Server) -> None:
     if not on_cpu() or clock.minutes is None:
         return
     shape, length = server.shape, questions.median
-    flops = prefill_flops(shape, full_work(shape.layers, length))
+    work = with_windows(full_work(shape.full_layers, length), shape, length)
+    flops = prefill_flops(shape, work)
     least = questions.first * flops / ((os.cpu_count() or 1) * CORE_FLOPS) / 60
     if least > clock.minutes:
         raise ToolError(

@@ -9,14 +9,14 @@ from vllm_kvx.tools.recommend.rounds import Rounds, Standing
 from vllm_kvx.tools.recommend.stopping import LEVEL, Verdict
 
 _HEAD = (
-    *("what to type", "answers kept", "of right", "first token", "next token"),
-    *("KV pool", "requests/s", "keeps the answers"),
+    *("policy", "answers kept", "of right", "keeps them", "first token", "next token"),
+    *("KV pool", "requests/s", "what to type"),
 )
 _SAYS = {
     Verdict.KEPT: "yes",
     Verdict.LOST: "no",
     Verdict.UNDECIDED: "not decided",
-    Verdict.OUTDONE: "not decided: one that keeps them gains more",
+    Verdict.OUTDONE: "outdone",
 }
 
 
@@ -37,13 +37,15 @@ def _row(standing: Standing) -> tuple[str, ...]:
     kept = "not asked"
     if share is not None:
         kept = f"{share.value:.1%} [{share.low:.1%}-{share.high:.1%}]"
+    typed = f"--kv-policy {standing.candidate.name}"
     factors = (gains.ttft, gains.tpot, gains.pool, gains.requests)
     return (
-        f"--kv-policy {standing.candidate.name}",
+        standing.candidate.name,
         kept,
         f"{standing.right:.3g}",
-        *(f"{factor:.2f}x" for factor in factors),
         _SAYS[standing.verdict],
+        *(f"{factor:.2f}x" for factor in factors),
+        typed if standing.verdict is Verdict.KEPT else "",
     )
 
 
@@ -55,7 +57,8 @@ def text(
         table(rounds),
         "",
         f"Answers kept: of full's right answers, with intervals that hold at each of "
-        f"{rounds.questions.rounds} looks together with {LEVEL:.0%}; wanted are {keep:.1%}.",
+        f"{rounds.questions.rounds} looks together with {LEVEL:.0%}; wanted are {keep:.1%}. "
+        "Outdone: another keeps them and gains more.",
         f"Gains over full, for {workload}, by counts of FLOPs, bytes and KV entries on {device}. "
         "Kernels reach a part of them.",
     ]
