@@ -65,7 +65,7 @@ def with_choice(config: Mapping[str, Any], identity: ModelIdentity, why_not: Why
 
 
 def check_choice(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``kv_auto`` in ``additional_config`` is not as `with_choice` leaves it."""
+    """Raise ValueError if ``kv_auto`` in ``additional_config`` is not as `with_choice` makes it."""
     choice = config.get(AUTO_KEY)
     if choice is None:
         return

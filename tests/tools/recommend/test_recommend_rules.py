@@ -182,6 +182,16 @@ def test_short_prompts_save_nothing() -> None:
     assert {each.why for each in left_out} == {"it saves nothing of such prompts"}
 
 
+def test_rates_below_a_floor_are_one_policy() -> None:
+    server, short = server_of(LLAMA, "h100", None), Workload(1000, 100, 1)
+    names = ["snapkv:kv_rate=0.4", "snapkv:kv_rate=0.2", "criticalkv:kv_rate=0.2", "snapkv"]
+    found, left_out = candidates(names, facts(), lambda name: gains_of(name, short, server))
+    assert {each.name for each in found} == {"snapkv:kv_rate=0.4", "criticalkv:kv_rate=0.2"}
+    assert {each.why for each in left_out} == {
+        "of such prompts it saves as much as snapkv:kv_rate=0.4"
+    }
+
+
 def test_windows_keep_some_from_a_model() -> None:
     config = SHAPES["gemma3-12b"].config()
     found, left_out = candidates(

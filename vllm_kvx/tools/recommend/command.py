@@ -34,7 +34,14 @@ from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import Store
 from vllm_kvx.tools.ideal.work import entry_bytes, full_work, prefill_flops, with_windows
 from vllm_kvx.tools.recommend import report
-from vllm_kvx.tools.recommend.defaults import CORE_FLOPS, INPUT, MOST, ON_CPU_MINUTES, TASKS
+from vllm_kvx.tools.recommend.defaults import (
+    CORE_FLOPS,
+    INPUT,
+    MOST,
+    ON_CPU_MINUTES,
+    TASKS,
+    TASKS_ON_CPU,
+)
 from vllm_kvx.tools.recommend.gains import Server, Workload, gains_of, server_of
 from vllm_kvx.tools.recommend.ladder import (
     Candidate,
@@ -144,7 +151,8 @@ def suite_of(args: argparse.Namespace, own: OwnPrompts | None, context: int) -> 
         if args.tasks:
             raise ToolError("--prompts and --tasks both say what is asked: leave one of them out")
         return Suite((), (own,), False, (args.input or INPUT,), None, args.seed)
-    suite = Suite.of(args.tasks or [TASKS], None, lengths=(1,), samples=None, seed=args.seed)
+    tasks = args.tasks or [TASKS_ON_CPU if on_cpu() else TASKS]
+    suite = Suite.of(tasks, None, lengths=(1,), samples=None, seed=args.seed)
     if suite.perplexity or (suite.generated and suite.fixed):
         raise ToolError(
             "--tasks: name tasks that are generated to a length, or data sets, and no perplexity: "
@@ -238,6 +246,9 @@ def ask_all(args: argparse.Namespace, rounds: Rounds, layers: int) -> list[LeftO
         members: Sequence[Candidate] = [by_row[row] for row in rows]
         if rounds.out_of_time or not rounds.open(members):
             continue
+        if rounds.clock.is_over:
+            rounds.out_of_time = True
+            break
         wanted = [each.candidate for each in rounds.open(members)]
         policies = {FULL_ROW: KVPolicy(), **{Row(each.name): each.policy for each in wanted}}
         say(f"starting an engine for full, {', '.join(each.name for each in wanted)}")
@@ -247,8 +258,11 @@ def ask_all(args: argparse.Namespace, rounds: Rounds, layers: int) -> list[LeftO
         except NotStarted as error:
             problem = error
             failed += [LeftOut(each.name, str(error)) for each in wanted]
-    if problem is not None and all(each.share is None for each in rounds.standings):
-        raise problem
+    if all(each.share is None for each in rounds.standings):
+        raise problem or ToolError(
+            f"--time-limit {rounds.clock.minutes:g}: the time was over before an engine started: "
+            "give it more"
+        )
     return failed
 
 

@@ -117,12 +117,23 @@ def candidates(
             why = "its layer is not known: write it, or run `vllm-kvx calibrate MODEL`"
         if gains is not None and max(gains.requests, gains.ttft, gains.pool) < LEAST_GAIN:
             why = "it saves nothing of such prompts"
+        if gains is not None and why is None:
+            alike = (each for each in found if _are_alike(each, policy, gains))
+            other = next(alike, None)
+            why = other and f"of such prompts it saves as much as {other.name}"
         if why is not None or gains is None:
             left_out.append(LeftOut(name, why or ""))
-        elif str(policy) not in [str(each.policy) for each in found]:
+        else:
             found.append(Candidate(name, policy, gains))
     found.sort(key=lambda each: -each.gains.requests)
     return found, left_out
+
+
+def _are_alike(candidate: Candidate, policy: KVPolicy, gains: Gains) -> bool:
+    """Whether two policies are the same methods and do as much; floors make short prompts so."""
+    methods = ([part.name for part in each.parts] for each in (candidate.policy, policy))
+    first, second = methods
+    return first == second and candidate.gains == gains
 
 
 def _problems(policy: KVPolicy, facts: ModelFacts) -> Iterator[str]:

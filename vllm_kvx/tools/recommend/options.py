@@ -8,7 +8,14 @@ from vllm_kvx.config.arguments import json_object, positive
 from vllm_kvx.policy.auto import DEFAULT_KEEP, check_keep
 from vllm_kvx.policy.parameters import PolicyError, read_value
 from vllm_kvx.tools.ideal.devices import DEVICES
-from vllm_kvx.tools.recommend.defaults import CONCURRENCY, INPUT, ON_CPU_MINUTES, OUTPUT, TASKS
+from vllm_kvx.tools.recommend.defaults import (
+    CONCURRENCY,
+    INPUT,
+    ON_CPU_MINUTES,
+    OUTPUT,
+    TASKS,
+    TASKS_ON_CPU,
+)
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -72,8 +79,8 @@ def add_recommend(commands: "_Commands") -> None:
         "--tasks",
         type=_words,
         metavar="TASK,...",
-        help=f"tasks of `vllm-kvx evaluate` or groups of them (default: {TASKS}; with --prompts "
-        "none)",
+        help=f"tasks of `vllm-kvx evaluate` or groups of them (default: {TASKS}, without a GPU "
+        f"{TASKS_ON_CPU}; with --prompts none)",
     )
     asked.add_argument(
         "--policies",

@@ -20,7 +20,7 @@ from vllm_kvx.tools.recommend.questions import Questions, Round
 from vllm_kvx.tools.recommend.stopping import Verdict, level_of, share_kept, verdict
 
 # Questions that are asked between two looks at the clock, on a GPU and on a CPU.
-_AT_A_TIME, _ON_CPU = 64, 8
+_AT_A_TIME, _ON_CPU = 64, 16
 
 
 class Clock:
@@ -41,6 +41,11 @@ class Clock:
         """Whether so many questions of a row can be answered, as far as the pace so far tells."""
         pace = self._paces.get(row, max(self._paces.values(), default=0.0))
         return self._now() + pace * count < self.ends
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit is reached."""
+        return self._now() >= self.ends
 
     def time(self, row: Row, count: int, act: Callable[[], None]) -> None:
         """Runs `act`, which answers so many questions of a row, and notes the pace."""
