@@ -2,7 +2,7 @@
 
 # Of a request, and requests at a time.
 INPUT, OUTPUT, CONCURRENCY = 32000, 1000, 16
-# What is asked: lookups in prose, and of several words, which tell a policy that loses half. Without
+# What is asked: lookups in prose and of several words, which tell a policy that loses half. Without
 # a GPU a token takes a second, and answers are short.
 TASKS, TASKS_ON_CPU = "quick", "one_number"
 # Questions of the first round, and at most; every round doubles what was asked so far.
