@@ -34,7 +34,7 @@ DRAFT = "http://json-schema.org/draft-07/schema#"
 ADDITIONAL_CONFIG, BATCH_LINE = "additionalConfig", "batchLine"
 
 _POLICY: dict[str, Any] = {"$ref": f"#/definitions/{POLICY}"}
-_AUTO = {"pattern": AUTO_PATTERN}
+_AUTO = {"type": "string", "pattern": AUTO_PATTERN}
 _QUOTES = "in quotes: YAML reads on and off as true and false"
 
 
