@@ -6,6 +6,7 @@ It is no policy itself. ``server/auto_policy.py`` puts a policy in its place bef
 reads the name, so that requests, workers and counters never see it.
 """
 
+import re
 from dataclasses import dataclass
 
 from vllm_kvx.policy.parameters import PolicyError, Value, read_value
@@ -14,7 +15,7 @@ AUTO = "auto"
 DEFAULT_KEEP = 0.97
 _KEEP = "keep"
 # What `parse_auto` takes, as a regular expression of JSON schemas.
-PATTERN = r"^auto(:keep=(1(\.0*)?|0?\.0*[1-9][0-9]*))?$"
+PATTERN = r"^auto(:keep=(1(\.0+)?|0\.0*[1-9][0-9]*))?$"
 _USAGE = f"write {AUTO} or {AUTO}:{_KEEP}={DEFAULT_KEEP}"
 
 
@@ -51,7 +52,9 @@ def parse_auto(text: str) -> Auto:
     key, _, value = tail.partition("=")
     if key != _KEEP:
         raise PolicyError(f"{text!r}: {AUTO} has the parameter {_KEEP} alone: {_USAGE}")
-    return Auto(check_keep(read_value(value), f"{text!r}: {_KEEP}"))
+    # A share has no exponent, and the pattern leaves out the same numbers as the limits.
+    is_plain = re.match(PATTERN, text) is not None
+    return Auto(check_keep(read_value(value) if is_plain else value, f"{text!r}: {_KEEP}"))
 
 
 def check_keep(value: Value, what: str = _KEEP) -> float:
