@@ -102,7 +102,7 @@ def choose(auto: Auto, identity: ModelIdentity, why_not: WhyNot) -> Choice:
             f"({record.kv_cache_dtype or 'unquantized'}): {_command(identity, auto)}"
         )
         return _stand_in(auto, keep, why, why_not)
-    passed_over = []
+    passed_over: list[str] = []
     for row in record.that_keep(keep):
         problem = why_not(row.policy)
         if problem is None:

@@ -79,7 +79,8 @@ class PolicyStatus:
         config = engine_client.vllm_config
         self.settings = settings
         # What the server chose for `auto`; None where it was named.
-        self.auto: dict[str, Any] | None = config.additional_config.get(AUTO_KEY)
+        additional: Any = config.additional_config
+        self.auto: dict[str, Any] | None = additional.get(AUTO_KEY)
         self.model_name = str(config.model_config.served_model_name)
         self.is_text_alone = is_text_alone(config)
         # Anew: a hub's weights may have come since the start was checked.

@@ -145,7 +145,8 @@ def _why_not(vllm_config: "VllmConfig", name: str) -> str | None:
     It measures no layer: a policy with one that is not known cannot run. `vllm_config` stays as it
     is.
     """
-    cache, config = vllm_config.cache_config, vllm_config.additional_config
+    cache = vllm_config.cache_config
+    config: Any = vllm_config.additional_config
     before = cache.block_size, cache.user_specified_block_size
     vllm_config.additional_config = {**config, POLICY_KEY: name}
     try:

@@ -191,7 +191,9 @@ def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> Mode
         return replace(part, **{wanted.parameter: found.layer}, **more)  # type: ignore[arg-type]
 
     tuned = read_tuned(identity.directory) if identity.directory is not None else None
-    return ModelFacts(text_config, limits, HEAD_DIMS, with_layer, tuned and tuned.policy)
+    return ModelFacts(
+        text_config, limits, HEAD_DIMS, with_layer, None if tuned is None else tuned.policy
+    )
 
 
 def server_for(args: argparse.Namespace, text_config: Mapping[str, Any]) -> Server:

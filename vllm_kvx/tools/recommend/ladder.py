@@ -120,7 +120,7 @@ def candidates(
         if gains is not None and why is None:
             alike = (each for each in found if _are_alike(each, policy, gains))
             other = next(alike, None)
-            why = other and f"of such prompts it saves as much as {other.name}"
+            why = None if other is None else f"of such prompts it saves as much as {other.name}"
         if why is not None or gains is None:
             left_out.append(LeftOut(name, why or ""))
         else:
