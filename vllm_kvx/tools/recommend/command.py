@@ -36,6 +36,8 @@ from vllm_kvx.tools.ideal.work import entry_bytes, full_work, prefill_flops, wit
 from vllm_kvx.tools.recommend import report
 from vllm_kvx.tools.recommend.defaults import (
     CORE_FLOPS,
+    FIRST,
+    FIRST_ON_CPU,
     INPUT,
     MOST,
     ON_CPU_MINUTES,
@@ -62,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ToolError, PolicyError: it cannot be done as asked.
     """
-    most = questions_of(args.keep, args.samples)
+    first = FIRST_ON_CPU if on_cpu() else FIRST
+    most = questions_of(args.keep, args.samples, first)
     own = OwnPrompts(Path(args.prompts)) if args.prompts else None
     clock = Clock(args.time_limit or (ON_CPU_MINUTES if on_cpu() else None))
     prepare_environment()
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
         raise ToolError("the model's configuration does not say how long its context is")
     suite = suite_of(args, own, context)
     load = functools.partial(load_tokenizer, args.model, args.revision)
-    questions = Questions(suite, most, load)
+    questions = Questions(suite, most, load, first)
     if questions.context > context:
         raise ToolError(
             f"the longest prompt and its answer take {questions.context} tokens, and the model's "
@@ -118,8 +121,8 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def questions_of(keep: float, samples: int | None) -> int:
-    """How many questions are asked at most.
+def questions_of(keep: float, samples: int | None, first: int = FIRST) -> int:
+    """How many questions are asked at most, where the first round asks `first`.
 
     Raises:
         ToolError: so few cannot show that a policy keeps the share.
@@ -129,9 +132,9 @@ def questions_of(keep: float, samples: int | None) -> int:
             "--keep 1: no number of answers shows that every answer is kept: use --keep 0.99"
         )
     most = samples or MOST
-    while samples is None and most < 2 * least_questions(keep, len(rounds_of(most))):
+    while samples is None and most < 2 * least_questions(keep, len(rounds_of(most, first))):
         most *= 2
-    least = least_questions(keep, len(rounds_of(most)))
+    least = least_questions(keep, len(rounds_of(most, first)))
     if most < least:
         raise ToolError(
             f"--samples {samples}: even a policy that keeps every answer is not shown to keep "

@@ -5,8 +5,9 @@ INPUT, OUTPUT, CONCURRENCY = 32000, 1000, 16
 # What is asked: lookups in prose and of several words, which tell a policy that loses half. Without
 # a GPU a token takes a second, and answers are short.
 TASKS, TASKS_ON_CPU = "quick", "one_number"
-# Questions of the first round, and at most; every round doubles what was asked so far.
-FIRST, MOST = 16, 512
+# Questions of the first round, fewer without a GPU, and at most; every round doubles what was asked
+# so far.
+FIRST, FIRST_ON_CPU, MOST = 16, 8, 512
 # Minutes, where there is no GPU.
 ON_CPU_MINUTES = 10.0
 # The GPU that gains are counted for where none is here and none is named.

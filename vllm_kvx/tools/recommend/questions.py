@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_kvx.tools.evaluate.questions import PreparedPrompt, Suite
 from vllm_kvx.tools.evaluate.store import QuestionId
+from vllm_kvx.tools.recommend.defaults import FIRST
 from vllm_kvx.tools.recommend.stopping import rounds_of
 
 
@@ -29,9 +30,11 @@ class Questions:
     count: of all. rounds: how many there are at most.
     """
 
-    def __init__(self, suite: Suite, most: int, load: Callable[[], Any]) -> None:
-        """suite: with generated tasks alone, or data sets alone. most: questions. load: gives the
-        tokenizer, in each process that makes prompts.
+    def __init__(
+        self, suite: Suite, most: int, load: Callable[[], Any], first: int = FIRST
+    ) -> None:
+        """suite: with generated tasks alone, or data sets alone. most: questions; first: of the first
+        round. load: gives the tokenizer, in each process that makes prompts.
 
         Raises:
             ToolError: a data set cannot be read, or a prompt is longer than it may be.
@@ -46,14 +49,14 @@ class Questions:
             random.Random(suite.seed).shuffle(self._fixed)
             self._fixed = self._fixed[:most]
             self.count = len(self._fixed)
-            self._ends = rounds_of(self.count)
+            self._ends = rounds_of(self.count, first)
             self._step = 1
         else:
             # Whole samples, one of each task.
             self._step = len(suite.generated)
             samples = max(most // self._step, 1)
             self.count = samples * self._step
-            ends = rounds_of(samples, first=max(rounds_of(most)[0] // self._step, 1))
+            ends = rounds_of(samples, max(first // self._step, 1))
             self._ends = [end * self._step for end in ends]
 
     @property
