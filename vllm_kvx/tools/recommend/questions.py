@@ -33,8 +33,8 @@ class Questions:
     def __init__(
         self, suite: Suite, most: int, load: Callable[[], Any], first: int = FIRST
     ) -> None:
-        """suite: with generated tasks alone, or data sets alone. most: questions; first: of the first
-        round. load: gives the tokenizer, in each process that makes prompts.
+        """suite: with generated tasks alone, or data sets alone. most: questions. load: gives the
+        tokenizer, in each process that makes prompts. first: questions of the first round.
 
         Raises:
             ToolError: a data set cannot be read, or a prompt is longer than it may be.
