@@ -15,6 +15,7 @@ from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.shares import Shares
 from vllm_kvx.tools.evaluate.store import QuestionId, Store
 from vllm_kvx.tools.recommend import report
+from vllm_kvx.tools.recommend import rounds as rounds_module
 from vllm_kvx.tools.recommend.gains import Gains, Workload
 from vllm_kvx.tools.recommend.ladder import Candidate, LeftOut
 from vllm_kvx.tools.recommend.questions import Round
@@ -82,6 +83,12 @@ class Scripted:
 
     def resolved(self, row: Row) -> Row:
         return row
+
+
+@pytest.fixture(autouse=True)
+def whole_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is a round, on a CPU too."""
+    monkeypatch.setattr(rounds_module, "_ON_CPU", rounds_module._AT_A_TIME)
 
 
 def rounds_in(directory: Path, keep: float = 0.9, clock: Clock | None = None) -> Rounds:
@@ -173,9 +180,21 @@ def test_what_is_not_decided_in_time_is_said(tmp_path: Path) -> None:
     assert again.best is not None and not again.out_of_time
 
 
+def test_answers_that_take_too_long_are_broken_off(tmp_path: Path) -> None:
+    time = Time()
+    rounds = rounds_in(tmp_path, clock=Clock(1, time))
+
+    def act() -> None:
+        # The third batch takes longer than those before.
+        time.seconds += 10 if time.seconds < 20 else 90
+
+    engine = ask(rounds, right, act)
+    assert rounds.out_of_time and engine.asked == {"full": 16, NAMES[0]: 16, NAMES[1]: 16}
+    assert [each.asked for each in rounds.standings] == [16, 0, 0, 0]
+
+
 def test_no_time_at_all_is_an_error(tmp_path: Path) -> None:
     time = Time()
-    clock = Clock(1 / 6, time)
+    clock = Clock(11 / 60, time)
     with pytest.raises(ToolError, match=r"full has answered 16 of 16 questions of the first round"):
         ask(rounds_in(tmp_path, clock=clock), right, time.pass_on)
-    assert clock.is_over

@@ -1,7 +1,7 @@
 """Asks candidates in rounds, until the answers decide or the time is over."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.engine import on_cpu
 from vllm_kvx.tools.evaluate.asking import ask
-from vllm_kvx.tools.evaluate.engine import OwnEngine
+from vllm_kvx.tools.evaluate.engine import OwnEngine, Prompt
 from vllm_kvx.tools.evaluate.full_answers import are_too_few
 from vllm_kvx.tools.evaluate.intervals import Interval, least_right
 from vllm_kvx.tools.evaluate.progress import AnswersBar
@@ -20,7 +20,7 @@ from vllm_kvx.tools.recommend.questions import Questions, Round
 from vllm_kvx.tools.recommend.stopping import Verdict, level_of, share_kept, verdict
 
 # Questions that are asked between two looks at the clock, on a GPU and on a CPU.
-_AT_A_TIME, _ON_CPU = 64, 16
+_AT_A_TIME, _ON_CPU = 64, 8
 
 
 class Clock:
@@ -56,6 +56,25 @@ class Clock:
 
 class OutOfTime(Exception):
     """The limit is reached, or would be before the next answers are there."""
+
+
+class LimitedBar(AnswersBar):
+    """The bar of a round's answers, which ends an engine's work when the time is over."""
+
+    def __init__(self, rows: Mapping[Row, Sequence[Prompt]], clock: Clock) -> None:
+        """rows: what each is yet to be asked."""
+        super().__init__(rows)
+        self._clock = clock
+
+    def step(self, read: Sequence[int], written: int) -> None:
+        """Notes that an engine's step is done.
+
+        Raises:
+            OutOfTime: answers that the engine has begun are lost.
+        """
+        super().step(read, written)
+        if self._clock.is_over:
+            raise OutOfTime
 
 
 @dataclass
@@ -152,7 +171,7 @@ class Rounds:
         if not any(missing.values()):
             return
         prompts = {row: [each.asked[q].prompt for q in left] for row, left in missing.items()}
-        with closing(AnswersBar(prompts)) as bar:
+        with closing(LimitedBar(prompts, self.clock)) as bar:
             for row, left in missing.items():
                 self._store.note_resolved(row, engine.resolved(row))
                 self._ask(engine, row, left, each, bar)
