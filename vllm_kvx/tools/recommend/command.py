@@ -41,6 +41,7 @@ from vllm_kvx.tools.recommend.defaults import (
     INPUT,
     MOST,
     ON_CPU_MINUTES,
+    STEP_ON_CPU,
     TASKS,
     TASKS_ON_CPU,
 )
@@ -245,6 +246,10 @@ def ask_all(args: argparse.Namespace, rounds: Rounds, layers: int) -> list[LeftO
     by_row = {Row(each.candidate.name): each.candidate for each in rounds.standings}
     groups = grouped({row: each.policy for row, each in by_row.items()}, layers)
     options = {"max_model_len": rounds.questions.context, "revision": args.revision}
+    if on_cpu():
+        # Short steps: between two of them the clock is looked at, and vLLM gives up a step that
+        # takes five minutes.
+        options["max_num_batched_tokens"] = STEP_ON_CPU
     failed: list[LeftOut] = []
     problem: NotStarted | None = None
     for rows in groups:
