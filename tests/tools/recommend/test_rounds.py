@@ -88,7 +88,7 @@ class Scripted:
 @pytest.fixture(autouse=True)
 def whole_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch is a round, on a CPU too."""
-    monkeypatch.setattr(rounds_module, "_ON_CPU", rounds_module._AT_A_TIME)
+    monkeypatch.setattr(rounds_module, "AT_A_TIME_ON_CPU", rounds_module.AT_A_TIME)
 
 
 def rounds_in(directory: Path, keep: float = 0.9, clock: Clock | None = None) -> Rounds:

@@ -20,7 +20,7 @@ from vllm_kvx.tools.recommend.questions import Questions, Round
 from vllm_kvx.tools.recommend.stopping import Verdict, level_of, share_kept, verdict
 
 # Questions that are asked between two looks at the clock, on a GPU and on a CPU.
-_AT_A_TIME, _ON_CPU = 64, 8
+AT_A_TIME, AT_A_TIME_ON_CPU = 64, 8
 
 
 class Clock:
@@ -187,7 +187,7 @@ class Rounds:
         each: Round,
         bar: AnswersBar,
     ) -> None:
-        step = _ON_CPU if on_cpu() else _AT_A_TIME
+        step = AT_A_TIME_ON_CPU if on_cpu() else AT_A_TIME
         for begin in range(0, len(left), step):
             some = left[begin : begin + step]
             if not self.clock.has_time_for(row, len(some)):
