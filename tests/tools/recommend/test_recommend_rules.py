@@ -116,7 +116,7 @@ def test_the_clock_knows_its_pace() -> None:
 
     clock.time(row, 4, answer)
     assert clock.has_time_for(row, 7) and not clock.has_time_for(row, 8)
-    # The slowest of the others tells of one that nobody has asked.
+    # The fastest of the others tells of one that nobody has asked.
     other: Any = "other"
     assert not clock.has_time_for(other, 8)
     assert Clock(None, now).has_time_for(row, 10**9)

@@ -230,7 +230,7 @@ def check_time(clock: Clock, questions: Questions, server: Server) -> None:
     if least > clock.minutes:
         raise ToolError(
             f"there is no GPU here, and {questions.first} prompts of {length:,} tokens take this "
-            f"CPU {least:,.0f} minutes at the least, in full alone: run it on a GPU, or use a "
+            f"CPU {least:,.2g} minutes at the least, in full alone: run it on a GPU, or use a "
             f"shorter --input, or a longer --time-limit than {clock.minutes:g}"
         )
 

@@ -38,8 +38,11 @@ class Clock:
         self._paces: dict[Row, float] = {}
 
     def has_time_for(self, row: Row, count: int) -> bool:
-        """Whether so many questions of a row can be answered, as far as the pace so far tells."""
-        pace = self._paces.get(row, max(self._paces.values(), default=0.0))
+        """Whether so many questions of a row can be answered, as far as the pace so far tells.
+
+        A row that nobody asked is taken to be as fast as the fastest: one that is not is broken off.
+        """
+        pace = self._paces.get(row, min(self._paces.values(), default=0.0))
         return self._now() + pace * count < self.ends
 
     @property
