@@ -192,7 +192,7 @@ def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> Mode
         if wanted is None or found is None:
             return None
         more = {wanted.reduction: found.reduction} if wanted.reduction else {}
-        return replace(part, **{wanted.parameter: found.layer}, **more)  # type: ignore[arg-type]
+        return replace(part, **{wanted.parameter: found.layer}, **more)
 
     tuned = read_tuned(identity.directory) if identity.directory is not None else None
     return ModelFacts(
@@ -230,7 +230,7 @@ def check_time(clock: Clock, questions: Questions, server: Server) -> None:
     if least > clock.minutes:
         raise ToolError(
             f"there is no GPU here, and {questions.first} prompts of {length:,} tokens take this "
-            f"CPU {least:,.2g} minutes at the least, in full alone: run it on a GPU, or use a "
+            f"CPU {least:,.1f} minutes at the least, in full alone: run it on a GPU, or use a "
             f"shorter --input, or a longer --time-limit than {clock.minutes:g}"
         )
 

@@ -40,7 +40,7 @@ class Clock:
     def has_time_for(self, row: Row, count: int) -> bool:
         """Whether so many questions of a row can be answered, as far as the pace so far tells.
 
-        A row that nobody asked is taken to be as fast as the fastest: one that is not is broken off.
+        One that nobody asked is taken to be as fast as the fastest; else it is broken off.
         """
         pace = self._paces.get(row, min(self._paces.values(), default=0.0))
         return self._now() + pace * count < self.ends
