@@ -2,7 +2,8 @@
 
     python -m deploy.schema
 
-The rest of that file is written by hand. ``tests/deployment`` fails where the two differ.
+The chart takes no `auto`: its volumes and limits are made for a policy. The rest of that file is
+written by hand. ``tests/deployment`` fails where the two differ.
 """
 
 import json
@@ -23,7 +24,7 @@ def generated(schema: dict[str, Any]) -> dict[str, Any]:
         for name, each in schema.get("definitions", {}).items()
         if name != ADDITIONAL_CONFIG and not name.startswith(POLICY)
     }
-    made = {ADDITIONAL_CONFIG: additional_config(), **definitions()}
+    made = {ADDITIONAL_CONFIG: additional_config(takes_auto=False), **definitions()}
     measured = [name for name, method in METHODS.items() if method.to_measure is not None]
     properties = schema["properties"]
     policy = {"$ref": f"#/definitions/{POLICY}"}

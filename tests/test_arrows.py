@@ -69,7 +69,7 @@ RULES = {
         (
             *("policy", "errors", "ops.build", "tools.policies", "tools.serve"),
             *(f"tools.{name}.options" for name in ("batch", "calibrate", "diagnose", "doctor")),
-            *(f"tools.{name}.options" for name in ("evaluate", "tune_speed")),
+            *(f"tools.{name}.options" for name in ("evaluate", "recommend", "tune_speed")),
         ),
         "reads arguments before it imports a tool",
     ),
@@ -115,11 +115,23 @@ RULES = {
         "asks engines from outside, as a user does; the rest is counting",
     ),
     "tools.experts": Rule((), "reads a model's configuration alone"),
+    "tools.ideal": Rule(
+        ("policy", "tools.experts"), "counts what a policy's work is, by what its methods answer"
+    ),
     "tools.kv_layers": Rule(("config.policy_layers",), "what a policy can save of a model's KV"),
     "tools.plots": Rule(("errors",), "what the plots of several tools share"),
     "tools.policies": Rule(
         ("policy", "config", "tools.batch.lines"),
         "shows what policies there are, and what users write as JSON schemas of what reads it",
+    ),
+    "tools.recommend": Rule(
+        (
+            *("policy", "records", "config", "errors"),
+            *("server.measured_layers", "server.start_checks", "tools.checkpoint.dense_decoder"),
+            *("tools.doctor.model_limits", "tools.doctor.weights", "tools.engine"),
+            *("tools.evaluate", "tools.ideal", "tools.tasks"),
+        ),
+        "asks as evaluate does, and counts what is gained; servers read its record",
     ),
     "tools.serve": Rule(
         ("compat.cpu_mode", "config.environment", "errors"),

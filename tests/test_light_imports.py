@@ -63,7 +63,7 @@ print(task.score(f"It is {sample.references[0]}.", sample))
 
 def test_help_is_there() -> None:
     commands = ("calibrate", "diagnose", "evaluate", "tune-speed", "build-ops", "doctor")
-    commands += ("policies",)
+    commands += ("policies", "recommend")
     for argv in (["--help"], *([command, "--help"] for command in commands)):
         done = run(f"from vllm_kvx.cli import main\nmain({argv!r})")
         assert done.returncode == 0 and done.stdout.startswith("usage: vllm-kvx"), done.stderr

@@ -6,6 +6,7 @@ vllm-kvx calibrate MODEL --method structkv    finds StructKV's pivot, by answers
 vllm-kvx diagnose MODEL                       draws where a model's attention settles
 vllm-kvx diagnose MODEL --method speed        draws where a model's prompt may be cut
 vllm-kvx evaluate MODEL                       shows what policies keep of a model's answers
+vllm-kvx recommend MODEL                      finds the policy that gains most and keeps answers
 vllm-kvx tune-speed MODEL                     tunes a checkpoint for --kv-policy speed-K
 vllm-kvx build-ops                            builds the CUDA ops of fier and quest
 vllm-kvx batch IN.jsonl OUT.jsonl MODEL       answers a file of requests
@@ -31,6 +32,7 @@ from vllm_kvx.tools.diagnose.options import add_diagnose
 from vllm_kvx.tools.doctor.options import add_doctor
 from vllm_kvx.tools.evaluate.options import add_evaluate
 from vllm_kvx.tools.policies.command import add_policies
+from vllm_kvx.tools.recommend.options import add_recommend
 from vllm_kvx.tools.serve.command import add_serve
 from vllm_kvx.tools.tune_speed.options import add_tune_speed
 
@@ -69,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add_calibrate(commands)
     add_diagnose(commands)
     add_evaluate(commands)
+    add_recommend(commands)
     add_tune_speed(commands)
     add_build_ops(commands)
     add_batch(commands)

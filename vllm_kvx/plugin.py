@@ -79,7 +79,21 @@ def _check_cpu_mode() -> None:
 
 
 def _policy_name(text: str) -> str:
-    """argparse type of ``--kv-policy``: the text, if it names a policy that is served."""
+    """argparse type of ``--kv-policy``: the text, if a server takes it: a policy, or `auto`."""
+    from vllm_kvx.policy.auto import is_auto, parse_auto
+    from vllm_kvx.policy.parameters import PolicyError
+
+    if not is_auto(text):
+        return _served_name(text)
+    try:
+        parse_auto(text)
+    except PolicyError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _served_name(text: str) -> str:
+    """The text, if it names a policy that is served, else ArgumentTypeError."""
     from vllm_kvx.policy.parameters import PolicyError
     from vllm_kvx.policy.spec import parse_policy
 
@@ -96,7 +110,7 @@ def _layout_name(text: str) -> str:
     from vllm_kvx.policy.spec import parse_policy
 
     try:
-        return _policy_name(text)
+        return _served_name(text)
     except ArgumentTypeError:
         hint = "write the policies one behind the other, with blanks between them"
         if text.startswith("["):
@@ -123,7 +137,8 @@ def _flag_help() -> str:
     return (
         f"KV policy of the server: full (stock vLLM), {methods}; parameters follow a colon "
         "and policies compose with '+', for example fastkv:tsp_layer=15,kv_rate=0.1 or "
-        "speed-24+fier-2048. The "
+        "speed-24+fier-2048. auto (or auto:keep=0.97) is the policy that `vllm-kvx recommend` "
+        "measured to gain most of those that keep this model's answers, else fier-2048. The "
         'same as --additional-config \'{"kv_policy": "..."}\'. A request may choose another policy '
         'that fits the server\'s layout: vllm_xargs={"kv_policy": "full"}.'
     )

@@ -23,10 +23,12 @@ from benchmarks.common.about import about, command_line, gpu
 from benchmarks.common.files import ROOT, write_json
 from benchmarks.common.names import STOCK, baseline_of, file_name, split_name
 from benchmarks.engine import composed
-from benchmarks.engine.ideal import Case, case_ratio, entry_bytes, pool_ratio
+from benchmarks.engine.ideal import Case, case_ratio
 from benchmarks.engine.plot import table
-from benchmarks.engine.shapes import SHAPES, Shape
+from benchmarks.engine.shapes import SHAPES
 from vllm_kvx.tools.doctor.weights import quantized_bytes
+from vllm_kvx.tools.ideal.shape import Shape
+from vllm_kvx.tools.ideal.work import entry_bytes, pool_ratio
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.names import STOCK
-from benchmarks.engine import ideal
-from benchmarks.engine.ideal import Work
-from benchmarks.engine.shapes import Shape, shape_of
+from benchmarks.engine.ideal import Case
+from benchmarks.engine.shapes import shape_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
+from vllm_kvx.tools.ideal import work as counted
+from vllm_kvx.tools.ideal.shape import Shape
+from vllm_kvx.tools.ideal.work import Work
 
 LENGTHS = (262_144, 524_288, 1_048_576)
 # Bytes of a number in the cache and in hidden states.
@@ -69,10 +71,10 @@ def memory_of(shape: Shape, policy: str | None, length: int) -> Memory:
     """What a prompt takes under a policy by name; None is stock."""
     parsed = parse_policy(policy or "full")
     stored = [
-        storage_of(parsed, length, layer, ideal.BLOCK_SIZE, shape.layers)
+        storage_of(parsed, length, layer, counted.BLOCK_SIZE, shape.layers)
         for layer in range(shape.layers)
     ]
-    work = ideal.work_of(policy, shape.layers, length)
+    work = counted.work_of(policy, shape.layers, length)
     if work is None:
         raise ValueError(f"{policy}: which layer selects is not known before the prompt runs")
     entry = 2 * shape.kv_heads * shape.head_dim * _BYTES
@@ -101,7 +103,7 @@ def estimates(content: Mapping[str, Any], lengths: Sequence[int]) -> list[Estima
     found = []
     for name, engine in engines.items():
         policy = None if name == STOCK else name
-        if ideal.work_of(policy, shape.layers, max(lengths)) is None:
+        if counted.work_of(policy, shape.layers, max(lengths)) is None:
             continue
         measured = _measured(engine)
         for length in lengths:
@@ -117,7 +119,7 @@ def _measured(engine: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """Milliseconds by length, of `ttft` and `tpot`, as far as requests had the engine's policy."""
     found: dict[str, dict[int, float]] = {"ttft": {}, "tpot": {}}
     for text, result in engine.get("cases", {}).items():
-        case = ideal.Case.parse(text)
+        case = Case.parse(text)
         if case.kind in found and case.policy is None and "median" in result:
             found[case.kind][case.length] = result["median"]
     return found
@@ -136,7 +138,7 @@ def _ttft(
     rows = [_prefill_parts(shape, each) for each in lengths]
     seconds = _line(rows, [stock[each] / 1e3 for each in lengths], _prefill_parts(shape, length))
     longest = max(measured)
-    gain, there = (ideal.prefill_ratio(shape, policy, each) for each in (length, longest))
+    gain, there = (counted.prefill_ratio(shape, policy, each) for each in (length, longest))
     if policy is None or gain is None or there is None:
         return seconds
     reached = stock[longest] / measured[longest] / there
@@ -155,11 +157,11 @@ def _tpot(
         return None
 
     def parts(each: int, work: Work | None = None) -> tuple[float, float]:
-        return 1.0, ideal.decode_bytes(shape, work or ideal.full_work(shape.layers, each))
+        return 1.0, counted.decode_bytes(shape, work or counted.full_work(shape.layers, each))
 
     lengths = sorted(stock)
     rows, times = [parts(each) for each in lengths], [stock[each] for each in lengths]
-    work, there = (ideal.work_of(policy, shape.layers, each) for each in (length, both[-1]))
+    work, there = (counted.work_of(policy, shape.layers, each) for each in (length, both[-1]))
     found = _line(rows, times, parts(length, work))
     # What a step takes beyond its bytes: known at the longest prompt measured.
     return found * measured[both[-1]] / _line(rows, times, parts(both[-1], there))
@@ -167,9 +169,9 @@ def _tpot(
 
 def _prefill_parts(shape: Shape, length: int) -> tuple[float, float]:
     """FLOPs of stock's prefill that grow with the prompt, and with its square."""
-    work = ideal.full_work(shape.layers, length)
-    attention = ideal.attention_flops(shape, work)
-    return ideal.prefill_flops(shape, work) - attention, attention
+    work = counted.full_work(shape.layers, length)
+    attention = counted.attention_flops(shape, work)
+    return counted.prefill_flops(shape, work) - attention, attention
 
 
 def _line(

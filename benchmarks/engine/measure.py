@@ -19,7 +19,8 @@ from typing import Any, cast
 
 from benchmarks.common.about import check_plugin
 from benchmarks.common.files import write_json
-from benchmarks.engine.ideal import Case, work_of
+from benchmarks.engine.ideal import Case
+from vllm_kvx.tools.ideal.work import work_of
 
 # Steps right after the last prefill may still wait for what was scheduled beside it.
 _SETTLE_STEPS = 3

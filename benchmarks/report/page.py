@@ -35,7 +35,7 @@ are the files, [listed below](#files). Superseded files, in the folder `old`, ar
 is measured](../../benchmarks/README.md), [with comments](measurements.md).
 
 A gain is over stock vLLM in the same file, on the same machine; larger is better. In parentheses
-are the ideal and how much of it is reached. Ideals are counted by `benchmarks.engine.ideal`: FLOPs
+are the ideal and how much of it is reached. Ideals are counted by `vllm_kvx/tools/ideal`: FLOPs
 for TTFT, bytes for decode, KV entries for the pool, and for requests/s at saturation both, at the
 data sheet's peaks. Where more than 100% is reached, stock is further from the hardware than the
 policy.

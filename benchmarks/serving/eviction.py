@@ -28,7 +28,8 @@ from benchmarks.common.about import about, command_line
 from benchmarks.common.files import RESULTS, write_json
 from benchmarks.common.names import STOCK
 from benchmarks.engine.compare import prepare_model
-from benchmarks.engine.shapes import SHAPES, Shape
+from benchmarks.engine.shapes import SHAPES
+from vllm_kvx.tools.ideal.shape import Shape
 
 MODEL, BLOCK_SIZE, CHUNK = "llama-3.1-8b", 16, 8192
 # Of one H200 as measured: FLOPs/s in prefill, bytes/s in decode. Seconds of every step.

@@ -6,23 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.names import split_name
-from benchmarks.engine.ideal import (
-    Work,
-    decode_bytes,
+from vllm_kvx.tools.ideal.devices import device_of
+from vllm_kvx.tools.ideal.shape import Shape
+from vllm_kvx.tools.ideal.work import (
     entry_bytes,
     full_work,
-    prefill_flops,
+    least_time,
     work_of,
 )
-from benchmarks.engine.shapes import Shape
 
 _SETTING = re.compile(
     r"(?P<prompts>\d+)x(?P<input>\d+)/(?P<output>\d+)@"
     r"(?P<load>inf|c(?P<users>\d+)|(?P<rate>\d+(\.\d+)?))"
 )
-# Dense bf16 FLOP/s and bytes/s of NVIDIA's data sheets, by the name that nvidia-smi gives. Only
-# their ratio enters: how much of a request's least time is prefill, and how much is decode.
-PEAKS = {"H200": (989.4e12, 4.8e12), "H100 80GB HBM3": (989.4e12, 3.35e12)}
 
 # Of each a server takes less than ten minutes on an H200; benchmarks/README.md says how long.
 PRESETS = {
@@ -121,43 +117,24 @@ def saturation_ratio(
 ) -> float | None:
     """The ideal gain in requests/s over stock with all prompts at once.
 
-    A request's least time is its prefill FLOPs over the peak, and one `batch`-th of what every
-    decode step reads, over the bandwidth, times the output. The batch is what the pool holds, at
-    most `seqs` and all prompts. `stock_tokens` is the pool in tokens of stock vLLM with a 16-bit
-    cache.
+    A request's times are `least_time`; of the device only the ratio of its peaks enters. As many
+    requests run as the pool holds, at most `seqs` and all prompts. `stock_tokens` is the pool in
+    tokens of stock vLLM with a 16-bit cache.
     """
     policy, dtype = split_name(server)
     work = work_of(policy, shape.layers, setting.input)
     bytes_ = entry_bytes(dtype)
-    peaks = next((peak for name, peak in PEAKS.items() if gpu and name in gpu), None)
-    if work is None or bytes_ is None or peaks is None or not setting.saturates:
+    device = device_of(gpu) if gpu else None
+    if work is None or bytes_ is None or device is None or not setting.saturates:
         return None
     stock = full_work(shape.layers, setting.input)
     entries = stock_tokens * shape.layers * 2
     most = min(seqs, setting.prompts)
     times = [
-        _least_time(shape, each, setting, peaks, entries / kv, kv, most)
+        least_time(shape, each, setting.output, device, entries / kv, most, kv_bytes=kv)
         for each, kv in ((stock, 2.0), (work, bytes_))
     ]
     return times[0] / times[1]
-
-
-def _least_time(
-    shape: Shape,
-    work: Work,
-    setting: Setting,
-    peaks: tuple[float, float],
-    pool: float,
-    kv: float,
-    most: int,
-) -> float:
-    """Seconds a request. pool: entries of all layers that the pool holds, of `kv` bytes a value."""
-    request = sum(work.stored) + setting.output * shape.layers
-    batch = max(1.0, min(most, pool / request))
-    cache = decode_bytes(shape, work, 1, setting.output / 2, 2, kv) - 2 * shape.all_read(1)
-    prefill = prefill_flops(shape, work, kv) / peaks[0]
-    # Of experts, more are read by a larger batch.
-    return prefill + setting.output * (2 * shape.all_read(batch) / batch + cache) / peaks[1]
 
 
 def pool_of_log(log: str) -> dict[str, Any]:

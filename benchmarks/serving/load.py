@@ -42,8 +42,9 @@ from benchmarks.common.names import STOCK, file_name, split_name
 from benchmarks.common.server import ROOT, ServerError, serving
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
-from benchmarks.engine.shapes import SHAPES, Shape
+from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving.figures import PRESETS, Gauges, Setting, figures, is_whole, pool_of_log
+from vllm_kvx.tools.ideal.shape import Shape
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 # The name under which every server offers its model.

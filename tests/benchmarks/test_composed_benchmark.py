@@ -11,10 +11,11 @@ from benchmarks.engine import compare
 from benchmarks.engine.composed import PRESETS, composed, table
 from benchmarks.engine.ideal import Case
 from benchmarks.engine.measure import Bench, Step, percentile, waits_during
-from benchmarks.engine.shapes import SHAPES, Shape
+from benchmarks.engine.shapes import SHAPES
 from benchmarks.report.cells import words
 from vllm_kvx.policy.layout import check_fits, layout_of
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.tools.ideal.shape import Shape
 
 LLAMA = SHAPES["llama-3.1-8b"]
 CASE = "tpot:32768"

@@ -6,6 +6,8 @@ import pytest
 from support.configs import GLM_AIR
 
 from benchmarks.engine import ideal, shapes
+from vllm_kvx.tools.ideal import work as counted
+from vllm_kvx.tools.ideal.shape import Shape
 
 LLAMA = shapes.SHAPES["llama-3.1-8b"]
 
@@ -41,7 +43,7 @@ def test_experts_that_are_read() -> None:
 
 def test_dense_layers_and_experts_that_every_token_runs() -> None:
     """GLM-4.5-Air: 106 billion weights, of which a token uses 12 billion in its layers."""
-    shape = shapes.Shape.from_config(GLM_AIR)
+    shape = Shape.from_config(GLM_AIR)
     assert shape.all_read(100_000) + shape.head_weights == pytest.approx(106.8e9, rel=1e-2)
     used = sum(shape.weights_of(layer) for layer in range(shape.layers))
     assert used == pytest.approx(12.2e9, rel=1e-2)
@@ -60,7 +62,7 @@ def test_layers_that_keep_a_state() -> None:
     assert used + shape.head_weights == pytest.approx(3.6e9, rel=5e-2)
     assert shape.full_layers == 12
     # Entries of all that a step reads at 1,000 tokens are those of the layers with attention.
-    work = ideal.work_in(shape, None, 1000)
+    work = counted.work_in(shape, None, 1000)
     assert work is not None
     assert sum(work.read) == 12_000
 
@@ -68,7 +70,7 @@ def test_layers_that_keep_a_state() -> None:
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_shape_survives_its_config(name: str) -> None:
     shape = shapes.SHAPES[name]
-    again = shapes.Shape.from_config(shape.config())
+    again = Shape.from_config(shape.config())
     assert {**again.as_dict(), "extra": {}, "rope_theta": 0.0} == {
         **shape.as_dict(),
         "extra": {},
@@ -77,17 +79,17 @@ def test_shape_survives_its_config(name: str) -> None:
 
 
 def test_prefill_flops_by_hand() -> None:
-    shape = shapes.Shape("llama", 2, 8, 2, 1, 4, 16, 10, 64)
+    shape = Shape("llama", 2, 8, 2, 1, 4, 16, 10, 64)
     weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16  # q; k and v; o; gate, up, down
     pairs = 1 + 2 + 3
     expected = 2 * (3 * 2 * weights + 4 * 2 * 4 * pairs) + 2 * 8 * 10
-    assert ideal.prefill_flops(shape, ideal.full_work(2, 3)) == expected
+    assert counted.prefill_flops(shape, counted.full_work(2, 3)) == expected
 
 
 def test_attention_over_an_fp8_cache_counts_half() -> None:
     """At 130,000 tokens of this shape it is 70.9% of the FLOPs."""
-    work = ideal.full_work(32, 130000)
-    whole, in_fp8 = (ideal.prefill_flops(LLAMA, work, kv) for kv in (2, 1))
+    work = counted.full_work(32, 130000)
+    whole, in_fp8 = (counted.prefill_flops(LLAMA, work, kv) for kv in (2, 1))
     assert whole - in_fp8 == 2 * 32 * 128 * 32 * 130000 * 130001 / 2
     case = ideal.Case.parse("ttft:130000")
     against_itself = ideal.case_ratio(LLAMA, case, None, stock_kv_bytes=1, kv_bytes=1)
@@ -103,65 +105,65 @@ def test_attention_over_an_fp8_cache_counts_half() -> None:
 @pytest.mark.parametrize(("policy", "layers"), [("speed-24", 23), ("speed-16", 15)])
 def test_prefill_ratio_of_speed(policy: str, layers: int, length: int) -> None:
     """Layer K - 1 makes entries alone: less than 2% of a layer."""
-    ratio = ideal.prefill_ratio(LLAMA, policy, length)
+    ratio = counted.prefill_ratio(LLAMA, policy, length)
     assert ratio is not None and 32 / (layers + 0.04) < ratio < 32 / layers
 
 
 def test_rows_that_go_on_see_all_of_the_last_full_layer() -> None:
-    work = ideal.work_of("speed-3:anchors=2,tail=3", 5, 100)
+    work = counted.work_of("speed-3:anchors=2,tail=3", 5, 100)
     assert work is not None
     assert work.rows == (100, 100, 5, 5, 5) and work.projected == (0, 0, 95, 0, 0)
     assert work.pairs == (5050, 5050, 1 + 2 + 98 + 99 + 100, 15, 15)
     assert work.stored == (100, 100, 100, 5, 5)
-    work = ideal.work_of("gemfilter:layer=2,rate=0.5,kv_floor=0", 5, 100)
+    work = counted.work_of("gemfilter:layer=2,rate=0.5,kv_floor=0", 5, 100)
     assert work is not None and work.rows == (150, 150, 50, 50, 50)
     assert work.pairs == (5050 + 1275,) * 2 + (1275,) * 3 and work.projected == (0, 0, 100, 0, 0)
 
 
 @pytest.mark.parametrize(("policy", "ratio"), [("speed-24", 1.15), ("speed-16", 1.36)])
 def test_decode_ratio_of_speed_at_130k(policy: str, ratio: float) -> None:
-    assert ideal.decode_ratio(LLAMA, policy, 130000) == pytest.approx(ratio, abs=0.005)
+    assert counted.decode_ratio(LLAMA, policy, 130000) == pytest.approx(ratio, abs=0.005)
 
 
 def test_decode_ratio_tends_to_layers_over_cutoff_with_the_batch() -> None:
-    ratios = [ideal.decode_ratio(LLAMA, "speed-16", 130000, batch=b) for b in (1, 8, 64, 4096)]
+    ratios = [counted.decode_ratio(LLAMA, "speed-16", 130000, batch=b) for b in (1, 8, 64, 4096)]
     assert ratios == sorted(ratios)
     assert ratios[-1] == pytest.approx(2.0, rel=1e-3)
 
 
 def test_decode_ratio_counts_the_larger_batch() -> None:
-    same = ideal.decode_ratio(LLAMA, "speed-16", 128000, batch=7)
-    larger = ideal.decode_ratio(LLAMA, "speed-16", 128000, batch=14, stock_batch=7)
+    same = counted.decode_ratio(LLAMA, "speed-16", 128000, batch=7)
+    larger = counted.decode_ratio(LLAMA, "speed-16", 128000, batch=14, stock_batch=7)
     assert same is not None and larger is not None
-    work = ideal.work_of("speed-16", 32, 128000)
+    work = counted.work_of("speed-16", 32, 128000)
     assert work is not None
-    bytes_7, bytes_14 = (ideal.decode_bytes(LLAMA, work, b) for b in (7, 14))
+    bytes_7, bytes_14 = (counted.decode_bytes(LLAMA, work, b) for b in (7, 14))
     assert larger == pytest.approx(same * 2 * bytes_7 / bytes_14)
 
 
 def test_decode_bytes_by_hand() -> None:
-    work = ideal.full_work(32, 130000)
+    work = counted.full_work(32, 130000)
     weights = 32 * LLAMA.layer_weights + LLAMA.head_weights
     cache = 130000 * 32 * 2 * 8 * 128
-    assert ideal.decode_bytes(LLAMA, work) == 2 * (weights + cache)
-    assert ideal.decode_bytes(LLAMA, work, kv_bytes=1) == 2 * weights + cache
-    more = ideal.decode_bytes(LLAMA, work, batch=3, generated=100)
+    assert counted.decode_bytes(LLAMA, work) == 2 * (weights + cache)
+    assert counted.decode_bytes(LLAMA, work, kv_bytes=1) == 2 * weights + cache
+    more = counted.decode_bytes(LLAMA, work, batch=3, generated=100)
     assert more == 2 * weights + 3 * 2 * cache * 130100 / 130000
 
 
 def test_a_sidecar_is_not_smaller_in_an_fp8_cache() -> None:
-    work = ideal.work_of("fier-1024", 32, 131072)
+    work = counted.work_of("fier-1024", 32, 131072)
     assert work is not None
     weights = 2 * (32 * LLAMA.layer_weights + LLAMA.head_weights)
     values = 2 * 131072 + 30 * 1024 + 2 * 30 * 131072 / 16
-    read = ideal.decode_bytes(LLAMA, work, kv_bytes=1) - weights
+    read = counted.decode_bytes(LLAMA, work, kv_bytes=1) - weights
     assert read == pytest.approx(values * 2 * 8 * 128)
     # Stock with a 16-bit cache reads what it always reads.
-    mixed = ideal.decode_ratio(LLAMA, None, 131072, kv_bytes=1, stock_kv_bytes=2)
-    stock = ideal.full_work(32, 131072)
-    bytes_ = [ideal.decode_bytes(LLAMA, stock, kv_bytes=kv) for kv in (2, 1)]
+    mixed = counted.decode_ratio(LLAMA, None, 131072, kv_bytes=1, stock_kv_bytes=2)
+    stock = counted.full_work(32, 131072)
+    bytes_ = [counted.decode_bytes(LLAMA, stock, kv_bytes=kv) for kv in (2, 1)]
     assert mixed == bytes_[0] / bytes_[1]
-    assert [ideal.entry_bytes(d) for d in (None, "auto", "fp8", "turboquant_4bit_nc")] == [
+    assert [counted.entry_bytes(d) for d in (None, "auto", "fp8", "turboquant_4bit_nc")] == [
         *(2, 2, 1, None)
     ]
 
@@ -173,24 +175,24 @@ def test_a_sidecar_is_not_smaller_in_an_fp8_cache() -> None:
 def test_pool_ratio_is_layers_over_cutoff(model: str, policy: str) -> None:
     shape = shapes.SHAPES[model]
     cutoff = int(policy.removeprefix("speed-"))
-    assert ideal.pool_ratio(shape, policy) == pytest.approx(shape.layers / cutoff, rel=1e-4)
+    assert counted.pool_ratio(shape, policy) == pytest.approx(shape.layers / cutoff, rel=1e-4)
 
 
 @pytest.mark.parametrize("policy", [None, "full"])
 def test_full_gains_nothing(policy: str | None) -> None:
-    assert ideal.prefill_ratio(LLAMA, policy, 32768) == 1
-    assert ideal.decode_ratio(LLAMA, policy, 32768, batch=4) == 1
-    assert ideal.pool_ratio(LLAMA, policy) == 1
+    assert counted.prefill_ratio(LLAMA, policy, 32768) == 1
+    assert counted.decode_ratio(LLAMA, policy, 32768, batch=4) == 1
+    assert counted.pool_ratio(LLAMA, policy) == 1
 
 
 def test_prompt_within_anchors_and_tail_gains_nothing() -> None:
-    assert ideal.prefill_ratio(LLAMA, "speed-16:anchors=8,tail=8", 16) == 1
+    assert counted.prefill_ratio(LLAMA, "speed-16:anchors=8,tail=8", 16) == 1
 
 
 def test_two_methods_gain_together() -> None:
-    speed = ideal.work_of("speed-24", 32, 32768)
-    both = ideal.work_of("speed-24+fier-1024", 32, 32768)
-    kept = ideal.work_of("speed-24+snapkv:kv_floor=0", 32, 32768)
+    speed = counted.work_of("speed-24", 32, 32768)
+    both = counted.work_of("speed-24+fier-1024", 32, 32768)
+    kept = counted.work_of("speed-24+snapkv:kv_floor=0", 32, 32768)
     assert speed is not None and both is not None and kept is not None
     assert both.rows == kept.rows == speed.rows and both.stored == speed.stored
     assert both.read[:2] == (32768, 32768) and both.read[24:] == (2,) * 8
@@ -199,17 +201,17 @@ def test_two_methods_gain_together() -> None:
 
 
 def test_swiftkv_saves_prefill_and_projects_what_it_stores() -> None:
-    work = ideal.work_of("swiftkv-24", 32, 10000)
+    work = counted.work_of("swiftkv-24", 32, 10000)
     assert work is not None
     assert work.rows == (10000,) * 24 + (1,) * 8
     assert work.pairs == (10000 * 10001 // 2,) * 24 + (10000,) * 8
     assert work.stored == work.read == (10000,) * 32
     assert work.projected == (0,) * 24 + (10000,) * 8
     # 2 matrices of 4096 x 1024 a token in eight layers, 2 FLOPs an element.
-    bare = ideal.prefill_flops(LLAMA, replace(work, projected=()))
-    assert ideal.prefill_flops(LLAMA, work) - bare == 8 * 10000 * 2 * 2 * 4096 * 1024
-    speed = ideal.prefill_ratio(LLAMA, "speed-24", 10000)
-    swift = ideal.prefill_ratio(LLAMA, "swiftkv-24", 10000)
+    bare = counted.prefill_flops(LLAMA, replace(work, projected=()))
+    assert counted.prefill_flops(LLAMA, work) - bare == 8 * 10000 * 2 * 2 * 4096 * 1024
+    speed = counted.prefill_ratio(LLAMA, "speed-24", 10000)
+    swift = counted.prefill_ratio(LLAMA, "swiftkv-24", 10000)
     assert speed is not None and swift is not None and 1.25 < swift < speed < 32 / 23
 
 
@@ -223,16 +225,16 @@ def test_swiftkv_saves_prefill_and_projects_what_it_stores() -> None:
     ],
 )
 def test_retrieval_saves_what_decode_reads(policy: str, sidecar: float) -> None:
-    work = ideal.work_of(policy, 32, 131072)
+    work = counted.work_of(policy, 32, 131072)
     assert work is not None
     assert work.read == (131072, 131072) + (1024 + 131072 * sidecar,) * 30
     assert work.sidecar == (0, 0) + (131072 * sidecar,) * 30
-    assert work == replace(ideal.full_work(32, 131072), read=work.read, sidecar=work.sidecar)
-    assert ideal.prefill_ratio(LLAMA, policy, 131072) == ideal.pool_ratio(LLAMA, policy) == 1
-    ratio = ideal.decode_ratio(LLAMA, policy, 131072)
+    assert work == replace(counted.full_work(32, 131072), read=work.read, sidecar=work.sidecar)
+    assert counted.prefill_ratio(LLAMA, policy, 131072) == counted.pool_ratio(LLAMA, policy) == 1
+    ratio = counted.decode_ratio(LLAMA, policy, 131072)
     assert ratio is not None and ratio > 1
     for short in (policy, "fier-64:dense_below=1001"):
-        assert ideal.work_of(short, 32, 1000) == ideal.full_work(32, 1000)
+        assert counted.work_of(short, 32, 1000) == counted.full_work(32, 1000)
 
 
 FASTKV = "fastkv:tsp_layer=15,tsp_rate=0.2,kv_rate=0.1,kv_floor=0"
@@ -240,30 +242,30 @@ FASTKV = "fastkv:tsp_layer=15,tsp_rate=0.2,kv_rate=0.1,kv_floor=0"
 
 @pytest.mark.parametrize(("length", "ratio"), [(32768, 1.83), (130000, 1.93)])
 def test_prefill_ratio_of_fastkv(length: int, ratio: float) -> None:
-    assert ideal.prefill_ratio(LLAMA, FASTKV, length) == pytest.approx(ratio, abs=0.005)
+    assert counted.prefill_ratio(LLAMA, FASTKV, length) == pytest.approx(ratio, abs=0.005)
 
 
 def test_retention_is_what_decode_reads_and_the_pool_holds() -> None:
     for policy in (FASTKV, "snapkv:kv_floor=0"):
-        work = ideal.work_of(policy, 32, 130000)
+        work = counted.work_of(policy, 32, 130000)
         assert work is not None and set(work.stored) == set(work.read) == {13000}
-        assert ideal.pool_ratio(LLAMA, policy) == pytest.approx(10, rel=1e-4)
-        short = ideal.full_work(32, 13000)
-        assert ideal.decode_bytes(LLAMA, work) == ideal.decode_bytes(LLAMA, short)
-    assert ideal.prefill_ratio(LLAMA, "snapkv:kv_floor=0", 32768) == 1
-    work = ideal.work_of("fastkv:tsp_layer=15,kv_rate=0.3,kv_floor=0", 32, 1000)
+        assert counted.pool_ratio(LLAMA, policy) == pytest.approx(10, rel=1e-4)
+        short = counted.full_work(32, 13000)
+        assert counted.decode_bytes(LLAMA, work) == counted.decode_bytes(LLAMA, short)
+    assert counted.prefill_ratio(LLAMA, "snapkv:kv_floor=0", 32768) == 1
+    work = counted.work_of("fastkv:tsp_layer=15,kv_rate=0.3,kv_floor=0", 32, 1000)
     assert work is not None and work.stored == (300,) * 16 + (200,) * 16
-    work = ideal.work_of("streamingllm", 2, 5000)
+    work = counted.work_of("streamingllm", 2, 5000)
     assert work is not None and work.stored == (1024, 1024)
 
 
 def test_structkv_counts_as_fastkv_does() -> None:
     for length in (5, 32768, 130000):
         structkv, fastkv = (
-            ideal.work_of(name, 32, length) for name in ("structkv:pivot=15,kv_floor=0", FASTKV)
+            counted.work_of(name, 32, length) for name in ("structkv:pivot=15,kv_floor=0", FASTKV)
         )
         assert structkv is not None and structkv == fastkv
-    work = ideal.work_of(
+    work = counted.work_of(
         "structkv:pivot=2,struct_rate=0.3,kv_rate=0.5,kv_floor=0,window=64", 4, 1000
     )
     assert work is not None
@@ -271,7 +273,7 @@ def test_structkv_counts_as_fastkv_does() -> None:
     # A chosen row is anywhere.
     assert work.pairs[2:] == (300 * 1001 // 2, 300 * 301 // 2)
     assert work.stored == work.read == (500, 500, 500, 300)
-    work = ideal.work_of("structkv:pivot=0,kv_floor=0,window=64", 2, 100)
+    work = counted.work_of("structkv:pivot=0,kv_floor=0,window=64", 2, 100)
     assert work is not None and (work.rows, work.stored) == ((64, 64), (64, 64))
 
 
@@ -283,13 +285,13 @@ def test_ratios_of_structkv_at_other_depths(model: str, pivot: int) -> None:
     pairs = (pivot + 1 / 5 + (layers - lower) / 25) * length**2 / 2
     flops = 2 * shape.layer_weights * rows + 4 * shape.heads * shape.head_dim * pairs
     flops += 4 * shape.hidden * shape.kv_heads * shape.head_dim * length * 4 // 5
-    work = ideal.work_of(policy, layers, length)
+    work = counted.work_of(policy, layers, length)
     assert work is not None
-    assert ideal.prefill_flops(shape, work) == pytest.approx(flops, rel=1e-4)
+    assert counted.prefill_flops(shape, work) == pytest.approx(flops, rel=1e-4)
     cache = 2 * layers * (length // 10) * 2 * shape.kv_heads * shape.head_dim
     weights = 2 * (layers * shape.layer_weights + shape.head_weights)
-    assert ideal.decode_bytes(shape, work) == weights + cache
-    assert ideal.pool_ratio(shape, policy) == pytest.approx(10, rel=1e-4)
+    assert counted.decode_bytes(shape, work) == weights + cache
+    assert counted.pool_ratio(shape, policy) == pytest.approx(10, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -306,8 +308,8 @@ def test_ratios_of_structkv_at_other_depths(model: str, pivot: int) -> None:
     ],
 )
 def test_whole_blocks_stay(policy: str, length: int, stored: tuple[int, ...]) -> None:
-    work = ideal.work_of(f"{policy},granularity=block", 4, length)
-    token = ideal.work_of(policy, 4, length)
+    work = counted.work_of(f"{policy},granularity=block", 4, length)
+    token = counted.work_of(policy, 4, length)
     assert work is not None and token is not None
     assert work.stored == work.read == stored
     assert (work.rows, work.pairs) == (token.rows, token.pairs)
@@ -317,11 +319,23 @@ def test_whole_blocks_stay(policy: str, length: int, stored: tuple[int, ...]) ->
     "policy", ["structkv:pivot=online,kv_floor=0", "structkv:kv_floor=0", "fastkv:kv_floor=0"]
 )
 def test_a_name_without_the_layer_has_no_ideal(policy: str) -> None:
-    assert ideal.prefill_ratio(LLAMA, policy, 32768) is None
-    assert ideal.decode_ratio(LLAMA, policy, 32768) is None
-    assert ideal.pool_ratio(LLAMA, policy) is None
+    assert counted.prefill_ratio(LLAMA, policy, 32768) is None
+    assert counted.decode_ratio(LLAMA, policy, 32768) is None
+    assert counted.pool_ratio(LLAMA, policy) is None
 
 
 def test_what_selects_nothing_needs_no_layer() -> None:
     for policy in ("structkv:struct_rate=1,kv_floor=0", "fastkv:kv_floor=0,tsp_rate=1"):
-        assert ideal.work_of(policy, 32, 5000) == ideal.work_of("snapkv:kv_floor=0", 32, 5000)
+        assert counted.work_of(policy, 32, 5000) == counted.work_of("snapkv:kv_floor=0", 32, 5000)
+
+
+def test_rows_leave_among_layers_that_slide() -> None:
+    shape = Shape("gemma3_text", 4, 8, 2, 1, 4, 16, 10, 4096, full_every=2, window=100)
+    work = counted.work_in(shape, "speed-2", 1000)
+    # Layers 0 and 2 slide; of the layer below the cut two rows go on.
+    assert work.rows == (1000, 2, 2, 2)
+    assert work.stored == work.read == (100, 1000, 2, 2)
+    assert work.pairs[0] == 100 * 101 // 2 + 900 * 100 and work.pairs[2] == 3
+    full = counted.work_in(shape, None, 1000)
+    assert sum(full.stored) == 2200
+    assert counted.prefill_ratio(shape, "speed-2", 1000) > 1.5

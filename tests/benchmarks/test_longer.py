@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import ideal, longer, shapes
+from benchmarks.engine import longer
+from vllm_kvx.tools.ideal import work as counted
+from vllm_kvx.tools.ideal.shape import Shape
 
-SHAPE = shapes.Shape("llama", 4, 64, 4, 2, 16, 128, 1000, 1 << 20)
+SHAPE = Shape("llama", 4, 64, 4, 2, 16, 128, 1000, 1 << 20)
 ENTRY = 2 * SHAPE.kv_heads * SHAPE.head_dim * 2
 
 
@@ -41,14 +43,14 @@ def test_stock_is_the_machine_whose_times_were_measured() -> None:
 
 def test_a_policy_keeps_the_share_of_its_ideal() -> None:
     stock = {f"ttft:{n}": milliseconds(n) for n in (1000, 4000)} | {"tpot:1000": 2, "tpot:4000": 5}
-    gain = ideal.prefill_ratio(SHAPE, "speed-2", 4000)
+    gain = counted.prefill_ratio(SHAPE, "speed-2", 4000)
     assert gain is not None
     ours = {"ttft:4000": milliseconds(4000) / gain / 0.9, "tpot:4000": 4.0, "ttft:1000@full": 1.0}
     found = longer.estimates(content({"stock": stock, "speed-2": ours}), [4000, 8000])
     (_, _, here, beyond) = found
     assert here.ttft_s == pytest.approx(ours["ttft:4000"] / 1e3)
     assert here.tpot_ms == pytest.approx(4.0)
-    there = ideal.prefill_ratio(SHAPE, "speed-2", 8000)
+    there = counted.prefill_ratio(SHAPE, "speed-2", 8000)
     assert there is not None
     assert beyond.ttft_s == pytest.approx(milliseconds(8000) / 1e3 / (there * 0.9))
     assert beyond.fits and not found[1].memory.stash

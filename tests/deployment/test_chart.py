@@ -383,6 +383,7 @@ def test_the_jobs_commands_parse() -> None:
         ({"router": {"policy": "sessions"}}, "router"),
         # What a server would refuse at its start, or Kubernetes when it is applied.
         ({"policy": "snapvk"}, "'snapvk' does not match"),
+        ({"policy": "auto"}, "'auto' does not match"),
         ({"policy": "snapkv:kv_rate=0"}, "'snapkv:kv_rate=0' does not match"),
         ({"policy": "snapkv:kv_rate=0,2"}, "'snapkv:kv_rate=0,2' does not match"),
         ({"policy": "fier-16"}, "'fier-16' does not match"),

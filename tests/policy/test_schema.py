@@ -14,6 +14,7 @@ from jsonschema import Draft7Validator
 
 from vllm_kvx.config.settings import KEYS, KVSettings, policy_is_set
 from vllm_kvx.policy import patterns
+from vllm_kvx.policy.auto import parse_auto
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError, read_value
@@ -226,6 +227,20 @@ def test_configurations_are_taken_by_both_or_by_none(
     config = CONFIG | values
     assert takes(config) == is_taken
     assert CONFIGS.is_valid(config) == is_taken
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["auto", *(f"auto:keep={each}" for each in ("0.97", "1", "1.0", ".5", "0", "0.0", "1.2", "x"))],
+)
+def test_auto_is_taken_by_both_or_by_none(name: str) -> None:
+    try:
+        parse_auto(name)
+        is_taken = True
+    except PolicyError:
+        is_taken = False
+    assert CONFIGS.is_valid({"kv_policy": name}) == is_taken
+    assert not CONFIGS.is_valid(CONFIG | {"kv_layout": [name]})
 
 
 def test_every_key_of_a_configuration_has_a_schema() -> None:

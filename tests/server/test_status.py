@@ -13,7 +13,7 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
-from vllm_kvx.config.settings import Measured
+from vllm_kvx.config.measured import Measured
 from vllm_kvx.server import route, stats
 from vllm_kvx.server.route import KVPolicyEndpoint
 
@@ -116,6 +116,7 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
             "version": metadata.version("vllm-kvx"),
             "policy": "speed-4",
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
+            "auto": None,
             "request_policies": "layout",
             "measured": {"tsp_layer": None, "pivot": None},
             "measured_config": {},

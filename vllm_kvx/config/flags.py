@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from vllm_kvx.config.settings import LAYOUT_KEY, REQUESTS_KEY
+from vllm_kvx.config.settings import AUTO_KEY, LAYOUT_KEY, REQUESTS_KEY
 from vllm_kvx.config.spelling import POLICY_KEY
+from vllm_kvx.policy.auto import is_auto, parse_auto
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 
@@ -41,13 +42,21 @@ def merge_flags(
         config = {**config, LAYOUT_KEY: list(layout)}
     if flag is None:
         return config
-    other = config.get(POLICY_KEY)
-    if other is not None and other != flag and parse_policy(other) != parse_policy(flag):
+    other, chosen = config.get(POLICY_KEY), config.get(AUTO_KEY)
+    if isinstance(chosen, dict) and chosen.get("named") == flag:
+        # A further API server process reads the flag again, for which its parent chose already.
+        return config
+    if other is not None and other != flag and _meant(other) != _meant(flag):
         raise ValueError(
             f"--kv-policy {flag} and --additional-config with {POLICY_KEY} {other!r} name "
             "different policies; drop one of them"
         )
     return {**config, POLICY_KEY: flag}
+
+
+def _meant(name: str) -> object:
+    """What a name of a server's policy means; PolicyError if it means nothing."""
+    return parse_auto(name) if is_auto(name) else parse_policy(name)
 
 
 def _same_policies(names: Any, others: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Layers that were measured for a model: what words in policies' names stand for there."""
+"""Layers that were measured for a server's model, as ``additional_config`` carries them."""
 
 from dataclasses import dataclass, replace
 from typing import Any

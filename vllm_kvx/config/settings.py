@@ -16,6 +16,8 @@ kv_recall_every: of the steps that retrieve, every n-th measures recall (default
 kv_disable: a list of parts that do not run: "split_layers" (see ``worker/split_layers.py``),
     "compiled_ranges" (see ``models/compiled_ranges.py``).
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
+kv_auto: internal. The server says here for which `auto` it chose the policy in kv_policy, and why
+    (``server/auto_policy.py``).
 kv_measured: internal. The server hands the layers that it found for ``tsp_layer=auto`` and
     ``pivot=calibrated`` to its processes here (``server/measured_layers.py``): an object of
     parameters and their values.
@@ -23,16 +25,14 @@ kv_drafts: internal. What method ``kvx`` of ``--speculative-config`` says: see `
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.disabled import DISABLE_KEY, disabled_parts
 from vllm_kvx.config.drafts import DRAFTS_KEY, Drafts
 from vllm_kvx.config.environment import refuse_replaced
-from vllm_kvx.config.measured import MEASURED_KEY as MEASURED_KEY
-from vllm_kvx.config.measured import MEASUREMENTS as MEASUREMENTS
-from vllm_kvx.config.measured import Measured as Measured
+from vllm_kvx.config.measured import MEASURED_KEY, Measured
 from vllm_kvx.config.policy_layers import num_policy_layers, windows_of
 from vllm_kvx.config.server_layout import on_server
 from vllm_kvx.config.spelling import POLICY_KEY as POLICY_KEY
@@ -55,8 +55,9 @@ STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
 SHARE_KEY, EVICTION_KEY = "kv_share", "kv_eviction"
+AUTO_KEY = "kv_auto"
 KEYS = (
-    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, DISABLE_KEY),
+    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, AUTO_KEY, DISABLE_KEY),
     *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY, DRAFTS_KEY),
 )
 # Keys of earlier versions, and the parameter of a policy that says the same.
@@ -67,7 +68,6 @@ REPLACED_KEYS = {
     for parameter in (method.to_measure.parameter, method.to_measure.reduction)
     if parameter
 }
-NOT_MEASURED = Measured()
 # What REQUESTS_KEY may be.
 NO_POLICY, ANY_THAT_FITS, THOSE_NAMED = "off", "layout", "list"
 REQUEST_POLICIES = (NO_POLICY, ANY_THAT_FITS, THOSE_NAMED)
@@ -104,7 +104,7 @@ class KVSettings:
     num_layers: int
     debug: bool
     stock: bool = False
-    measured: Measured = NOT_MEASURED
+    measured: Measured = field(default_factory=Measured)
     stash_tokens: int = 0
     recall_every: int = 0
     policies: tuple[KVPolicy, ...] = ()

@@ -9,6 +9,7 @@ A policy is at most one answer on each axis; `full` is none.
 import difflib
 import math
 
+from vllm_kvx.policy.auto import refuse_auto
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError, Value, allows, read_value
@@ -16,9 +17,7 @@ from vllm_kvx.policy.policy import KVPolicy
 
 MAX_LENGTH = 512
 # What people call no policy at all.
-_MEAN_FULL = frozenset(
-    {"auto", "default", "dense", "false", "none", "null", "off", "stock", "vllm"}
-)
+_MEAN_FULL = frozenset({"default", "dense", "false", "none", "null", "off", "stock", "vllm"})
 
 
 def parse_policy(text: str) -> KVPolicy:
@@ -59,6 +58,7 @@ def _allowed() -> str:
 
 def _parse_part(part: str) -> Method:
     """The method that one part of a policy name stands for."""
+    refuse_auto(part, "name a policy, such as those that `vllm-kvx policies` lists")
     head, colon, tail = part.partition(":")
     name, dash, number = head.partition("-")
     if name == "full":

@@ -5,7 +5,9 @@ from typing import Any
 
 from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import evaluation as records
+from vllm_kvx.records import recommendation
 from vllm_kvx.records.model_key import ModelIdentity
 
 
@@ -19,6 +21,7 @@ class EvaluationNotice:
         except OSError:
             # vLLM says later, and better, that weights cannot be read.
             self.model_key = identity.config_key
+        self._recommendation = recommendation.load(self.model_key)
 
     def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
         """A line for the log on each policy that may lose answers, and whether it was measured.
@@ -47,7 +50,19 @@ class EvaluationNotice:
         }
 
     def _load(self, policy: KVPolicy) -> dict[str, Any] | None:
-        return records.load(self.model_key, policy, self._dtype)
+        return records.load(self.model_key, policy, self._dtype) or self._recommended(policy)
+
+    def _recommended(self, policy: KVPolicy) -> dict[str, Any] | None:
+        """What `vllm-kvx recommend` found of a policy, as an evaluation's record has it."""
+        record = self._recommendation
+        if record is None or record.kv_cache_dtype != at_dtype(self._dtype)[1:]:
+            return None
+        for row in record.rows:
+            if records.canonical(parse_policy(row.policy)) == records.canonical(policy):
+                facts = {"n": row.n, "lengths": {}, "tasks": list(record.tasks)}
+                full = row.right / row.n
+                return {"of_full": list(row.kept), "full": full, "date": record.date, **facts}
+        return None
 
     def _line(self, policy: KVPolicy, found: dict[str, Any] | None) -> str:
         return records.line(policy, self._model, found, self._dtype)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_kvx.config.settings import LAYOUT_KEY, MEASURED_KEY, POLICY_KEY, Measured, policy_is_set
+from vllm_kvx.config.measured import MEASURED_KEY, Measured
+from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, policy_is_set
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.parameters import PolicyError

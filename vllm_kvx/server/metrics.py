@@ -238,6 +238,12 @@ BUILD_INFO = Metric(
     "Versions, and what the server was started for; always 1.",
     (*OF_SERVER, "version", "vllm_version", "torch_version", "layout"),
 )
+AUTO_INFO = Metric(
+    "auto_policy_info",
+    "Which policy the server chose where it was started with `auto`, and whether by a measurement; "
+    "always 1.",
+    (*BY_POLICY, "named", "source"),
+)
 OPS_INFO = Metric(
     "retrieval_ops_info",
     "Which operators retrieve, and why these; 1 for those that run.",
@@ -259,6 +265,7 @@ ALL_GAUGES = (
     EVALUATED,
     UPDATED,
     BUILD_INFO,
+    AUTO_INFO,
     OPS_INFO,
 )
 
@@ -381,19 +388,3 @@ def _by_layer(totals: Any) -> list[tuple[str, int]]:
     if isinstance(totals, dict):
         return list(totals.items())
     return [(str(layer), total) for layer, total in enumerate(totals)]
-
-
-def export_build_info(model_name: str, server_policy: str, layout: str) -> None:
-    """Says for good what this server is. layout: what it has room for, in words."""
-    import torch
-    import vllm
-
-    from vllm_kvx import __version__
-
-    versions = (__version__, vllm.__version__, torch.__version__)
-    gauge(BUILD_INFO, model_name, server_policy, *map(str, versions), layout).set(1)
-
-
-def export_evaluated(model_name: str, policy: str, evaluated: bool) -> None:
-    """Says for good whether a server's policy was evaluated on its weights."""
-    gauge(EVALUATED, model_name, policy).set(evaluated)

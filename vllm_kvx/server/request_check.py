@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from vllm_kvx.config.settings import NO_POLICY, POLICY_KEY, REQUESTS_KEY, KVSettings, Measured
+from vllm_kvx.config.measured import Measured
+from vllm_kvx.config.settings import NO_POLICY, POLICY_KEY, REQUESTS_KEY, KVSettings
 from vllm_kvx.config.wording import worded
+from vllm_kvx.policy.auto import refuse_auto
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
@@ -97,6 +99,7 @@ def check_policy(
         PolicyError: it is none, or the server cannot or may not run it.
     """
     with refusing(Reason.MALFORMED, on_refusal):
+        refuse_auto(name, f"this server's policy is {settings.policy}: leave {POLICY_KEY} out")
         policy = settings.parse(name)
     with refusing(Reason.NOT_ALLOWED, on_refusal):
         _check_allowed(settings, policy)

@@ -14,7 +14,7 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvx import __version__
-from vllm_kvx.config.settings import KVSettings
+from vllm_kvx.config.settings import AUTO_KEY, KVSettings
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.server import refusal_reasons as refused
@@ -23,7 +23,8 @@ from vllm_kvx.server.bodies import check_bodies
 from vllm_kvx.server.body_check import STATUS, check_request_body
 from vllm_kvx.server.engines import ENGINES
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
-from vllm_kvx.server.metrics import PolicyMetrics, export_build_info, export_evaluated
+from vllm_kvx.server.metrics import PolicyMetrics
+from vllm_kvx.server.start_metrics import export_auto, export_build_info, export_evaluated
 from vllm_kvx.server.stats import StatsReader
 from vllm_kvx.server.text_alone import is_text_alone
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
@@ -77,6 +78,9 @@ class PolicyStatus:
     def __init__(self, settings: KVSettings, engine_client: "EngineClient") -> None:
         config = engine_client.vllm_config
         self.settings = settings
+        # What the server chose for `auto`; None where it was named.
+        additional: Any = config.additional_config
+        self.auto: dict[str, Any] | None = additional.get(AUTO_KEY)
         self.model_name = str(config.model_config.served_model_name)
         self.is_text_alone = is_text_alone(config)
         # Anew: a hub's weights may have come since the start was checked.
@@ -92,6 +96,8 @@ class PolicyStatus:
         if self.exports:
             layout = "stock" if settings.stock else str(settings.layout)
             export_build_info(self.model_name, policy, layout)
+            if self.auto is not None:
+                export_auto(self.model_name, self.auto)
             notice = self.evaluation_notice
             for own in settings.policies:
                 if notice.is_lossy(own):
@@ -125,6 +131,7 @@ class PolicyStatus:
             "version": __version__,
             "policy": str(settings.policy),
             "parameters": settings.policy.parameters(),
+            "auto": self.auto,
             "request_policies": settings.request_policies,
             "measured": settings.measured.as_dict(),
             "measured_config": settings.measured.as_status(),

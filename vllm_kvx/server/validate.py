@@ -1,12 +1,15 @@
 """Makes a finished vLLM configuration one that runs the policy, or says why it cannot."""
 
+import functools
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx import __version__
 from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.config.drafts import DRAFTS_KEY
 from vllm_kvx.config.settings import (
+    AUTO_KEY,
     LAYOUT_KEY,
     POLICY_KEY,
     KVSettings,
@@ -16,6 +19,7 @@ from vllm_kvx.policy.layout import beside_drafts, beside_own_drafts, in_a_pipeli
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
+from vllm_kvx.server.auto_policy import MEASURED, asks_for_auto, check_choice, line_of, with_choice
 from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
@@ -64,6 +68,11 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     if not policy_is_set(config):
         return vllm_config
     identity = identity_of(vllm_config)
+    if asks_for_auto(config):
+        # Not in place: in Python it is the caller's, who may start other models with it.
+        config = with_choice(config, identity, functools.partial(_why_not, vllm_config))
+        vllm_config.additional_config = config
+    check_choice(config)
     rows = applying(ALWAYS, vllm_config)
     if not is_full_alone(config):
         rows += machinery_rows(vllm_config)
@@ -99,6 +108,8 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
     parallel_config = vllm_config.parallel_config
     # Of several API server processes only their parent, of rank -1, speaks.
     if parallel_config._api_process_count == 1 or parallel_config._api_process_rank < 0:
+        if config.get(AUTO_KEY) is not None:
+            _log_choice(config[AUTO_KEY])
         _log(settings, sources)
         _log_answers(identity, settings)
         _log_short_chunks(vllm_config, settings)
@@ -117,9 +128,10 @@ def identity_of(vllm_config: "VllmConfig") -> ModelIdentity:
 def is_full_alone(config: Any) -> bool:
     """Whether all policies in ``additional_config`` are ``full``, or one does not parse.
 
-    Not where the model drafts for itself by another.
+    Not where the model drafts for itself by another. Of `auto` it is not known yet, and they are
+    not.
     """
-    if config.get(DRAFTS_KEY) is not None:
+    if config.get(DRAFTS_KEY) is not None or asks_for_auto(config):
         return False
     names = config.get(LAYOUT_KEY, ())
     try:
@@ -127,6 +139,30 @@ def is_full_alone(config: Any) -> bool:
     except (PolicyError, TypeError):  # Its own error comes when settings are made of it.
         return True
     return all(policy.is_full for policy in policies)
+
+
+def _why_not(vllm_config: "VllmConfig", name: str) -> str | None:
+    """Why a server with this configuration cannot run the policy `name`; None if it can.
+
+    It measures no layer: a policy with one that is not known cannot run. `vllm_config` stays as it
+    is.
+    """
+    cache = vllm_config.cache_config
+    config: Any = vllm_config.additional_config
+    before = cache.block_size, cache.user_specified_block_size
+    vllm_config.additional_config = {**config, POLICY_KEY: name}
+    try:
+        rows = [*applying(ALWAYS, vllm_config), *machinery_rows(vllm_config)]
+        settings = KVSettings.from_vllm_config(vllm_config)
+        assert settings is not None
+        more, others = _layout_problems(vllm_config, settings)
+        problems = told([*rows, *more]) + others
+    except ValueError as error:
+        problems = [str(error)]
+    finally:
+        vllm_config.additional_config = config
+        cache.block_size, cache.user_specified_block_size = before
+    return "; ".join(problems) or None
 
 
 def _cannot_run(policy: object, problems: list[str]) -> ValueError:
@@ -258,6 +294,14 @@ def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings, in_pytho
     model = vllm_config.model_config
     check = class_path(settings, str(model.served_model_name), in_python)
     model.logits_processors = [*(model.logits_processors or []), check]
+
+
+def _log_choice(choice: Mapping[str, Any]) -> None:
+    """Which policy `auto` stands for on this server: a warning where nobody measured it."""
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.kvx")
+    (logger.info if choice["source"] == MEASURED else logger.warning)("%s", line_of(choice))
 
 
 def _log_answers(identity: ModelIdentity, settings: KVSettings) -> None:

@@ -414,3 +414,27 @@ def test_a_quantized_kv_cache_is_asked_by_its_name(doctor, policy: str) -> None:
     *_, found = asked("measured")
     assert f"{policy}@fp8: nobody has measured" in found.says
     assert f"--policies {policy}@fp8 --save" in found.mend
+
+
+# What `auto` stands for.
+
+
+def test_auto_is_what_a_server_would_choose(doctor) -> None:
+    with_model = doctor("auto:keep=0.9")
+    with_model("model")
+    chosen, *_ = with_model("policy")
+    assert chosen.status == "note"
+    assert "auto:keep=0.9: serving fier-2048: nothing was measured of this model" in chosen.says
+    assert chosen.mend == f"vllm-kvx recommend {LOOKUP} --keep 0.9"
+    (problem,) = doctor("auto", model=None).problems("model", "policy")
+    assert problem.says.startswith("auto is chosen by what was measured of a model: no MODEL")
+
+
+def test_auto_is_chosen_by_the_servers_flags(doctor) -> None:
+    asked = doctor("auto", serve_args=(*ON_CPU, "--max-model-len", "1024"))
+    asked("torch", "vllm", "gpu", "model")
+    (fine,) = asked("flags")
+    assert fine.status == "ok" and "--kv-policy fier-2048 runs with them" in fine.says
+    chosen, *_ = asked("policy")
+    assert "serving fier-2048" in chosen.says
+    assert not [each for each in asked("measured") if each.status == "problem"]

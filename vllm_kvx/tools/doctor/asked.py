@@ -4,13 +4,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_kvx.config.flags import merge_flags
+from vllm_kvx.config.measured import MEASURED_KEY
 from vllm_kvx.config.policy_layers import windows_by_config
-from vllm_kvx.config.settings import LAYOUT_KEY, MEASURED_KEY, POLICY_KEY, KVSettings, policy_is_set
+from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, policy_is_set
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
+from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.windows import Windows
 from vllm_kvx.records.model_key import ModelIdentity
+from vllm_kvx.server.auto_policy import asks_for_auto, with_choice
 from vllm_kvx.server.measured_layers import Found, layer_of, parts_of
 from vllm_kvx.tools.doctor.findings import Context
 from vllm_kvx.tools.kv_layers import KVLayers
@@ -26,7 +29,35 @@ def additional_config(context: Context) -> dict[str, Any]:
         return dict(context.additional_config)
     request = context.request
     config = request.additional_config
-    return dict(merge_flags(request.policy, request.request_policies, config, request.layout))
+    merged = merge_flags(request.policy, request.request_policies, config, request.layout)
+    return dict(with_auto(context, merged))
+
+
+def with_auto(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the policy that a server would choose in the place of `auto`.
+
+    What the server's other flags rule out is not known here.
+
+    Raises:
+        PolicyError: `auto` is malformed, or there is no model to choose for.
+    """
+    if not asks_for_auto(config):
+        return config
+    lacks = context.missing.get("model") or context.missing.get("layers")
+    if lacks:
+        raise PolicyError(
+            f"{config[POLICY_KEY]} is chosen by what was measured of a model: {lacks}"
+        )
+
+    def why_not(name: str) -> str | None:
+        layers = context.text_config["num_hidden_layers"]
+        try:
+            KVSettings.of({**config, POLICY_KEY: name}, layers, _windows(context))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    return dict(with_choice(config, identity_of(context), why_not))
 
 
 def left_to_measurement(config: dict[str, Any]) -> list[Method]:

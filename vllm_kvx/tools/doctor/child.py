@@ -11,7 +11,7 @@ from vllm_kvx.tools.doctor.findings import Context, Finding, Request, Section, n
 from vllm_kvx.tools.doctor.sections import SECTIONS
 
 # Where what we call logs; what servers log at start is told by sections themselves.
-_LOGGERS = ("calibration", "evaluation", "cache_folder")
+_LOGGERS = ("calibration", "evaluation", "recommendation", "cache_folder")
 
 
 def main(pipe: str, first: str, request: str, state: str) -> None:

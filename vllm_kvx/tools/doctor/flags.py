@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.config.drafts import DRAFTS_KEY
-from vllm_kvx.config.settings import POLICY_KEY
-from vllm_kvx.tools.doctor.asked import layers_for
+from vllm_kvx.config.settings import AUTO_KEY, POLICY_KEY
+from vllm_kvx.tools.doctor.asked import layers_for, with_auto
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request, note, ok, problem, reason
 from vllm_kvx.tools.doctor.machine import CPU_ADVICE
 
@@ -31,15 +31,22 @@ def flags(context: Context) -> Iterator[Finding]:
         yield problem(f"vllm serve does not take these flags: {reason(error)}")
         return
     config = dict(engine_args.additional_config or {})
-    context.additional_config = config
     context.kv_cache_dtype = str(engine_args.kv_cache_dtype)
     try:
+        # In place of `auto`; the server itself chooses below, by all of its flags.
+        context.additional_config = with_auto(context, config)
         # Doctor does not measure; the server would, which takes the weights.
-        engine_args.additional_config = {**config, **layers_for(context, config)}
+        engine_args.additional_config = {**config, **layers_for(context, context.additional_config)}
         context.vllm_config = _engine_config(engine_args)
-        if drafts := engine_args.additional_config.get(DRAFTS_KEY):  # Of --speculative-config.
-            context.additional_config = {**config, DRAFTS_KEY: drafts}
         context.kv_cache_dtype = dtype_of_engine(context.vllm_config)
+        # What the server has put there: the policy that `auto` is, and how --speculative-config
+        # has the model draft.
+        made = context.vllm_config.additional_config
+        found = {key: made[key] for key in (AUTO_KEY, DRAFTS_KEY) if made.get(key) is not None}
+        if AUTO_KEY in found:
+            found[POLICY_KEY] = made[POLICY_KEY]
+        if found:
+            context.additional_config = config = {**config, **found}
     except Exception as error:  # vLLM's own checks raise what they like.
         refusals = str(error).strip() or type(error).__name__
         is_ours = _is_ours(refusals)

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_kvx.config.settings import MEASURED_KEY
+from vllm_kvx.config.measured import MEASURED_KEY
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.server import measure_at_start as at_start
 from vllm_kvx.server.evaluation_notice import EvaluationNotice

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.config.arguments import positive
 from vllm_kvx.config.settings import REQUEST_POLICIES
+from vllm_kvx.policy.auto import is_auto, parse_auto
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 
@@ -36,7 +37,7 @@ def add_doctor(commands: "_Commands") -> None:
         "model", metavar="MODEL", nargs="?", help="directory or Hugging Face hub name; comes first"
     )
     command.add_argument(
-        "--kv-policy", type=_policy, metavar="POLICY", help="as the server's (default: none)"
+        "--kv-policy", type=_server_policy, metavar="POLICY", help="as the server's (default: none)"
     )
     command.add_argument(
         "--kv-layout", type=_policy, nargs="+", metavar="POLICY", help="as the server's"
@@ -82,6 +83,17 @@ def add_doctor(commands: "_Commands") -> None:
 def _doctor(args: argparse.Namespace) -> int:
     code: int = import_module("vllm_kvx.tools.doctor.command").run(args)
     return code
+
+
+def _server_policy(text: str) -> str:
+    """A policy, or `auto`, which only the server's own policy may be."""
+    if not is_auto(text):
+        return _policy(text)
+    try:
+        parse_auto(text)
+    except PolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _policy(text: str) -> str:

@@ -1,12 +1,14 @@
 """What the policy does on this model: in words, its layout, its rows, its bytes, its pool."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from vllm_kvx.config.settings import POLICY_KEY, REQUESTS_KEY, KVSettings
+from vllm_kvx.config.settings import AUTO_KEY, POLICY_KEY, REQUESTS_KEY, KVSettings
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
+from vllm_kvx.server.auto_policy import MEASURED, line_of
 from vllm_kvx.tools.doctor.asked import additional_config, settings_of
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
 from vllm_kvx.tools.doctor.reads import reads
@@ -18,7 +20,8 @@ _NAME_POLICY = "vllm-kvx doctor MODEL --kv-policy POLICY"
 def policy(context: Context) -> Iterator[Finding]:
     """The server's policy on the model, as far as both were named."""
     try:
-        name = additional_config(context).get(POLICY_KEY)
+        config = additional_config(context)
+        name = config.get(POLICY_KEY)
         if name is None:
             yield note("no KV policy was asked for: a server runs stock vLLM", _NAME_POLICY)
             return
@@ -26,6 +29,8 @@ def policy(context: Context) -> Iterator[Finding]:
     except ValueError as error:
         yield problem(str(error))
         return
+    if (choice := config.get(AUTO_KEY)) is not None:
+        yield from _chosen(choice)
     yield from _in_words(named)
     lacks = context.missing.get("model") or context.missing.get("layers")
     if lacks:
@@ -48,6 +53,17 @@ def policy(context: Context) -> Iterator[Finding]:
         yield note(f"its bytes are not told: config.json has no {error.args[0]}")
         return
     yield from _counts(context, settings, sizes)
+
+
+def _chosen(choice: Mapping[str, Any]) -> Iterator[Finding]:
+    """Which policy `auto` stands for."""
+    line = line_of(choice)
+    if choice["source"] == MEASURED:
+        yield ok(line)
+        return
+    # The command stands between backticks.
+    _, _, rest = line.partition("`")
+    yield note(line, rest.partition("`")[0])
 
 
 def _in_words(named: KVPolicy) -> Iterator[Finding]:

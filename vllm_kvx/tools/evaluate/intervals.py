@@ -1,10 +1,15 @@
-"""Confidence intervals of 95%: of a mean of scores, of two policies' scores, of a recovery."""
+"""Confidence intervals: of a mean of scores, of two policies' scores, of a recovery.
+
+They are of 95% where no other level is given.
+"""
 
 import math
 from collections.abc import Hashable, Sequence
 from functools import cache
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
+LEVEL = 0.95
 _Z = 1.959964
 _RESAMPLES = 2000
 # Prompts on which two scores differ, below which a sign test cannot reach 5%.
@@ -19,7 +24,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def of_mean(scores: Sequence[float]) -> Interval:
+def of_mean(scores: Sequence[float], level: float = LEVEL) -> Interval:
     """Wilson's interval of the mean of scores within 0 and 1.
 
     Scores between 0 and 1 vary less than the ones and zeros of the same mean, so for them it is
@@ -27,9 +32,10 @@ def of_mean(scores: Sequence[float]) -> Interval:
     """
     count = len(scores)
     mean = math.fsum(scores) / count
-    square = _Z * _Z / count
+    z = _z(level)
+    square = z * z / count
     middle = (mean + square / 2) / (1 + square)
-    reach = _Z / (1 + square) * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
+    reach = z / (1 + square) * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
     # Where all scores are alike an end is the mean itself, but for rounding.
     low, high = max(middle - reach, 0.0), min(middle + reach, 1.0)
     return Interval(mean, min(low, mean), max(high, mean))
@@ -59,7 +65,7 @@ def of_values(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - reach, mean + reach)
 
 
-def of_ratio(pairs: Sequence[tuple[float, float]]) -> Interval | None:
+def of_ratio(pairs: Sequence[tuple[float, float]], level: float = LEVEL) -> Interval | None:
     """The ratio of sums, first to second, of scores of the same prompts; by paired bootstrap.
 
     None where the second are all 0: there is nothing to keep.
@@ -68,12 +74,12 @@ def of_ratio(pairs: Sequence[tuple[float, float]]) -> Interval | None:
     if below == 0:
         return None
     ratio = math.fsum(first for first, _ in pairs) / below
-    sums = _resampled(pairs)
+    sums = _resampled(pairs, level)
     sums = sums[sums[:, 1] > 0]
-    low, high = _middle(sums[:, 0] / sums[:, 1])
+    low, high = _middle(sums[:, 0] / sums[:, 1], level)
     if low == high:
         # Prompts that all agree resample to no width; a few of them prove little.
-        kept = of_mean([min(first / second, 1.0) for first, second in pairs if second])
+        kept = of_mean([min(first / second, 1.0) for first, second in pairs if second], level)
         low, high = min(low, kept.low), max(high, kept.high) if ratio < 1 else high
     return Interval(ratio, min(low, ratio), max(high, ratio))
 
@@ -129,19 +135,28 @@ def of_recovery(triples: Sequence[tuple[float, float, float]]) -> Interval | Non
     return Interval(value, min(low, value), max(high, value))
 
 
-def _resampled(rows: Sequence[Sequence[float]]) -> Any:
-    """Sums (_RESAMPLES, C) of rows of C numbers that are drawn again, as many as there are."""
+def _z(level: float) -> float:
+    """Standard deviations of a normal distribution within which `level` of it lies."""
+    return _Z if level == LEVEL else NormalDist().inv_cdf((1 + level) / 2)
+
+
+def _resampled(rows: Sequence[Sequence[float]], level: float = LEVEL) -> Any:
+    """Sums (R, C) of rows of C numbers that are drawn again, as many as there are.
+
+    R is _RESAMPLES, and more for a higher level, so that as many resamples lie outside.
+    """
     import numpy as np
 
     count = len(rows)
     # How often each row is drawn, resample by resample.
-    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), _RESAMPLES)
+    times = round(_RESAMPLES * (1 - LEVEL) / (1 - level))
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), times)
     return draws @ np.array(rows)
 
 
-def _middle(values: Any) -> tuple[float, float]:
-    """What 95% of the values lie between."""
+def _middle(values: Any, level: float = LEVEL) -> tuple[float, float]:
+    """What `level` of the values lie between."""
     import numpy as np
 
-    low, high = np.quantile(values, [0.025, 0.975]).tolist()
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2]).tolist()
     return low, high

@@ -61,6 +61,7 @@ class Suite:
 
     generated: tasks whose prompts are made to each of `lengths`. fixed: data sets, whose texts are
     cut to the longest of them, or must fit, but for short ones: their questions have the length 0.
+    begin: the first sample of each that is asked, counted from 0.
     samples: of each; None for all of a data set. turns: with 2, a second question is asked over
     every text that has one. text: the file of `perplexity`, if that is asked for; None for the
     built-in one.
@@ -74,6 +75,7 @@ class Suite:
     seed: int = 0
     text: str | None = None
     turns: int = 1
+    begin: int = 0
 
     @classmethod
     def of(
@@ -166,10 +168,11 @@ class Suite:
             QuestionId(task.name, length, index)
             for length in self.lengths
             for task in self.generated
-            for index in range(self._count)
+            for index in range(self.begin, self.begin + self._count)
         ]
         tokenizer = tokenizer_of()
-        data = {task: task.samples()[: self.samples] for task in self.fixed}
+        end = None if self.samples is None else self.begin + self.samples
+        data = {task: task.samples()[self.begin : end] for task in self.fixed}
         total = len(wanted) + sum(map(len, data.values()))
         prepared: dict[QuestionId, PreparedPrompt] = {}
         for question, made in zip(wanted, self._made(wanted, tokenizer_of), strict=True):
@@ -177,7 +180,7 @@ class Suite:
             progress(len(prepared), total)
         for task, samples in data.items():
             longest = 0 if task.is_short else max(self.lengths)
-            for index, sample in enumerate(samples):
+            for index, sample in enumerate(samples, self.begin):
                 encoded = _fixed(task, sample, longest, tokenizer)
                 prompt = Prompt(encoded.token_ids, task.max_tokens)
                 question = QuestionId(task.name, longest, index)

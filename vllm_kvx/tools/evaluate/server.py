@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_kvx.config.settings import POLICY_KEY, Measured
+from vllm_kvx.config.measured import Measured
+from vllm_kvx.config.settings import POLICY_KEY
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy, with_retrieval

@@ -10,14 +10,14 @@ from typing import Any
 
 from vllm_kvx.config.disabled import DISABLE_KEY, PARTS
 from vllm_kvx.config.drafts import DRAFTS_KEY
+from vllm_kvx.config.measured import MEASURED_KEY, MEASUREMENTS
 from vllm_kvx.config.settings import (
+    AUTO_KEY,
     DEBUG_KEY,
     EVICTION_KEY,
     EVICTIONS,
     KEYS,
     LAYOUT_KEY,
-    MEASURED_KEY,
-    MEASUREMENTS,
     RECALL_KEY,
     REQUEST_POLICIES,
     REQUESTS_KEY,
@@ -26,6 +26,7 @@ from vllm_kvx.config.settings import (
     STASH_KEY,
 )
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS
+from vllm_kvx.policy.auto import PATTERN as AUTO_PATTERN
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
 from vllm_kvx.policy.schema import POLICY, definitions
 from vllm_kvx.tools.batch.lines import URLS, XARGS
@@ -34,6 +35,7 @@ DRAFT = "http://json-schema.org/draft-07/schema#"
 ADDITIONAL_CONFIG, BATCH_LINE = "additionalConfig", "batchLine"
 
 _POLICY: dict[str, Any] = {"$ref": f"#/definitions/{POLICY}"}
+_AUTO = {"type": "string", "pattern": AUTO_PATTERN}
 _QUOTES = "in quotes: YAML reads on and off as true and false"
 
 
@@ -43,10 +45,12 @@ def document() -> dict[str, Any]:
     return {"$schema": DRAFT, "definitions": definitions() | others, "allOf": [_POLICY]}
 
 
-def additional_config() -> dict[str, Any]:
+def additional_config(takes_auto: bool = True) -> dict[str, Any]:
     """Our keys of ``additional_config`` and their values; others' keys pass, unlike near misses.
 
     It uses the definitions of ``policy.schema``.
+
+    takes_auto: whether the server's policy may be `auto`.
     """
     measured: dict[str, Any] = {}
     for measurement in MEASUREMENTS:
@@ -54,7 +58,7 @@ def additional_config() -> dict[str, Any]:
         if measurement.reduction:
             measured[measurement.reduction] = {"enum": list(WINDOW_REDUCTIONS)}
     values: dict[str, dict[str, Any]] = {
-        POLICY_KEY: _or_null(_POLICY),
+        POLICY_KEY: _or_null({"anyOf": [_AUTO, _POLICY]} if takes_auto else _POLICY),
         LAYOUT_KEY: {"type": "array", "items": _POLICY},
         REQUESTS_KEY: {"enum": list(REQUEST_POLICIES), "description": _QUOTES},
         STASH_KEY: {"type": "integer", "minimum": 1},
@@ -78,6 +82,10 @@ def additional_config() -> dict[str, Any]:
             "required": ["policy", "cache_to_weights"],
             "additionalProperties": False,
             "description": "internal: method kvx of --speculative-config sets it",
+        },
+        AUTO_KEY: {
+            "type": "null",
+            "description": "internal: the server sets it where its policy is auto",
         },
     }
     properties = {key: values[key] for key in KEYS}

@@ -1,0 +1,401 @@
+"""`vllm-kvx recommend`: when it stops, whom it asks, what is gained, what it refuses."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import LOOKUP
+
+from benchmarks.engine.shapes import SHAPES
+from vllm_kvx.cli import main
+from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.axes import Method
+from vllm_kvx.tools.evaluate.intervals import Interval
+from vllm_kvx.tools.evaluate.questions import Suite
+from vllm_kvx.tools.ideal.devices import device_of
+from vllm_kvx.tools.recommend.command import check_time, questions_of
+from vllm_kvx.tools.recommend.gains import Gains, Workload, gains_of, server_of
+from vllm_kvx.tools.recommend.ladder import Candidate, ModelFacts, candidates, names_for
+from vllm_kvx.tools.recommend.questions import Questions
+from vllm_kvx.tools.recommend.rounds import Clock, Rounds
+from vllm_kvx.tools.recommend.stopping import (
+    Verdict,
+    least_questions,
+    level_of,
+    rounds_of,
+    share_kept,
+    verdict,
+)
+from vllm_kvx.tools.tasks.own_prompts import OwnPrompts
+
+LLAMA = SHAPES["llama-3.1-8b"].config()
+WORKLOAD = Workload(32000, 1000, 16)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
+
+
+# When it stops.
+
+
+def test_rounds_double() -> None:
+    assert rounds_of(512) == [16, 32, 64, 128, 256, 512]
+    assert rounds_of(100) == [16, 32, 64, 100]
+    assert rounds_of(5) == [5]
+
+
+def test_looks_share_the_error() -> None:
+    assert level_of(1) == pytest.approx(0.95)
+    assert 1 - level_of(5) == pytest.approx(0.01)
+    alike = [(1.0, 1.0)] * 60
+    (one, many) = (share_kept(alike, level_of(looks)) for looks in (1, 6))
+    assert one is not None and many is not None
+    assert one.value == many.value == one.high == many.high == 1
+    assert many.low < one.low == pytest.approx(60 / (60 + 1.96**2), abs=1e-3)
+
+
+def test_one_loss_proves_no_more_than_none() -> None:
+    level = level_of(6)
+    none, one = (share_kept([(1, 1)] * (60 - k) + [(0, 1)] * k, level) for k in (0, 1))
+    assert none is not None and one is not None and one.low < none.low
+    assert share_kept([(0.0, 0.0)] * 9, level) is None
+
+
+def test_an_interval_decides() -> None:
+    assert verdict(Interval(1.0, 0.98, 1.0), 0.97) is Verdict.KEPT
+    assert verdict(Interval(0.9, 0.8, 0.96), 0.97) is Verdict.LOST
+    assert verdict(Interval(0.98, 0.9, 1.0), 0.97) is Verdict.UNDECIDED
+    assert verdict(None, 0.97) is Verdict.UNDECIDED
+
+
+@pytest.mark.parametrize(("share", "wrong"), [(0.7, Verdict.KEPT), (0.9, Verdict.LOST)])
+def test_a_run_of_looks_rarely_errs(share: float, wrong: Verdict) -> None:
+    """Policies that keep too little, or enough, are looked at after every round."""
+    ends, keep, errors = rounds_of(64), 0.8, 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        scores = [(float(rng.random() < share), 1.0) for _ in range(ends[-1])]
+        looks = (verdict(share_kept(scores[:end], level_of(len(ends))), keep) for end in ends)
+        decided = next((each for each in looks if each is not Verdict.UNDECIDED), None)
+        errors += decided is wrong
+    assert errors <= 1
+
+
+def test_how_many_answers_a_share_takes() -> None:
+    assert 200 < least_questions(0.97, 6) < 240
+    assert questions_of(0.97, None) == 512 and questions_of(0.99, None) > 1398
+    with pytest.raises(ToolError, match=r"--samples 100: .*97.0% by fewer than \d+ right ones"):
+        questions_of(0.97, 100)
+    with pytest.raises(ToolError, match="--keep 1: no number of answers"):
+        questions_of(1.0, None)
+
+
+class Quiet:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_the_clock_knows_its_pace() -> None:
+    now, clock = Quiet(), None
+    clock = Clock(1, now)
+    row: Any = "row"
+    assert clock.has_time_for(row, 100)
+
+    def answer() -> None:
+        now.seconds += 20
+
+    clock.time(row, 4, answer)
+    assert clock.has_time_for(row, 7) and not clock.has_time_for(row, 8)
+    # The fastest of the others tells of one that nobody has asked.
+    other: Any = "other"
+    assert not clock.has_time_for(other, 8)
+    assert Clock(None, now).has_time_for(row, 10**9)
+
+
+# Whom it asks.
+
+
+def facts(layer: int | None = 20, **changes: Any) -> ModelFacts:
+    def with_layer(part: Method) -> Method | None:
+        return None if layer is None else replace(part, tsp_layer=layer)  # type: ignore[call-arg]
+
+    given = {"config": LLAMA, "limits": (), "head_dims": (64, 128), "with_layer": with_layer}
+    return ModelFacts(**(given | changes))  # type: ignore[arg-type]
+
+
+def gains(name: str) -> Gains | None:
+    return gains_of(name, WORKLOAD, server_of(LLAMA, "h100", None))
+
+
+def test_a_ladder_names_every_rate_and_layer() -> None:
+    names, left_out = names_for(facts())
+    assert "fier-2048" in names and "snapkv:kv_rate=0.2" in names
+    assert any(name.startswith("fastkv") and "tsp_layer=20" in name for name in names)
+    assert [each.policy for each in left_out] == ["speed-24"]
+    assert "vllm-kvx tune-speed" in left_out[0].why
+    names, left_out = names_for(facts(layer=None, tuned="speed-24"))
+    assert "speed-24+fier-2048" in names and not any("fastkv" in name for name in names)
+    assert all("vllm-kvx calibrate" in each.why for each in left_out) and len(left_out) == 3
+
+
+def test_those_that_gain_most_come_first() -> None:
+    names, _ = names_for(facts(tuned="speed-24"))
+    found, left_out = candidates(names, facts(), gains)
+    factors = [each.gains.requests for each in found]
+    assert len(found) == len(names) and factors == sorted(factors, reverse=True)
+    assert not left_out
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("full", {}, "what the others are compared with"),
+        ("speed-40", {}, "use speed-1 .. speed-31"),
+        ("fier-2048", {"head_dims": (64,)}, "128 dimensions, and retrieval knows 64"),
+        ("speed-24", {"limits": [("no ranges", True)]}, "no ranges"),
+        ("fastkv", {}, "its layer is not known"),
+        ("snapkv:kv_rate=1", {}, "what the others are compared with"),
+        ("auto", {}, "a server chooses one"),
+    ],
+)
+def test_what_is_left_out(name: str, changes: dict[str, Any], why: str) -> None:
+    found, ((left, said),) = candidates([name], facts(**changes), gains)
+    assert not found and left == name and why in said
+
+
+def test_short_prompts_save_nothing() -> None:
+    server = server_of(LLAMA, "h100", None)
+    short = Workload(500, 100, 1)
+    names = ["fier-2048", "snapkv:kv_rate=0.4", "speed-24"]
+    found, left_out = candidates(names, facts(), lambda name: gains_of(name, short, server))
+    assert [each.name for each in found] == ["speed-24"]
+    assert {each.why for each in left_out} == {"it saves nothing of such prompts"}
+
+
+def test_rates_below_a_floor_are_one_policy() -> None:
+    server, short = server_of(LLAMA, "h100", None), Workload(1000, 100, 1)
+    names = ["snapkv:kv_rate=0.4", "snapkv:kv_rate=0.2", "criticalkv:kv_rate=0.2", "snapkv"]
+    found, left_out = candidates(names, facts(), lambda name: gains_of(name, short, server))
+    assert {each.name for each in found} == {"snapkv:kv_rate=0.4", "criticalkv:kv_rate=0.2"}
+    assert {each.why for each in left_out} == {
+        "of such prompts it saves as much as snapkv:kv_rate=0.4"
+    }
+
+
+def test_windows_keep_some_from_a_model() -> None:
+    config = SHAPES["gemma3-12b"].config()
+    found, left_out = candidates(
+        ["speed-24", "speed-24+fier-512", "snapkv:kv_rate=0.4"],
+        facts(config=config, head_dims=(256,)),
+        lambda name: gains_of(name, WORKLOAD, server_of(config, "h100", None)),
+    )
+    assert {each.name for each in found} == {"speed-24", "snapkv:kv_rate=0.4"}
+    assert "slide over a window" in left_out[0].why
+
+
+class Asked(Rounds):
+    """Rounds whose candidates stand as a test says."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        found = [
+            Candidate(f"snapkv:kv_rate=0.{9 - i}", None, Gains(1, 1, 1, 9.0 - i))  # type: ignore[arg-type]
+            for i in range(len(verdicts))
+        ]
+        questions: Any = type("Q", (), {"rounds": 6})
+        store: Any = None
+        super().__init__(found, questions, store, 0.97, Clock(None), lambda: None, print)
+        for standing, each in zip(self.standings, verdicts, strict=True):
+            standing.verdict = each
+
+
+def test_who_cannot_beat_one_that_keeps_is_asked_no_more() -> None:
+    rounds = Asked(Verdict.UNDECIDED, Verdict.LOST, Verdict.KEPT, Verdict.UNDECIDED, Verdict.KEPT)
+    everyone = [each.candidate for each in rounds.standings]
+    assert rounds.best == everyone[2]
+    assert [each.candidate for each in rounds.open(everyone)] == [everyone[0]]
+    assert rounds.standings[3].verdict is Verdict.OUTDONE
+    assert rounds.standings[0].verdict is Verdict.UNDECIDED
+    # Those of another engine are not looked at.
+    rounds = Asked(Verdict.KEPT, Verdict.UNDECIDED)
+    assert rounds.open([]) == [] and rounds.standings[1].verdict is Verdict.UNDECIDED
+
+
+# What is gained.
+
+
+def test_gains_are_what_is_counted() -> None:
+    server = server_of(LLAMA, "h100", None)
+    assert server.cards == 1 and not server.assumed
+    found = gains_of("snapkv:kv_rate=0.2", WORKLOAD, server)
+    assert found is not None
+    assert (found.ttft, found.pool) == (1.0, pytest.approx(5.0, rel=1e-3))
+    assert 1.5 < found.requests < found.tpot < 5
+    assert gains_of("fastkv", WORKLOAD, server) is None
+    # More requests at a time read more KV beside the same weights.
+    alone = gains_of("snapkv:kv_rate=0.2", replace(WORKLOAD, concurrency=1), server)
+    assert alone is not None and alone.tpot < found.tpot
+    assert found.as_json().keys() == {"ttft", "tpot", "pool", "requests"}
+
+
+def test_devices_are_named_found_or_assumed() -> None:
+    assert server_of(LLAMA, None, "NVIDIA H200").device.name == "h200"
+    assert server_of(LLAMA, "l4", "NVIDIA H200").device.name == "l4"
+    assumed = server_of(LLAMA, None, None)
+    assert assumed.assumed and "h100, which is assumed: --device" in assumed.says
+    with pytest.raises(ToolError, match="no data sheet of NVIDIA A10G"):
+        server_of(LLAMA, None, "NVIDIA A10G")
+    assert device_of("NVIDIA H100 PCIe") is None
+    # 8B parameters in 16 bits take most of 24 GB.
+    assert server_of(LLAMA, "l4", None).cards == 1
+    assert server_of(SHAPES["qwen2.5-32b"].config(), "h100", None).cards == 2
+    assert server_of(SHAPES["qwen2.5-32b"].config(), "h100", None, 0.5).cards == 1
+    with pytest.raises(ToolError, match="configuration has no num_attention_heads"):
+        server_of({}, None, None)
+
+
+def test_a_cpu_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_kvx.tools.recommend import command
+
+    monkeypatch.setattr(command, "on_cpu", lambda: True)
+    questions: Any = type("Q", (), {"median": 32000, "first": 16})
+    with pytest.raises(ToolError, match=r"no GPU here, and 16 prompts of 32,000 tokens take"):
+        check_time(Clock(10), questions, server_of(LLAMA, None, None))
+    check_time(Clock(None), questions, server_of(LLAMA, None, None))
+    check_time(Clock(10), questions, server_of(SHAPES["tiny"].config(), None, None))
+
+
+# What it asks.
+
+
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(LOOKUP)
+
+
+def test_rounds_ask_whole_samples_and_each_once() -> None:
+    suite = Suite.of(["notes", "notes_3"], None, lengths=(320,), samples=None, seed=3)
+    questions = Questions(suite, 8, tokenizer)
+    assert (questions.count, questions.first, questions.rounds) == (8, 8, 1)
+    (only,) = questions
+    assert [q.index for q in only.asked if q.task == "notes"] == [0, 1, 2, 3]
+    questions = Questions(suite, 24, tokenizer)
+    assert (questions.count, questions.first, questions.rounds) == (24, 16, 2)
+    first, second = questions
+    assert [len(each.new) for each in (first, second)] == [16, 8]
+    assert len(second.asked) == 24 and list(first.asked.items()) == list(second.asked.items())[:16]
+    # Later samples are those of one longer run.
+    whole = replace(suite, samples=12).prepare(tokenizer, lambda done, total: None)
+    assert whole == second.asked
+    # Made once, for every engine.
+    assert [each.asked for each in questions][1] == second.asked
+    assert questions.context == 320 + suite.longest_answer and questions.median == 320
+
+
+def own(tmp_path: Path, *lines: Any) -> Path:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_own_prompts_are_asked_in_an_order_of_the_seed(tmp_path: Path) -> None:
+    lines = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(20)]
+    task = OwnPrompts(own(tmp_path, *lines))
+    assert task.score("It is 3, I say.", task.samples()[3]) == 1
+    assert task.score("four", task.samples()[4]) == 0
+    suite = Suite((), (task,), False, (32,), None, 7)
+    questions = Questions(suite, 18, tokenizer)
+    assert (questions.count, questions.rounds) == (18, 2)
+    first, last = questions
+    indices = [question.index for question in last.asked]
+    assert sorted(indices) != indices and len(set(indices)) == 18 and len(first.asked) == 16
+    for question, prepared in last.asked.items():
+        assert prepared.sample is not None
+        assert prepared.sample.references == (str(question.index),)
+    several = {"prompt": "p", "answers": ["Paris", "Lutetia"]}
+    task = OwnPrompts(own(tmp_path, several))
+    assert task.score("lutetia!", task.samples()[0]) == 1
+
+
+# What it refuses, before any engine.
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], 'line 2: it has neither "answer"'),
+        ([{"prompt": "a", "answer": "b", "answers": ["c"]}], "line 1: it has both"),
+        ([{"prompt": "a", "answer": " "}], "line 1: an answer is empty"),
+        ([{"prompt": "a", "answer": 3}], 'line 1: "answer" is 3; it must be a string'),
+        ([{"prompt": "a", "answers": []}], 'line 1: "answers" is []'),
+        ([{"answer": "b"}], 'line 1: the field "prompt" is missing'),
+        ([["a", "b"]], "line 1: it is no JSON object"),
+        ([], "holds no prompts"),
+    ],
+)
+def test_prompts_need_answers(
+    tmp_path: Path, lines: list[Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend", str(LOOKUP), "--prompts", str(own(tmp_path, *lines))]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("vllm-kvx recommend: error: ") and says in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--keep", "1.2"], "above 0 and at most 1, such as 0.97; got 1.2"),
+        (["--keep", "0"], "above 0 and at most 1"),
+        (["--keep", "most"], "above 0 and at most 1"),
+        (["--time-limit", "0"], "must be minutes above 0"),
+        (["--time-limit", "soon"], "must be minutes above 0"),
+        (["--device", "abacus"], "invalid choice"),
+        (["--input", "0"], "must be at least 1"),
+    ],
+)
+def test_bad_options(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["recommend", "m", *argv])
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--keep", "1"], "use --keep 0.99"),
+        (["--samples", "8"], "--samples 8: even a policy that keeps every answer"),
+        (["--input", "999999"], "more than the model's context of"),
+        (["--tasks", "nothing"], "nothing"),
+        (["--tasks", "perplexity"], "no perplexity"),
+        (["--policies", "full"], "no policy of the ladder runs on this model and gains"),
+        (["--prompts", "no-such-file.jsonl"], "cannot read prompts from no-such-file.jsonl"),
+        (["--prompts", __file__.replace(".py", ".txt")], "cannot read prompts"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_an_engine_starts(
+    argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = ["--results", str(tmp_path / "results")]
+    assert main(["recommend", str(LOOKUP), *results, *argv]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("vllm-kvx recommend: error: ") and says in err
+    assert not (tmp_path / "cache" / "recommendation").exists() or not list(
+        (tmp_path / "cache" / "recommendation").iterdir()
+    )
+
+
+def test_texts_have_no_answers(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("a\n---\nb\n")
+    with pytest.raises(ToolError, match=r"texts have no answers: a line is \{"):
+        OwnPrompts(path)

@@ -1,0 +1,149 @@
+"""Chooses the policy of a server that was started with `--kv-policy auto`.
+
+The choice is made once, where the server's configuration is finished. It goes into
+``additional_config`` in the place of `auto`, so that everything behind it reads a plain name, and
+what was asked for and why goes beside it, under ``kv_auto``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvx.config.settings import AUTO_KEY
+from vllm_kvx.config.spelling import POLICY_KEY
+from vllm_kvx.policy.auto import AUTO, DEFAULT_KEEP, Auto, is_auto, parse_auto
+from vllm_kvx.policy.cache_dtype import FULL, at_dtype
+from vllm_kvx.records.model_key import ModelIdentity
+from vllm_kvx.records.recommendation import Recommendation, Row, load
+
+# What is served where nothing was measured: it drops nothing, and lost no answers that we measured.
+FALLBACK = "fier-2048"
+MEASURED, NOT_MEASURED = "measured", "not measured"
+
+# Why a policy cannot run in a server's configuration; None if it can.
+WhyNot = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a server runs for `auto`.
+
+    named: what was asked for. policy: what is served. source: `measured`, or `not measured` where
+    the policy stands in for a measurement. says: why, in a sentence for the log.
+    keep: the share of answers that was asked for. kept: the share that the policy kept of `full`'s
+    right answers, and the ends of its interval; None where that is not known. date: of the record.
+    """
+
+    named: str
+    policy: str
+    source: str
+    says: str
+    keep: float
+    kept: tuple[float, float, float] | None = None
+    date: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``additional_config`` and ``GET /v1/kv_policy`` have of it."""
+        kept = None if self.kept is None else list(self.kept)
+        facts = {"named": self.named, "policy": self.policy, "source": self.source}
+        return {**facts, "keep": self.keep, "kept": kept, "date": self.date, "says": self.says}
+
+
+def asks_for_auto(config: Any) -> bool:
+    """Whether the policy in ``additional_config`` is `auto`, for which none was chosen yet."""
+    return isinstance(config, Mapping) and is_auto(config.get(POLICY_KEY))
+
+
+def with_choice(config: Mapping[str, Any], identity: ModelIdentity, why_not: WhyNot) -> Any:
+    """`config` with the chosen policy in the place of `auto`, and the choice beside it.
+
+    Raises:
+        PolicyError: `auto` is malformed.
+    """
+    chosen = choose(parse_auto(config[POLICY_KEY]), identity, why_not)
+    return {**config, POLICY_KEY: chosen.policy, AUTO_KEY: chosen.as_json()}
+
+
+def check_choice(config: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``kv_auto`` in ``additional_config`` is not as `with_choice` makes it."""
+    choice = config.get(AUTO_KEY)
+    if choice is None:
+        return
+    known = Choice.__dataclass_fields__
+    if (
+        not isinstance(choice, dict)
+        or set(choice) != set(known)
+        or (choice["policy"] != config.get(POLICY_KEY))
+    ):
+        raise ValueError(
+            f"{AUTO_KEY} is what a server sets where its policy is {AUTO}: remove it, and set "
+            f"{POLICY_KEY} to {AUTO}"
+        )
+
+
+def choose(auto: Auto, identity: ModelIdentity, why_not: WhyNot) -> Choice:
+    """The policy for a model: the best that was measured and can run, else `FALLBACK`, else `full`.
+
+    The best is the one that gains most, of those that were shown to keep the share that `auto`
+    names, or that the record was made for.
+    """
+    try:
+        key = identity.key
+    except OSError:
+        # vLLM says later, and better, that weights cannot be read.
+        key = identity.config_key
+    record = load(key)
+    keep = auto.keep or (record.keep if record is not None else DEFAULT_KEEP)
+    if record is None:
+        return _stand_in(auto, keep, _not_measured(identity, auto), why_not)
+    if record.kv_cache_dtype != at_dtype(identity.kv_cache_dtype)[1:]:
+        why = (
+            "the recommendation for this model is of another KV cache dtype "
+            f"({record.kv_cache_dtype or 'unquantized'}): {_command(identity, auto)}"
+        )
+        return _stand_in(auto, keep, why, why_not)
+    passed_over: list[str] = []
+    for row in record.that_keep(keep):
+        problem = why_not(row.policy)
+        if problem is None:
+            says = _of_row(row, record)
+            if passed_over:
+                says += f". Passed over, since this server cannot run it: {'; '.join(passed_over)}"
+            return Choice(str(auto), row.policy, MEASURED, says, keep, row.kept, str(record.date))
+        passed_over.append(f"{row.policy} ({problem})")
+    why = f"no policy was shown to keep {keep:.1%} of this model's answers ({record.date[:10]})"
+    if passed_over:
+        why = f"this server cannot run what was shown to keep {keep:.1%}: {'; '.join(passed_over)}"
+    return _stand_in(auto, keep, why, why_not)
+
+
+def _stand_in(auto: Auto, keep: float, why: str, why_not: WhyNot) -> Choice:
+    problem = why_not(FALLBACK)
+    if problem is None:
+        return Choice(str(auto), FALLBACK, NOT_MEASURED, why, keep)
+    says = f"{why}; and this server cannot run {FALLBACK} ({problem})"
+    return Choice(str(auto), FULL, NOT_MEASURED, says, keep)
+
+
+def _of_row(row: Row, record: Recommendation) -> str:
+    value, low, high = (100 * share for share in row.kept)
+    return (
+        f"kept {value:.1f}% [{low:.1f}-{high:.1f}] of this model's right answers ({row.n} prompts, "
+        f"{record.date[:10]}), and gains {row.gains['requests']:.2f}x in requests/s for "
+        f"{record.workload['input']:,} tokens in and {record.workload['output']:,} out, by count"
+    )
+
+
+def _not_measured(identity: ModelIdentity, auto: Auto) -> str:
+    return f"nothing was measured of this model: {_command(identity, auto)}"
+
+
+def _command(identity: ModelIdentity, auto: Auto) -> str:
+    """The command that measures, between backticks, which the log and doctor show."""
+    keep = "" if auto.keep is None else f" --keep {auto.keep:g}"
+    return f"`vllm-kvx recommend {identity.path}{keep}`"
+
+
+def line_of(choice: Mapping[str, Any]) -> str:
+    """A choice in a line for the log; as ``additional_config`` has it."""
+    return f"KV policy {choice['named']}: serving {choice['policy']}: {choice['says']}."

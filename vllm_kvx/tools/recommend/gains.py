@@ -1,0 +1,157 @@
+"""What a policy gains over `full` for a workload, by counting FLOPs, bytes and KV entries.
+
+The counts are bounds: kernels reach a part of them, and of a policy a smaller part than of stock.
+``docs/results/report.md`` shows how much was reached where it was measured.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_kvx.errors import ToolError
+from vllm_kvx.tools.ideal.devices import DEVICES, Device, device_of
+from vllm_kvx.tools.ideal.shape import Shape
+from vllm_kvx.tools.ideal.work import (
+    Work,
+    batch_of,
+    decode_bytes,
+    full_work,
+    least_time,
+    prefill_flops,
+    with_windows,
+    work_in,
+)
+from vllm_kvx.tools.recommend.defaults import DEVICE
+
+# What vLLM takes of a GPU's memory by default, and the most of it that weights may take of a card.
+_MEMORY_SHARE, _WEIGHTS_SHARE = 0.92, 0.8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests with `input` tokens of prompt and `output` of answer, `concurrency` at a time."""
+
+    input: int
+    output: int
+    concurrency: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.input:,} tokens in, {self.output:,} out, {self.concurrency} request"
+            f"{'s' * (self.concurrency > 1)} at a time"
+        )
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Factors over `full`; more is better.
+
+    ttft: of the time to the first token of one prompt. tpot: of the time of a decode step of as
+    many requests as run at a time. pool: prompt tokens that a KV pool holds. requests: requests per
+    second where as many as the workload says, or the pool holds, run all the time.
+    """
+
+    ttft: float
+    tpot: float
+    pool: float
+    requests: float
+
+    def as_json(self) -> dict[str, float]:
+        """By name, as a record has them."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Server:
+    """What gains are counted for.
+
+    cards: how many of the device share the weights. assumed: whether nobody named the device.
+    weight_bytes, kv_bytes: of an element of the weights, and of a cached value.
+    """
+
+    shape: Shape
+    device: Device
+    cards: int
+    assumed: bool
+    weight_bytes: float = 2
+    kv_bytes: float = 2
+
+    @property
+    def says(self) -> str:
+        """The device in words."""
+        cards = f"{self.cards} x {self.device.name}" if self.cards > 1 else self.device.name
+        why = f", which is assumed: --device names another ({', '.join(DEVICES)})"
+        return cards + (why if self.assumed else "")
+
+    @property
+    def pool(self) -> float:
+        """Entries of all layers that the KV pool holds."""
+        weights = self.shape.all_read(math.inf) + self.shape.head_weights
+        free = self.cards * self.device.memory * _MEMORY_SHARE - weights * self.weight_bytes
+        return free / (2 * self.shape.kv_heads * self.shape.head_dim * self.kv_bytes)
+
+
+def server_of(
+    config: Mapping[str, Any],
+    named: str | None,
+    here: str | None,
+    weight_bytes: float = 2,
+    kv_bytes: float = 2,
+) -> Server:
+    """The server that gains are counted for.
+
+    config: the text model's, as config.json has it. named: a key of `DEVICES`; None for the GPU
+    that is here, by torch's name, or without one for an H100.
+
+    Raises:
+        ToolError: the configuration lacks what is counted by, or the GPU here has no data sheet.
+    """
+    try:
+        shape = Shape.from_config(dict(config))
+    except (KeyError, TypeError) as error:
+        raise ToolError(
+            f"gains cannot be counted: the model's configuration has no {error.args[0]}"
+        ) from error
+    device = DEVICES[named] if named else device_of(here) if here else DEVICES[DEVICE]
+    if device is None:
+        raise ToolError(
+            f"there is no data sheet of {here} here: name the GPU that gains are to be counted for "
+            f"with --device ({', '.join(DEVICES)})"
+        )
+    weights = (shape.all_read(math.inf) + shape.head_weights) * weight_bytes
+    cards = 1
+    while weights > cards * device.memory * _WEIGHTS_SHARE:
+        cards *= 2
+    return Server(shape, device, cards, named is None and here is None, weight_bytes, kv_bytes)
+
+
+def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
+    """What a policy gains; None where its name leaves a layer to measurement."""
+    shape, length = server.shape, workload.input
+    work = work_in(shape, policy, length)
+    if work is None:
+        return None
+    full = with_windows(full_work(shape.full_layers, length), shape, length)
+    kv = server.kv_bytes
+
+    def of_both(count: Any) -> float:
+        return float(count(full) / count(work))
+
+    def step(each: Work) -> float:
+        batch = batch_of(shape, full, workload.output, server.pool, workload.concurrency)
+        return decode_bytes(shape, each, int(batch), workload.output / 2, server.weight_bytes, kv)
+
+    def request(each: Work) -> float:
+        return least_time(
+            *(shape, each, workload.output, server.device, server.pool, workload.concurrency),
+            weight_bytes=server.weight_bytes,
+            kv_bytes=kv,
+        )
+
+    return Gains(
+        ttft=of_both(lambda each: prefill_flops(shape, each, kv)),
+        tpot=of_both(step),
+        pool=of_both(lambda each: sum(each.stored)),
+        requests=of_both(request),
+    )

@@ -1,0 +1,76 @@
+"""When the answers so far decide: whether a policy keeps the share that was asked for, or not.
+
+A run looks at a policy after every round, and stops asking it as soon as the interval of its share
+lies on one side. Who looks often errs often, so the looks share the error: of a run that may look R
+times each look has an interval of 1 - 0.05 / R (Bonferroni's split, equal parts). So all R
+intervals of a policy hold together with 95%, whenever the run stops, and a policy that keeps less
+than was asked for is taken for one that keeps it in at most 1 of 40 runs. This is for each policy
+by itself, and not for all of a ladder together.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+
+from vllm_kvx.tools.evaluate.intervals import LEVEL, Interval, of_mean, of_ratio
+from vllm_kvx.tools.recommend.defaults import FIRST
+
+
+class Verdict(StrEnum):
+    """What is known of a policy. `OUTDONE`: another keeps the answers and gains more."""
+
+    KEPT = "kept"
+    LOST = "lost"
+    UNDECIDED = "undecided"
+    OUTDONE = "outdone"
+
+
+def rounds_of(questions: int, first: int = FIRST) -> list[int]:
+    """How many questions were asked after each round, at most `questions`: 16, 32, 64 ..."""
+    ends = []
+    end = min(first, questions)
+    while end < questions:
+        ends.append(end)
+        end *= 2
+    return [*ends, questions]
+
+
+def level_of(looks: int) -> float:
+    """The level of each interval of a run that may look so many times."""
+    return 1 - (1 - LEVEL) / looks
+
+
+def share_kept(pairs: Sequence[tuple[float, float]], level: float) -> Interval | None:
+    """The share of `full`'s right answers that a policy kept, with an interval of that level.
+
+    pairs: (the policy's score, full's score) of the same prompts, each within 0 and 1.
+
+    The ends are the wider ones of a paired bootstrap over prompts and of Wilson's interval over
+    those that `full` has right: of few losses a bootstrap is too narrow, and Wilson's does not see
+    what a policy has right alone. None where `full` has nothing right.
+    """
+    found = of_ratio(pairs, level)
+    if found is None:
+        return None
+    kept = of_mean([min(own / full, 1.0) for own, full in pairs if full], level)
+    high = max(found.high, kept.high) if found.value < 1 else found.high
+    return Interval(found.value, min(found.low, kept.low), high)
+
+
+def verdict(share: Interval | None, keep: float) -> Verdict:
+    """What an interval says of a share that is to be kept."""
+    if share is None:
+        return Verdict.UNDECIDED
+    if share.low >= keep:
+        return Verdict.KEPT
+    return Verdict.LOST if share.high < keep else Verdict.UNDECIDED
+
+
+def least_questions(keep: float, looks: int) -> int:
+    """Right answers of `full` below which even a policy that keeps them all is not shown to."""
+    level, count = level_of(looks), 1
+    if keep == 1:
+        raise ValueError("no number of answers shows that every answer is kept")
+    while of_mean([1.0] * count, level).low < keep:
+        count = math.ceil(count * 1.02)
+    return count
