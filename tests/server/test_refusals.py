@@ -979,7 +979,7 @@ TABLES = (
     *WITH_VALUE_NORMS,
     *WITH_DRAFTS,
     *WITH_LOOKAHEAD,
-    *WITH_OWN_DRAFTS,
+    *WITH_OWN_DRAFTS[1:],  # The first one applies where there is no drafter.
     *WITH_SELECTION,
     *WITH_RETRIEVAL,
 )
