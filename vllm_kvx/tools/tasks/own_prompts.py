@@ -49,8 +49,8 @@ class OwnPrompts(FixedTask):
         for fields, where in objects(data, str(self.path)):
             text = text_of(fields, "prompt", where)
             if ("answer" in fields) == ("answers" in fields):
-                count = "both" if "answer" in fields else "neither"
-                raise ToolError(f'{where}: it has {count} "answer" and "answers": {_WANTED}')
+                has = 'both "answer" and' if "answer" in fields else 'neither "answer" nor'
+                raise ToolError(f'{where}: it has {has} "answers": {_WANTED}')
             if "answer" in fields:
                 references: tuple[str, ...] = (text_of(fields, "answer", where),)
             else:
