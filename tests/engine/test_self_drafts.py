@@ -5,6 +5,7 @@ it answers without drafts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from support.prompts import prompts_of
 from vllm.exceptions import VLLMValidationError
 
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.worker.warm_up import warm_up
 
 DRAFTER, COUNT = Retrieve(32), 4
 POLICIES: list[Policy] = [FULL, Read(Retrieve(64)), FULL]
@@ -231,6 +233,45 @@ def test_a_pool_that_is_too_small(model: Path, dense_ops: None) -> None:
     small = dict(num_gpu_blocks_override=34, max_model_len=288, max_num_seqs=6)
     drafter = own_drafts(3)
     assert_parity_preempted(model, POLICIES, speculative_config=drafter, **small)
+
+
+@nightly
+def test_it_drafts_while_the_server_warms_up(
+    model: Path, dense_ops: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: in vLLM's steps and ours, whatever they hold, and by the rule from then on."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    stock, found = CPUWorker.compile_or_warm_up_model, list[str]()
+
+    @wraps(stock)
+    def as_on_a_gpu(worker: Any) -> Any:
+        times, runner = stock(worker), worker.model_runner
+        drafter = runner.speculator
+        propose = drafter.propose
+
+        def watched(*args: Any, **options: Any) -> Any:
+            drafts = propose(*args, **options)
+            found.extend(drafter.drafted)
+            return drafts
+
+        drafter.propose = watched
+        step = worker.execute_model, worker.sample_tokens
+        warmup_kernels(runner, *step)
+        ran = warm_up(runner, *step, runner.model_state.settings)
+        assert [str(policy) for policy in ran] == ["full"]
+        return times
+
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu)
+    never = own_drafts(COUNT, cache_to_weights=1e6)
+    with serve(model, never, config={}) as engine:
+        assert any(name.startswith("_kvx_warm_up") for name in found)
+        assert not all(name.startswith("_kvx_warm_up") for name in found)
+        before = len(found)
+        engine.generate(prompts_of((97,)), 8)
+        assert len(found) == before
+        engine.assert_idle()
 
 
 @nightly

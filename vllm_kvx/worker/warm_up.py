@@ -55,7 +55,7 @@ def _warm_up(
     state, ran = runner.model_state, []
     checked, state.checks_blocks = state.checks_blocks, False
     # Under `full` nothing has to be compiled but what a drafter reads by.
-    drafts = settings.drafts is not None
+    drafts = settings.layout.own_drafts
     policies = dict.fromkeys(p for p in settings.policies if drafts or not p.is_full)
     took: dict[str, float] = {}
     for number, policy in enumerate(policies):

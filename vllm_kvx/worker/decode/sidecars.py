@@ -62,7 +62,9 @@ class Sidecars:
         views = self.views[layer]
         if views is None:
             hook = self._layers[layer]
-            views = hook.paged(), self._index.view(hook.layer.kv_cache, self.shape)
+            # Whoever asks first, views are written to within inference mode and outside.
+            with torch.inference_mode(False):
+                views = hook.paged(), self._index.view(hook.layer.kv_cache, self.shape)
             self.views[layer] = views
         return views
 
