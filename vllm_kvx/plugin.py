@@ -213,6 +213,8 @@ def _with_merged_flags(original: _Function) -> _Function:
 def _with_policy(original: _Function) -> _Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _has_policy
+        # What further API servers are given. How the model drafts is taken into another one.
+        shared = self.additional_config
         if _drafts_itself(self):
             from vllm_kvx.config.drafts import take_drafts
             from vllm_kvx.config.wording import worded
@@ -262,7 +264,8 @@ def _with_policy(original: _Function) -> _Function:
         if getattr(self, "_api_process_count", 1) > 1:
             # Further API servers are given these arguments: what was found need not be found again,
             # nor measured again where it could not be kept.
-            self.additional_config.update(vllm_config.additional_config)
+            for config in (shared, self.additional_config):
+                config.update(vllm_config.additional_config)
         return vllm_config
 
     return create_engine_config

@@ -23,9 +23,9 @@ from vllm_kvx.policy.auto import AUTO, Auto, parse_auto
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import recommendation as records
-from vllm_kvx.records.model_key import ModelIdentity
+from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.records.recommendation import Recommendation, Row
-from vllm_kvx.server.auto_policy import FALLBACK, choose
+from vllm_kvx.server.auto_policy import FALLBACK, as_judged, choose
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.request_check import check_request
 from vllm_kvx.server.validate import identity_of
@@ -46,11 +46,11 @@ def row(policy: str, low: float, **changes: Any) -> Row:
     return Row(policy, (min(low + 0.01, 1.0), low, 1.0), 256, 200.0, GAINS | changes, verdict)
 
 
-def record(*rows: Row, key: str = "", **changes: Any) -> Recommendation:
-    """A record of `MODEL` with these rows, saved."""
+def record(*rows: Row, of: ModelIdentity = MODEL, **changes: Any) -> Recommendation:
+    """A record of a model with these rows, saved."""
     found = Recommendation(
-        key=key or MODEL.key,
-        model="org/m",
+        key=of.key,
+        model=model_name(of.path),
         keep=0.97,
         workload={"input": 32000, "output": 1000, "concurrency": 16},
         device="h100",
@@ -155,7 +155,7 @@ def test_without_a_record_the_command_that_makes_one_is_named() -> None:
 def test_another_kv_cache_was_not_measured() -> None:
     record(kv_cache_dtype="fp8")
     found = choose(Auto(), MODEL, runs_all)
-    assert found.policy == FALLBACK and "of another KV cache dtype (fp8)" in found.says
+    assert found.policy == FALLBACK and "nothing was measured of this model" in found.says
     found = choose(Auto(), replace(MODEL, kv_cache_dtype="fp8"), runs_all)
     assert found.policy == "snapkv:kv_rate=0.4"
 
@@ -191,13 +191,13 @@ def test_a_damaged_record_is_none(cache: Path, damage: Any, caplog: Any) -> None
 
 
 @pytest.fixture
-def key(make_config: Callable[..., Any]) -> str:
-    """That of the model which `make_config` configures."""
-    return identity_of(make_config()).key
+def model(make_config: Callable[..., Any]) -> ModelIdentity:
+    """The one that `make_config` configures."""
+    return identity_of(make_config())
 
 
-def test_a_server_reads_a_plain_name(make_config: Callable[..., Any], key: str) -> None:
-    record(row("speed-3", 0.98), key=key)
+def test_a_server_reads_a_plain_name(make_config: Callable[..., Any], model: ModelIdentity) -> None:
+    record(row("speed-3", 0.98), of=model)
     config = make_config(AUTO, dtype="float32")
     assert config.additional_config["kv_policy"] == "speed-3"
     chosen = config.additional_config[AUTO_KEY]
@@ -206,17 +206,19 @@ def test_a_server_reads_a_plain_name(make_config: Callable[..., Any], key: str) 
     assert settings is not None and str(settings.policy) == "speed-3"
 
 
-def test_a_server_in_python_leaves_its_callers_dictionary(llama: str, key: str) -> None:
+def test_a_server_in_python_leaves_its_callers_dictionary(llama: str, model: ModelIdentity) -> None:
     given = {"kv_policy": AUTO}
-    record(row("speed-3", 0.98), key=key)
+    record(row("speed-3", 0.98), of=model)
     config = EngineArgs(**engine_args(llama), additional_config=given).create_engine_config()
     assert config.additional_config["kv_policy"] == "speed-3" and given == {"kv_policy": AUTO}
 
 
-def test_what_else_is_configured_decides_too(make_config: Callable[..., Any], key: str) -> None:
+def test_what_else_is_configured_decides_too(
+    make_config: Callable[..., Any], model: ModelIdentity
+) -> None:
     # A cut that a model of eight layers has not, and entries that its CPU cannot address.
     rows = (row("speed-30", 0.98), row("snapkv:kv_rate=0.4", 0.98), row("speed-3", 0.98))
-    record(*rows, key=key)
+    record(*rows, of=model)
     config = make_config(AUTO, dtype="bfloat16")
     chosen = config.additional_config[AUTO_KEY]
     if current_platform.is_cpu():
@@ -224,9 +226,9 @@ def test_what_else_is_configured_decides_too(make_config: Callable[..., Any], ke
     assert "speed-30 (" in chosen["says"]
 
 
-def test_a_trial_leaves_no_trace(make_config: Callable[..., Any], key: str) -> None:
+def test_a_trial_leaves_no_trace(make_config: Callable[..., Any], model: ModelIdentity) -> None:
     # Blocks would be made whole groups for the first, which does not run.
-    record(row("speed-30+fier-512", 0.98), row("speed-3", 0.98), key=key)
+    record(row("speed-30+fier-512", 0.98), row("speed-3", 0.98), of=model)
     plain = make_config("speed-3", dtype="float32")
     config = make_config(AUTO, dtype="float32")
     assert config.additional_config["kv_policy"] == "speed-3"
@@ -245,7 +247,7 @@ def test_only_a_server_says_what_it_chose(make_config: Callable[..., Any], choic
         make_config("speed-3", additional_config={AUTO_KEY: choice})
 
 
-def test_what_was_recommended_was_measured(key: str) -> None:
+def test_what_was_recommended_was_measured() -> None:
     notice = EvaluationNotice(MODEL)
     assert not notice.as_json(parse_policy("snapkv:kv_rate=0.4"))["measured"]
     record(row("snapkv:kv_rate=0.4", 0.98), row("fier-512", 0.98))
@@ -290,3 +292,16 @@ def test_a_request_may_not_name_it() -> None:
         asked = SamplingParams(extra_args={"kv_policy": name})
         with pytest.raises(PolicyError, match="this server's policy is fier-2048: leave"):
             check_request(settings, asked, lambda reason: None)
+
+
+def test_without_weights_another_models_record_is_not_taken() -> None:
+    record(model="org/other")
+    found = choose(Auto(), MODEL, runs_all)
+    assert (found.policy, found.source) == (FALLBACK, "not measured")
+    assert "or its weights are not here yet" in found.says
+
+
+def test_a_layout_that_leaves_a_layer_to_measurement_says_nothing_of_a_candidate() -> None:
+    config = {"kv_layout": ["fastkv", "fier-64"]}
+    assert as_judged(config, "fier-64")["kv_layout"] == ["fier-64"]
+    assert as_judged({}, "fier-64") == {"kv_policy": "fier-64"}

@@ -43,7 +43,7 @@ def merge_flags(
     if flag is None:
         return config
     other, chosen = config.get(POLICY_KEY), config.get(AUTO_KEY)
-    if isinstance(chosen, dict) and chosen.get("named") == flag:
+    if isinstance(chosen, dict) and is_auto(flag) and chosen.get("named") == str(parse_auto(flag)):
         # A further API server process reads the flag again, for which its parent chose already.
         return config
     if other is not None and other != flag and _meant(other) != _meant(flag):

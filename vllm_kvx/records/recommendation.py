@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What ``recommendation/KEY.json`` in the cache folder holds.
+    """What ``recommendation/KEY.json`` in the cache folder holds, or ``KEY@fp8.json``.
 
     key: the model's (``model_key``). model: what it was called. keep: the share that was asked for.
     workload: tokens of `input` and `output`, and requests at a time (`concurrency`), which gains
@@ -73,13 +73,17 @@ class Recommendation:
         return [row for row in self.rows if row.kept[1] >= keep]
 
 
-def record_path(key: str, root: Path | None = None) -> Path:
+def record_path(key: str, kv_cache_dtype: str = "", root: Path | None = None) -> Path:
     """The file for a model's key, whether or not it exists; `root` is the cache folder.
+
+    kv_cache_dtype: as policies' names have it after the @; empty for a cache that quantizes
+    nothing.
 
     Raises:
         CacheFolderError: there is no cache folder.
     """
-    return (root or cache_root()) / FOLDER / f"{key}.json"
+    over = f"@{kv_cache_dtype}" if kv_cache_dtype else ""
+    return (root or cache_root()) / FOLDER / f"{key}{over}.json"
 
 
 def save(record: Recommendation) -> Path:
@@ -88,7 +92,7 @@ def save(record: Recommendation) -> Path:
     Raises:
         ToolError: there is no cache folder, or it cannot be written.
     """
-    path = record_path(record.key)
+    path = record_path(record.key, record.kv_cache_dtype)
     # Of its own: two runs may end at once, and each record is whole.
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -100,17 +104,19 @@ def save(record: Recommendation) -> Path:
     return path
 
 
-def load(key: str) -> Recommendation | None:
-    """What was stored of a model; None if nothing was, or nothing that can be used.
+def load(key: str, kv_cache_dtype: str = "") -> Recommendation | None:
+    """What was stored of a model over such a KV cache; None if nothing was that can be used.
 
     A warning says of a record that cannot be used why, and how to mend that.
     """
     root = root_to_read()
     if root is None:
         return None
-    path = record_path(key, root)
+    path = record_path(key, kv_cache_dtype, root)
     try:
         record = of_json(json.loads(path.read_text(encoding="utf-8")))
+        if record.kv_cache_dtype != kv_cache_dtype:
+            raise ValueError(f"it is of another KV cache dtype, {record.kv_cache_dtype!r}")
         if record.key != key:
             raise ValueError(f"its key is {record.key!r}, wanted is {key!r}")
         if record.kv_floor != DEFAULT_KV_FLOOR:

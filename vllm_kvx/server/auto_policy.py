@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvx.config.settings import AUTO_KEY
+from vllm_kvx.config.settings import AUTO_KEY, LAYOUT_KEY
 from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.policy.auto import AUTO, DEFAULT_KEEP, Auto, is_auto, parse_auto
 from vllm_kvx.policy.cache_dtype import FULL, at_dtype
-from vllm_kvx.records.model_key import ModelIdentity
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.records.recommendation import Recommendation, Row, load
 
 # What is served where nothing was measured: it drops nothing, and lost no answers that we measured.
@@ -81,6 +83,25 @@ def check_choice(config: Mapping[str, Any]) -> None:
         )
 
 
+def as_judged(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`config` as a candidate is judged by: without what `kv_layout` leaves to measurement.
+
+    Whether such a layer can be found is seen once the policy is chosen.
+    """
+    judged = {**config, POLICY_KEY: name}
+    layout = config.get(LAYOUT_KEY)
+    if isinstance(layout, list | tuple):
+        judged[LAYOUT_KEY] = [each for each in layout if not _left_to_measurement(each)]
+    return judged
+
+
+def _left_to_measurement(name: Any) -> bool:
+    try:
+        return any(part.unmeasured is not None for part in parse_policy(name).parts)
+    except (PolicyError, TypeError):
+        return False
+
+
 def choose(auto: Auto, identity: ModelIdentity, why_not: WhyNot) -> Choice:
     """The policy for a model: the best that was measured and can run, else `FALLBACK`, else `full`.
 
@@ -92,16 +113,13 @@ def choose(auto: Auto, identity: ModelIdentity, why_not: WhyNot) -> Choice:
     except OSError:
         # vLLM says later, and better, that weights cannot be read.
         key = identity.config_key
-    record = load(key)
+    record = load(key, at_dtype(identity.kv_cache_dtype)[1:])
+    if record is not None and key == identity.config_key and not _is_of(record, identity):
+        # Without weights a key is that of every model of this shape.
+        record = None
     keep = auto.keep or (record.keep if record is not None else DEFAULT_KEEP)
     if record is None:
-        return _stand_in(auto, keep, _not_measured(identity, auto), why_not)
-    if record.kv_cache_dtype != at_dtype(identity.kv_cache_dtype)[1:]:
-        why = (
-            "the recommendation for this model is of another KV cache dtype "
-            f"({record.kv_cache_dtype or 'unquantized'}): {_command(identity, auto)}"
-        )
-        return _stand_in(auto, keep, why, why_not)
+        return _stand_in(auto, keep, _not_measured(identity, auto, key), why_not)
     passed_over: list[str] = []
     for row in record.that_keep(keep):
         problem = why_not(row.policy)
@@ -134,8 +152,19 @@ def _of_row(row: Row, record: Recommendation) -> str:
     )
 
 
-def _not_measured(identity: ModelIdentity, auto: Auto) -> str:
-    return f"nothing was measured of this model: {_command(identity, auto)}"
+def _is_of(record: Recommendation, identity: ModelIdentity) -> bool:
+    """Whether a record is of the model of that name."""
+    return record.model == model_name(identity.path)
+
+
+def _not_measured(identity: ModelIdentity, auto: Auto, key: str) -> str:
+    over = at_dtype(identity.kv_cache_dtype)[1:]
+    what = f"this model over a KV cache of {over}" if over else "this model"
+    command = _command(identity, auto)
+    if key == identity.config_key:
+        # A hub's model before its first start: a record goes by the weights.
+        return f"nothing was measured of {what}, or its weights are not here yet: {command}"
+    return f"nothing was measured of {what}: {command}"
 
 
 def _command(identity: ModelIdentity, auto: Auto) -> str:

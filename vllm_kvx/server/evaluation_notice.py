@@ -21,7 +21,7 @@ class EvaluationNotice:
         except OSError:
             # vLLM says later, and better, that weights cannot be read.
             self.model_key = identity.config_key
-        self._recommendation = recommendation.load(self.model_key)
+        self._recommendation = recommendation.load(self.model_key, at_dtype(self._dtype)[1:])
 
     def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
         """A line for the log on each policy that may lose answers, and whether it was measured.
@@ -55,7 +55,7 @@ class EvaluationNotice:
     def _recommended(self, policy: KVPolicy) -> dict[str, Any] | None:
         """What `vllm-kvx recommend` found of a policy, as an evaluation's record has it."""
         record = self._recommendation
-        if record is None or record.kv_cache_dtype != at_dtype(self._dtype)[1:]:
+        if record is None:
             return None
         for row in record.rows:
             if records.canonical(parse_policy(row.policy)) == records.canonical(policy):

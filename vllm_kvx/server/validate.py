@@ -19,7 +19,14 @@ from vllm_kvx.policy.layout import beside_drafts, beside_own_drafts, in_a_pipeli
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
-from vllm_kvx.server.auto_policy import MEASURED, asks_for_auto, check_choice, line_of, with_choice
+from vllm_kvx.server.auto_policy import (
+    MEASURED,
+    as_judged,
+    asks_for_auto,
+    check_choice,
+    line_of,
+    with_choice,
+)
 from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
@@ -150,7 +157,7 @@ def _why_not(vllm_config: "VllmConfig", name: str) -> str | None:
     cache = vllm_config.cache_config
     config: Any = vllm_config.additional_config
     before = cache.block_size, cache.user_specified_block_size
-    vllm_config.additional_config = {**config, POLICY_KEY: name}
+    vllm_config.additional_config = as_judged(config, name)
     try:
         rows = [*applying(ALWAYS, vllm_config), *machinery_rows(vllm_config)]
         settings = KVSettings.from_vllm_config(vllm_config)

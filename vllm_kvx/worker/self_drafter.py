@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -73,7 +74,7 @@ class SelfDrafter(BaseSpeculator):
         self._retrieval: Retrieval = state.retrieval
         self._budget = drafts.policy.retrieve.budget_units
         self._max_model_len: int = runner.max_model_len
-        weights = sum(weight.nbytes for weight in runner.model.parameters())
+        weights = _most_of_ranks(sum(weight.nbytes for weight in runner.model.parameters()))
         self.least_bytes = drafts.cache_to_weights * weights
         self._token_bytes = _token_bytes(state.hooks)
         logger.info(
@@ -182,6 +183,19 @@ class SelfDrafter(BaseSpeculator):
         ids = zip(tokens.req_ids, tokens.draft_token_ids, strict=True)
         kept = [each if request in self.drafted else [] for request, each in ids]
         return DraftTokenIds(tokens.req_ids, kept)
+
+
+def _most_of_ranks(count: int) -> int:
+    """The largest of the ranks' counts: they have to agree on which steps draft.
+
+    Of experts one rank may have more than another.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return count
+    most = torch.tensor(count)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return int(most)
 
 
 def _token_bytes(hooks: LayerHooks) -> int:

@@ -13,7 +13,7 @@ from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.windows import Windows
 from vllm_kvx.records.model_key import ModelIdentity
-from vllm_kvx.server.auto_policy import asks_for_auto, with_choice
+from vllm_kvx.server.auto_policy import as_judged, asks_for_auto, with_choice
 from vllm_kvx.server.measured_layers import Found, layer_of, parts_of
 from vllm_kvx.tools.doctor.findings import Context
 from vllm_kvx.tools.kv_layers import KVLayers
@@ -52,7 +52,7 @@ def with_auto(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     def why_not(name: str) -> str | None:
         layers = context.text_config["num_hidden_layers"]
         try:
-            KVSettings.of({**config, POLICY_KEY: name}, layers, _windows(context))
+            KVSettings.of(as_judged(config, name), layers, _windows(context))
         except ValueError as error:
             return str(error)
         return None

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
     config = load_config(args.model, args.revision, supported=None)
     text_config = config.get_text_config().to_dict()
     text_config["architectures"] = text_config.get("architectures") or config.architectures
-    identity = ModelIdentity(args.model, config.to_dict(), args.revision)
+    # As a server has it, where the language model is in a wrapper.
+    identity = ModelIdentity(args.model, text_config, args.revision)
     results = Path(args.results or f"recommend-{Path(args.model).name}")
     check_writable(results, "choose another --results")
     if not args.no_save and (problem := cache_problem(records.FOLDER)):
@@ -85,6 +87,12 @@ def run(args: argparse.Namespace) -> None:
     suite = suite_of(args, own, context)
     load = functools.partial(load_tokenizer, args.model, args.revision)
     questions = Questions(suite, most, load, first)
+    if questions.count < (least := least_questions(args.keep, questions.rounds)):
+        raise ToolError(
+            f"{questions.count} prompts are too few: even a policy that keeps every answer is not "
+            f"shown to keep {args.keep:.1%} by fewer than {least} right ones: give more prompts, "
+            "or a lower --keep"
+        )
     if questions.context > context:
         raise ToolError(
             f"the longest prompt and its answer take {questions.context} tokens, and the model's "
@@ -295,7 +303,7 @@ def facts_of(
         "model_key": identity.key,
         "config_key": identity.config_key,
         # Whose prompts: answers to other ones are not of the same run.
-        "text": args.prompts and str(Path(args.prompts).resolve()),
+        "text": args.prompts and _text_of(Path(args.prompts)),
         "kv_cache_dtype": args.engine_args.get("kv_cache_dtype"),
         "quantization": args.engine_args.get("quantization"),
         "seed": args.seed,
@@ -311,6 +319,11 @@ def facts_of(
     }
 
 
+def _text_of(path: Path) -> str:
+    """A file by name and content: answers to the prompts of an earlier one are not of this run."""
+    return f"{path.resolve()}#{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
 def save(
     rounds: Rounds,
     store: Store,
@@ -318,8 +331,10 @@ def save(
     workload: Workload,
     server: Server,
     identity: ModelIdentity,
-) -> Path:
+) -> Path | None:
     """Stores what was found for servers of the model; returns the record's file.
+
+    None where an earlier run has found a policy and this one has not: that record stays.
 
     Raises:
         ToolError: it cannot be written.
@@ -329,7 +344,7 @@ def save(
         records.Row(
             # As it was named: an engine that is asked retrieves whether or not that pays.
             policy=str(each.candidate.policy),
-            kept=(round(share.value, 4), round(share.low, 4), round(share.high, 4)),
+            kept=(share.value, share.low, share.high),
             n=each.asked,
             right=round(each.right, 4),
             gains=each.candidate.gains.as_json(),
@@ -354,6 +369,15 @@ def save(
         command=facts["command"],
         date=facts["date"],
     )
+    if record.chosen is None:
+        before = records.load(record.key, record.kv_cache_dtype)
+        if before is not None and before.chosen is not None:
+            say(
+                f"not saved: an earlier run ({before.date[:10]}) found {before.chosen}, which "
+                f"stays: delete {records.record_path(record.key, record.kv_cache_dtype)} to have "
+                "it forgotten"
+            )
+            return None
     return records.save(record)
 
 

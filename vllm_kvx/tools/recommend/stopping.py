@@ -6,7 +6,8 @@ times each look has an interval of 1 - 0.05 / R (Bonferroni's split, equal parts
 intervals of a policy hold together with 95%, whenever the run stops, and a policy that keeps less
 than was asked for is taken for one that keeps it in at most 1 of 40 runs. This is for each policy
 by itself, and not for all of a ladder together. A run that goes on where the time ended another
-looks once more at that round, which the split leaves out.
+looks once more at that round, which the split leaves out; one with more samples over the same
+answers has an error of its own.
 """
 
 import math
