@@ -16,7 +16,7 @@ from vllm_kvx.policy.axes import Method
 from vllm_kvx.tools.evaluate.intervals import Interval
 from vllm_kvx.tools.evaluate.questions import Suite
 from vllm_kvx.tools.ideal.devices import device_of
-from vllm_kvx.tools.recommend.command import check_time, questions_of
+from vllm_kvx.tools.recommend.command import check_time, questions_of, text_of
 from vllm_kvx.tools.recommend.gains import Gains, Workload, gains_of, server_of
 from vllm_kvx.tools.recommend.ladder import Candidate, ModelFacts, candidates, names_for
 from vllm_kvx.tools.recommend.questions import Questions
@@ -399,3 +399,16 @@ def test_texts_have_no_answers(tmp_path: Path) -> None:
     path.write_text("a\n---\nb\n")
     with pytest.raises(ToolError, match=r"texts have no answers: a line is \{"):
         OwnPrompts(path)
+
+
+def test_few_prompts_show_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"prompt": f"p{i}", "answer": "b"} for i in range(20)]
+    argv = ["--prompts", str(own(tmp_path, *lines)), "--results", str(tmp_path / "results")]
+    assert main(["recommend", str(LOOKUP), *argv]) == 2
+    assert "20 prompts are too few" in capsys.readouterr().err
+
+
+def test_other_prompts_of_the_same_name_are_another_run(tmp_path: Path) -> None:
+    first = text_of(own(tmp_path, {"prompt": "p", "answer": "a"}))
+    assert text_of(own(tmp_path, {"prompt": "p", "answer": "a"})) == first
+    assert text_of(own(tmp_path, {"prompt": "p", "answer": "b"})) != first

@@ -303,7 +303,7 @@ def facts_of(
         "model_key": identity.key,
         "config_key": identity.config_key,
         # Whose prompts: answers to other ones are not of the same run.
-        "text": args.prompts and _text_of(Path(args.prompts)),
+        "text": args.prompts and text_of(Path(args.prompts)),
         "kv_cache_dtype": args.engine_args.get("kv_cache_dtype"),
         "quantization": args.engine_args.get("quantization"),
         "seed": args.seed,
@@ -319,7 +319,7 @@ def facts_of(
     }
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
     """A file by name and content: answers to the prompts of an earlier one are not of this run."""
     return f"{path.resolve()}#{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
