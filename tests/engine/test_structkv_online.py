@@ -70,7 +70,7 @@ def test_parity(tiny: Callable[..., Path], online: Online, budget: int) -> None:
 
 
 @pytest.mark.usefixtures("dense_ops")
-@pytest.mark.parametrize("layers", by_day([28, 48, 64], {1}))
+@pytest.mark.parametrize("layers", by_day([28, 48, 64], {0}))
 def test_depths_of_qwen(tiny: Callable[..., Path], layers: int) -> None:
     """The default limits go with the depth, and so does the pivot."""
     model = tiny("qwen2", layers=layers)

@@ -118,7 +118,9 @@ def test_windows_and_decays(tiny: Callable[..., Path]) -> None:
 
 @pytest.mark.usefixtures("dense_ops")
 @pytest.mark.parametrize(
-    "struct", [STRUCT, PAPER, replace(OWN, pivot=5, struct_rate=0.4, kv_rate=0.6)], ids=named
+    "struct",
+    by_day([STRUCT, PAPER, replace(OWN, pivot=5, struct_rate=0.4, kv_rate=0.6)], {0, 2}),
+    ids=named,
 )
 def test_lengths_around_every_edge(tiny: Callable[..., Path], struct: Struct) -> None:
     """In a batch and alone: around the window, the block of 32 and the chunk of 96 tokens."""
