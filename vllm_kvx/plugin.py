@@ -79,38 +79,20 @@ def _check_cpu_mode() -> None:
 
 
 def _policy_name(text: str) -> str:
-    """argparse type of ``--kv-policy``: the text, if a server takes it: a policy, or `auto`."""
-    from vllm_kvx.policy.auto import is_auto, parse_auto
-    from vllm_kvx.policy.parameters import PolicyError
+    """argparse type of ``--kv-policy``."""
+    from vllm_kvx.config.arguments import server_policy
 
-    if not is_auto(text):
-        return _served_name(text)
-    try:
-        parse_auto(text)
-    except PolicyError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _served_name(text: str) -> str:
-    """The text, if it names a policy that is served, else ArgumentTypeError."""
-    from vllm_kvx.policy.parameters import PolicyError
-    from vllm_kvx.policy.spec import parse_policy
-
-    try:
-        parse_policy(text).check_composition()
-    except PolicyError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
+    return server_policy(text)
 
 
 def _layout_name(text: str) -> str:
     """argparse type of one policy behind ``--kv-layout``."""
+    from vllm_kvx.config.arguments import served_policy
     from vllm_kvx.policy.parameters import PolicyError
     from vllm_kvx.policy.spec import parse_policy
 
     try:
-        return _served_name(text)
+        return served_policy(text)
     except ArgumentTypeError:
         hint = "write the policies one behind the other, with blanks between them"
         if text.startswith("["):

@@ -22,6 +22,32 @@ def seconds(text: str) -> float:
     return value
 
 
+def served_policy(text: str) -> str:
+    """The argparse type of policies: the text, if it names one that is served."""
+    from vllm_kvx.policy.parameters import PolicyError
+    from vllm_kvx.policy.spec import parse_policy
+
+    try:
+        parse_policy(text).check_composition()
+    except PolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def server_policy(text: str) -> str:
+    """The argparse type of ``--kv-policy``: a policy, or `auto`, which a server's own may be."""
+    from vllm_kvx.policy.auto import is_auto, parse_auto
+    from vllm_kvx.policy.parameters import PolicyError
+
+    if not is_auto(text):
+        return served_policy(text)
+    try:
+        parse_auto(text)
+    except PolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def json_object(text: str) -> dict[str, Any]:
     """The argparse type of JSON objects."""
     try:

@@ -11,13 +11,19 @@ _LOSSLESS = (None, "auto", *UNSCALED)
 
 
 def at_dtype(dtype: str | None) -> str:
-    """What a policy's name has behind it over such a KV cache: `@fp8`.
+    """What a policy's name has behind it over such a KV cache: `@fp8`; see `dtype_name`."""
+    name = dtype_name(dtype)
+    return f"@{name}" if name else ""
+
+
+def dtype_name(dtype: str | None) -> str:
+    """What names and records call such a KV cache: `fp8`.
 
     Nothing for 16-bit ones, which are taken as lossless, and for `auto`: see `dtype_of_engine`.
     """
-    if dtype in _LOSSLESS:
+    if dtype is None or dtype in _LOSSLESS:
         return ""
-    return "@fp8" if dtype == "fp8_e4m3" else f"@{dtype}"
+    return "fp8" if dtype == "fp8_e4m3" else dtype
 
 
 def split_dtype(name: str) -> tuple[str, str | None]:

@@ -64,6 +64,14 @@ class ModelIdentity:
         return model_key(self.config, self.directory)
 
     @property
+    def key_at_start(self) -> str:
+        """The same for a server, where vLLM says later, and better, that weights cannot be read."""
+        try:
+            return self.key
+        except OSError:
+            return self.config_key
+
+    @property
     def config_key(self) -> str:
         """The key of its configuration alone, which `key` is where no weights are here."""
         return model_key(self.config, None)

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_kvx.config.settings import AUTO_KEY, LAYOUT_KEY
 from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.policy.auto import AUTO, DEFAULT_KEEP, Auto, is_auto, parse_auto
-from vllm_kvx.policy.cache_dtype import FULL, at_dtype
+from vllm_kvx.policy.cache_dtype import FULL, dtype_name
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity, model_name
@@ -108,12 +108,8 @@ def choose(auto: Auto, identity: ModelIdentity, why_not: WhyNot) -> Choice:
     The best is the one that gains most, of those that were shown to keep the share that `auto`
     names, or that the record was made for.
     """
-    try:
-        key = identity.key
-    except OSError:
-        # vLLM says later, and better, that weights cannot be read.
-        key = identity.config_key
-    record = load(key, at_dtype(identity.kv_cache_dtype)[1:])
+    key = identity.key_at_start
+    record = load(key, dtype_name(identity.kv_cache_dtype))
     if record is not None and key == identity.config_key and not _is_of(record, identity):
         # Without weights a key is that of every model of this shape.
         record = None
@@ -158,7 +154,7 @@ def _is_of(record: Recommendation, identity: ModelIdentity) -> bool:
 
 
 def _not_measured(identity: ModelIdentity, auto: Auto, key: str) -> str:
-    over = at_dtype(identity.kv_cache_dtype)[1:]
+    over = dtype_name(identity.kv_cache_dtype)
     what = f"this model over a KV cache of {over}" if over else "this model"
     command = _command(identity, auto)
     if key == identity.config_key:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_kvx.policy.cache_dtype import at_dtype
+from vllm_kvx.policy.cache_dtype import at_dtype, dtype_name
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import evaluation as records
@@ -16,12 +16,8 @@ class EvaluationNotice:
 
     def __init__(self, identity: ModelIdentity) -> None:
         self._model, self._dtype = identity.path, identity.kv_cache_dtype
-        try:
-            self.model_key = identity.key
-        except OSError:
-            # vLLM says later, and better, that weights cannot be read.
-            self.model_key = identity.config_key
-        self._recommendation = recommendation.load(self.model_key, at_dtype(self._dtype)[1:])
+        self.model_key = identity.key_at_start
+        self._recommendation = recommendation.load(self.model_key, dtype_name(self._dtype))
 
     def lines(self, policies: Sequence[KVPolicy]) -> list[tuple[str, bool]]:
         """A line for the log on each policy that may lose answers, and whether it was measured.

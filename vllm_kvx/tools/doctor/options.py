@@ -5,11 +5,8 @@ import json
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvx.config.arguments import positive
+from vllm_kvx.config.arguments import positive, served_policy, server_policy
 from vllm_kvx.config.settings import REQUEST_POLICIES
-from vllm_kvx.policy.auto import is_auto, parse_auto
-from vllm_kvx.policy.parameters import PolicyError
-from vllm_kvx.policy.spec import parse_policy
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -37,10 +34,10 @@ def add_doctor(commands: "_Commands") -> None:
         "model", metavar="MODEL", nargs="?", help="directory or Hugging Face hub name; comes first"
     )
     command.add_argument(
-        "--kv-policy", type=_server_policy, metavar="POLICY", help="as the server's (default: none)"
+        "--kv-policy", type=server_policy, metavar="POLICY", help="as the server's (default: none)"
     )
     command.add_argument(
-        "--kv-layout", type=_policy, nargs="+", metavar="POLICY", help="as the server's"
+        "--kv-layout", type=served_policy, nargs="+", metavar="POLICY", help="as the server's"
     )
     command.add_argument(
         "--kv-request-policies",
@@ -83,25 +80,6 @@ def add_doctor(commands: "_Commands") -> None:
 def _doctor(args: argparse.Namespace) -> int:
     code: int = import_module("vllm_kvx.tools.doctor.command").run(args)
     return code
-
-
-def _server_policy(text: str) -> str:
-    """A policy, or `auto`, which only the server's own policy may be."""
-    if not is_auto(text):
-        return _policy(text)
-    try:
-        parse_auto(text)
-    except PolicyError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _policy(text: str) -> str:
-    try:
-        parse_policy(text).check_composition()
-    except PolicyError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_kvx.policy.cache_dtype import FULL, at_dtype, split_dtype
+from vllm_kvx.policy.cache_dtype import FULL, dtype_name, split_dtype
 
 _ORIGINAL = " (original)"
 
@@ -44,7 +44,7 @@ class Row:
 
         Dtypes that lose nothing stay without a name.
         """
-        return replace(self, cache_dtype=self.cache_dtype or at_dtype(dtype)[1:] or None)
+        return replace(self, cache_dtype=self.cache_dtype or dtype_name(dtype) or None)
 
 
 FULL_ROW = Row(FULL)
