@@ -1,0 +1,177 @@
+"""Tokens/s of requests that decode at once, with and without drafts, on a real checkpoint.
+
+    python -m benchmarks.engine.own_drafts --model DIR --batches 16x30000 --out NAME.json \\
+        --servers stock fier-2048 full/fier-256x4 full/ngramx4 fier-2048/fier-256x4
+
+A server is `stock` or a policy, and maybe `/`, what drafts, and `x` and how many tokens it drafts:
+a policy by which the model reads its own cache, or `ngram`. Every server gets the same prompts, of
+the tasks that `vllm-kvx evaluate` generates. They are in the prefix cache before the clock starts,
+so that decode alone is timed: from all requests at once to the last token of the last one. Answers
+are greedy and go on to `--tokens`; how many are those of `stock`, token for token, is counted, and
+how far they agree. The file is written again after each server.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.about import about, command_line, gpu
+from benchmarks.common.files import write_json
+from benchmarks.common.names import STOCK
+from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
+
+TASKS = ("niah_multivalue", "several_words", "niah_multikey_1", "code_lookup")
+_METRIC = "vllm:spec_decode_num_"
+
+
+def options_of(server: str, eager: bool) -> dict[str, Any]:
+    """What its name says to vLLM."""
+    policy, _, drafts = server.partition("/")
+    options: dict[str, Any] = {"enforce_eager": eager}
+    if policy != STOCK:
+        options["additional_config"] = {"kv_policy": policy}
+    if drafts:
+        method, _, count = drafts.rpartition("x")
+        spec: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 4}
+        if method != "ngram":
+            spec = {"method": "kvx", "policy": method, "cache_to_weights": 0}
+        options["speculative_config"] = spec | {"num_speculative_tokens": int(count)}
+    return options
+
+
+def agree(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two answers have in common at their beginning."""
+    pairs = zip(tokens, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
+
+
+class Server:
+    """An engine by its name."""
+
+    def __init__(self, args: argparse.Namespace, name: str, room: int) -> None:
+        from vllm import LLM
+
+        began = time.monotonic()
+        self.llm: Any = LLM(
+            str(args.model),
+            dtype="float32" if on_cpu() else "auto",
+            max_model_len=room,
+            max_num_seqs=64,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            **({} if on_cpu() else {"gpu_memory_utilization": args.memory}),
+            **options_of(name, args.eager or on_cpu()),
+        )
+        self.start_s = round(time.monotonic() - began, 1)
+
+    def answer(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[list[int]]:
+        """Greedy tokens."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def counted(self) -> Counter[str]:
+        """What vLLM has counted of drafts so far."""
+        found: Counter[str] = Counter()
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith(_METRIC):
+                name = metric.name.removeprefix(_METRIC)
+                for depth, value in enumerate(getattr(metric, "values", ())):
+                    found[f"depth {depth}"] += value
+                found[name] += getattr(metric, "value", 0)
+        return found
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def measure(
+    server: Server, prompts: Sequence[tuple[int, ...]], args: argparse.Namespace
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Tokens/s of a batch, what was accepted, and the answers of the last repetition."""
+    server.answer(prompts, 2)  # what prefix caching keeps, and what the first steps set up
+    before, seconds, answers = server.counted(), [], []
+    for _ in range(args.repeats):
+        began = time.monotonic()
+        answers = server.answer(prompts, args.tokens)
+        seconds.append(time.monotonic() - began)
+    found = server.counted() - before
+    total = len(prompts) * args.tokens
+    row: dict[str, Any] = {
+        "tokens_per_s": round(total / statistics.median(seconds), 1),
+        "seconds": [round(each, 3) for each in seconds],
+    }
+    if found["drafts"]:
+        row["accepted"] = round(found["accepted_tokens"] / found["draft_tokens"], 4)
+        row["tokens_a_step"] = round(1 + found["accepted_tokens"] / found["drafts"], 3)
+    return row, answers
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.engine.own_drafts")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--servers", nargs="+", required=True)
+    parser.add_argument("--batches", nargs="+", default=["16x30000"], help="REQUESTSxTOKENS")
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    prepare_environment()
+    from transformers import AutoTokenizer
+
+    from vllm_kvx.tools.tasks.prompts import fitted
+    from vllm_kvx.tools.tasks.table import TASKS as KNOWN
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    batches = {}
+    for text in args.batches:
+        requests, length = map(int, text.split("x"))
+        batches[text] = [
+            fitted(KNOWN[TASKS[i % len(TASKS)]], f"{i}", length, tokenizer).token_ids
+            for i in range(requests)
+        ]
+    room = max(len(prompt) for prompts in batches.values() for prompt in prompts) + args.tokens + 8
+    what = f"Tokens/s of requests that decode at once on {args.model.name}, by what drafts."
+    content: dict[str, Any] = {
+        "about": about(what, command_line("benchmarks.engine.own_drafts", argv), args.commit),
+        "gpu": None if on_cpu() else gpu(),
+        "servers": {},
+    }
+    first: dict[str, list[list[int]]] = {}
+    for name in args.servers:
+        entry: dict[str, Any] = {}
+        content["servers"][name] = entry
+        try:
+            server = Server(args, name, room)
+            entry["start_s"] = server.start_s
+            for text, prompts in batches.items():
+                row, answers = measure(server, prompts, args)
+                stock = first.setdefault(text, answers)
+                row["same_answers"] = sum(map(list.__eq__, answers, stock))
+                row["agree_for"] = [agree(a, b) for a, b in zip(answers, stock, strict=True)]
+                entry[text] = row
+                print(name, text, row, flush=True)
+            server.close()
+        except Exception as error:  # the other servers' figures stay
+            entry["error"] = last_line(error)
+            print(name, entry["error"], flush=True)
+        write_json(args.out, content)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
