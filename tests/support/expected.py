@@ -44,6 +44,7 @@ from reference.swiftkv import Swift
 from torch import Tensor
 
 from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.spec import parse_policy
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Reference:
 
 def named(policy: Policy) -> str:
     """The policy's name for an engine."""
-    return _REFERENCES[type(policy)].name(policy)
+    return str(parse_policy(_REFERENCES[type(policy)].name(policy)))
 
 
 def is_served(policy: Policy) -> bool:

@@ -52,6 +52,27 @@ def parse_policy(text: str) -> KVPolicy:
         raise PolicyError(f"{text!r}: {error}") from None
 
 
+def check_stated(text: str) -> None:
+    """What parses as a policy, but says too little of it to be served.
+
+    Raises:
+        PolicyError: a method's name leaves to a paper's default how much of a prompt stays.
+    """
+    for part in text.split("+"):
+        head, _, tail = part.partition(":")
+        method = METHODS.get(head.partition("-")[0])
+        if method is None or not method.stated:
+            continue
+        if not {pair.partition("=")[0] for pair in tail.split(",")} & set(method.stated):
+            (default,) = parse_policy(part).parts
+            key = method.stated[0]
+            raise PolicyError(
+                f"{part} does not say how much of a prompt stays, and the paper's "
+                f"{key}={getattr(default, key):g} loses answers (docs/results/quality.md): give "
+                f"{' or '.join(method.stated)}, as in {method.served_as}"
+            )
+
+
 def _allowed() -> str:
     return ", ".join(["full", *(method.usage() for method in METHODS.values())])
 

@@ -51,6 +51,7 @@ class FastKV(Propagate, RetainByWindow):
         "one layer chooses the tokens that go on, and each KV head the entries that stay"
     )
     paper: ClassVar[str] = "arXiv 2502.01068"
+    served_as: ClassVar[str] = "fastkv:kv_rate=0.4,tsp_rate=0.4"
     saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
     needs: ClassVar[str] = (
         "the model's TSP layer, which `vllm-kvx calibrate` or a first start measures"
