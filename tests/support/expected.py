@@ -44,7 +44,6 @@ from reference.swiftkv import Swift
 from torch import Tensor
 
 from vllm_kvx.policy.methods.table import METHODS
-from vllm_kvx.policy.spec import parse_policy
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Reference:
 
 def named(policy: Policy) -> str:
     """The policy's name for an engine."""
-    return str(parse_policy(_REFERENCES[type(policy)].name(policy)))
+    return _REFERENCES[type(policy)].name(policy)
 
 
 def is_served(policy: Policy) -> bool:

@@ -25,11 +25,11 @@ def seconds(text: str) -> float:
 def served_policy(text: str) -> str:
     """The argparse type of policies: the text, if it names one that is served."""
     from vllm_kvx.policy.parameters import PolicyError
-    from vllm_kvx.policy.spec import check_stated, parse_policy
+    from vllm_kvx.policy.spec import check_served, parse_policy
 
     try:
         parse_policy(text).check_composition()
-        check_stated(text)
+        check_served(text)
     except PolicyError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -42,7 +42,7 @@ from vllm_kvx.policy.layout import Layout, layout_of
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import check_stated, parse_policy
+from vllm_kvx.policy.spec import check_served, parse_policy
 from vllm_kvx.policy.windows import Windows
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def _policy(
     """The policy `name`, found at `where`; its errors say where."""
     try:
         policy = _parse(name, measured, windows) if isinstance(name, str) else parse_policy(name)
-        check_stated(name)
+        check_served(name)
         policy.check_model(num_layers)
         policy.check_composition()
         layout_of([policy], num_layers)  # Is every layer known that it splits at?

@@ -109,9 +109,8 @@ class Method:
     summary, paper: what it does in a line, and where it was published.
     saves: where it spends less, of `PREFILL`, `KV_MEMORY` and `DECODE_READS`.
     needs: what a server has to have for it beside a model that is supported; empty for nothing.
-    stated: parameters of which whoever serves the method has to name one: their defaults are a
-        paper's, and lose answers. They stand in every canonical name.
-    served_as: with `stated`, a complete name that says so.
+    served_as: a name to serve in the place of the bare one, whose rates are a paper's and lose
+        answers; empty if the bare one is served, too.
 
     Raises PolicyError where a parameter is outside its limits.
     """
@@ -125,7 +124,6 @@ class Method:
     paper: ClassVar[str]
     saves: ClassVar[tuple[str, ...]]
     needs: ClassVar[str] = ""
-    stated: ClassVar[tuple[str, ...]] = ()
     served_as: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -141,15 +139,14 @@ class Method:
             raise PolicyError(f"{self.name}: {field.name} must be {limits.wanted}, got {value!r}")
 
     def __str__(self) -> str:
-        """The canonical name: parameters at their defaults are left out, but for `stated` ones."""
+        """The canonical name: parameters at their defaults are left out."""
         required = {key: getattr(self, key) for key in self.mandatory()}
         defaults = type(self)(**required).parameters()
         head = f"{self.name}-{required[self.number]}" if self.number else self.name
         written = [
             f"{key}={write_value(value)}"
             for key, value in self.parameters().items()
-            if key != self.number
-            and (key in required or key in self.stated or defaults.get(key) != value)
+            if key != self.number and (key in required or defaults.get(key) != value)
         ]
         return f"{head}:{','.join(written)}" if written else head
 

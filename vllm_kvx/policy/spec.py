@@ -12,7 +12,7 @@ import math
 from vllm_kvx.policy.auto import refuse_auto
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.table import METHODS
-from vllm_kvx.policy.parameters import PolicyError, Value, allows, read_value
+from vllm_kvx.policy.parameters import PolicyError, Value, allows, read_value, write_value
 from vllm_kvx.policy.policy import KVPolicy
 
 MAX_LENGTH = 512
@@ -52,25 +52,33 @@ def parse_policy(text: str) -> KVPolicy:
         raise PolicyError(f"{text!r}: {error}") from None
 
 
-def check_stated(text: str) -> None:
-    """What parses as a policy, but says too little of it to be served.
+def check_served(text: str) -> None:
+    """What parses as a policy, and is not to be served by so short a name.
 
     Raises:
-        PolicyError: a method's name leaves to a paper's default how much of a prompt stays.
+        PolicyError: a part is a method's bare name, whose rates are a paper's and lose answers.
     """
     for part in text.split("+"):
-        head, _, tail = part.partition(":")
-        method = METHODS.get(head.partition("-")[0])
-        if method is None or not method.stated:
-            continue
-        if not {pair.partition("=")[0] for pair in tail.split(",")} & set(method.stated):
-            (default,) = parse_policy(part).parts
-            key = method.stated[0]
+        method = METHODS.get(part)
+        if method is not None and method.served_as:
             raise PolicyError(
-                f"{part} does not say how much of a prompt stays, and the paper's "
-                f"{key}={getattr(default, key):g} loses answers (docs/results/quality.md): give "
-                f"{' or '.join(method.stated)}, as in {method.served_as}"
+                f"{part} does not say how much stays, and the paper's rates lose answers "
+                f"(docs/results/quality.md): write {method.served_as}, or the paper's "
+                f"{servable(parse_policy(part))}"
             )
+
+
+def servable(policy: KVPolicy) -> str:
+    """A name of `policy` that ``check_served`` takes: the rates stand where it would be bare."""
+    return "+".join(map(_with_rates, policy.parts)) or str(policy)
+
+
+def _with_rates(part: Method) -> str:
+    name = str(part)
+    if name != part.name or not part.served_as:
+        return name
+    rates = {key: value for key, value in part.parameters().items() if key.endswith("_rate")}
+    return f"{name}:{','.join(f'{key}={write_value(value)}' for key, value in rates.items())}"
 
 
 def _allowed() -> str:

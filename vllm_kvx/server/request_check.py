@@ -20,7 +20,7 @@ from vllm_kvx.policy.auto import refuse_auto
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import check_stated, parse_policy
+from vllm_kvx.policy.spec import check_served, parse_policy
 from vllm_kvx.policy.windows import Windows
 from vllm_kvx.server.refusal_reasons import OnRefusal, Reason, RefusedError, count_for, refusing
 from vllm_kvx.server.request_keys import check_keys, check_policy_type
@@ -101,7 +101,7 @@ def check_policy(
     with refusing(Reason.MALFORMED, on_refusal):
         refuse_auto(name, f"this server's policy is {settings.policy}: leave {POLICY_KEY} out")
         policy = settings.parse(name)
-        check_stated(name)
+        check_served(name)
     with refusing(Reason.NOT_ALLOWED, on_refusal):
         _check_allowed(settings, policy)
     _check_fits(settings, policy, on_refusal)

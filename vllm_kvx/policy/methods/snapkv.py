@@ -14,8 +14,6 @@ from vllm_kvx.policy.parameters import PolicyError, integer, optional, rate, sha
 from vllm_kvx.policy.window_scores import retained_by, window_score
 
 DEFAULT_KV_RATE = 0.1
-# One of these says how much of a prompt stays.
-WHAT_STAYS = ("kv_rate", "kv_budget")
 # The least number of tokens that a rate leaves of a prompt, unless a floor is given. A share of a
 # chat's few tokens is no answer: by a tenth, a question of 41 tokens would keep eight.
 DEFAULT_KV_FLOOR = 512
@@ -40,7 +38,6 @@ class RetainByWindow(Retain, ABC):
     """
 
     saves: ClassVar[tuple[str, ...]] = (KV_MEMORY, DECODE_READS)
-    stated: ClassVar[tuple[str, ...]] = WHAT_STAYS
 
     kv_rate: float | None = optional(rate(DEFAULT_KV_RATE))
     kv_budget: int | None = optional(integer())

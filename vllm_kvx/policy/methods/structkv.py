@@ -21,7 +21,6 @@ from vllm_kvx.policy.methods.snapkv import (
     DEFAULT_KV_RATE,
     MAX_KERNEL,
     MAX_WINDOW,
-    WHAT_STAYS,
     cap_of,
     check_budget,
     floor_of,
@@ -94,7 +93,6 @@ class StructKV(Propagate, Retain):
         "tokens that are central over the lower layers go on; salient entries stay"
     )
     paper: ClassVar[str] = "arXiv 2604.06746"
-    stated: ClassVar[tuple[str, ...]] = WHAT_STAYS
     served_as: ClassVar[str] = "structkv:kv_rate=0.4"
     saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
     needs: ClassVar[str] = "the model's pivot, which `vllm-kvx calibrate` or a first start measures"

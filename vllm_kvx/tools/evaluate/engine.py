@@ -12,6 +12,7 @@ from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.policy import KVPolicy, with_retrieval
+from vllm_kvx.policy.spec import servable
 from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import Shares, shares_of
@@ -71,7 +72,7 @@ class OwnEngine:
         Raises:
             NotStarted: the engine does not start.
         """
-        self._requested = {row: str(with_retrieval(p)) for row, p in policies.items()}
+        self._requested = {row: servable(with_retrieval(p)) for row, p in policies.items()}
         first, *others = dict.fromkeys(self._requested.values())
         config = {POLICY_KEY: first, **({LAYOUT_KEY: others} if others else {})}
         given = dict(options)

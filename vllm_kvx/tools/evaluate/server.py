@@ -10,7 +10,7 @@ from vllm_kvx.config.settings import POLICY_KEY
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy, with_retrieval
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.spec import parse_policy, servable
 from vllm_kvx.tools.evaluate.engine import Answered, Progress, Prompt
 from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import Shares, shares_of
@@ -38,7 +38,7 @@ class RunningServer:
             limits=httpx.Limits(max_connections=concurrency),
         )
         self._concurrency = concurrency
-        self._requested = {row: str(with_retrieval(p)) for row, p in policies.items()}
+        self._requested = {row: servable(with_retrieval(p)) for row, p in policies.items()}
         self._model = self._get("/v1/models")["data"][0]["id"]
         status = self._get("/v1/kv_policy")
         self.num_layers = int(status["num_layers"])

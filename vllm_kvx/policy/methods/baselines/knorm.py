@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import DECODE_READS, KV_MEMORY, Retain, ScoreSpec
-from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_RATE, WHAT_STAYS, cap_of, set_share
+from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_RATE, cap_of, set_share
 from vllm_kvx.policy.parameters import integer, optional, rate
 
 
@@ -25,7 +25,6 @@ class Knorm(Retain):
     name: ClassVar[str] = "knorm"
     summary: ClassVar[str] = "keys of small norm stay"
     paper: ClassVar[str] = "arXiv 2406.11430"
-    stated: ClassVar[tuple[str, ...]] = WHAT_STAYS
     served_as: ClassVar[str] = "knorm:kv_rate=0.5"
     saves: ClassVar[tuple[str, ...]] = (KV_MEMORY, DECODE_READS)
 
