@@ -25,7 +25,7 @@ from benchmarks.common.names import STOCK, baseline_of, file_name, split_name
 from benchmarks.engine import composed
 from benchmarks.engine.ideal import Case, case_ratio
 from benchmarks.engine.plot import table
-from benchmarks.engine.shapes import SHAPES
+from benchmarks.engine.shapes import SHAPES, as_routed
 from vllm_kvx.tools.doctor.weights import quantized_bytes
 from vllm_kvx.tools.ideal.shape import Shape
 from vllm_kvx.tools.ideal.work import entry_bytes, pool_ratio
@@ -190,6 +190,7 @@ def derive(results: dict[str, Any], shape: Shape) -> None:
 
     Where only stock over another cache was, `stock@fp8`, it is that one: see `baseline_of`.
     """
+    shape = as_routed(shape, results.get("model", {}))
     settings = results["settings"]["engine"]
     model_bytes: float = _DTYPE_BYTES[settings["dtype"]]
     is_fp8 = str(settings.get("quantization", "")).startswith("fp8")

@@ -1,7 +1,7 @@
 """The dimensions of models that are measured with random weights."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from vllm_kvx.tools.ideal.shape import Shape
@@ -104,3 +104,14 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
     """The shape of a result's `model`."""
     names = [each.name for each in fields(Shape)]
     return Shape(**{name: model[name] for name in names if name in model})
+
+
+def as_routed(shape: Shape, model: Mapping[str, Any]) -> Shape:
+    """`shape` with the experts that a step of a result's `model` chooses among.
+
+    gpt-oss' router has a bias. vLLM's dummy weights are all of one size, norms included, so that
+    products with them are far smaller than biases: every token chooses the same experts.
+    """
+    if model.get("dummy_weights") and shape.model_type == "gpt_oss":
+        return replace(shape, experts=shape.chosen)
+    return shape

@@ -1,6 +1,7 @@
 """The tables of `benchmarks.report` on servers under load, each as lines of Markdown."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.common.names import STOCK
@@ -36,8 +37,11 @@ def load_ideal(load: Load) -> float | None:
         return None
     shape = shape_of(content["model"])
     flags = content["settings"]["flags"]
-    seqs = int(flags[flags.index("--max-num-seqs") + 1])
-    return saturation_ratio(shape, load.server, load.setting, load.file.gpu, pool, seqs)
+    given = dict(pairwise(flags))
+    seqs = int(given["--max-num-seqs"])
+    is_fp8 = given.get("--quantization", "").startswith("fp8")
+    bytes_ = 1 if is_fp8 else 2
+    return saturation_ratio(shape, load.server, load.setting, load.file.gpu, pool, seqs, bytes_)
 
 
 def load_gain(load: Load | None, loads: Sequence[Load]) -> str:
@@ -127,6 +131,7 @@ def published(loads: Sequence[Load], known: Mapping[str, Any]) -> list[str]:
             for load in loads:
                 setting = load.setting
                 same = (setting.input, setting.output) == (row["input"], row["output"])
+                same = same and load.file.model == known["model"]
                 ratio = load_ratio(load, loads, figure)
                 if load.server == STOCK or not same or not is_wanted(setting) or ratio is None:
                     continue

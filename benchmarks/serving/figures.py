@@ -113,13 +113,20 @@ def is_whole(measured: Mapping[str, Any], setting: Setting) -> bool:
 
 
 def saturation_ratio(
-    shape: Shape, server: str, setting: Setting, gpu: str | None, stock_tokens: float, seqs: int
+    shape: Shape,
+    server: str,
+    setting: Setting,
+    gpu: str | None,
+    stock_tokens: float,
+    seqs: int,
+    weight_bytes: float = 2,
 ) -> float | None:
     """The ideal gain in requests/s over stock with all prompts at once.
 
     A request's times are `least_time`; of the device only the ratio of its peaks enters. As many
     requests run as the pool holds, at most `seqs` and all prompts. `stock_tokens` is the pool in
-    tokens of stock vLLM with a 16-bit cache.
+    tokens of stock vLLM with a 16-bit cache. `weight_bytes` are those of a weight that is read;
+    products count as those of 16 bits, as in every ideal.
     """
     policy, dtype = split_name(server)
     work = work_of(policy, shape.layers, setting.input)
@@ -131,7 +138,7 @@ def saturation_ratio(
     entries = stock_tokens * shape.layers * 2
     most = min(seqs, setting.prompts)
     times = [
-        least_time(shape, each, setting.output, device, entries / kv, most, kv_bytes=kv)
+        least_time(shape, each, setting.output, device, entries / kv, most, weight_bytes, kv)
         for each, kv in ((stock, 2.0), (work, bytes_))
     ]
     return times[0] / times[1]

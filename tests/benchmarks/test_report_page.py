@@ -86,6 +86,13 @@ def test_servers_under_load_are_held_against_stock(write: Any) -> None:
     assert "0.500x" in row(page, "`snapkv`", "requests/s, 8K/1K, saturation", "0.500x")
     assert "not measured" in row(page, "| all | saturation, 56 prompts")
     assert [page.count(f"{name}-8k-1k") for name in ("load", "waits")] == [1, 1]
+    narrow = loaded({"stock": 2.0, "fier-2048": 3.0})
+    in_bf16 = row(write(load=narrow), "`fier-2048` | saturation")
+    narrow["settings"]["flags"] += ["--quantization", "fp8_per_tensor"]
+    assert row(write(load=narrow), "`fier-2048` | saturation") != in_bf16
+    # Others publish figures of one model.
+    narrow["model"]["name"] = "another"
+    assert "what others publish" not in write(load=narrow)
     one_rate = loaded({"stock": 2.0, "speed-16": 3.0}) | {"note": "Stock ran on another host."}
     for server in one_rate["servers"].values():
         del server["settings"]["4x8192/1024@2"]

@@ -125,6 +125,10 @@ def test_ideal_at_saturation() -> None:
     assert short == pytest.approx(32 / 15, rel=0.01)
     alone = ratio("speed-16", Setting(1, 32768, 4096))
     assert alone is not None and 1 < alone < speed
+    # Where weights take less to read, the cache counts for more.
+    narrow = saturation_ratio(LLAMA, "fier-2048", setting, "NVIDIA H200", 917776, 256, 1)
+    wide = ratio("fier-2048")
+    assert narrow is not None and wide is not None and narrow > wide
     for unknown in (
         ratio("fastkv"),
         ratio("stock@turboquant_4bit_nc"),
