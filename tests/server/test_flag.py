@@ -163,7 +163,7 @@ def test_further_api_servers_see_the_flag(parser, llama: str) -> None:
 def test_further_api_servers_need_not_measure(parser, llama: str, monkeypatch) -> None:
     """They are given what their parent found, which may be kept nowhere."""
     monkeypatch.setattr(resolve, "layer_of", lambda *_: resolve.Found(5, "measured"))
-    flags = ["--kv-policy", "fastkv", "--dtype", "float32", "--enforce-eager"]
+    flags = ["--kv-policy", "fastkv:kv_rate=0.1", "--dtype", "float32", "--enforce-eager"]
     for count in (1, 2):
         args = parser.parse_args(["--model", llama, "--skip-tokenizer-init", *flags])
         engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -171,9 +171,9 @@ def test_further_api_servers_need_not_measure(parser, llama: str, monkeypatch) -
         assert engine_args.create_engine_config().additional_config["kv_measured"] == {
             "tsp_layer": 5
         }
-        found = {"kv_policy": "fastkv", "kv_measured": {"tsp_layer": 5}}
+        found = {"kv_policy": "fastkv:kv_rate=0.1", "kv_measured": {"tsp_layer": 5}}
         again = pickle.loads(pickle.dumps(args)).additional_config
-        assert again == (found if count > 1 else {"kv_policy": "fastkv"})
+        assert again == (found if count > 1 else {"kv_policy": "fastkv:kv_rate=0.1"})
 
 
 def test_without_the_flag_nothing_is_set(parser, llama: str) -> None:
@@ -245,8 +245,11 @@ def test_no_policy_is_set(config) -> None:
         ({"kv_policy": "speed-4", "KV-Policy": "full"}, "'KV-Policy'.*'kv_policy'"),
         ({"kv_policy": "speed-4", "stash_tokens": 9}, "'stash_tokens'.*'kv_stash_tokens'"),
         ({"kv_policy": "speed-4", "tsp-layer": 9}, "'tsp-layer' is no key.*fastkv:tsp_layer=15"),
-        ({"kv_policy": "fastkv", "kv_tsp_layer": 9}, "'kv_tsp_layer'.*fastkv:tsp_layer=15"),
-        ({"kv_policy": "structkv", "kv_pivot": 9}, "'kv_pivot'.*structkv:pivot=15"),
+        (
+            {"kv_policy": "fastkv:kv_rate=0.1", "kv_tsp_layer": 9},
+            "'kv_tsp_layer'.*fastkv:tsp_layer=15",
+        ),
+        ({"kv_policy": "structkv:kv_rate=0.1", "kv_pivot": 9}, "'kv_pivot'.*structkv:pivot=15"),
         ({"kv_struct_reduction": "max"}, "'kv_struct_red.*structkv:struct_reduction=max"),
         ({"kv_policy": "speed-4", "KV-other": 1}, "'KV-other'.*kv_policy, kv_layout, kv_stash"),
         ({"kv_policies": ["speed-4"]}, "'kv_policies'.*'kv_policy'"),
@@ -307,9 +310,12 @@ def test_a_misspelled_key_of_a_flag_is_an_error(parser, llama: str, flags: list[
             {"kv_policy": "quest-64", "kv_layout": ["quest-64:reduction=softmax"]},
             r"one sidecar, but quest-64 .*\(max,.*\(softmax,.*give them the same .* reduction",
         ),
-        ({"kv_policy": "snapkv", "kv_share": "no"}, 'kv_share must be "on" or "off", got \'no\''),
         (
-            {"kv_policy": "snapkv", "kv_eviction": "lirs"},
+            {"kv_policy": "snapkv:kv_rate=0.1", "kv_share": "no"},
+            'kv_share must be "on" or "off", got \'no\'',
+        ),
+        (
+            {"kv_policy": "snapkv:kv_rate=0.1", "kv_eviction": "lirs"},
             'kv_eviction must be "adaptive" or "lru", got \'lirs\'',
         ),
         ({"kv_policy": "fier-64", "kv_recall_every": -1}, "kv_recall_every .*0 for never, got -1"),

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("policy", "room"),
     [
-        ("snapkv", []),
-        ("full", ["pyramidkv", "criticalkv", "fier-64"]),
+        ("snapkv:kv_rate=0.1", []),
+        ("full", ["pyramidkv:kv_rate=0.1", "criticalkv:kv_rate=0.1", "fier-64"]),
         ("quest-64+streamingllm", []),
         # Of 8 layers the second rank has those from 4 on.
         ("speed-4", ["selfonly-4", "fier-64", "speed-4+streamingllm"]),
@@ -44,12 +44,12 @@ def test_what_runs(make_config, policy: str, room: list[str]) -> None:
         ("fastkv:tsp_layer=3", [], r"selected tokens run .* --pipeline-parallel-size 1"),
         ("structkv:pivot=online", [], r"selected tokens run .* --pipeline-parallel-size 1"),
         (
-            "snapkv",
+            "snapkv:kv_rate=0.1",
             ["structkv:struct_rate=1,granularity=block,pivot=3"],
             r"ranks whole blocks .* granularity=token",
         ),
         # Requests may name gemfilter:layer=3 there.
-        ("speed-4", ["snapkv"], r"selected tokens run .* score by a window \(snapkv"),
+        ("speed-4", ["snapkv:kv_rate=0.1"], r"selected tokens run .* score by a window \(snapkv"),
     ],
 )
 def test_what_does_not(make_config, policy: str, room: list[str], says: str) -> None:
@@ -62,12 +62,12 @@ def test_what_does_not(make_config, policy: str, room: list[str], says: str) -> 
 def test_rows_of_adapters_do_not_leave(make_config) -> None:
     with pytest.raises(ValueError, match="some rows leave before it: drop --enable-lora"):
         make_config("speed-4", enable_lora=True, **TWO_RANKS)
-    make_config("snapkv", enable_lora=True, **TWO_RANKS)
+    make_config("snapkv:kv_rate=0.1", enable_lora=True, **TWO_RANKS)
 
 
 def test_a_request_may_not_rank_blocks(make_config) -> None:
     """Where a server without that policy has all that it needs."""
-    settings = KVSettings.from_vllm_config(make_config("pyramidkv", **TWO_RANKS))
+    settings = KVSettings.from_vllm_config(make_config("pyramidkv:kv_rate=0.1", **TWO_RANKS))
     assert settings is not None
     blocks = settings.parse("structkv:struct_rate=1,granularity=block,pivot=3")
     with pytest.raises(PolicyError, match="ranks whole blocks"):
@@ -94,14 +94,14 @@ def test_nothing_is_measured_for_a_pipeline(make_config, monkeypatch) -> None:
 
     monkeypatch.setattr(at_start, "measured", lambda *_: pytest.fail("it measures"))
     with pytest.raises(ValueError, match="selected tokens run"):
-        make_config("fastkv", load_format="auto", **TWO_RANKS)
+        make_config("fastkv:kv_rate=0.1", load_format="auto", **TWO_RANKS)
 
 
 def test_rows_do_not_leave_where_layers_slide(make_config, model_dir) -> None:
     gemma = model_dir(architectures=["Gemma2ForCausalLM"], model_type="gemma2", head_dim=32)
     with pytest.raises(ValueError, match="slide over a window, and rows do not leave"):
         make_config("speed-4", model=gemma, **TWO_RANKS)
-    make_config("snapkv", model=gemma, **TWO_RANKS)
+    make_config("snapkv:kv_rate=0.1", model=gemma, **TWO_RANKS)
     with pytest.raises(ValueError, match="retrieval was never tried in a pipeline"):
         make_config("fier-64", model=gemma, **TWO_RANKS)
 

@@ -227,7 +227,7 @@ def compressed(strategy: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "fier-64", "fastkv:tsp_layer=3"])
+@pytest.mark.parametrize("policy", ["snapkv:kv_rate=0.1", "fier-64", "fastkv:tsp_layer=3"])
 def test_scales_by_head_are_refused(make_config, model_dir, policy: str) -> None:
     by_head = model_dir(quantization_config=compressed("attn_head"))
     for dtype in ("auto", "fp8"):
@@ -375,7 +375,7 @@ def test_retrieval_knows_few_head_dimensions(make_config, model_dir) -> None:
     odd = model_dir(head_dim=80)
     with pytest.raises(ValueError, match=r"head dimensions of 32, .* or drop fier or quest from"):
         make_config("fier-64", model=odd, dtype="float32")
-    make_config("snapkv", model=odd, dtype="float32")
+    make_config("snapkv:kv_rate=0.1", model=odd, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_retrieval_knows_few_head_dimensions(make_config, model_dir) -> None:
         ("gemfilter:layer=3", []),
         ("speed-4", ["fastkv:tsp_layer=3"]),
         # Requests may name gemfilter:layer=3 there.
-        ("speed-4", ["snapkv"]),
+        ("speed-4", ["snapkv:kv_rate=0.1"]),
     ],
 )
 def test_flashinfer_plans_one_pass_a_step(make_config, policy: str, room: list[str]) -> None:
@@ -397,7 +397,7 @@ def test_flashinfer_plans_one_pass_a_step(make_config, policy: str, room: list[s
         make_config(policy, attention_backend=works, **settings)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "streamingllm", "speed-4", "swiftkv-4"])
+@pytest.mark.parametrize("policy", ["snapkv:kv_rate=0.1", "streamingllm", "speed-4", "swiftkv-4"])
 def test_flashinfer_where_a_step_is_one_pass(make_config, policy: str) -> None:
     make_config(policy, dtype="float32", attention_backend="FLASHINFER")
 
@@ -464,10 +464,19 @@ NGRAM = {"speculative_config": speculative(3)}
 
 
 @pytest.mark.parametrize(
-    "policy", ["full", "snapkv", "pyramidkv", "fier-64", "quest-64", "speed-4+fier-64", "swiftkv-4"]
+    "policy",
+    [
+        "full",
+        "snapkv:kv_rate=0.1",
+        "pyramidkv:kv_rate=0.1",
+        "fier-64",
+        "quest-64",
+        "speed-4+fier-64",
+        "swiftkv-4",
+    ],
 )
 def test_ngram_drafts_under_policies(make_config, policy: str) -> None:
-    config = make_config("snapkv", dtype="float32", **NGRAM)
+    config = make_config("snapkv:kv_rate=0.1", dtype="float32", **NGRAM)
     assert config.scheduler_config.async_scheduling is False
     assert not lines_of(make_config, policy, **NGRAM)
 
@@ -519,7 +528,9 @@ def test_the_model_drafts_for_itself(make_config, policy: str) -> None:
         check_fits(settings.parse("streamingllm"), settings.layout, settings.num_layers)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "streamingllm", "speed-4", "swiftkv-4", "knorm"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:kv_rate=0.1", "streamingllm", "speed-4", "swiftkv-4", "knorm:kv_rate=0.1"]
+)
 def test_what_leaves_entries_out_where_the_model_drafts(make_config, policy: str) -> None:
     (found,) = lines_of(make_config, policy, **OWN)
     room = {"additional_config": {"kv_layout": [policy]}}
@@ -530,8 +541,8 @@ def test_what_leaves_entries_out_where_the_model_drafts(make_config, policy: str
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"policy": "snapkv"}, "set it to fier-256 or another policy that retrieves"),
-        ({"policy": "snapkv+fier-64"}, "retrieves and does nothing else"),
+        ({"policy": "snapkv:kv_rate=0.1"}, "set it to fier-256 or another policy that retrieves"),
+        ({"policy": "snapkv:kv_rate=0.1+fier-64"}, "retrieves and does nothing else"),
         ({"policy": "full"}, "retrieves and does nothing else"),
         ({"policy": "fier-64:dense_below=0"}, "leave out dense_below"),
         ({"policy": "fier"}, "policy of --speculative-config: "),
@@ -576,17 +587,17 @@ def test_what_no_test_drafts_beside(make_config) -> None:
 @pytest.mark.parametrize(
     ("policy", "unequal", "reads_weights"),
     [
-        ("snapkv", False, False),
+        ("snapkv:kv_rate=0.1", False, False),
         ("streamingllm", False, False),
-        ("knorm", False, False),
+        ("knorm:kv_rate=0.1", False, False),
         ("fier-64", False, False),
-        ("snapkv+quest-64", False, False),
-        ("pyramidkv", True, False),
-        ("criticalkv", False, True),
+        ("snapkv:kv_rate=0.1+quest-64", False, False),
+        ("pyramidkv:kv_rate=0.1", True, False),
+        ("criticalkv:kv_rate=0.1", False, True),
         ("speed-4", True, False),
         ("fastkv:tsp_layer=3", True, False),
         ("structkv:pivot=online", True, False),
-        ("fastkv:tsp_layer=3,kv_rate=1+criticalkv", True, True),
+        ("fastkv:tsp_layer=3,kv_rate=1+criticalkv:kv_rate=0.1", True, True),
         ("snapkv:score=critical", False, True),
         ("pyramidkv:score=critical", True, True),
         ("fastkv:tsp_layer=3,score=critical", True, True),
@@ -612,10 +623,10 @@ def test_adapters_and_events(make_config, policy: str, unequal: bool, reads_weig
         ("fier-64", "OffloadingConnector", None),
         ("quest-64", "ExampleConnector", None),
         ("fier-64", "NixlConnector", "policies know OffloadingConnector and ExampleConnector"),
-        ("snapkv", "OffloadingConnector", "copy blocks of whole prompts"),
-        ("snapkv", "NixlConnector", "copy blocks of whole prompts"),
+        ("snapkv:kv_rate=0.1", "OffloadingConnector", "copy blocks of whole prompts"),
+        ("snapkv:kv_rate=0.1", "NixlConnector", "copy blocks of whole prompts"),
         ("speed-4", "OffloadingConnector", "copy blocks of whole prompts"),
-        ("snapkv+fier-64", "ExampleConnector", "copy blocks of whole prompts"),
+        ("snapkv:kv_rate=0.1+fier-64", "ExampleConnector", "copy blocks of whole prompts"),
     ],
 )
 def test_connectors(make_config, policy: str, connector: str, says: str | None) -> None:
@@ -688,9 +699,13 @@ def test_blocks_become_whole_groups(make_config, policy: str, size: int) -> None
 @pytest.mark.parametrize(
     ("policy", "settings", "names"),
     [
-        ("snapkv", {"dtype": "bfloat16"}, "--dtype float32"),
+        ("snapkv:kv_rate=0.1", {"dtype": "bfloat16"}, "--dtype float32"),
         ("snapkv:window=40", {"max_num_batched_tokens": 32}, "window of 40 .* to at most 32"),
-        ("fastkv", {}, r"fastkv: tsp_layer .* \(its weights are dummies\): write tsp_layer=<int>"),
+        (
+            "fastkv:kv_rate=0.1",
+            {},
+            r"fastkv: tsp_layer .* \(its weights are dummies\): write tsp_layer=<int>",
+        ),
         ("fastkv:tsp_layer=8", {}, "8 layers; use tsp_layer=0 .. tsp_layer=7"),
     ],
 )
@@ -699,7 +714,7 @@ def test_what_retention_cannot_do(make_config, policy: str, settings: dict, name
         make_config(policy, **{"dtype": "float32"} | settings)
 
 
-@pytest.mark.parametrize("policy", ["fastkv", "structkv"])
+@pytest.mark.parametrize("policy", ["fastkv:kv_rate=0.1", "structkv:kv_rate=0.1"])
 def test_a_layer_that_calibrate_cannot_measure(make_config, model_dir, policy: str) -> None:
     """No advice to run what cannot work: it loads few architectures, and none that wraps one."""
     glm = model_dir(**GLM_AIR, num_nextn_predict_layers=0)
@@ -734,11 +749,14 @@ def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> No
     from vllm_kvx.server import measured_layers as resolve
 
     monkeypatch.setattr(resolve, "layer_of", lambda *_: resolve.Found(5, "measured"))
-    config = make_config("fastkv", dtype="float32")
-    assert config.additional_config == {"kv_policy": "fastkv", "kv_measured": {"tsp_layer": 5}}
+    config = make_config("fastkv:kv_rate=0.1", dtype="float32")
+    assert config.additional_config == {
+        "kv_policy": "fastkv:kv_rate=0.1",
+        "kv_measured": {"tsp_layer": 5},
+    }
     settings = KVSettings.from_vllm_config(config)
     assert settings is not None
-    assert str(settings.policy) == "fastkv:tsp_layer=5" == str(settings.parse("fastkv"))
+    assert str(settings.policy) == "fastkv:tsp_layer=5" == str(settings.parse("fastkv:kv_rate=0.1"))
     assert settings.layout.later_starts == (6,)
 
 
@@ -882,7 +900,7 @@ def test_what_propagation_needs(stock, path: str, value: Any, names: str) -> Non
 def test_experts_of_several_engines(stock) -> None:
     config = changed(several_engines(stock, "mp"), "model_config.is_moe", True)
     (reason,) = reasons(WITH_PROPAGATION, config)
-    assert "--data-parallel-size 1" in reason and "snapkv" in reason
+    assert "--data-parallel-size 1" in reason and "snapkv:kv_rate=0.1" in reason
     assert not reasons(WITH_PROPAGATION, several_engines(stock, "mp"))
     assert not reasons(WITH_POLICY, config)
 
@@ -891,12 +909,14 @@ def test_a_backend_for_full_attention_alone(make_config) -> None:
     by_kind = {"backend_per_kind": {"full_attention": "FLASHINFER"}}
     with pytest.raises(ValueError, match="--attention-backend"):
         make_config("fier-64", dtype="float32", attention_config=by_kind)
-    make_config("snapkv", dtype="float32", attention_config=by_kind)
+    make_config("snapkv:kv_rate=0.1", dtype="float32", attention_config=by_kind)
     other = {"backend_per_kind": {"sliding_window": "FLEX_ATTENTION"}}
     make_config("fier-64", dtype="float32", attention_config=other)
 
 
-@pytest.mark.parametrize("policy", ["speed-4", "fastkv:tsp_layer=3", "snapkv", "fier-64"])
+@pytest.mark.parametrize(
+    "policy", ["speed-4", "fastkv:tsp_layer=3", "snapkv:kv_rate=0.1", "fier-64"]
+)
 def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
     """HY-V3's under HPC_ATTN; each policy has one reason, whatever it does."""
     with pytest.raises(ValueError) as error:
@@ -910,7 +930,7 @@ def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
     ("policy", "changes", "says"),
     [
         ("speed-4", model("Mistral", sliding_window=64), "--disable-sliding-window"),
-        ("snapkv", model("Mistral", sliding_window=64), "--disable-sliding-window"),
+        ("snapkv:kv_rate=0.1", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("speed-1", model("Gemma2", head_dim=32), "use speed-2 or a higher cut"),
         ("fastkv:tsp_layer=4", model("Gemma2", head_dim=32), "use tsp_layer=3 or tsp_layer=5"),
         ("structkv:pivot=0", model("Gemma2", head_dim=32), "layer 0 slides over a window"),
@@ -918,10 +938,10 @@ def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
         ("gemfilter:layer=2", model("Gemma2", head_dim=32), "use layer=1 or layer=3"),
         ("selfonly-4", model("Gemma2", head_dim=32), "gemfilter can run, not selfonly-4"),
         ("speed-4+fier-64", model("Gemma2", head_dim=32), "beside nothing that retrieves"),
-        ("speed-4+snapkv", model("Gemma2", head_dim=32), "beside nothing that retains"),
+        ("speed-4+snapkv:kv_rate=0.1", model("Gemma2", head_dim=32), "beside nothing that retains"),
         ("fastkv:tsp_layer=3+quest-64", model("Gemma2", head_dim=32), "leave retrieval out"),
         (
-            "fastkv:tsp_layer=3,kv_rate=1+pyramidkv",
+            "fastkv:tsp_layer=3,kv_rate=1+pyramidkv:kv_rate=0.1",
             model("Gemma2", head_dim=32),
             "pyramidkv divides layers",
         ),
@@ -933,7 +953,7 @@ def test_models_that_do_not(make_config, model_dir, policy: str, changes: dict, 
     assert len(lines(error)) == 1 and says in lines(error)[0]
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "fier-64", "fastkv:tsp_layer=3"])
+@pytest.mark.parametrize("policy", ["snapkv:kv_rate=0.1", "fier-64", "fastkv:tsp_layer=3"])
 def test_models_that_cap_their_logits(make_config, model_dir, policy: str) -> None:
     capped = model_dir(**model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8))
     make_config(policy, model=capped, dtype="float32")
@@ -960,7 +980,12 @@ def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypat
 
     monkeypatch.setattr(at_start, "measured", lambda *_: pytest.fail("it measures"))
     with pytest.raises(ValueError, match=r"\n  - .*--scheduler-cls"):
-        make_config("fastkv", dtype="float32", scheduler_cls="their.Scheduler", load_format="auto")
+        make_config(
+            "fastkv:kv_rate=0.1",
+            dtype="float32",
+            scheduler_cls="their.Scheduler",
+            load_format="auto",
+        )
 
 
 def test_pooling_leaves_nothing_to_change(stock) -> None:

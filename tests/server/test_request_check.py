@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused(name: Any, names: str) -> None:
 def test_methods_that_do_not_go_together_are_refused(name: str, names: str) -> None:
     check = validator("speed-4", "fastkv:tsp_layer=3", "snapkv:window=16")
     check(params("fastkv:tsp_layer=3,kv_rate=1+snapkv:kv_rate=0.5"))
-    check(params("structkv:pivot=3,kv_rate=1+snapkv"))
+    check(params("structkv:pivot=3,kv_rate=1+snapkv:kv_rate=0.1"))
     with pytest.raises(VLLMValidationError, match=names):
         check(params(name))
 

@@ -413,7 +413,10 @@ MALFORMED = {
         "does not fit this server.*--kv-policy speed-5.*add speed-5 to its --kv-layout",
     ),
     "no method together": ("fastkv:kv_rate=1+streamingllm", "compose it with speed-K, or retain"),
-    "no retention": ("snapkv+fier-64", "needs retention and a window of 8 tokens: start"),
+    "no retention": (
+        "snapkv:kv_rate=0.1+fier-64",
+        "needs retention and a window of 8 tokens: start",
+    ),
     "over the budget": (
         "fier-65",
         "a sidecar of .*up to 64.*needs a sidecar .*up to 65.*--kv-layout",
