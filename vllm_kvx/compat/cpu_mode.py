@@ -63,6 +63,7 @@ def platform_plugin() -> None:
     if cpu_mode_requested():
         _install_interpreter_backend()
         _correct_interpreter()
+        _quicken_interpreter()
         _name_cpu_distribution()
     elif command_is_broken() and _is_vllm_command():
         command = engine_command(sys.argv[1:])
@@ -191,6 +192,13 @@ def _correct_interpreter() -> None:
     interpreter._patch_lang_core = patch_lang_core
     builder.create_splat = create_splat
     interpreter.ReduceOps.min_max = min_max
+
+
+def _quicken_interpreter() -> None:
+    # Without the mode it is not imported.
+    from vllm_kvx.compat.quick_interpreter import install
+
+    install()
 
 
 def _name_cpu_distribution() -> None:
