@@ -3,7 +3,8 @@
 V2 is the runner that GPUs use and the only one vllm-kvx extends. On CPU vLLM falls back to
 the older V1, because Triton has no CPU backend. With ``KVX_CPU=1`` this module puts a
 stand-in backend in Triton's table and turns the interpreter on, so that one code path serves
-both. It is slow: a mode for development, tests and demos.
+both. It is slow, though ``quick_interpreter`` spares the interpreter much of its work: a mode for
+development, tests and demos.
 
 It has to run before ``vllm.triton_utils`` is imported, which first resolves the platform;
 hence it is loaded as a ``vllm.platform_plugins`` entry point that names no platform.
