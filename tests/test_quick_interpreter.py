@@ -33,6 +33,7 @@ def _numbers(ints, floats, out_ints, out_floats, n, size: tl.constexpr):
     truth = (x > 0.5) & (i % 2 == 0) | (at == 3)
     y = 2 * x + i - (x * 3).to(tl.float16) + truth
     y = tl.where(truth, tl.exp(-y * y), 1 - tl.abs(y)) + _halves(x)
+    y += (truth + 1) * 0.5 + (truth + (x > 0)) + (at.to(tl.uint8) * 37 + 1) + x.to(tl.bfloat16) / 3
     for step in tl.range(3):
         y += step * tl.sum(x, 0) - tl.max(tl.where(truth, x, float("-inf")), 0)
     tl.store(out_ints + at, whole + wide + tl.cumsum(truth.to(tl.int32), 0))
@@ -43,7 +44,7 @@ def _numbers(ints, floats, out_ints, out_floats, n, size: tl.constexpr):
 def _blocks(floats, out, size: tl.constexpr):
     rows, columns = tl.arange(0, size), tl.arange(0, size)
     x = tl.load(floats + rows[:, None] % 2 * 7 + columns[None, :])
-    y = tl.dot(x, tl.trans(x), input_precision="ieee") + rows[:, None] * 0.25
+    y = tl.dot(x, tl.trans(x), input_precision="ieee") + columns[None, :] * 0.25
     best, index = tl.max(y, axis=1, return_indices=True)
     y = y - best[:, None] + index[None, :]
     place = out + rows[:, None] * size + columns[None, :]
