@@ -13,7 +13,6 @@ from reference.selfonly import Alone
 from support import options
 from support.engine import running, schedule_ahead
 from support.expected import FULL, Policy, Read, Speed, is_served, named
-from support.interpreter import QUICK_WORKER
 from support.nightly import nightly
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prompts import distinct_prompts
@@ -21,7 +20,7 @@ from support.prompts import distinct_prompts
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.engines import of_pipeline
 
-TWO_RANKS: dict[str, Any] = dict(pipeline_parallel_size=2, worker_extension_cls=QUICK_WORKER)
+TWO_RANKS: dict[str, Any] = dict(pipeline_parallel_size=2)
 KEEP, READ = Keep(kv_rate=0.3), Retrieve(64, reduction="sum")
 
 

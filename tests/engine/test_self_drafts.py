@@ -18,7 +18,6 @@ from support.configs import own_drafts
 from support.drafts import Drafted, watch_own_drafts
 from support.engine import Answer, Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
-from support.interpreter import QUICK_WORKER
 from support.nightly import nightly
 from support.parity import (
     ask,
@@ -277,8 +276,7 @@ def test_it_drafts_while_the_server_warms_up(
 @nightly
 def test_two_ranks(model: Path, each: list[Policy], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    ranks = {"tensor_parallel_size": 2, "worker_extension_cls": QUICK_WORKER}
-    with serve(model, own_drafts(COUNT), **ranks) as engine:
+    with serve(model, own_drafts(COUNT), tensor_parallel_size=2) as engine:
         answers = ask(engine, prompts_of(LENGTHS, seed=7), each, max_tokens=TOKENS)
         assert_accepted(engine, [named(policy) for policy in POLICIES])
         engine.assert_idle()

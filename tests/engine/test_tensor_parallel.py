@@ -20,12 +20,11 @@ from reference.swiftkv import Swift
 from support import inside
 from support.engine import running
 from support.expected import FULL, Policy, Read, Speed, is_served, named
-from support.interpreter import QUICK_WORKER
 from support.nightly import nightly
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import distinct_prompts, prompts_of
 
-TWO_RANKS: dict[str, Any] = dict(tensor_parallel_size=2, worker_extension_cls=QUICK_WORKER)
+TWO_RANKS: dict[str, Any] = dict(tensor_parallel_size=2)
 
 
 @pytest.fixture(autouse=True)

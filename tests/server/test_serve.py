@@ -22,7 +22,6 @@ import vllm
 from openai import BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from soak import drain
-from support.interpreter import QUICK_FLAGS, quick_environment
 from support.nightly import nightly
 from transformers import AutoTokenizer
 
@@ -48,7 +47,7 @@ FLAGS = [
     *("--max-model-len", "2048"),
     *("--kv-layout", "fier-64", "speed-4+fier-64"),
     *("--additional-config", '{"kv_recall_every": 1}'),
-    *("--enforce-eager", *drain.FLAGS, *QUICK_FLAGS),
+    *("--enforce-eager", *drain.FLAGS),
 ]
 FULL = {"vllm_xargs": {"kv_policy": "full"}}
 POLICIES = [{}, FULL]
@@ -143,7 +142,7 @@ def server(log: Path) -> Iterator[Server]:
         **{"agreement": {"before": figures, "after": figures}, "command": "c", "date": "d"},
     ).write(model)
     # Tests of tools that ran before in this process may have made vLLM's log quiet.
-    loud = quick_environment(cpu_environment()) | {"VLLM_LOGGING_LEVEL": "INFO"}
+    loud = cpu_environment() | {"VLLM_LOGGING_LEVEL": "INFO"}
     with serving([str(model), *FLAGS[1:]], log, loud) as url:
         yield Server(url)
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from support import inside, interpreter, options
+from support import inside, options
 from support.engine import Engine, greedy, keep_in_process, running
 from support.models import LOOKUP
 
@@ -42,9 +42,9 @@ OPTIONS = dict(
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_in_process(monkeypatch)
-    interpreter.quicken()
+    torch.set_num_threads(1)
     inside.use_dense_ops(monkeypatch)
 
 

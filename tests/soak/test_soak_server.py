@@ -19,7 +19,6 @@ import httpx
 import pytest
 import torch
 from support import options
-from support.interpreter import QUICK_FLAGS, quick_environment
 from support.nightly import nightly
 
 from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
@@ -49,7 +48,6 @@ FLAGS = [
     *("--num-gpu-blocks-override", "46", "--max-num-seqs", "8", "--max-num-batched-tokens", "192"),
     *("--no-scheduler-reserve-full-isl", "--max-model-len", str(MAX_LEN)),
     *("--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"),
-    *QUICK_FLAGS,
 ]
 # Bodies that no server should answer with 200, or be hurt by.
 MALFORMED: tuple[bytes, ...] = (
@@ -77,7 +75,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(log: Path) -> Iterator[str]:
-    with serving(FLAGS, log, quick_environment(cpu_environment()), timeout_s=500.0) as url:
+    with serving(FLAGS, log, cpu_environment(), timeout_s=500.0) as url:
         yield url
 
 
@@ -176,10 +174,7 @@ def test_memory_does_not_grow(url: str, log: Path) -> None:
 
 @nightly
 def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
-    """By a server of its own, which ends here. By day that of `tests/server/test_serve.py` does.
-
-    Interpreted kernels are not needed for that.
-    """
+    """By a server of its own, which ends here. By day that of `tests/server/test_serve.py` does."""
     log, flags = tmp_path / "server.log", [*FLAGS[:2], MODEL, "--kv-policy", "speed-4"]
     flags += ["--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"]
     flags += ["--max-model-len", str(MAX_LEN), *drain.FLAGS]

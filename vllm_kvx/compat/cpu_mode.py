@@ -3,7 +3,8 @@
 V2 is the runner that GPUs use and the only one vllm-kvx extends. On CPU vLLM falls back to
 the older V1, because Triton has no CPU backend. With ``KVX_CPU=1`` this module puts a
 stand-in backend in Triton's table and turns the interpreter on, so that one code path serves
-both. It is slow: a mode for development, tests and demos.
+both. It is slow, though ``quick_interpreter`` spares the interpreter much of its work: a mode for
+development, tests and demos.
 
 It has to run before ``vllm.triton_utils`` is imported, which first resolves the platform;
 hence it is loaded as a ``vllm.platform_plugins`` entry point that names no platform.
@@ -63,6 +64,7 @@ def platform_plugin() -> None:
     if cpu_mode_requested():
         _install_interpreter_backend()
         _correct_interpreter()
+        _quicken_interpreter()
         _name_cpu_distribution()
     elif command_is_broken() and _is_vllm_command():
         command = engine_command(sys.argv[1:])
@@ -191,6 +193,13 @@ def _correct_interpreter() -> None:
     interpreter._patch_lang_core = patch_lang_core
     builder.create_splat = create_splat
     interpreter.ReduceOps.min_max = min_max
+
+
+def _quicken_interpreter() -> None:
+    # Without the mode it is not imported.
+    from vllm_kvx.compat.quick_interpreter import install
+
+    install()
 
 
 def _name_cpu_distribution() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.interpreter import QUICK_FLAGS, quick_environment
 from support.nightly import nightly
 from transformers import AutoTokenizer
 
@@ -36,14 +35,13 @@ FLAGS = [
     *("--served-model-name", MODEL, "--kv-policy", "speed-4", "--kv-request-policies", "list"),
     *("--additional-config", '{"kv_layout": ["fier-64", "full"]}', "--max-model-len", "1024"),
 ]
-CPU_FLAGS = ["--dtype", "float32", "--block-size", "32", "--enforce-eager", *QUICK_FLAGS]
+CPU_FLAGS = ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("batch") / "server.log"
-    environment = quick_environment(cpu_environment())
-    with serving([str(CHECKPOINT), *FLAGS, *CPU_FLAGS], log, environment) as url:
+    with serving([str(CHECKPOINT), *FLAGS, *CPU_FLAGS], log, cpu_environment()) as url:
         yield url
 
 

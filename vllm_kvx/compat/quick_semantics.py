@@ -4,6 +4,7 @@ Operands of one type and shape need neither conversion nor broadcasting: the int
 of its time on finding that out, operation by operation. Results are the same.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,23 @@ import numpy as np
 _RANK = {bool: 0, int: 1, float: 2}
 
 
-def install(interpreter: Any) -> None:
-    """Once a process, before a kernel runs; ``support.interpreter`` has made shapes common."""
+# Sets an attribute of an object.
+Replace = Callable[[Any, str, Any], None]
+
+
+def replace_operations(interpreter: Any, replace: Replace) -> None:
+    """Gives operations their short ways, once values of one shape have it in common.
+
+    interpreter: Triton's module, with the shapes and types of ``quick_interpreter``.
+    """
     core = interpreter.tl.core
-    _unwrapping(interpreter, core)
-    _handles(interpreter)
-    _members(interpreter)
-    _operands(interpreter.TritonSemantic, core)
+    _unwrapping(interpreter, core, replace)
+    _handles(interpreter, replace)
+    _members(interpreter, replace)
+    _operands(interpreter.TritonSemantic, core, replace)
 
 
-def _unwrapping(interpreter: Any, core: Any) -> None:
+def _unwrapping(interpreter: Any, core: Any, replace: Replace) -> None:
     """Most values are no ``constexpr``, and most types are compared with themselves."""
     constexpr, stock = core.constexpr, core._unwrap_if_constexpr
     plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str}
@@ -31,16 +39,17 @@ def _unwrapping(interpreter: Any, core: Any) -> None:
             return value
         return value.value if kind is constexpr else stock(value)
 
-    core._unwrap_if_constexpr = interpreter.tl._unwrap_if_constexpr = unwrap
+    replace(core, "_unwrap_if_constexpr", unwrap)
+    replace(interpreter.tl, "_unwrap_if_constexpr", unwrap)
     stock_equal = core.dtype.__eq__
 
     def equal(self: Any, other: Any) -> bool:
         return self is other or stock_equal(self, other)
 
-    core.dtype.__eq__ = equal
+    replace(core.dtype, "__eq__", equal)
 
 
-def _handles(interpreter: Any) -> None:
+def _handles(interpreter: Any, replace: Replace) -> None:
     """A value's array is made by numpy from one that was of the right type."""
     Handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
     stock, np_dtype, pointer = (
@@ -61,10 +70,11 @@ def _handles(interpreter: Any) -> None:
             output = output.astype(np_dtype(dtype))
         return Handle(output, dtype)
 
-    Handle.__init__, builder.binary_op = init, binary_op
+    replace(Handle, "__init__", init)
+    replace(builder, "binary_op", binary_op)
 
 
-def _members(interpreter: Any) -> None:
+def _members(interpreter: Any, replace: Replace) -> None:
     """A builtin is called without looking again at what the interpreter hands it."""
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -77,10 +87,11 @@ def _members(interpreter: Any) -> None:
         # Whoever asks whether it is a builtin goes by an attribute, as of the stock function.
         scope.set_attr(obj, name, call)
 
-    interpreter._patch_attr = patch_attr
+    replace(interpreter, "_patch_attr", patch_attr)
 
 
-def _operands(semantic: Any, core: Any) -> None:
+def _operands(semantic: Any, core: Any, replace: Replace) -> None:
+    """Operands that fit each other, as most do, are taken as they are."""
     stock_check, stock_broadcast = (
         semantic.binary_op_type_checking_impl,
         semantic.broadcast_impl_value,
@@ -125,6 +136,6 @@ def _operands(semantic: Any, core: Any) -> None:
         )
 
     # Sums are worked out again with more bits, for an assertion that only debugging makes.
-    semantic.binary_op_sanitize_overflow_impl = lambda *_: None
-    semantic.broadcast_impl_value = broadcast
-    semantic.binary_op_type_checking_impl = check
+    replace(semantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
+    replace(semantic, "broadcast_impl_value", broadcast)
+    replace(semantic, "binary_op_type_checking_impl", check)
