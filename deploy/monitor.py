@@ -39,9 +39,9 @@ from deploy.dashboard import Prometheus, Query, Series
 
 MODEL = "lookup-8l"
 POLICY = "fastkv:tsp_layer=4"
-POLICIES = (POLICY, POLICY, "full", "snapkv", "fier-128:dense_below=0", "speed-4")
+POLICIES = (POLICY, POLICY, "full", "snapkv:kv_rate=0.1", "fier-128:dense_below=0", "speed-4")
 CONFIG = {
-    "kv_layout": ["speed-4", "snapkv", "fier-128:dense_below=0"],
+    "kv_layout": ["speed-4", "snapkv:kv_rate=0.1", "fier-128:dense_below=0"],
     # Room for one prompt, so that others wait.
     "kv_stash_tokens": 2048,
     "kv_recall_every": 4,

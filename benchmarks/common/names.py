@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from vllm_kvx.policy.spec import parse_policy, servable
+
 STOCK = "stock"
 
 
@@ -15,6 +17,11 @@ def split_name(name: str) -> tuple[str | None, str | None]:
     if not policy or (at and not dtype):
         raise ValueError(f"{name!r}: write {STOCK} or a policy, and maybe @ and a KV cache dtype")
     return (None if policy == STOCK else policy), (dtype or None)
+
+
+def served(policy: str) -> str:
+    """The name by which a server takes `policy`: a bare one's rates are written out."""
+    return servable(parse_policy(policy))
 
 
 def baseline_of(engines: Iterable[str]) -> str | None:

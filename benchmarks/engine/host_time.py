@@ -31,7 +31,7 @@ ENGINES = (
     "full@snapkv",
     "speed-24",
     "fastkv:tsp_layer=15",
-    "snapkv",
+    "snapkv:kv_rate=0.1",
     "structkv:pivot=15",
     "fier-512:dense_below=0",
 )

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from benchmarks.common.about import check_plugin
 from benchmarks.common.files import write_json
+from benchmarks.common.names import served
 from benchmarks.engine.ideal import Case
 from vllm_kvx.tools.ideal.work import work_of
 
@@ -110,9 +111,10 @@ class Bench:
         options = dict(self.spec["engine"])
         if policy is not None:
             check_plugin()
-            room = {"kv_layout": self.spec["layout"]} if self.spec.get("layout") else {}
+            layout = list(map(served, self.spec.get("layout") or ()))
+            room = {"kv_layout": layout} if layout else {}
             off = {"kv_disable": self.spec["disable"]} if self.spec.get("disable") else {}
-            options["additional_config"] = {"kv_policy": policy, **room, **off}
+            options["additional_config"] = {"kv_policy": served(policy), **room, **off}
         from vllm import LLM
 
         self.llm = cast(Any, LLM(disable_log_stats=False, cudagraph_metrics=True, **options))
@@ -181,7 +183,7 @@ class Bench:
             prompts.append(TokensPrompt(prompt_token_ids=ids))
             sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
             if case.policy:
-                sampling["extra_args"] = {"kv_policy": case.policy}
+                sampling["extra_args"] = {"kv_policy": served(case.policy)}
             params.append(SamplingParams(max_tokens=count, **sampling))
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         for output, count in zip(outputs, tokens, strict=True):

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common.about import about, command_line, gpu
 from benchmarks.common.files import write_json
-from benchmarks.common.names import STOCK
+from benchmarks.common.names import STOCK, served
 from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
 
 TASKS = ("niah_multivalue", "several_words", "niah_multikey_1", "code_lookup")
@@ -34,7 +34,7 @@ def options_of(server: str, eager: bool) -> dict[str, Any]:
     policy, _, drafts = server.partition("/")
     options: dict[str, Any] = {"enforce_eager": eager}
     if policy != STOCK:
-        options["additional_config"] = {"kv_policy": policy}
+        options["additional_config"] = {"kv_policy": served(policy)}
     if drafts:
         method, _, count = drafts.rpartition("x")
         spec: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 4}

@@ -292,7 +292,7 @@ def main(argv: list[str]) -> None:
     )
     add = parser.add_argument
     add("--loads", nargs="+", choices=LOADS, default=list(LOADS), metavar="LOAD")
-    add("--policies", nargs="+", default=["snapkv", "full"], help="of one KV stage")
+    add("--policies", nargs="+", default=["snapkv:kv_rate=0.1", "full"], help="of one KV stage")
     add("--seeds", type=int, default=5)
     add("--summary", metavar="NAME", help="write benchmarks/results/serving/NAME.json")
     args = parser.parse_args(argv)

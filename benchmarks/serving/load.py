@@ -38,7 +38,7 @@ from typing import Any
 
 from benchmarks.common.about import about, check_plugin, command_line, gpu
 from benchmarks.common.files import write_json
-from benchmarks.common.names import STOCK, file_name, split_name
+from benchmarks.common.names import STOCK, file_name, served, split_name
 from benchmarks.common.server import ROOT, ServerError, serving
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
@@ -104,9 +104,10 @@ def common_flags(args: argparse.Namespace, shape: Shape, dummy: bool) -> list[st
 def own_flags(name: str, layout: Sequence[str] = ()) -> list[str]:
     """The flags that tell one server from the others."""
     policy, dtype = split_name(name)
-    flags = ["--kv-policy", policy] if policy else []
+    flags = ["--kv-policy", served(policy)] if policy else []
     if policy and layout:
-        flags += ["--additional-config", json.dumps({"kv_layout": list(layout)})]
+        room = {"kv_layout": list(map(served, layout))}
+        flags += ["--additional-config", json.dumps(room)]
     return [*flags, "--kv-cache-dtype", dtype] if dtype else flags
 
 
@@ -129,7 +130,7 @@ def bench_flags(
     if setting.users:
         load += ["--max-concurrency", str(setting.users)]
     if policy:
-        load += ["--extra-body", json.dumps({"vllm_xargs": {"kv_policy": policy}})]
+        load += ["--extra-body", json.dumps({"vllm_xargs": {"kv_policy": served(policy)}})]
     return [
         *("--dataset-name", "random", "--num-prompts", str(setting.prompts)),
         *("--random-input-len", str(setting.input), "--random-output-len", str(setting.output)),

@@ -1,4 +1,4 @@
-"""A short chat has the answer of `full` under every bare name: no rate leaves less than a floor."""
+"""A short chat has the answer of `full` under defaults: no rate leaves less than a floor."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +11,18 @@ from support.prompts import prompts_of
 
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
 
-# Every method that keeps or propagates by a rate, as its name alone or with what is mandatory. The
-# second half keeps by the same floors as one of the first.
+# Every method that keeps or propagates by a rate, with its defaults. The second half keeps by the
+# same floors as one of the first.
 BARE = (
     (
-        *("snapkv", "knorm", "streamingllm:kv_rate=0.1", "fastkv:tsp_layer=3"),
+        *("snapkv:kv_rate=0.1", "knorm:kv_rate=0.1", "streamingllm:kv_rate=0.1"),
+        "fastkv:tsp_layer=3",
         *("structkv:pivot=3,granularity=block", "gemfilter:layer=3"),
     ),
     (
-        *("criticalkv", "pyramidkv:groups=4", "structkv:pivot=3"),
+        *("criticalkv:kv_rate=0.1", "pyramidkv:groups=4", "structkv:pivot=3"),
         *("structkv:pivot=online,min_layer=2,max_layer=6", "fastkv:tsp_layer=3,kv_budget=512"),
-        "fastkv:tsp_layer=3,kv_rate=1+criticalkv",
+        "fastkv:tsp_layer=3,kv_rate=1+criticalkv:kv_rate=0.1",
     ),
 )
 SHORT, LONG = (41, DEFAULT_KV_FLOOR), 900

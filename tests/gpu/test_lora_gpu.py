@@ -85,7 +85,7 @@ def test_full_is_stock_bit_for_bit(adapters: Adapters) -> None:
             names = [None if policy is None else "full"] * len(prompts)
             return engine.generate(prompts, 24, names, adapters=each)
 
-    assert_identical(answers("snapkv"), answers(None))
+    assert_identical(answers("snapkv:kv_rate=0.1"), answers(None))
 
 
 def _distance(model: Any, answer: Answer, policy: Policy) -> float:

@@ -170,7 +170,10 @@ def test_patterns_are_for_every_engine() -> None:
 CONFIG = {"kv_policy": "fier-2048"}
 CONFIGURATIONS: tuple[tuple[dict[str, Any], bool], ...] = (
     (CONFIG, True),
-    ({"kv_layout": ["snapkv", "full"]}, True),
+    ({"kv_layout": ["snapkv:kv_rate=0.1", "full"]}, True),
+    ({"kv_layout": ["snapkv", "full"]}, False),
+    ({"kv_policy": "fastkv+fier-64"}, False),
+    ({"kv_policy": "snapkv:kv_rate=0.1+fier-64"}, True),
     ({"kv_layout": "snapkv"}, False),
     ({"kv_layout": ["snapvk"]}, False),
     ({"kv_policy": "snapkv:kv_rate=0"}, False),

@@ -23,7 +23,7 @@ from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.spec import check_served, parse_policy, servable
 from vllm_kvx.policy.window_scores import DEFAULT_SCORE, WINDOW_SCORES
 
 # name -> (canonical name, policy)
@@ -636,3 +636,35 @@ def test_what_is_drafted_fits_into_the_context() -> None:
     policy.check_length(512, 512)
     with pytest.raises(PolicyError, match="shorten the prompt to 1008 tokens, or leave out"):
         policy.check_length(1009, 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("snapkv", "snapkv:kv_rate=0.1"),
+        ("fier-64+snapkv", "fier-64+snapkv:kv_rate=0.1"),
+        ("fastkv", "fastkv:kv_rate=0.1,tsp_rate=0.2"),
+        ("structkv+fier-64", "structkv:struct_rate=0.2,kv_rate=0.1+fier-64"),
+        ("knorm", "knorm:kv_rate=0.1"),
+    ],
+)
+def test_a_bare_name_is_not_served(name: str, served: str) -> None:
+    """It parses, and means the paper's rates; written out these are served."""
+    with pytest.raises(PolicyError, match="does not say how much stays") as refused:
+        check_served(name)
+    policy = parse_policy(name)
+    assert servable(policy) == served and parse_policy(served) == policy
+    check_served(served)
+    (method,) = (part for part in policy.parts if part.served_as)
+    assert method.served_as in str(refused.value)
+    check_served(method.served_as)
+    assert parse_policy(method.served_as).parts[0].name == method.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["full", "speed-24", "fier-2048", "streamingllm", "snapkv:kv_floor=0", "structkv:pivot=3"],
+)
+def test_what_is_served_as_it_is_written(name: str) -> None:
+    check_served(name)
+    assert servable(parse_policy(name)) == str(parse_policy(name))

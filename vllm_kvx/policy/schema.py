@@ -14,6 +14,8 @@ from vllm_kvx.policy.parameters import Limits
 from vllm_kvx.policy.spec import MAX_LENGTH
 
 POLICY = "policy"
+# What servers and requests take: a bare name that loses answers is none (``spec.check_served``).
+SERVED = "servedPolicy"
 POLICY_AT_DTYPE = "policyAtDtype"
 _EXAMPLES = "a KV policy, such as fier-2048 or snapkv:kv_rate=0.2"
 # How a value ends, and a part; `@` begins a KV cache dtype.
@@ -21,7 +23,7 @@ _VALUE_END, _PART_END = r"([,+@]|$)", r"([+@]|$)"
 
 
 def definitions() -> dict[str, Any]:
-    """Schemas by name: `POLICY`, `POLICY_AT_DTYPE` (`full@fp8`), and those of the methods.
+    """Schemas by name: `POLICY`, `SERVED`, `POLICY_AT_DTYPE` (`full@fp8`), and the methods'.
 
     A schema that uses them has them under ``definitions``.
     """
@@ -29,8 +31,11 @@ def definitions() -> dict[str, Any]:
     refs = [{"$ref": f"#/definitions/{key}"} for key in methods]
     policy = {"type": "string", "maxLength": MAX_LENGTH, "description": _EXAMPLES}
     at_dtype = policy | {"description": f"{_EXAMPLES}, maybe over another KV cache: full@fp8"}
+    bare = "|".join(method.name for method in METHODS.values() if method.served_as)
+    bare_part = {"pattern": rf"(^|[+])({bare})([+]|$)"}
     return {
         POLICY: policy | {"allOf": [*_names(""), *refs]},
+        SERVED: {"allOf": [{"$ref": f"#/definitions/{POLICY}"}, {"not": bare_part}]},
         POLICY_AT_DTYPE: at_dtype | {"allOf": [*_names("(@[a-z0-9_]+)?"), *refs]},
         **methods,
     }

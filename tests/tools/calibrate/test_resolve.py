@@ -145,7 +145,7 @@ def test_a_server_measures_before_its_first_start(
     pivot = record["pivot"]
     # Other processes look there, and nowhere else.
     assert vllm_config.additional_config == {
-        "kv_policy": "structkv",
+        "kv_policy": "structkv:kv_rate=0.1",
         "kv_measured": {"pivot": pivot},
     }
     found = KVSettings.from_vllm_config(vllm_config)

@@ -107,7 +107,7 @@ def test_a_cpu_on_which_nobody_has_chosen(doctor, monkeypatch, broken: bool) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU needs")
 def test_flags_that_a_cpu_needs(doctor) -> None:
     """They are named, and so is the command that has them."""
-    (problem,) = doctor("snapkv").problems("torch", "vllm", "model", "flags")
+    (problem,) = doctor("snapkv:kv_rate=0.1").problems("torch", "vllm", "model", "flags")
     assert "add --enforce-eager" in problem.says and "set --dtype float32" in problem.says
     assert problem.mend == "vllm-kvx serve MODEL ..., which sets all that a CPU needs"
 

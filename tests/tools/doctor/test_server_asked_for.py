@@ -107,7 +107,7 @@ def test_a_model_whose_attention_caps_its_logits(doctor, tmp_path: Path) -> None
         model_type="gemma2",
         layer_types=["full_attention"] * 8,
     )
-    for policy in ("fier-64", "snapkv", "speed-4"):
+    for policy in ("fier-64", "snapkv:kv_rate=0.1", "speed-4"):
         asked = doctor(policy, model=tmp_path, serve_args=ON_CPU)
         assert lines(asked("model", "flags"), "problem") == []
 
@@ -146,7 +146,7 @@ def test_a_model_that_also_reads_images(doctor, tmp_path: Path) -> None:
 def test_nothing_is_measured_where_layers_are_unknown(doctor, tmp_path: Path) -> None:
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"n_embd": 64, "n_head": 2}))
-    asked = doctor("fastkv", model=tmp_path, serve_args=ON_CPU)
+    asked = doctor("fastkv:kv_rate=0.1", model=tmp_path, serve_args=ON_CPU)
     assert any("no num_hidden_layers" in line for line in lines(asked("model"), "note"))
     assert "layout is not told" in asked("policy")[-1].says
 
@@ -321,7 +321,7 @@ def test_the_policy_is_told(doctor) -> None:
 
 def test_more_ranks_share_the_memory(doctor) -> None:
     def stock(ranks: int) -> str:
-        found = doctor("snapkv", gpu_memory=1.0, ranks=ranks)("model", "policy")
+        found = doctor("snapkv:kv_rate=0.1", gpu_memory=1.0, ranks=ranks)("model", "policy")
         (line,) = [each for each in lines(found, "ok") if each.startswith("KV of such")]
         return line.rpartition("stock ")[2]
 
@@ -330,7 +330,7 @@ def test_more_ranks_share_the_memory(doctor) -> None:
 
 
 def test_no_room_for_the_weights(doctor) -> None:
-    found = doctor("snapkv", gpu_memory=0.001)("model", "policy")
+    found = doctor("snapkv:kv_rate=0.1", gpu_memory=0.001)("model", "policy")
     (problem,) = lines(found, "problem")
     assert problem.startswith("nothing is left for the KV pool")
 
@@ -350,13 +350,13 @@ def key(doctor) -> str:
 
 
 def test_records_are_looked_for_where_servers_do(doctor, key: str) -> None:
-    asked = doctor("snapkv")
+    asked = doctor("snapkv:kv_rate=0.1")
     asked("model")
     assert EvaluationNotice(asked_for.identity_of(asked.context)).model_key == key
 
 
 def test_layers_that_were_not_measured(doctor, key: str, tmp_path: Path) -> None:
-    asked = doctor("fastkv", serve_args=ON_CPU)
+    asked = doctor("fastkv:kv_rate=0.1", serve_args=ON_CPU)
     (taken,) = asked("model", "flags")  # Nothing is measured here, which would take minutes.
     assert taken.status == "ok", taken
     layer, evaluation = asked("measured")
@@ -366,19 +366,19 @@ def test_layers_that_were_not_measured(doctor, key: str, tmp_path: Path) -> None
     assert evaluation.mend == f"vllm-kvx evaluate {LOOKUP} --policies fastkv --save"
     record = {"method": "fastkv", "key": key, "layers": 8, "tsp_layer": 5, "criterion": "answers"}
     path = save(record | {"window": 8, "kernel": 7, "tsp_rate": 0.2, "reduction": "max"})
-    asked = doctor("fastkv")
+    asked = doctor("fastkv:kv_rate=0.1")
     measured, evaluation = asked("model", "measured")
     assert measured.status == "ok" and "tsp_layer=auto is layer 5 (calibrated" in measured.says
     assert "fastkv:tsp_layer=5,tsp_reduction=max" in evaluation.says
     path.write_text("{}")
-    found = doctor("fastkv")("model", "measured")
+    found = doctor("fastkv:kv_rate=0.1")("model", "measured")
     assert any("Ignoring calibration" in note for note in lines(found, "note"))
 
 
 def test_a_layer_that_cannot_be_kept(doctor, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "file"))
-    found = doctor("structkv")("model", "measured")
+    found = doctor("structkv:kv_rate=0.1")("model", "measured")
     assert "pivot=calibrated was not measured" in found[0].says
     assert "Every start of a server measures it, and cannot keep it" in found[0].says
 
@@ -389,7 +389,7 @@ def test_a_layer_that_cannot_be_kept(doctor, tmp_path: Path, monkeypatch) -> Non
 )
 def test_a_layer_that_no_start_measures(doctor, monkeypatch, value: str, says: str) -> None:
     monkeypatch.setenv("KVX_CALIBRATION_LIMIT", value)
-    (problem,) = doctor("structkv").problems("model", "measured")
+    (problem,) = doctor("structkv:kv_rate=0.1").problems("model", "measured")
     assert says in problem.says
     assert problem.mend.startswith(f"vllm-kvx calibrate {LOOKUP} --method structkv")
 
@@ -406,11 +406,11 @@ def test_evaluations_and_tuning(doctor, key: str, tmp_path: Path) -> None:
     assert evaluation.status == "ok" and "kept 90.0% [80.0-100.0]" in evaluation.says
 
 
-@pytest.mark.parametrize("policy", ["speed-4", "snapkv"])
+@pytest.mark.parametrize("policy", ["speed-4", "snapkv:kv_rate=0.1"])
 def test_a_quantized_kv_cache_is_asked_by_its_name(doctor, policy: str) -> None:
     """Also where the flags are refused, as retention's are on CPU."""
     asked = doctor(policy, serve_args=("--kv-cache-dtype", "fp8", *ON_CPU))
-    assert bool(asked.problems("model", "flags")) == (policy == "snapkv")
+    assert bool(asked.problems("model", "flags")) == (policy == "snapkv:kv_rate=0.1")
     *_, found = asked("measured")
     assert f"{policy}@fp8: nobody has measured" in found.says
     assert f"--policies {policy}@fp8 --save" in found.mend

@@ -28,13 +28,13 @@ from vllm_kvx.config.settings import (
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS
 from vllm_kvx.policy.auto import PATTERN as AUTO_PATTERN
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS
-from vllm_kvx.policy.schema import POLICY, definitions
+from vllm_kvx.policy.schema import POLICY, SERVED, definitions
 from vllm_kvx.tools.batch.lines import URLS, XARGS
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 ADDITIONAL_CONFIG, BATCH_LINE = "additionalConfig", "batchLine"
 
-_POLICY: dict[str, Any] = {"$ref": f"#/definitions/{POLICY}"}
+_POLICY: dict[str, Any] = {"$ref": f"#/definitions/{SERVED}"}
 _AUTO = {"type": "string", "pattern": AUTO_PATTERN}
 _QUOTES = "in quotes: YAML reads on and off as true and false"
 
@@ -42,7 +42,8 @@ _QUOTES = "in quotes: YAML reads on and off as true and false"
 def document() -> dict[str, Any]:
     """A schema of policies; under ``definitions`` those of `ADDITIONAL_CONFIG` and `BATCH_LINE`."""
     others = {ADDITIONAL_CONFIG: additional_config(), BATCH_LINE: _batch_line()}
-    return {"$schema": DRAFT, "definitions": definitions() | others, "allOf": [_POLICY]}
+    every = {"$ref": f"#/definitions/{POLICY}"}
+    return {"$schema": DRAFT, "definitions": definitions() | others, "allOf": [every]}
 
 
 def additional_config(takes_auto: bool = True) -> dict[str, Any]:
