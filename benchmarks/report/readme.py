@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.common.names import STOCK
+from benchmarks.common.names import STOCK, served
 from benchmarks.report.cells import MISSING
 from benchmarks.report.files import (
     Figure,
@@ -176,7 +176,7 @@ def table(files: Sequence[File]) -> list[str]:
     for row in rows:
         page, what = POLICIES[row.policy]
         gains = [row.first, row.next, row.requests]
-        cells = [f"[`{row.policy}`]({page})", what, *(_shown(each, gpu) for each in gains)]
+        cells = [f"[`{served(row.policy)}`]({page})", what, *(_shown(each, gpu) for each in gains)]
         lines.append("| " + " | ".join([*cells, _answers(row.answers)]) + " |")
         names = [each.file.name for each in gains if each] + [k.file.name for k in row.answers]
         used.update(dict.fromkeys(names))
