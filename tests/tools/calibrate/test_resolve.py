@@ -26,7 +26,9 @@ from vllm_kvx.tools.checkpoint import questions
 
 TOOL = [sys.executable, "-m", "vllm_kvx.cli"]
 # As the tests have time for.
-FEW = ["--count", "3", "--length", "300"]
+SHORT = ["--count", "16", "--length", "240"]
+# The family that is asked first has longer texts at the least.
+LONGER = ["--count", "16", "--length", "340", "--reduction", "sum"]
 
 Run = Callable[..., Any]
 
@@ -55,7 +57,7 @@ class Tool:
 def process(monkeypatch: pytest.MonkeyPatch) -> Tool:
     """The tool in a process of its own, as a server runs it, on fewer lookups."""
     real = subprocess.Popen
-    tool = Tool(lambda command, **kwargs: real([*command, *FEW], **kwargs), real)
+    tool = Tool(lambda command, **kwargs: real([*command, *LONGER], **kwargs), real)
     monkeypatch.setattr(subprocess, "Popen", tool)
     return tool
 
@@ -78,12 +80,12 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as its_own:
             its_own.setenv("KVX_CACHE_ROOT", env["KVX_CACHE_ROOT"])
-            code = main([*command[3:], *FEW])
+            code = main([*command[3:], *SHORT])
         return Done(code, capsys.readouterr().err)
 
     # The one kind that the demo checkpoint answers.
-    monkeypatch.setattr(questions, "FAMILIES", {"notes": ("notes",)})
-    monkeypatch.setattr(by_answers, "FAMILIES", {"notes": ("notes",)})
+    monkeypatch.setattr(questions, "CALIBRATION", {"notes": ("notes",)})
+    monkeypatch.setattr(by_answers, "CALIBRATION", {"notes": ("notes",)})
 
     tool = Tool(run, subprocess.Popen)
     monkeypatch.setattr(subprocess, "Popen", tool)
@@ -141,7 +143,7 @@ def test_a_server_measures_before_its_first_start(
     assert [*cache.rglob("*.*")] == [path]  # The lock is gone.
     assert record["layers"] == 8 and record["window"] == 8 and record["decay"] == 0.9
     assert record["criterion"] == "answers" and record["asked"] == "notes"
-    assert record["prompts"]["source"] == "built-in" and record["prompts"]["count"] == 3
+    assert record["prompts"]["source"] == "built-in" and record["prompts"]["count"] == 48
     pivot = record["pivot"]
     # Other processes look there, and nowhere else.
     assert vllm_config.additional_config == {
