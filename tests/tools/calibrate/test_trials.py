@@ -213,7 +213,7 @@ def test_own_prompts_choose_or_confirm() -> None:
 
     assert split(63) == [list(range(63))] * 2
     assert split(64) == [list(range(0, 64, 2)), list(range(1, 64, 2))]
-    with pytest.raises(ToolError, match="31 prompts: a layer is confirmed by .* at least 32: give"):
+    with pytest.raises(ToolError, match=r"31 prompts: .* by decoding at least 32: give"):
         split(31)
 
 
