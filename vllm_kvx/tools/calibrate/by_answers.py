@@ -66,6 +66,9 @@ from vllm_kvx.tools.time_left import Left
 CRITERION = "answers"
 # Lookups whose answers decide whether the model is asked this family of tasks.
 FIRST = 4
+# The rates that are searched where the policy leaves its own open: the paper's, and up to twice as
+# many tokens, beyond which the layers above save little.
+SEARCHED = (0.2, 0.3, 0.4)
 # Prompts by which a choice is confirmed, at the least.
 CONFIRM = 32
 
@@ -149,7 +152,8 @@ def run(args: argparse.Namespace) -> None:
         raise ToolError(refusal(record))
     path = store(record)
     layer: Any = {parameter_of(policy): record[parameter_of(policy)]}
-    layer[RATES[policy.name]] = record[RATES[policy.name]]
+    if policy.to_measure.leaves_rate(policy):
+        layer[policy.to_measure.rate] = record[policy.to_measure.rate]
     if record["reduction"] != WINDOW_REDUCTIONS[0]:
         layer[policy.to_measure.reduction] = record["reduction"]
     chosen = replace(policy, **layer)
@@ -170,8 +174,10 @@ def policy_of(args: argparse.Namespace) -> Policy:
 
 
 def rates_of(policy: Policy) -> tuple[float, ...]:
-    """The rates that may be chosen: the policy's own."""
-    rate: float = getattr(policy, RATES[policy.name])
+    """The rates that may be chosen: the policy's own, or SEARCHED where it leaves that open."""
+    rate: float | None = getattr(policy, RATES[policy.name])
+    if rate is None:
+        return SEARCHED
     if rate == 1:
         raise ToolError("a rate of 1 drops no token, so every layer is as good: use less than 1")
     return (rate,)

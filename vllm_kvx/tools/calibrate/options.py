@@ -176,7 +176,8 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
         "--tsp-rate",
         type=float,
         metavar="RATE",
-        help=f"fastkv: share of the tokens that is propagated (default: {FASTKV.tsp_rate})",
+        help="fastkv: share of the tokens that is propagated (default: answers, searched with the "
+        f"layer; paper, {FASTKV.token_rate})",
     )
     command.add_argument(
         "--struct-rate",
