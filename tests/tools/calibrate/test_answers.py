@@ -249,7 +249,7 @@ def command(
 
 def test_the_demo_checkpoint(command: Callable[..., Any], cache: Path) -> None:
     """Its layers 0 to 3 find the answer, so the third is the earliest that may propagate."""
-    code, out, err = command(compare=None)
+    code, out, err = command(tsp_rate=0.2)
     assert code == 0 and "prompt 16/16" in err and "answers under layer 3 by sum" in err
     [path] = cache.glob("calibration/*.json")
     record = json.loads(path.read_text())
@@ -276,7 +276,11 @@ def test_the_demo_checkpoint(command: Callable[..., Any], cache: Path) -> None:
     assert f"Answers under {name}: 16 of 16 stay, 100.0% [80.6-100.0]" in out
     assert f"Confirmation of {name}: 32 of 32 stay, 100.0% [89.3-100.0]" in out
     identity = ModelIdentity(str(LOOKUP), AutoConfig.from_pretrained(LOOKUP).to_dict())
-    assert layer_of(FastKV(), identity, 8) == (*(3, f"calibrated by answers: {path}", "sum"),)
+    for mine in (FastKV(), FastKV(tsp_rate=0.2)):
+        found = layer_of(mine, identity, 8)
+        assert found == (3, f"calibrated by answers: {path}", "sum", None)
+    assert "rates" not in record and "--kv-policy fastkv:tsp_rate=0.2` finds it" in out
+    assert out.endswith("Anywhere else: --kv-policy fastkv:tsp_layer=3\n")
     for other in (FastKV(tsp_rate=0.3), FastKV(window=4), FastKV(kernel=5)):
         assert layer_of(other, identity, 8) is None
 
@@ -287,10 +291,40 @@ def test_texts_of_facts_alone(
     """What the demo checkpoint is asked unless a test says otherwise."""
     for module in (questions, by_answers):
         monkeypatch.setattr(module, "CALIBRATION", {"notes": REAL["notes"]})
-    code, out, _ = command(count=17)
+    code, out, _ = command(count=17, tsp_rate=0.2)
     assert code == 0 and "The full model answers 17 of the 17 lookups." in out
     [path] = cache.glob("calibration/*.json")
     assert json.loads(path.read_text())["tsp_layer"] == 3
+
+
+def test_a_rate_that_is_left_open_is_searched_for(
+    command: Callable[..., Any], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less is computed by twice the tokens above a lower layer, and the record says so."""
+    code, out, err = command()
+    assert code == 0
+    [path] = cache.glob("calibration/*.json")
+    record = json.loads(path.read_text())
+    assert record["rates"] == [0.2, 0.3, 0.4] and list(record["scores"]) == ["0.2", "0.3", "0.4"]
+    chosen = record["trials"][-1]
+    assert chosen["confirmation"]["share"][1] > 0.8 and chosen["confirmation"]["prompts"] == 32
+    layer, rate = record["tsp_layer"], record["tsp_rate"]
+    assert (layer, rate) == (chosen["layer"], chosen["rate"])
+    # What was tried before is less work yet, and was not enough.
+    gains = [record["prefill"][str(each["rate"])][each["layer"]] for each in record["trials"]]
+    assert gains == sorted(gains, reverse=True)
+    assert all(each["share"][1] < 0.8 for each in record["trials"][:-1])
+    assert f"<- tsp_layer, by {record['reduction']} at {rate}" in out
+    assert f"answers under layer {layer} by {record['reduction']} at {rate}: 1/32" in err
+    identity = ModelIdentity(str(LOOKUP), AutoConfig.from_pretrained(LOOKUP).to_dict())
+    found = layer_of(FastKV(), identity, 8)
+    assert found is not None and found.layer == layer
+    wanted = FastKV.to_measure
+    values = found.values(wanted)
+    assert values.get("tsp_rate", 0.2) == rate and values["tsp_layer"] == layer
+    other = next(each for each in record["rates"] if each != rate)
+    assert layer_of(FastKV(tsp_rate=rate), identity, 8) is not None
+    assert layer_of(FastKV(tsp_rate=other), identity, 8) is None
 
 
 def test_all_criteria_side_by_side(
@@ -319,7 +353,8 @@ def test_own_prompts(command: Callable[..., Any], cache: Path, tmp_path: Path) -
     tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
     prompts = [make_prompt(seed, 300, tokenizer, values=2)[0] for seed in range(32)]
     (tmp_path / "prompts.txt").write_text("\n---\n".join(prompts))
-    code, out, _ = command(prompts=tmp_path / "prompts.txt", count=None, length=None)
+    options = {"prompts": tmp_path / "prompts.txt", "count": None, "length": None}
+    code, out, _ = command(**options, tsp_rate=0.2)
     assert code == 0 and "The full model's own answers to the 32 prompts" in out
     [path] = cache.glob("calibration/*.json")
     record = json.loads(path.read_text())

@@ -42,8 +42,8 @@ class FastKV(Propagate, RetainByWindow):
 
     tsp_layer: the last layer that processes every token, counted from 0 (default `auto`: the
         paper's for models that it names, otherwise measured before serving, by answers).
-    tsp_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2; with tsp_layer=auto
-        the one that was measured together with the layer).
+    tsp_rate: share of the prompt's tokens that go on, in (0, 1] (default: 0.2, and with
+        tsp_layer=auto what was measured together with the layer).
     tsp_floor: the least number of tokens that the rate propagates of a prompt (default: kv_floor's
         value, and 512 with a budget).
     tsp_reduction: how the weights of heads and window queries become a token's one score: `sum`
