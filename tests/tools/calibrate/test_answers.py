@@ -376,8 +376,8 @@ def test_no_layer_keeps_enough(
     [line] = [line for line in err.splitlines() if "error:" in line]
     assert code == 2 and "no layer keeps enough: under the best of 1 that were tried, layer" in line
     assert "layer 1 by sum with struct_rate=0.03, which propagates 50% of what answers" in line
-    assert "at least 80% have to with a certainty of 95% (here " in line
-    assert "use --kv-policy snapkv or fier-1024, or choose a layer yourself" in line
+    assert "of those asked stay, lost: 1 of notes; at least 80% have to with a certainty" in line
+    assert "give a higher --struct-rate, use --kv-policy snapkv or fier-1024, or choose" in line
     assert "Answers under layer 1, sum, struct_rate 0.03: " in out and "it was hopeless" in out
     assert "(pivot=<int>)" in line and "<- pivot" not in out and "evidence" in out
     assert not list(cache.glob("calibration/*"))

@@ -123,15 +123,18 @@ def test_the_most_likely_lost_are_asked_first(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(trials, "answers_kept", kept)
     seen = [answered(float(number != 5), 1.0, 1 - number / 40) for number in range(33)]
-    asked = Asked([Question((number,)) for number in range(33)], seen)
+    kinds = ["other", "even"] + ["odd", "even"] * 16
+    each = [Question((number,), kind=kinds[number]) for number in range(33)]
+    asked = Asked(each, seen)
     counted: list[int] = []
     decoder: Any = None
     trial = try_out(decoder, asked, Candidate(1, SUM, 1, 0.5), 0.8, counted.append)
     assert order == [32, 31] and counted == [0, 1]
     assert (trial.kept, trial.asked, trial.complete) == (0, 2, False)
+    assert trial.lost == {"odd": 1, "even": 1}
     monkeypatch.setattr(trials, "answers_kept", lambda *_: (1.0, 1.0))
     trial = try_out(decoder, asked, Candidate(1, SUM, 1, 0.5), 0.8, counted.append)
-    assert (trial.kept, trial.asked, trial.complete) == (32, 32, True)
+    assert (trial.kept, trial.asked, trial.complete, trial.lost) == (32, 32, True, {})
 
 
 # The choice.

@@ -88,13 +88,17 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
-    """kept, asked: answers, or tokens. share: what stayed of them, and the ends of its interval."""
+    """kept, asked: answers, or tokens. share: what stayed of them, and the ends of its interval.
+
+    lost: by task, how many answers did not stay.
+    """
     return {
         "kept": trial.kept,
         "asked": trial.asked,
         "prompts": len(trial.pairs),
         "complete": trial.complete,
         "share": list(trial.share),
+        "lost": trial.lost,
     }
 
 
@@ -169,12 +173,17 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _stayed(trial: Mapping[str, Any]) -> str:
-    """`31 of 32 stay, 96.9% [84.3-99.4]`; of a trial that ended, so far."""
+    """`31 of 32 stay, 96.9% [84.3-99.4], lost: 1 of notes`; of a trial that ended, so far."""
     value, low, high = (100 * share for share in trial["share"])
     counts = f"{trial['kept']:g} of {trial['asked']:g}"
-    if not trial["complete"]:
-        return f"{counts} stay, then it was hopeless"
-    return f"{counts} stay, {value:.1f}% [{low:.1f}-{high:.1f}]"
+    what = f"{value:.1f}% [{low:.1f}-{high:.1f}]" if trial["complete"] else "then it was hopeless"
+    return f"{counts} stay, {what}{_lost(trial)}"
+
+
+def _lost(trial: Mapping[str, Any]) -> str:
+    """Which tasks' answers did not stay; empty where none is known to be lost."""
+    lost = [f"{count:.3g} of {task}" for task, count in trial["lost"].items()]
+    return f", lost: {', '.join(lost)}" if lost else ""
 
 
 def answered_lines(record: Mapping[str, Any]) -> list[str]:
@@ -213,13 +222,14 @@ def refusal(record: Mapping[str, Any]) -> str:
     what = "answers" if known else "tokens of answers"
     where = "of the prompts that confirm" if trial["confirmation"] else "of those asked"
     rate = RATES[record["method"]]
-    more = "" if rate == "struct_rate" or "rates" in record else f", give a higher --{rate}"
+    if "rates" not in record:
+        way_out = f"give a higher --{rate.replace('_', '-')}, {way_out}"
     return (
         f"no layer keeps enough: under the best of {len(record['trials'])} that were tried, layer "
         f"{trial['layer']} by {trial['reduction']} with {rate}={trial['rate']}, which propagates "
         f"{trial['score']:.0%} of what answers need, {last['kept']:g} of {last['asked']:g} {what} "
-        f"{where} stay, and at least {record['least']:.0%} have to with a certainty of 95% (here "
-        f"{last['share'][1]:.0%}): {way_out}{more.replace('_', '-')}"
+        f"{where} stay{_lost(last)}; at least {record['least']:.0%} have to with a certainty of "
+        f"95%, here {last['share'][1]:.0%}: {way_out}"
     )
 
 

@@ -85,11 +85,22 @@ class Trial:
 
     pairs: of each prompt that the full model has right, how much stayed and out of how much.
     complete: whether all were asked; a trial ends where it cannot hold any more.
+    kinds: of each of these prompts, its question's; () where there are none.
     """
 
     candidate: Candidate
     pairs: tuple[tuple[float, float], ...]
     complete: bool
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """By kind of question, how much did not stay, the most first; nothing where all stayed."""
+        found: dict[str, float] = {}
+        for (mine, full), kind in zip(self.pairs, self.kinds, strict=False):
+            if kind and mine < full:
+                found[kind] = found.get(kind, 0.0) + full - mine
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
 
     @property
     def kept(self) -> float:
@@ -172,8 +183,9 @@ def try_out(
         progress(number)
         pairs.append(answers_kept(decoder, question, one, candidate.layer, candidate.choice))
         if is_hopeless(pairs, len(right) - len(pairs), least):
-            return Trial(candidate, tuple(pairs), complete=len(pairs) == len(right))
-    return Trial(candidate, tuple(pairs), complete=True)
+            break
+    kinds = tuple(question.kind for question, _ in right[: len(pairs)])
+    return Trial(candidate, tuple(pairs), len(pairs) == len(right), kinds)
 
 
 def choose(

@@ -65,12 +65,14 @@ class Question:
     evidence: indices of the tokens that hold it; None if nobody knows.
     score: how right an answer's tokens are, 0 to 1; None if only the full model's answer says.
     limit: tokens of the longest answer.
+    kind: the task that it is of; empty where there is none.
     """
 
     token_ids: tuple[int, ...]
     evidence: tuple[int, ...] | None = None
     score: Callable[[Sequence[int]], float] | None = None
     limit: int = 16
+    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ def lookups(
     tasks = CALIBRATION[family]
     questions = []
     for score in scores(tasks, numbers, length, LONGEST_ANSWER, tokenizer, config):
-        prompt = score.prompt
-        questions.append(Question(prompt.token_ids, prompt.evidence, score, score.limit))
+        prompt, kind = score.prompt, score.task.name
+        questions.append(Question(prompt.token_ids, prompt.evidence, score, score.limit, kind))
     check_lengths([question.token_ids for question in questions], window, None)
     return questions
 
