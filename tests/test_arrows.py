@@ -82,6 +82,7 @@ RULES = {
         (
             *("policy", "equations", "config", "errors", "records"),
             *("tools.checkpoint", "tools.plots", "tools.time_left"),
+            *("tools.evaluate.intervals", "tools.ideal"),
         ),
         "finds layers for FastKV and StructKV, without an engine",
     ),

@@ -77,6 +77,8 @@ def test_a_default_that_is_no_value_is_told(capsys: pytest.CaptureFixture[str]) 
         if parameter.default_rule
     }
     follows = "kv_floor's value, and 512 with a budget"
+    rate = rules.pop(("fastkv", "tsp_rate"))
+    assert rate == "0.2, and with tsp_layer=auto what was measured together with the layer"
     assert rules == {
         ("fastkv", "tsp_floor"): follows,
         ("structkv", "struct_floor"): follows,

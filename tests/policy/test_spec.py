@@ -418,9 +418,23 @@ def test_parameters_are_complete() -> None:
         "kernel": 7,
         "score": DEFAULT_SCORE,
         "tsp_layer": "auto",
-        "tsp_rate": 0.2,
         "tsp_reduction": "sum",
     }
+    assert parse_policy("fastkv:tsp_layer=3").parameters()["retain"]["tsp_rate"] == 0.2
+
+
+def test_a_rate_that_is_given_is_told_from_one_that_is_left_open() -> None:
+    """Where the layer is known there is nothing to measure, and one name for the default."""
+    left, given = parse_policy("fastkv"), parse_policy("fastkv:tsp_rate=0.2")
+    assert (str(left), str(given)) == ("fastkv", "fastkv:tsp_rate=0.2") and left != given
+    assert left.propagate.num_propagated(4096) == given.propagate.num_propagated(4096) == 819
+    layer = "fastkv:tsp_layer=3"
+    assert parse_policy(f"{layer},tsp_rate=0.2") == parse_policy(layer)
+    assert str(parse_policy(f"{layer},tsp_rate=0.2")) == layer
+    for method in (left.propagate, given.propagate):
+        assert str(dataclasses.replace(method, tsp_layer=3)) == layer
+    open_layer = dataclasses.replace(left.propagate, tsp_layer=3, tsp_rate=0.4)
+    assert str(open_layer) == f"{layer},tsp_rate=0.4"
 
 
 @pytest.mark.parametrize(
@@ -643,7 +657,7 @@ def test_what_is_drafted_fits_into_the_context() -> None:
     [
         ("snapkv", "snapkv:kv_rate=0.1"),
         ("fier-64+snapkv", "fier-64+snapkv:kv_rate=0.1"),
-        ("fastkv", "fastkv:kv_rate=0.1,tsp_rate=0.2"),
+        ("fastkv", "fastkv:kv_rate=0.1"),
         ("structkv+fier-64", "structkv:struct_rate=0.2,kv_rate=0.1+fier-64"),
         ("knorm", "knorm:kv_rate=0.1"),
     ],

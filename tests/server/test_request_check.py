@@ -297,6 +297,20 @@ def test_the_name_carries_the_server() -> None:
         request_check.nothing  # noqa: B018
 
 
+def test_a_request_is_read_with_all_that_was_measured() -> None:
+    """Else the server's own policy would be another, which its operator does not allow."""
+    measured = {"tsp_layer": 3, "tsp_rate": 0.4, "tsp_reduction": "max"}
+    config = {"kv_policy": "fastkv", "kv_measured": measured, "kv_request_policies": "list"}
+    settings = KVSettings.of(config, num_layers=8)
+    assert str(settings.policy) == "fastkv:tsp_layer=3,tsp_rate=0.4,tsp_reduction=max"
+    check = build_custom_logits_processors_params_validator([class_path(settings, MODEL)])
+    check(params("fastkv"))
+    check(params(str(settings.policy)))
+    for other in ("fastkv:tsp_rate=0.2", "fastkv:tsp_layer=3"):
+        with pytest.raises(VLLMValidationError):
+            check(params(other))
+
+
 def test_two_engines_in_one_process_do_not_mix() -> None:
     four, five = validator("speed-4"), validator("speed-5")
     four(params("speed-4"))

@@ -141,7 +141,7 @@ class Method:
     def __str__(self) -> str:
         """The canonical name: parameters at their defaults are left out."""
         required = {key: getattr(self, key) for key in self.mandatory()}
-        defaults = type(self)(**required).parameters()
+        defaults = self.defaults()
         head = f"{self.name}-{required[self.number]}" if self.number else self.name
         written = [
             f"{key}={write_value(value)}"
@@ -149,6 +149,10 @@ class Method:
             if key != self.number and (key in required or defaults.get(key) != value)
         ]
         return f"{head}:{','.join(written)}" if written else head
+
+    def defaults(self) -> dict[str, Value]:
+        """What parameters are where they are not given, the others being as they are."""
+        return type(self)(**{key: getattr(self, key) for key in self.mandatory()}).parameters()
 
     @classmethod
     def usage(cls) -> str:

@@ -53,7 +53,7 @@ def load(key: str, policy: KVPolicy, dtype: str | None = None) -> dict[str, Any]
 
 def leaves_floor(policy: KVPolicy) -> bool:
     """Whether the name of `policy` stands for what the default of ``kv_floor`` makes of it."""
-    rates = ("kv_rate", "tsp_rate", "struct_rate", "rate")
+    rates = ("kv_rate", "token_rate", "struct_rate", "rate")
     return any(
         "_floor" not in str(part)
         and any(getattr(part, rate, None) not in (None, 1) for rate in rates)

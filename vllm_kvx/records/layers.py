@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.parameters import allows
 from vllm_kvx.records.folder import CACHE_VARIABLE, cache_root, root_to_read
 
 # A child of vLLM's logger: within a server it is formatted as the rest of the log.
@@ -33,7 +34,9 @@ RESULTS: dict[str, str] = {
     if method.to_measure is not None
 }
 
-# Method and criterion -> the parameters that its layer was measured with, and holds for.
+# Method and criterion -> the parameters that its layer was measured with, and holds for. A rate
+# that a policy leaves open is the record's, if it was searched for (`rates` are those that were
+# tried) or is the usual one: a layer found for another rate alone may be needlessly high or low.
 SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "fastkv": {
         "answers": ("window", "kernel", "tsp_rate"),
@@ -147,6 +150,11 @@ def _other_settings(record: Mapping[str, Any], method: str, policy: Method | Non
         if name not in record:
             return f"it does not say with which {name} it was measured"
         wanted = getattr(policy, name) if policy is not None else record[name]
+        measurement = None if policy is None else policy.to_measure
+        if measurement is not None and name == measurement.rate and wanted is None:
+            if not allows(type(policy), name, record[name]):
+                return f"its {name} is {record[name]!r}, not a rate"
+            wanted = record[name] if "rates" in record else measurement.usual_rate(policy)
         if isinstance(wanted, tuple):
             wanted = list(wanted)
         if record[name] != wanted:

@@ -26,11 +26,30 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """A layer, counted from 0, where it came from, as the log says it, and the reduction there."""
+    """A layer, counted from 0, where it came from, as the log says it, and the reduction there.
+
+    rate: the share of the tokens that was measured with it; None where it is the policy's own, or
+        the usual one.
+    """
 
     layer: int
     source: str
     reduction: str = WINDOW_REDUCTIONS[0]
+    rate: float | None = None
+
+    def values(self, wanted: Measurement) -> dict[str, Any]:
+        """By parameter, what takes the place of what was left to measurement."""
+        found: dict[str, Any] = {wanted.parameter: self.layer}
+        if self.reduction != WINDOW_REDUCTIONS[0]:
+            found[wanted.reduction] = self.reduction
+        if self.rate is not None:
+            found[wanted.rate] = self.rate
+        return found
+
+    def says(self, wanted: Measurement) -> str:
+        """`layer 12 with tsp_rate=0.4`, for a log."""
+        more = [f"{name}={value}" for name, value in self.values(wanted).items()][1:]
+        return f"layer {self.layer}" + (f" with {' and '.join(more)}" if more else "")
 
 
 class PaperModel(NamedTuple):
@@ -109,21 +128,17 @@ def find_measured(
                 check_alike(part, found_for[wanted.parameter], wanted)
             continue
         found = _layer(vllm_config, identity, part, wanted, may_measure)
-        layer = measured[wanted.parameter] = found.layer
+        measured |= found.values(wanted)
         config[MEASURED_KEY] = measured
         found_for[wanted.parameter] = part
-        by = ""
-        if found.reduction != WINDOW_REDUCTIONS[0]:
-            measured[wanted.reduction] = found.reduction
-            by = f" with {wanted.reduction}={found.reduction}"
         name, word = type(part).__name__, f"{wanted.parameter}={wanted.word}"
-        lines.append(f"{name}: {word} is layer {layer}{by} ({found.source}).")
+        lines.append(f"{name}: {word} is {found.says(wanted)} ({found.source}).")
         if found.source == PAPER:
             lines.append(
                 f"{name}: this layer was not measured by answers on these weights; "
                 f"`vllm-kvx calibrate MODEL --method {part.name}` does."
             )
-        if layer == vllm_config.model_config.get_total_num_hidden_layers() - 1:
+        if found.layer == vllm_config.model_config.get_total_num_hidden_layers() - 1:
             lines.append(
                 f"{name}: that is the last layer, so every token runs at full depth; another "
                 f"{wanted.parameter} can be measured on your own prompts (`vllm-kvx calibrate`) or "
@@ -146,16 +161,19 @@ def layer_of(
     Raises:
         OSError: the model's weights are there and cannot be read.
     """
-    assert policy.to_measure is not None
+    wanted = policy.to_measure
+    assert wanted is not None
     key, config = identity.key, identity.config
     record = load(policy, key, num_layers, root)
     if record is not None:
         measured = "by answers" if record["criterion"] == "answers" else "by the paper's criterion"
         where = f": {record_path(policy.name, key)}" if root is None else " for this start alone"
+        rate = record[wanted.rate] if wanted.leaves_rate(policy) else None
         return Found(
-            record[policy.to_measure.parameter],
+            record[wanted.parameter],
             f"calibrated {measured}{where}",
             record.get("reduction", WINDOW_REDUCTIONS[0]),
+            None if rate is None or rate == wanted.usual_rate(policy) else rate,
         )
     if policy.name == "fastkv" and config.get("num_hidden_layers") == num_layers:
         layer = paper_tsp_layer(config)
@@ -270,7 +288,9 @@ def calibrate_arguments(part: Method, model: str, revision: str | None) -> list[
     """Those of the `vllm-kvx` that measures for `part`, by answers to generated lookups."""
     arguments = ["calibrate", model, "--method", part.name]
     for parameter in SETTINGS[part.name]["answers"]:
-        arguments += [f"--{parameter.replace('_', '-')}", str(getattr(part, parameter))]
+        # A rate that is left open is searched for.
+        if (value := getattr(part, parameter)) is not None:
+            arguments += [f"--{parameter.replace('_', '-')}", str(value)]
     wanted = part.to_measure
     if wanted is not None and wanted.reduction and not wanted.chooses_reduction(part):
         arguments += ["--reduction", getattr(part, wanted.reduction)]

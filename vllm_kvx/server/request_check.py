@@ -154,7 +154,7 @@ def class_path(settings: KVSettings, model_name: str, in_python: bool = False) -
         "policies": [str(policy) for policy in settings.policies],
         "request_policies": settings.request_policies,
         "layout": dataclasses.asdict(settings.layout),
-        "measured": settings.measured.layers,
+        "measured": settings.measured.as_config(),
         "num_layers": settings.num_layers,
         "stock": settings.stock,
         "model_name": model_name,
@@ -180,7 +180,7 @@ def _class_of(name: str) -> type[RequestCheck]:
         num_layers=facts["num_layers"],
         debug=False,
         stock=facts["stock"],
-        measured=Measured(tuple((key, layer) for key, layer in facts["measured"])),
+        measured=Measured.of(facts["measured"]),
     )
     own = {"settings": settings, "__module__": __name__}
     own |= {name: facts[name] for name in ("model_name", "in_python")}

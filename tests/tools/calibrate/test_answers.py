@@ -23,24 +23,21 @@ from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import by_answers
+from vllm_kvx.tools.calibrate.trials import Candidate
 from vllm_kvx.tools.checkpoint import questions
 from vllm_kvx.tools.checkpoint.answers import (
-    Candidate,
+    Choice,
     Chooser,
     Question,
     Seen,
-    Trial,
     answers_kept,
-    candidates,
+    choices_of,
     generate,
     look,
     mass_above,
     mean_scores,
-    prefill_ratio,
     share_of_evidence,
     share_of_mass,
-    tolerated_losses,
-    try_out,
 )
 from vllm_kvx.tools.checkpoint.dense_decoder import Cache, DenseDecoder
 
@@ -48,7 +45,9 @@ LAYERS = 5
 FAST = FastKV(tsp_rate=0.3, window=4, kernel=5)
 STRUCT = StructKV(struct_rate=0.3, window=4, decay=0.7)
 PROMPT = prompt_of(60)
+REAL = questions.CALIBRATION
 ANSWER = prompt_of(5, seed=9)
+SUM, MAX = choices_of([0.3])
 
 
 def nothing(_: int) -> None:
@@ -139,30 +138,33 @@ def test_an_answer_is_greedy_and_ends(path: Path, decoder: DenseDecoder) -> None
 def test_answers_under_a_policy(path: Path, decoder: DenseDecoder, policy: Any, layer: int) -> None:
     """The tokens that are predicted are those of a pass whose upper layers see less."""
     question = Question(tuple(PROMPT), limit=len(ANSWER))
-    seen = look(decoder, question, policy, nothing)
+    seen = look(decoder, question, policy, [SUM, MAX, Choice(0.5, "sum")], nothing)
     assert len(seen.answer) <= len(ANSWER) and seen.right == 1
-    chosen = seen.chosen["sum"][layer].tolist()
+    chosen = seen.chosen[SUM][layer].tolist()
     assert len(chosen) == 18 and chosen == sorted(chosen) and chosen[-4:] == [56, 57, 58, 59]
     hidden = sorted(set(range(len(PROMPT))) - set(chosen))
     logits, _ = masked(path, [*PROMPT, *seen.answer], hidden, layer)
     predicted = logits[len(PROMPT) - 1 : -1].argmax(dim=-1).tolist()
     same = sum(a == b for a, b in zip(predicted, seen.answer, strict=True))
-    assert answers_kept(decoder, question, seen, layer, "sum") == (same, len(seen.answer))
+    assert answers_kept(decoder, question, seen, layer, SUM) == (same, len(seen.answer))
+    # A higher rate chooses these and more.
+    assert set(chosen) < set(seen.chosen[Choice(0.5, "sum")][layer].tolist())
+    assert len(seen.chosen[Choice(0.5, "sum")][layer]) == 30
 
 
 def test_rows_that_each_layer_would_propagate(decoder: DenseDecoder) -> None:
     attentions = [a for _, a in decoder.layers(decoder.embed(PROMPT), window=4)]
     outside = len(PROMPT) - 4
-    fast, struct = (Chooser(policy, len(PROMPT), ("sum", "max")) for policy in (FAST, STRUCT))
+    fast, struct = (Chooser(policy, len(PROMPT), [SUM, MAX]) for policy in (FAST, STRUCT))
     centrality = torch.zeros(outside)
     for attention in attentions:
         assert attention is not None
         weights = attention[..., :outside]
         centrality = 0.7 * centrality + weights.sum(dim=(0, 1))
         best = centrality.topk(14).indices.sort().values.tolist()
-        assert struct(attention)["sum"].tolist() == [*best, 56, 57, 58, 59]
+        assert struct(attention)[SUM].tolist() == [*best, 56, 57, 58, 59]
         pooled = [weights[..., max(key - 2, 0) : key + 3].amax().item() for key in range(outside)]
-        chosen = fast(attention)["max"].tolist()[:-4]
+        chosen = fast(attention)[MAX].tolist()[:-4]
         left = set(range(outside)) - set(chosen)
         assert min(pooled[key] for key in chosen) >= max(pooled[key] for key in left)
 
@@ -190,98 +192,7 @@ def test_attention_of_the_layers_above() -> None:
 
 def test_scores_that_are_not_finite() -> None:
     with pytest.raises(ToolError, match="use --dtype bfloat16 or float32"):
-        mean_scores([Seen({}, {"sum": [0.5, float("nan")]}, (1,), 1)])
-
-
-def test_candidates_come_earliest_and_the_papers_first() -> None:
-    scores = {"sum": [0.1, 0.98, 1.0, 0.5], "max": [0.99, 0.99, 0.2, 1.0]}
-    found = [(c.layer, c.reduction) for c in candidates(scores, ("sum", "max"), 0.98)]
-    assert found == [(0, "max"), (1, "sum"), (1, "max"), (2, "sum"), (3, "max")]
-    assert [c.layer for c in candidates(scores, ("sum",), 0.99)] == [2]
-    assert [c.layer for c in candidates(scores, ("sum",), 0.99, later=True)] == [2, 3]
-
-
-def test_losses_that_chance_explains() -> None:
-    """By hand: of 16 answers at 98% two or more are lost with a chance of 3.7%, one of 27.6%."""
-    assert [tolerated_losses(count, 0.98) for count in (1, 2, 3, 8, 16, 24, 50)] == [
-        *(0, 0, 1, 1, 1, 2, 3)
-    ]
-    assert tolerated_losses(10, 1.0) == 0
-
-
-def test_prefill_by_layers() -> None:
-    assert prefill_ratio(16, 28, 0.2) == pytest.approx(1.458, abs=1e-3)
-    assert prefill_ratio(19, 28, 0.2) == pytest.approx(1.296, abs=1e-3)
-    assert prefill_ratio(6, 7, 0.2) == 1
-
-
-# The choice.
-
-
-def answered(right: float, scores: Sequence[float]) -> Seen:
-    return Seen({}, {"sum": list(scores), "max": list(scores)}, (1, 2), right)
-
-
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, float]], list[int]]:
-    """Makes each layer keep so many answers of those asked; returns the layers tried so far."""
-
-    def keep(kept: dict[int, float]) -> list[int]:
-        tried: list[int] = []
-
-        def fake(_: Any, __: Any, seen: Any, candidate: Candidate, most: float, *___: Any) -> Trial:
-            tried.append(candidate.layer)
-            asked = sum(one.right for one in seen)
-            complete = asked - kept[candidate.layer] <= most
-            return Trial(candidate, kept[candidate.layer], asked, complete)
-
-        monkeypatch.setattr(by_answers, "try_out", fake)
-        return tried
-
-    return keep
-
-
-@pytest.mark.parametrize(
-    ("kept", "count", "chosen", "tried"),
-    [
-        ({1: 16, 2: 16, 3: 16}, 16, 1, [1]),
-        # One lost of 16 is within chance, two are not.
-        ({1: 14, 2: 15, 3: 16}, 16, 2, [1, 2]),
-        ({1: 14, 2: 10, 3: 12}, 16, None, [1, 2, 3]),
-        # Of many, more than the least stay, and fewer than the target: the best of these.
-        ({1: 91, 2: 93, 3: 93}, 100, 2, [1, 2, 3]),
-        ({1: 89, 2: 20, 3: 0}, 100, None, [1, 2, 3]),
-        # Of few, none may be lost.
-        ({1: 7, 2: 8, 3: 8}, 8, 2, [1, 2]),
-    ],
-)
-def test_the_earliest_layer_whose_answers_stay(
-    trials: Any, kept: dict[int, float], count: int, chosen: int | None, tried: list[int]
-) -> None:
-    layers = trials(kept)
-    seen = [answered(1, [0.2, 0.99, 1, 1])] * count
-    asked = [Question((1,), (0,), lambda _: 1.0)] * count
-    outcome = by_answers.choose(None, asked, seen, ("sum",), 0.98, 0.9)  # type: ignore[arg-type]
-    assert layers == tried and [t.candidate.layer for t in outcome.trials] == tried
-    found = outcome.chosen
-    assert (None if found is None else found.candidate.layer) == chosen
-
-
-def test_too_few_answers_say_nothing(trials: Any) -> None:
-    layers = trials({})
-    seen = [answered(1, [1.0, 1])] * 7 + [answered(0, [1.0, 1])] * 9
-    asked = [Question((1,), (0,), lambda _: 1.0)] * 16
-    outcome = by_answers.choose(None, asked, seen, ("sum",), 0.98, 0.9)  # type: ignore[arg-type]
-    assert outcome.chosen is None and not layers
-
-
-def test_a_hopeless_trial_ends(decoder: DenseDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_kvx.tools.checkpoint import answers
-
-    monkeypatch.setattr(answers, "answers_kept", lambda *_: (0.0, 1.0))
-    seen = [answered(right, [1.0]) for right in (1, 0, 1, 1, 1)]
-    trial = try_out(decoder, [Question((1,))] * 5, seen, Candidate(0, "sum", 1), 1.5, nothing)
-    assert (trial.kept, trial.asked, trial.complete) == (0, 2, False)
+        mean_scores([Seen({}, {SUM: [0.5, float("nan")]}, (1,), 1)])
 
 
 @pytest.mark.parametrize(
@@ -299,15 +210,15 @@ def test_who_answers_nothing_is_asked_otherwise(
     def fake(_: Any, question: Question, *__: Any) -> Seen:
         family, number = question.token_ids
         looked.append(family)
-        return answered(right[family][number], [1.0])  # type: ignore[index]
+        return Seen({}, {}, (1,), right[family][number])  # type: ignore[index]
 
     def make(family: str) -> list[Question]:
         return [Question((family, number)) for number in range(6)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(by_answers, "look", fake)
     decoder: Any = type("Decoder", (), {"num_layers": 2})
-    family, seen = by_answers.ask(decoder, ("a", "b"), make, FAST)
-    assert family == expected and len(seen) == 6 and "".join(looked) == asked
+    family, found = by_answers.ask(decoder, ("a", "b"), make, FAST, [SUM])
+    assert family == expected and len(found.seen) == 6 and "".join(looked) == asked
 
 
 # From end to end, on the checkpoint that answers.
@@ -322,11 +233,11 @@ def command(
     Returns the code and what it said on stdout and on stderr.
     """
     for module in (questions, by_answers):
-        monkeypatch.setattr(module, "FAMILIES", {"notes": ("notes",)})
+        monkeypatch.setattr(module, "CALIBRATION", {"notes": ("notes",)})
 
     def run(model: Path = LOOKUP, *flags: str, **options: Any) -> tuple[int, str, str]:
         argv = ["calibrate", str(model), "--device", "cpu", "--no-plot", *flags]
-        for name, value in {"count": 8, "length": 400, **options}.items():
+        for name, value in {"count": 16, "length": 240, **options}.items():
             if value is not None:
                 argv += [f"--{name.replace('_', '-')}", str(value)]
         code = main(argv)
@@ -338,28 +249,82 @@ def command(
 
 def test_the_demo_checkpoint(command: Callable[..., Any], cache: Path) -> None:
     """Its layers 0 to 3 find the answer, so the third is the earliest that may propagate."""
-    code, out, err = command(compare=None)
-    assert code == 0 and "prompt 8/8" in err and "answers under layer 3 by sum" in err
+    code, out, err = command(tsp_rate=0.2)
+    assert code == 0 and "prompt 16/16" in err and "answers under layer 3 by sum" in err
     [path] = cache.glob("calibration/*.json")
     record = json.loads(path.read_text())
     facts = {
         **{"method": "fastkv", "criterion": "answers", "layers": 8, "tsp_layer": 3},
-        **{"reduction": "sum", "window": 8, "kernel": 7, "tsp_rate": 0.2, "answered": 8},
-        **{"target": 0.98, "least": 0.9, "asked": "notes", "paper": {}},
+        **{"reduction": "sum", "window": 8, "kernel": 7, "tsp_rate": 0.2, "answered": 16},
+        **{"target": 0.98, "least": 0.8, "asked": "notes", "paper": {}},
+        **{"chosen_by": 16, "confirmed_by": 32, "confirmation_answered": 32},
     }
-    assert facts.items() <= record.items()
-    assert record["scores"]["sum"][3] == 1 and max(record["scores"]["sum"][:3]) < 0.9
-    assert len(record["scores"]["max"]) == 7
-    trial = {"layer": 3, "reduction": "sum", "score": 1, "kept": 8, "asked": 8}
-    assert record["trials"] == [trial]
+    assert facts.items() <= record.items() and record["prompts"]["count"] == 48
+    scores = record["scores"]["0.2"]
+    assert scores["sum"][3] == 1 and max(scores["sum"][:3]) < 0.9 and len(scores["max"]) == 7
+    [trial] = record["trials"]
+    place = {"layer": 3, "rate": 0.2, "reduction": "sum", "score": 1}
+    assert place.items() <= trial.items()
+    for each, count in ((trial, 16), (trial["confirmation"], 32)):
+        assert each["kept"] == each["asked"] == each["prompts"] == count and each["complete"]
+        assert each["share"][1] == pytest.approx(count / (count + 1.96**2), abs=1e-4)
     [marked] = [line for line in out.splitlines() if "<- tsp_layer" in line]
-    assert marked.split()[0] == "3" and "1.67x" in marked
-    assert "The full model answers 8 of the 8 lookups." in out
-    assert "Answers under layer 3, sum: 8 of 8 stay" in out
+    assert marked.split()[0] == "3" and f"{record['prefill']['0.2'][3]:.2f}x" in marked
+    assert "The full model answers 16 of the 16 lookups." in out
+    assert "It answers 32 of 32 others, which confirm." in out
+    name = "layer 3, sum, tsp_rate 0.2"
+    assert f"Answers under {name}: 16 of 16 stay, 100.0% [80.6-100.0]" in out
+    assert f"Confirmation of {name}: 32 of 32 stay, 100.0% [89.3-100.0]" in out
     identity = ModelIdentity(str(LOOKUP), AutoConfig.from_pretrained(LOOKUP).to_dict())
-    assert layer_of(FastKV(), identity, 8) == (*(3, f"calibrated by answers: {path}", "sum"),)
+    for mine in (FastKV(), FastKV(tsp_rate=0.2)):
+        found = layer_of(mine, identity, 8)
+        assert found == (3, f"calibrated by answers: {path}", "sum", None)
+    assert "rates" not in record and "--kv-policy fastkv:tsp_rate=0.2` finds it" in out
+    assert out.endswith("Anywhere else: --kv-policy fastkv:tsp_layer=3\n")
     for other in (FastKV(tsp_rate=0.3), FastKV(window=4), FastKV(kernel=5)):
         assert layer_of(other, identity, 8) is None
+
+
+def test_texts_of_facts_alone(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """What the demo checkpoint is asked unless a test says otherwise."""
+    for module in (questions, by_answers):
+        monkeypatch.setattr(module, "CALIBRATION", {"notes": REAL["notes"]})
+    code, out, _ = command(count=17, tsp_rate=0.2)
+    assert code == 0 and "The full model answers 17 of the 17 lookups." in out
+    [path] = cache.glob("calibration/*.json")
+    assert json.loads(path.read_text())["tsp_layer"] == 3
+
+
+def test_a_rate_that_is_left_open_is_searched_for(
+    command: Callable[..., Any], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less is computed by twice the tokens above a lower layer, and the record says so."""
+    code, out, err = command()
+    assert code == 0
+    [path] = cache.glob("calibration/*.json")
+    record = json.loads(path.read_text())
+    assert record["rates"] == [0.2, 0.3, 0.4] and list(record["scores"]) == ["0.2", "0.3", "0.4"]
+    chosen = record["trials"][-1]
+    assert chosen["confirmation"]["share"][1] > 0.8 and chosen["confirmation"]["prompts"] == 32
+    layer, rate = record["tsp_layer"], record["tsp_rate"]
+    assert (layer, rate) == (chosen["layer"], chosen["rate"])
+    # What was tried before is less work yet, and was not enough.
+    gains = [record["prefill"][str(each["rate"])][each["layer"]] for each in record["trials"]]
+    assert gains == sorted(gains, reverse=True)
+    assert all(each["share"][1] < 0.8 for each in record["trials"][:-1])
+    assert f"<- tsp_layer, by {record['reduction']} at {rate}" in out
+    assert f"answers under layer {layer} by {record['reduction']} at {rate}: 1/32" in err
+    identity = ModelIdentity(str(LOOKUP), AutoConfig.from_pretrained(LOOKUP).to_dict())
+    found = layer_of(FastKV(), identity, 8)
+    assert found is not None and found.layer == layer
+    wanted = FastKV.to_measure
+    values = found.values(wanted)
+    assert values.get("tsp_rate", 0.2) == rate and values["tsp_layer"] == layer
+    other = next(each for each in record["rates"] if each != rate)
+    assert layer_of(FastKV(tsp_rate=rate), identity, 8) is not None
+    assert layer_of(FastKV(tsp_rate=other), identity, 8) is None
 
 
 def test_all_criteria_side_by_side(
@@ -367,7 +332,7 @@ def test_all_criteria_side_by_side(
 ) -> None:
     code, out, _ = command(LOOKUP, "--compare")
     assert code == 0 and "Eq. 3" in out and "<- the paper's" in out
-    code, out, _ = command(method="structkv", count=6)
+    code, out, _ = command(method="structkv")
     assert code == 0 and "Eq. 8" in out and "<- pivot" in out and "<- the paper's" in out
     fast, struct = (json.loads(p.read_text()) for p in sorted(cache.glob("calibration/*.json")))
     assert len(fast["paper"]["values"]) == 7 and 0 <= fast["paper"]["layer"] <= 3
@@ -386,27 +351,34 @@ def test_all_criteria_side_by_side(
 def test_own_prompts(command: Callable[..., Any], cache: Path, tmp_path: Path) -> None:
     """Judged by where the full model's answer looks, and by the tokens that are still predicted."""
     tokenizer = AutoTokenizer.from_pretrained(LOOKUP)
-    prompts = [make_prompt(seed, 400, tokenizer, values=2)[0] for seed in range(4)]
+    prompts = [make_prompt(seed, 300, tokenizer, values=2)[0] for seed in range(32)]
     (tmp_path / "prompts.txt").write_text("\n---\n".join(prompts))
-    code, out, _ = command(prompts=tmp_path / "prompts.txt", count=None, length=None)
-    assert code == 0 and "The full model's own answers to the 4 prompts" in out
+    options = {"prompts": tmp_path / "prompts.txt", "count": None, "length": None}
+    code, out, _ = command(**options, tsp_rate=0.2)
+    assert code == 0 and "The full model's own answers to the 32 prompts" in out
     [path] = cache.glob("calibration/*.json")
     record = json.loads(path.read_text())
-    assert record["asked"] == "own" and record["prompts"]["tokens"] == [400] * 4
+    assert record["asked"] == "own" and record["prompts"]["tokens"] == [300] * 32
     trial = record["trials"][-1]
-    assert trial["kept"] == trial["asked"] >= 8 and record["tsp_layer"] == trial["layer"] == 3
+    assert trial["kept"] == trial["asked"] >= 64 and record["tsp_layer"] == trial["layer"] == 3
     assert all(trial["layer"] < 3 for trial in record["trials"][:-1])
+    # So few prompts both choose and confirm.
+    assert {**trial["confirmation"]}.items() <= trial.items() and record["confirmed_by"] == 32
 
 
 def test_no_layer_keeps_enough(
     command: Callable[..., Any], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where next to nothing goes on already above a layer that has not found the answer."""
-    monkeypatch.setattr(by_answers, "candidates", lambda *_, **__: [Candidate(1, "sum", 0.5)])
+    only = Candidate(1, Choice(0.03, "sum"), 0.5, 0.3)
+    monkeypatch.setattr(by_answers, "candidates", lambda *_, **__: [only])
     code, out, err = command(method="structkv", struct_rate=0.03)
     [line] = [line for line in err.splitlines() if "error:" in line]
-    assert code == 2 and "no layer keeps enough: under the best that was tried, layer" in line
-    assert "90% are the least: use --kv-policy snapkv or fier-1024, or choose a layer" in line
+    assert code == 2 and "no layer keeps enough: under the best of 1 that were tried, layer" in line
+    assert "layer 1 by sum with struct_rate=0.03, which propagates 50% of what answers" in line
+    assert "of those asked stay, lost: 1 of notes; at least 80% have to with a certainty" in line
+    assert "give a higher --struct-rate, use --kv-policy snapkv or fier-1024, or choose" in line
+    assert "Answers under layer 1, sum, struct_rate 0.03: " in out and "it was hopeless" in out
     assert "(pivot=<int>)" in line and "<- pivot" not in out and "evidence" in out
     assert not list(cache.glob("calibration/*"))
 
@@ -420,9 +392,9 @@ def test_a_model_that_answers_nothing(
     torch.manual_seed(0)
     weights = {name: torch.randn_like(w) * 0.02 + (w.ndim == 1) for name, w in weights.items()}
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    code, _, err = command(model, count=3)
+    code, _, err = command(model)
     [line] = [line for line in err.splitlines() if "error:" in line]
-    assert code == 2 and "the full model answers 0 of 3 generated lookups" in line
+    assert code == 2 and "the full model answers 0 of 16 generated lookups, and 16 are" in line
     assert "--prompts FILE, raise --count, or use --kv-policy snapkv" in line
     assert not list(cache.glob("calibration/*"))
 
@@ -433,6 +405,13 @@ def test_a_model_that_answers_nothing(
         ({"tsp_rate": 1}, "a rate of 1 drops no token"),
         ({"method": "structkv", "struct_rate": 1}, "a rate of 1 drops no token"),
         ({"length": 8}, "notes: its shortest prompt has"),
+        (
+            {"count": 15},
+            "15 prompts: even a layer that keeps every answer is not known to keep 80%",
+        ),
+        ({"count": 15}, "by fewer than 16 right ones: use a greater --count, or a lower --least"),
+        ({"least": 0.9, "count": 34}, "34 prompts: even a layer that keeps every answer"),
+        ({"least": 1}, "no number of prompts shows that every answer stays"),
         ({"window": 64, "length": 100}, "twice the window, 128, are the least"),
         ({"max_layer": 3}, "--max-layer has no meaning without --criterion paper"),
         ({"weights": "1,0,0"}, "--weights has no meaning without --method structkv"),

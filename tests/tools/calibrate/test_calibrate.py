@@ -73,7 +73,7 @@ def brute_force(path: Path, prompt: list[int], policy: FastKV, max_layer: int) -
     full = model.model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
     wanted = full.last_hidden_state[0, -1].double()
     rotary = model.model.rotary_emb(full.hidden_states[0], torch.arange(total)[None])
-    count = max(int(total * policy.tsp_rate), window)
+    count = max(int(total * policy.token_rate), window)
     result = []
     for candidate in range(max_layer + 1):
         scores, unpooled = np.zeros(total - window), np.zeros(total - window)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.tools.checkpoint import placement
-from vllm_kvx.tools.checkpoint.answers import Chooser
+from vllm_kvx.tools.checkpoint.answers import Choice, Chooser, choices_of
 from vllm_kvx.tools.checkpoint.dense_decoder import Cache, DenseDecoder
 from vllm_kvx.tools.checkpoint.placement import move, place, shares
 
@@ -83,11 +83,11 @@ def test_layers_on_two_gpus_meet_no_tensor_of_the_other() -> None:
             tensor.gpu = 1
 
     def outcome(decoder: DenseDecoder) -> list[torch.Tensor]:
-        cache, chooser = Cache(), Chooser(StructKV(), len(prompt), ("sum", "max"))
+        cache, chooser = Cache(), Chooser(StructKV(), len(prompt), choices_of([0.2]))
         ran, found = [], []
         for rows, attention in decoder.layers(decoder.embed(prompt), window=WINDOW, cache=cache):
             assert attention is not None
-            chosen = chooser(attention)["sum"]  # by sums over layers
+            chosen = chooser(attention)[Choice(0.2, "sum")]  # by sums over layers
             ran.append(rows)
             found.append(attention)
         logits, masses = decoder.extend([3], len(prompt), cache)

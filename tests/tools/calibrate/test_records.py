@@ -313,8 +313,31 @@ def test_a_policys_own_reduction_is_kept(model: Path) -> None:
             (FastKV(), FastKV(tsp_reduction="max")), expected, strict=True
         ):
             found = layer_of(policy, ModelIdentity(str(model), config), LAYERS)
-            wanted = None if reduction is None else (2, by_answers(path), reduction)
+            wanted = None if reduction is None else (2, by_answers(path), reduction, None)
             assert found == wanted
+
+
+def test_a_rate_that_is_left_open_is_the_records(model: Path) -> None:
+    """If it was searched for with the layer, or is the usual one; a policy's own is kept."""
+    config = config_of(model)
+
+    def found(policy: FastKV) -> tuple[int, float | None] | None:
+        each = layer_of(policy, ModelIdentity(str(model), config), LAYERS)
+        return None if each is None else (each.layer, each.rate)
+
+    given = FastKV(tsp_rate=0.4), FastKV(tsp_rate=0.2)
+    # As earlier versions stored them: for one rate, which a policy had to have.
+    save(record_for(model))
+    assert [found(each) for each in (FastKV(), *given)] == [(2, None), None, (2, None)]
+    save(record_for(model, tsp_rate=0.4))
+    assert [found(each) for each in (FastKV(), *given)] == [None, (2, None), None]
+    save(record_for(model, tsp_rate=0.4, rates=[0.2, 0.3, 0.4]))
+    assert [found(each) for each in (FastKV(), *given)] == [(2, 0.4), (2, None), None]
+    save(record_for(model, tsp_rate=0.2, rates=[0.2, 0.3, 0.4]))
+    assert [found(each) for each in (FastKV(), *given)] == [(2, None), None, (2, None)]
+    path = save(record_for(model, rates=[0.2, 0.3]))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tsp_rate": 1.5}))
+    assert found(FastKV()) is None
 
 
 def test_nothing_stored_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,9 @@ from vllm_kvx.tools.checkpoint import questions
 
 TOOL = [sys.executable, "-m", "vllm_kvx.cli"]
 # As the tests have time for.
-FEW = ["--count", "3", "--length", "300"]
+SHORT = ["--count", "16", "--length", "240"]
+# The family that is asked first has longer texts at the least.
+LONGER = ["--count", "16", "--length", "340", "--reduction", "sum"]
 
 Run = Callable[..., Any]
 
@@ -55,7 +57,7 @@ class Tool:
 def process(monkeypatch: pytest.MonkeyPatch) -> Tool:
     """The tool in a process of its own, as a server runs it, on fewer lookups."""
     real = subprocess.Popen
-    tool = Tool(lambda command, **kwargs: real([*command, *FEW], **kwargs), real)
+    tool = Tool(lambda command, **kwargs: real([*command, *LONGER], **kwargs), real)
     monkeypatch.setattr(subprocess, "Popen", tool)
     return tool
 
@@ -78,12 +80,12 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as its_own:
             its_own.setenv("KVX_CACHE_ROOT", env["KVX_CACHE_ROOT"])
-            code = main([*command[3:], *FEW])
+            code = main([*command[3:], *SHORT])
         return Done(code, capsys.readouterr().err)
 
     # The one kind that the demo checkpoint answers.
-    monkeypatch.setattr(questions, "FAMILIES", {"notes": ("notes",)})
-    monkeypatch.setattr(by_answers, "FAMILIES", {"notes": ("notes",)})
+    monkeypatch.setattr(questions, "CALIBRATION", {"notes": ("notes",)})
+    monkeypatch.setattr(by_answers, "CALIBRATION", {"notes": ("notes",)})
 
     tool = Tool(run, subprocess.Popen)
     monkeypatch.setattr(subprocess, "Popen", tool)
@@ -141,7 +143,7 @@ def test_a_server_measures_before_its_first_start(
     assert [*cache.rglob("*.*")] == [path]  # The lock is gone.
     assert record["layers"] == 8 and record["window"] == 8 and record["decay"] == 0.9
     assert record["criterion"] == "answers" and record["asked"] == "notes"
-    assert record["prompts"]["source"] == "built-in" and record["prompts"]["count"] == 3
+    assert record["prompts"]["source"] == "built-in" and record["prompts"]["count"] == 48
     pivot = record["pivot"]
     # Other processes look there, and nowhere else.
     assert vllm_config.additional_config == {
@@ -226,7 +228,7 @@ def test_the_policys_parameters_are_measured(
 
 
 def test_fastkv_is_measured_too(tool: Tool, find: Callable[..., Any], model: Path) -> None:
-    config, [line] = find(model, "fastkv")
+    config, [line] = find(model, "fastkv:tsp_rate=0.2")
     [ran] = tool.ran
     assert ran[:4] == ["calibrate", str(model), "--method", "fastkv"]
     assert ran[4:] == ["--window", "8", "--kernel", "7", "--tsp-rate", "0.2", "--no-plot"]
@@ -234,8 +236,39 @@ def test_fastkv_is_measured_too(tool: Tool, find: Callable[..., Any], model: Pat
     assert config["kv_measured"]["tsp_layer"] == 3 and line.startswith(
         "FastKV: tsp_layer=auto is layer 3 ("
     )
+    # It is the usual rate, so that a policy without one takes it.
     assert find(model, "full", kv_layout=["fastkv:kv_rate=0.3"])[0]["kv_measured"]["tsp_layer"] == 3
     assert len(tool.ran) == 1
+
+
+def test_a_rate_is_measured_with_its_layer(
+    tool: Tool, find: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_answers, "SEARCHED", (0.3, 0.4))
+    config, [line] = find(model, "fastkv")
+    [ran] = tool.ran
+    assert ran[2:] == ["--method", "fastkv", "--window", "8", "--kernel", "7", "--no-plot"]
+    measured = config["kv_measured"]
+    assert measured["tsp_rate"] in (0.3, 0.4)
+    assert f"is layer {measured['tsp_layer']} with " in line
+    assert f"tsp_rate={measured['tsp_rate']}" in line
+    settings = KVSettings.of(config, 8)
+    own, rate = str(settings.policy), f"tsp_rate={measured['tsp_rate']}"
+    assert f"tsp_layer={measured['tsp_layer']}" in own and rate in own
+    assert rate in str(settings.parse("fastkv:kv_rate=0.3"))
+    # A rate of its own is kept, and a layer of its own comes with the usual one.
+    assert "tsp_rate=0.7" in str(settings.parse("fastkv:tsp_rate=0.7"))
+    assert str(settings.parse("fastkv:tsp_layer=3")) == "fastkv:tsp_layer=3"
+    status = settings.measured.as_status()
+    assert status["kv_tsp_rate"] == measured["tsp_rate"]
+    assert settings.measured.of_status(status) == settings.measured
+    # A second start finds both; one that names the rate finds the layer.
+    assert find(model, "fastkv")[0] == config
+    named = find(model, f"fastkv:tsp_rate={measured['tsp_rate']}")[0]["kv_measured"]
+    assert named["tsp_layer"] == measured["tsp_layer"] and "tsp_rate" not in named
+    assert len(tool.ran) == 1
+    with pytest.raises(ValueError, match=r"tsp_rate must be in \(0, 1\], got 2"):
+        KVSettings.of({**config, "kv_measured": {"tsp_rate": 2}}, 8)
 
 
 def test_the_papers_layer_is_said_to_be_the_papers(
@@ -251,7 +284,7 @@ def test_the_papers_layer_is_said_to_be_the_papers(
 def test_the_measured_reduction_goes_with_the_layer(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:
-    find(model, "fastkv:tsp_reduction=max")
+    find(model, "fastkv:tsp_reduction=max,tsp_rate=0.2")
     assert tool.ran[0][-3:-1] == ["--reduction", "max"]
     config, [line] = find(model, "fastkv")
     assert len(tool.ran) == 1 and line.startswith(
@@ -269,9 +302,11 @@ def test_the_measured_reduction_goes_with_the_layer(
 def test_one_server_measures_for_one_set_of_parameters(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:
-    with pytest.raises(PolicyError, match=r"another tsp_rate.*write tsp_layer=<int> in one"):
-        find(model, "fastkv", kv_layout=["fastkv:tsp_rate=0.4"])
-    config, _ = find(model, "fastkv", kv_layout=["fastkv:tsp_rate=0.4,tsp_layer=3", "fastkv"])
+    for other in ("fastkv", "fastkv:tsp_rate=0.2"):
+        with pytest.raises(PolicyError, match=r"another tsp_rate.*write tsp_layer=<int> in one"):
+            find(model, other, kv_layout=["fastkv:tsp_rate=0.4"])
+    given = "fastkv:tsp_rate=0.2"
+    config, _ = find(model, given, kv_layout=["fastkv:tsp_rate=0.4,tsp_layer=3", given])
     assert config["kv_measured"]["tsp_layer"] == 3
 
 

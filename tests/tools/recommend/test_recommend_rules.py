@@ -13,7 +13,7 @@ from benchmarks.engine.shapes import SHAPES
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import Method
-from vllm_kvx.tools.evaluate.intervals import Interval
+from vllm_kvx.tools.evaluate.intervals import Interval, of_kept
 from vllm_kvx.tools.evaluate.questions import Suite
 from vllm_kvx.tools.ideal.devices import device_of
 from vllm_kvx.tools.recommend.command import check_time, questions_of, text_of
@@ -26,7 +26,6 @@ from vllm_kvx.tools.recommend.stopping import (
     least_questions,
     level_of,
     rounds_of,
-    share_kept,
     verdict,
 )
 from vllm_kvx.tools.tasks.own_prompts import OwnPrompts
@@ -53,7 +52,7 @@ def test_looks_share_the_error() -> None:
     assert level_of(1) == pytest.approx(0.95)
     assert 1 - level_of(5) == pytest.approx(0.01)
     alike = [(1.0, 1.0)] * 60
-    (one, many) = (share_kept(alike, level_of(looks)) for looks in (1, 6))
+    (one, many) = (of_kept(alike, level_of(looks)) for looks in (1, 6))
     assert one is not None and many is not None
     assert one.value == many.value == one.high == many.high == 1
     assert many.low < one.low == pytest.approx(60 / (60 + 1.96**2), abs=1e-3)
@@ -61,9 +60,9 @@ def test_looks_share_the_error() -> None:
 
 def test_one_loss_proves_no_more_than_none() -> None:
     level = level_of(6)
-    none, one = (share_kept([(1, 1)] * (60 - k) + [(0, 1)] * k, level) for k in (0, 1))
+    none, one = (of_kept([(1, 1)] * (60 - k) + [(0, 1)] * k, level) for k in (0, 1))
     assert none is not None and one is not None and one.low < none.low
-    assert share_kept([(0.0, 0.0)] * 9, level) is None
+    assert of_kept([(0.0, 0.0)] * 9, level) is None
 
 
 def test_an_interval_decides() -> None:
@@ -80,7 +79,7 @@ def test_a_run_of_looks_rarely_errs(share: float, wrong: Verdict) -> None:
     for seed in range(40):
         rng = random.Random(seed)
         scores = [(float(rng.random() < share), 1.0) for _ in range(ends[-1])]
-        looks = (verdict(share_kept(scores[:end], level_of(len(ends))), keep) for end in ends)
+        looks = (verdict(of_kept(scores[:end], level_of(len(ends))), keep) for end in ends)
         decided = next((each for each in looks if each is not Verdict.UNDECIDED), None)
         errors += decided is wrong
     assert errors <= 1

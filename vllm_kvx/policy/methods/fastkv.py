@@ -16,6 +16,7 @@ from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.methods.snapkv import RetainByWindow, floor_of, set_own_floor
 from vllm_kvx.policy.parameters import (
     PolicyError,
+    Value,
     check_layer,
     choice,
     integer,
@@ -23,6 +24,9 @@ from vllm_kvx.policy.parameters import (
     rate,
     share_of,
 )
+
+# The paper's.
+DEFAULT_TSP_RATE = 0.2
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class FastKV(Propagate, RetainByWindow):
 
     tsp_layer: the last layer that processes every token, counted from 0 (default `auto`: the
         paper's for models that it names, otherwise measured before serving, by answers).
-    tsp_rate: share of the prompt's tokens that go on, in (0, 1] (default 0.2).
+    tsp_rate: share of the prompt's tokens that go on, in (0, 1] (default: 0.2, and with
+        tsp_layer=auto what was measured together with the layer).
     tsp_floor: the least number of tokens that the rate propagates of a prompt (default: kv_floor's
         value, and 512 with a budget).
     tsp_reduction: how the weights of heads and window queries become a token's one score: `sum`
@@ -51,23 +56,37 @@ class FastKV(Propagate, RetainByWindow):
         "one layer chooses the tokens that go on, and each KV head the entries that stay"
     )
     paper: ClassVar[str] = "arXiv 2502.01068"
-    served_as: ClassVar[str] = "fastkv:kv_rate=0.4,tsp_rate=0.4"
+    served_as: ClassVar[str] = "fastkv:kv_rate=0.4"
     saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
     needs: ClassVar[str] = (
         "the model's TSP layer, which `vllm-kvx calibrate` or a first start measures"
     )
     slides: ClassVar[bool] = True
     selects_at: ClassVar[str] = "tsp_layer"
-    to_measure: ClassVar[Measurement] = Measurement("tsp_layer", "auto", "tsp_reduction")
+    to_measure: ClassVar[Measurement] = Measurement(
+        "tsp_layer", "auto", "tsp_reduction", "tsp_rate"
+    )
 
     tsp_layer: int | str = integer("auto", at_least=0, words=("auto",))
-    tsp_rate: float = rate(0.2)
+    tsp_rate: float | None = optional(rate(DEFAULT_TSP_RATE))
     tsp_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
     tsp_floor: int | None = optional(integer(at_least=0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         set_own_floor(self, "tsp_floor", self.kv_floor)
+        # Left open it is the measurement's as the layer is; where a layer is given it is known.
+        if self.tsp_rate is None and self.tsp_layer != "auto":
+            object.__setattr__(self, "tsp_rate", DEFAULT_TSP_RATE)
+
+    def defaults(self) -> dict[str, Value]:
+        known = {} if self.tsp_layer == "auto" else {"tsp_rate": DEFAULT_TSP_RATE}
+        return {**super().defaults(), **known}
+
+    @property
+    def token_rate(self) -> float:
+        """Share of the prompt's tokens that go on; the default where it is yet to be measured."""
+        return DEFAULT_TSP_RATE if self.tsp_rate is None else self.tsp_rate
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -88,12 +107,12 @@ class FastKV(Propagate, RetainByWindow):
 
     def num_by_rate(self, prompt_len: int) -> int:
         """Tokens of a prompt that the rate propagates by itself, the window included."""
-        return share_of(prompt_len, self.tsp_rate, self.window)
+        return share_of(prompt_len, self.token_rate, self.window)
 
     def num_propagated(self, prompt_len: int) -> int:
         """Tokens of a prompt that go on, the window included."""
         floor = floor_of(self.tsp_floor, self.kv_floor)
-        return share_of(prompt_len, self.tsp_rate, max(self.window, floor))
+        return share_of(prompt_len, self.token_rate, max(self.window, floor))
 
     @property
     def selects_by(self) -> ScoreSpec:

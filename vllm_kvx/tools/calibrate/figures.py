@@ -33,7 +33,9 @@ def answer_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
     result = "tsp_layer" if record["method"] == "fastkv" else "pivot"
     chosen, paper = record[result], record["paper"]
     figure, axis = pyplot.subplots(figsize=(6.5, 4))
-    for (name, values), color in zip(record["scores"].items(), (BLUE, GREEN), strict=False):
+    rate = record["tsp_rate" if record["method"] == "fastkv" else "struct_rate"]
+    scores = record["scores"][str(rate)]
+    for (name, values), color in zip(scores.items(), (BLUE, GREEN), strict=False):
         axis.plot(values, color=color, marker="o", markersize=4, label=name)
     if chosen is not None:
         axis.axvline(chosen, color="black", linewidth=1, label=f"{result} {chosen}")
@@ -44,7 +46,7 @@ def answer_curves(pyplot: Any, record: Mapping[str, Any]) -> Any:
         other = axis.twinx()
         other.plot(numbers(paper["values"]), color=RED, linewidth=1, alpha=0.6)
         other.set_ylabel("Eq. 3" if record["method"] == "fastkv" else "Eq. 8", color=RED)
-    head = f"{Path(record['model']).name}: what a layer propagates"
+    head = f"{Path(record['model']).name}: what a layer propagates at a rate of {rate}"
     axis.set_title(f"{head}\n{number_of(record)}", loc="left", fontsize=10)
     axis.set_xlabel(f"layer, of {record['layers']}")
     axis.set_ylabel("share of the evidence" if known else "share of the answers' attention")

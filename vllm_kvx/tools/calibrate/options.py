@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _METHODS, _CRITERIA = ("fastkv", "structkv"), ("answers", "paper")
 
 
-_COUNT, _LENGTH, _TARGET, _LEAST = 16, 2048, 0.98, 0.9
+# Four lookups of each of eight tasks choose, and as many others confirm. Of 32 right answers a
+# layer may lose one, and 16 of which none is lost are enough: a small model has as many.
+_COUNT, _CONFIRM, _LENGTH, _TARGET, _LEAST = 32, 32, 2048, 0.98, 0.8
 
 
 class _Option(NamedTuple):
@@ -44,6 +46,7 @@ CALIBRATE = {
     "decay": _Option(STRUCTKV.decay, ("structkv",), ("answers",)),
     "reduction": _Option(None, criteria=("answers",)),
     "count": _Option(_COUNT, criteria=("answers",)),
+    "confirm": _Option(_CONFIRM, criteria=("answers",)),
     "length": _Option(_LENGTH, criteria=("answers",)),
     "target": _Option(_TARGET, criteria=("answers",)),
     "least": _Option(_LEAST, criteria=("answers",)),
@@ -69,9 +72,9 @@ def add_calibrate(commands: "_Commands") -> None:
     command = commands.add_parser(
         "calibrate",
         help="find FastKV's TSP layer or StructKV's pivot for a model",
-        description="Finds the layer after which only selected tokens go on: the earliest one "
-        "under which the model's answers stay, or, by --criterion paper, the one where FastKV "
-        "loses least (Eq. 3 of its paper) or StructKV's pivot (Eq. 4-9 of its paper). It is "
+        description="Finds the layer after which only selected tokens go on: the one with "
+        "the least work under which the model's answers stay, or, by --criterion paper, the one "
+        "where FastKV loses least (Eq. 3 of its paper) or StructKV's pivot (Eq. 4-9). It is "
         "stored for the model's configuration and weights, where a server with that --kv-policy "
         "looks. If no layer keeps the answers, none is stored.",
     )
@@ -107,7 +110,16 @@ def add_calibrate(commands: "_Commands") -> None:
 
 def _add_lookups(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--count", type=positive, metavar="N", help=f"generated lookups (default: {_COUNT})"
+        "--count",
+        type=positive,
+        metavar="N",
+        help=f"generated lookups that the layer is chosen by (default: {_COUNT})",
+    )
+    command.add_argument(
+        "--confirm",
+        type=_confirming,
+        metavar="N",
+        help=f"others that the choice is confirmed by, at least {_CONFIRM} (default: {_CONFIRM})",
     )
     command.add_argument(
         "--length",
@@ -119,14 +131,15 @@ def _add_lookups(command: argparse.ArgumentParser) -> None:
         "--target",
         type=_share,
         metavar="SHARE",
-        help="of the best layer's score that a layer must have, and of the full model's answers "
-        f"that must stay under it (default: {_TARGET})",
+        help="of the best layer's score that a layer must have to be tried first (default: "
+        f"{_TARGET})",
     )
     command.add_argument(
         "--least",
         type=_share,
         metavar="SHARE",
-        help=f"of answers that stay, below which no layer is chosen (default: {_LEAST})",
+        help="of the full model's answers, that must stay with a certainty of 95%%: the lower end "
+        f"of the interval of what stays, on both sets of prompts (default: {_LEAST})",
     )
     command.add_argument(
         "--reduction",
@@ -163,7 +176,8 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
         "--tsp-rate",
         type=float,
         metavar="RATE",
-        help=f"fastkv: share of the tokens that is propagated (default: {FASTKV.tsp_rate})",
+        help="fastkv: share of the tokens that is propagated (default: answers, searched with the "
+        f"layer; paper, {FASTKV.token_rate})",
     )
     command.add_argument(
         "--struct-rate",
@@ -198,6 +212,13 @@ def _calibrate(args: argparse.Namespace) -> None:
     if args.plot is not None:
         check_matplotlib("--plot")
     _tool(_CALIBRATORS[args.method, args.criterion]).run(args)
+
+
+def _confirming(text: str) -> int:
+    value = positive(text)
+    if value < _CONFIRM:
+        raise argparse.ArgumentTypeError(f"must be at least {_CONFIRM}, got {text}")
+    return value
 
 
 def _share(text: str) -> float:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         ToolError, PolicyError: it cannot be done as asked.
     """
     policy = FastKV(tsp_rate=args.tsp_rate, window=args.window, kernel=args.kernel)
-    if policy.tsp_rate == 1:
+    if policy.token_rate == 1:
         raise ToolError("tsp_rate 1 drops no token, so every layer is as good: use less than 1")
     if args.prompts is None:
         raise ToolError("Eq. 3 is measured on prompts like yours: give them with --prompts FILE")
@@ -196,7 +196,7 @@ def record_of(
         "layers": num_layers,
         "tsp_layer": measured.tsp_layer,
         "max_layer": len(measured.mean) - 1,
-        "tsp_rate": policy.tsp_rate,
+        "tsp_rate": policy.token_rate,
         "window": policy.window,
         "kernel": policy.kernel,
         "distances": {"mean": measured.mean, "std": measured.std},

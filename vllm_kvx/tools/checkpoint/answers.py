@@ -1,6 +1,6 @@
-"""Which layer may propagate so that answers stay: the criterion `answers` of `vllm-kvx calibrate`.
+"""What stays of answers where a layer propagates: the criterion `answers` of `vllm-kvx calibrate`.
 
-One dense pass per prompt shows, for every layer at once, which tokens it would propagate. Its
+One dense pass per prompt shows, for every layer and rate at once, which tokens would go on. The
 score is how much of what the answer needs is among them:
 
 - where the prompt's evidence is known, the tokens of the asked values: the share of them;
@@ -14,8 +14,9 @@ Retention has no part in it.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,31 @@ from vllm_kvx.tools.checkpoint.dense_decoder import Cache, DenseDecoder
 from vllm_kvx.tools.checkpoint.report import Progress
 
 Policy = FastKV | StructKV
+# By method, the parameter that says which share of a prompt's tokens goes on.
+RATES = {FastKV.name: "tsp_rate", StructKV.name: "struct_rate"}
+
+
+def at_rate(policy: Policy, rate: float) -> Policy:
+    """`policy` with this share of a prompt's tokens that go on."""
+    changed: dict[str, Any] = {RATES[policy.name]: rate}
+    return replace(policy, **changed)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a layer chooses the tokens that go on.
+
+    rate: their share of the prompt. reduction: how the weights of heads and window rows become a
+    token's one score.
+    """
+
+    rate: float
+    reduction: str
+
+
+def choices_of(rates: Sequence[float]) -> list[Choice]:
+    """Every reduction at every rate."""
+    return [Choice(rate, reduction) for rate in rates for reduction in WINDOW_REDUCTIONS]
 
 
 @dataclass(frozen=True)
@@ -39,41 +65,45 @@ class Question:
     evidence: indices of the tokens that hold it; None if nobody knows.
     score: how right an answer's tokens are, 0 to 1; None if only the full model's answer says.
     limit: tokens of the longest answer.
+    kind: the task that it is of; empty where there is none.
     """
 
     token_ids: tuple[int, ...]
     evidence: tuple[int, ...] | None = None
     score: Callable[[Sequence[int]], float] | None = None
     limit: int = 16
+    kind: str = ""
 
 
 @dataclass(frozen=True)
 class Seen:
     """What one dense pass showed.
 
-    chosen: by reduction, the rows that each layer 0..L-2 would propagate, int64 on the CPU.
-    scores: by reduction, the score of each of these layers.
+    chosen: the rows that each layer 0..L-2 would propagate, int64 on the CPU.
+    scores: the score of each of these layers.
     answer: the full model's.
     right: how right it is; 1 where only the full model's answer says.
     metrics: StructKV's, (L,) each, if they were wanted.
     """
 
-    chosen: dict[str, list[Tensor]]
-    scores: dict[str, list[float]]
+    chosen: dict[Choice, list[Tensor]]
+    scores: dict[Choice, list[float]]
     answer: tuple[int, ...]
     right: float
     metrics: Metrics | None = None
 
 
 class Chooser:
-    """The rows that a policy would propagate after each layer of one pass, by reduction."""
+    """The rows that a policy would propagate after each layer of one pass, by every choice."""
 
-    def __init__(self, policy: Policy, prompt_len: int, reductions: Sequence[str]) -> None:
+    def __init__(self, policy: Policy, prompt_len: int, choices: Sequence[Choice]) -> None:
         self.spec = policy.selects_by
-        self.count = policy.num_by_rate(prompt_len)
-        self.totals: dict[str, Tensor | None] = dict.fromkeys(reductions)
+        self.counts = {
+            choice: at_rate(policy, choice.rate).num_by_rate(prompt_len) for choice in choices
+        }
+        self.totals: dict[str, Tensor | None] = {choice.reduction: None for choice in choices}
 
-    def __call__(self, attention: Tensor) -> dict[str, Tensor]:
+    def __call__(self, attention: Tensor) -> dict[Choice, Tensor]:
         """After the next layer, from its window attention (H, w, n): (count,) int64 each."""
         chosen = {}
         for reduction, total in self.totals.items():
@@ -84,8 +114,10 @@ class Chooser:
             unpooled = None
             if self.spec.kernel > 1:
                 unpooled = propagation_scores(attention, 1, reduction)
-            kept = kept_indices(scores, self.count, self.spec.window, unpooled)
-            chosen[reduction] = kept.cpu()
+            for choice, count in self.counts.items():
+                if choice.reduction == reduction:
+                    kept = kept_indices(scores, count, self.spec.window, unpooled)
+                    chosen[choice] = kept.cpu()
         return chosen
 
 
@@ -93,16 +125,18 @@ def look(
     decoder: DenseDecoder,
     question: Question,
     policy: Policy,
+    choices: Sequence[Choice],
     progress: Progress,
     metrics: bool = False,
 ) -> Seen:
     """Runs one dense pass over the prompt, and the full model's answer after it.
 
+    policy: whose window and score choose; the rates are those of `choices`.
     metrics: whether StructKV's are wanted too.
     """
     prompt = question.token_ids
-    cache, chooser = Cache(), Chooser(policy, len(prompt), WINDOW_REDUCTIONS)
-    chosen: dict[str, list[Tensor]] = {reduction: [] for reduction in WINDOW_REDUCTIONS}
+    cache, chooser = Cache(), Chooser(policy, len(prompt), choices)
+    chosen: dict[Choice, list[Tensor]] = {choice: [] for choice in choices}
     measured = []
     rows = decoder.embed(prompt)
     steps = decoder.layers(rows, window=policy.window, cache=cache)
@@ -112,25 +146,25 @@ def look(
         assert attention is not None
         if metrics:
             measured.append(attention_metrics(attention))
-        for reduction, indices in chooser(attention).items():
-            chosen[reduction].append(indices)
+        for choice, indices in chooser(attention).items():
+            chosen[choice].append(indices)
     answer, masses = generate(decoder, rows.hidden[-1:], question, cache)
     # Nothing lies above the last layer.
-    chosen = {reduction: layers[:-1] for reduction, layers in chosen.items()}
+    chosen = {choice: layers[:-1] for choice, layers in chosen.items()}
     if question.evidence is not None:
         evidence = torch.tensor(question.evidence)
         scores = {
-            reduction: [share_of_evidence(rows, evidence) for rows in layers]
-            for reduction, layers in chosen.items()
+            choice: [share_of_evidence(rows, evidence) for rows in layers]
+            for choice, layers in chosen.items()
         }
     else:
         above = mass_above(masses)
         scores = {
-            reduction: [
+            choice: [
                 share_of_mass(mass, rows, policy.window)
                 for mass, rows in zip(above, layers, strict=True)
             ]
-            for reduction, layers in chosen.items()
+            for choice, layers in chosen.items()
         }
     right = 1.0 if question.score is None else question.score(answer)
     return Seen(chosen, scores, tuple(answer), right, by_layer(measured) if metrics else None)
@@ -187,7 +221,7 @@ def generate(
 
 
 def answers_kept(
-    decoder: DenseDecoder, question: Question, seen: Seen, layer: int, reduction: str
+    decoder: DenseDecoder, question: Question, seen: Seen, layer: int, choice: Choice
 ) -> tuple[float, float]:
     """How much of the full model's answer stays where `layer` propagates, and out of how much.
 
@@ -198,7 +232,7 @@ def answers_kept(
     steps = decoder.layers(rows, cache=cache)
     for _ in range(layer + 1):
         rows, _ = next(steps)
-    rows = rows.select(seen.chosen[reduction][layer])
+    rows = rows.select(seen.chosen[choice][layer])
     for output, _ in decoder.layers(rows, layer + 1, cache=cache):
         rows = output
     if question.score is not None:
@@ -212,124 +246,15 @@ def answers_kept(
     return float(same), float(len(seen.answer))
 
 
-# The choice.
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layer and a reduction, with the mean score over the prompts."""
-
-    layer: int
-    reduction: str
-    score: float
-
-    def __str__(self) -> str:
-        return f"layer {self.layer} by {self.reduction}"
-
-
-def candidates(
-    scores: dict[str, list[float]],
-    reductions: Sequence[str],
-    target: float,
-    later: bool = False,
-    sliding: Collection[int] = (),
-) -> list[Candidate]:
-    """Those within `target` of the best score, the earliest layer first, there `sum` first.
-
-    later: whether the others above the earliest of these come after them.
-    sliding: layers that slide over a window, which select no tokens.
-    """
-    each = [
-        Candidate(layer, reduction, scores[reduction][layer])
-        for layer in range(len(next(iter(scores.values()))))
-        if layer not in sliding
-        for reduction in reductions
-    ]
-    best = max(candidate.score for candidate in each)
-    found = [candidate for candidate in each if candidate.score >= target * best]
-    if later:
-        found += [c for c in each if c.score < target * best and c.layer > found[0].layer]
-    return found
-
-
-def tolerated_losses(count: int, target: float) -> int:
-    """The most answers of `count` that a layer may lose and still count as keeping `target`.
-
-    More would be lost with a chance below 5% by a layer that does keep this share.
-    """
-    at_least, losses = 1.0, 0
-    while True:
-        # P(X > losses) of a binomial.
-        at_least -= math.comb(count, losses) * (1 - target) ** losses * target ** (count - losses)
-        if at_least < 0.05 or losses == count:
-            return losses
-        losses += 1
-
-
-@dataclass(frozen=True)
-class Trial:
-    """How many answers stayed under a candidate, of those asked.
-
-    complete: whether all were asked; too many losses end a trial.
-    """
-
-    candidate: Candidate
-    kept: float
-    asked: float
-    complete: bool
-
-    @property
-    def lost(self) -> float:
-        return self.asked - self.kept
-
-    @property
-    def share(self) -> float:
-        return self.kept / self.asked
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was tried, and the trial whose layer is chosen; None if no layer keeps enough."""
-
-    trials: tuple[Trial, ...] = ()
-    chosen: Trial | None = None
-
-
-def try_out(
-    decoder: DenseDecoder,
-    questions: Sequence[Question],
-    seen: Sequence[Seen],
-    candidate: Candidate,
-    losses: float,
-    progress: Callable[[int], None],
-) -> Trial:
-    """Decode the answers that the full model has right; ends once more than `losses` are lost."""
-    kept = asked = 0.0
-    for number, (question, one) in enumerate(zip(questions, seen, strict=True)):
-        if not one.right:
-            continue
-        progress(number)
-        mine, full = answers_kept(decoder, question, one, candidate.layer, candidate.reduction)
-        kept, asked = kept + mine, asked + full
-        if asked - kept > losses:
-            return Trial(candidate, kept, asked, complete=False)
-    return Trial(candidate, kept, asked, complete=True)
-
-
-def prefill_ratio(layer: int, num_layers: int, rate: float) -> float:
-    """How much less prefill computes, by layers alone, where `layer` propagates `rate`."""
-    return num_layers / (layer + 1 + (num_layers - layer - 1) * rate)
-
-
-def mean_scores(seen: Sequence[Seen]) -> dict[str, list[float]]:
-    """The mean scores over the prompts: by reduction, one of each layer.
+def mean_scores(seen: Sequence[Seen]) -> dict[Choice, list[float]]:
+    """The mean scores over the prompts, one of each layer.
 
     Raises:
         ToolError: the type's range did not suffice.
     """
     means = {
-        reduction: torch.tensor([each.scores[reduction] for each in seen]).double().mean(0).tolist()
-        for reduction in seen[0].scores
+        choice: torch.tensor([each.scores[choice] for each in seen]).double().mean(0).tolist()
+        for choice in seen[0].scores
     }
     if not all(math.isfinite(score) for layers in means.values() for score in layers):
         raise ToolError("attention is not finite: use --dtype bfloat16 or float32")

@@ -10,7 +10,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.tools.checkpoint.dense_decoder import sliding_window
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
-from vllm_kvx.tools.checkpoint.questions import Score, load_tokenizer, scores
+from vllm_kvx.tools.checkpoint.questions import FAMILIES, Score, load_tokenizer, scores
 from vllm_kvx.tools.tasks.base import Sample, Span
 from vllm_kvx.tools.tasks.prompts import encode
 
@@ -73,9 +73,10 @@ def lookup_probes(
     """
     window = sliding_window(config)
     length = length if window is None else min(length, window - answer_tokens)
+    tasks = FAMILIES[family]
     return [
         Probe(score.prompt.token_ids, _users(score.prompt.sample, tokenizer)[1], LOOKUPS, score)
-        for score in scores(family, count, length, answer_tokens, tokenizer, config)
+        for score in scores(tasks, range(count), length, answer_tokens, tokenizer, config)
     ]
 
 

@@ -7,7 +7,7 @@ from vllm_kvx.config.flags import merge_flags
 from vllm_kvx.config.measured import MEASURED_KEY
 from vllm_kvx.config.policy_layers import windows_by_config
 from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings, policy_is_set
-from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
+from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
@@ -114,9 +114,7 @@ def layers_for(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         if found is None:
             measured[wanted.parameter] = _stand_in(context)
             continue
-        measured[wanted.parameter] = found.layer
-        if found.reduction != WINDOW_REDUCTIONS[0]:
-            measured[wanted.reduction] = found.reduction
+        measured |= found.values(wanted)
     return {MEASURED_KEY: measured}
 
 

@@ -74,9 +74,9 @@ def _layer(context: Context, part: Method, measured: dict[str, Any]) -> Iterator
         )
         yield _to_measure(context, says, command)
     elif found.source == PAPER:
-        yield note(f"{part}: {word} is layer {found.layer} ({PAPER}), not measured here", command)
+        yield note(f"{part}: {word} is {found.says(wanted)} ({PAPER}), not measured here", command)
     else:
-        yield ok(f"{part}: {word} is layer {found.layer} ({found.source})")
+        yield ok(f"{part}: {word} is {found.says(wanted)} ({found.source})")
 
 
 def _to_measure(context: Context, says: str, command: str) -> Finding:

@@ -84,6 +84,23 @@ def of_ratio(pairs: Sequence[tuple[float, float]], level: float = LEVEL) -> Inte
     return Interval(ratio, min(low, ratio), max(high, ratio))
 
 
+def of_kept(pairs: Sequence[tuple[float, float]], level: float = LEVEL) -> Interval | None:
+    """The share of `full`'s right answers that a policy kept.
+
+    pairs: (the policy's score, full's score) of the same prompts, each within 0 and 1.
+
+    The ends are the wider ones of a paired bootstrap over prompts and of Wilson's interval over
+    those that `full` has right: of few losses a bootstrap is too narrow, and Wilson's does not see
+    what a policy has right alone. None where `full` has nothing right.
+    """
+    found = of_ratio(pairs, level)
+    if found is None:
+        return None
+    kept = of_mean([min(own / full, 1.0) for own, full in pairs if full], level)
+    high = max(found.high, kept.high) if found.value < 1 else found.high
+    return Interval(found.value, min(found.low, kept.low), high)
+
+
 def of_difference(
     pairs: Sequence[tuple[float, float]], texts: Sequence[Hashable] | None = None
 ) -> Interval:

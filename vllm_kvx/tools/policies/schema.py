@@ -58,6 +58,8 @@ def additional_config(takes_auto: bool = True) -> dict[str, Any]:
         measured[measurement.parameter] = {"type": "integer", "minimum": 0}
         if measurement.reduction:
             measured[measurement.reduction] = {"enum": list(WINDOW_REDUCTIONS)}
+        if measurement.rate:
+            measured[measurement.rate] = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
     values: dict[str, dict[str, Any]] = {
         POLICY_KEY: _or_null({"anyOf": [_AUTO, _POLICY]} if takes_auto else _POLICY),
         LAYOUT_KEY: {"type": "array", "items": _POLICY},

@@ -199,8 +199,7 @@ def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> Mode
         wanted, found = part.to_measure, layer_of(part, identity, count)
         if wanted is None or found is None:
             return None
-        more = {wanted.reduction: found.reduction} if wanted.reduction else {}
-        return replace(part, **{wanted.parameter: found.layer}, **more)
+        return replace(part, **found.values(wanted))
 
     tuned = read_tuned(identity.directory) if identity.directory is not None else None
     return ModelFacts(

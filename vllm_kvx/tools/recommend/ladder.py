@@ -21,12 +21,8 @@ _WITHOUT_LAYERS = (
     *("criticalkv:kv_rate=0.4", "criticalkv:kv_rate=0.2"),
     "snapkv:kv_rate=0.4+fier-512",
 )
-# With the layer that was calibrated.
-_FASTKV = (
-    "fastkv:tsp_rate=0.4,kv_rate=0.4",
-    "fastkv:tsp_rate=0.2,kv_rate=0.2",
-    "fastkv:tsp_rate=0.4,kv_rate=1+fier-1024",
-)
+# With the layer and the rate of propagation that were calibrated.
+_FASTKV = ("fastkv:kv_rate=0.4", "fastkv:kv_rate=0.2", "fastkv:kv_rate=1+fier-1024")
 
 # A method with the layer that was measured for it, as a server would find it; None if it would have
 # to measure it.

@@ -11,13 +11,13 @@ from vllm_kvx.tools.engine import on_cpu
 from vllm_kvx.tools.evaluate.asking import ask
 from vllm_kvx.tools.evaluate.engine import OwnEngine, Prompt
 from vllm_kvx.tools.evaluate.full_answers import are_too_few
-from vllm_kvx.tools.evaluate.intervals import Interval, least_right
+from vllm_kvx.tools.evaluate.intervals import Interval, least_right, of_kept
 from vllm_kvx.tools.evaluate.progress import AnswersBar
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import QuestionId, Store
 from vllm_kvx.tools.recommend.ladder import Candidate, that_may_win
 from vllm_kvx.tools.recommend.questions import Questions, Round
-from vllm_kvx.tools.recommend.stopping import Verdict, level_of, share_kept, verdict
+from vllm_kvx.tools.recommend.stopping import Verdict, level_of, verdict
 
 # Questions that are asked between two looks at the clock, on a GPU and on a CPU.
 AT_A_TIME, AT_A_TIME_ON_CPU = 64, 8
@@ -222,7 +222,7 @@ class Rounds:
             if not both:
                 continue
             pairs = [(store[row, q].score, store[FULL_ROW, q].score) for q in both]
-            standing.share = share_kept(pairs, self.level)
+            standing.share = of_kept(pairs, self.level)
             standing.asked, standing.right = len(both), sum(full for _, full in pairs)
             standing.verdict = verdict(standing.share, self.keep)
             if (share := standing.share) is not None:

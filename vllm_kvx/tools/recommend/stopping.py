@@ -11,10 +11,9 @@ answers has an error of its own.
 """
 
 import math
-from collections.abc import Sequence
 from enum import StrEnum
 
-from vllm_kvx.tools.evaluate.intervals import LEVEL, Interval, of_mean, of_ratio
+from vllm_kvx.tools.evaluate.intervals import LEVEL, Interval, of_mean
 from vllm_kvx.tools.recommend.defaults import FIRST
 
 
@@ -40,23 +39,6 @@ def rounds_of(questions: int, first: int = FIRST) -> list[int]:
 def level_of(looks: int) -> float:
     """The level of each interval of a run that may look so many times."""
     return 1 - (1 - LEVEL) / looks
-
-
-def share_kept(pairs: Sequence[tuple[float, float]], level: float) -> Interval | None:
-    """The share of `full`'s right answers that a policy kept, with an interval of that level.
-
-    pairs: (the policy's score, full's score) of the same prompts, each within 0 and 1.
-
-    The ends are the wider ones of a paired bootstrap over prompts and of Wilson's interval over
-    those that `full` has right: of few losses a bootstrap is too narrow, and Wilson's does not see
-    what a policy has right alone. None where `full` has nothing right.
-    """
-    found = of_ratio(pairs, level)
-    if found is None:
-        return None
-    kept = of_mean([min(own / full, 1.0) for own, full in pairs if full], level)
-    high = max(found.high, kept.high) if found.value < 1 else found.high
-    return Interval(found.value, min(found.low, kept.low), high)
 
 
 def verdict(share: Interval | None, keep: float) -> Verdict:

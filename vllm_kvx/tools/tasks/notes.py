@@ -19,12 +19,15 @@ class Notes(Task):
     that are right, in their order.
 
     words: the words of a value, one to three.
+    prose: whether lines of prose stand between the notes; else the text is notes alone, and no
+        longer than the 128 of them.
     """
 
     name: str
     about: str
     words: int
     max_tokens: int = 8
+    prose: bool = True
 
     def make(self, rng: random.Random, size: int) -> Sample:
         unused = iter(rng.sample(filler.nouns(), MOST_NOTES * (1 + self.words)))
@@ -40,7 +43,8 @@ class Notes(Task):
             for (key, value), depth in zip(notes, depths, strict=True)
         ]
         builder = TextBuilder()
-        filler.scatter(builder, needles[: size + 2], filler.sentences(start, size), "\n")
+        prose = filler.sentences(start, size) if self.prose else []
+        filler.scatter(builder, needles[: size + 2], prose, "\n")
         builder.add(f"\nQuestion: {asked}")
         # The first that is asked for and this one are in every text.
         other, value = notes[1]

@@ -1,7 +1,8 @@
 """Lookups whose answers are several words: addresses, mottos and pass phrases."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from vllm_kvx.tools.tasks import filler
 from vllm_kvx.tools.tasks.base import Sample, Task, TextBuilder
@@ -9,6 +10,8 @@ from vllm_kvx.tools.tasks.filler import Needle
 from vllm_kvx.tools.tasks.scoring import share_of_words
 
 NOTES = 4
+# Words of a long pass phrase: each is a token at least.
+LONG = 32
 STREETS = ("Road", "Street", "Lane", "Avenue", "Square")
 
 
@@ -33,6 +36,11 @@ def pass_phrase(rng: random.Random) -> str:
     return " ".join(rng.sample(filler.nouns(), rng.randint(3, 8)))
 
 
+def long_phrase(rng: random.Random) -> str:
+    """A pass phrase of LONG different nouns."""
+    return " ".join(rng.sample(filler.nouns(), LONG))
+
+
 KINDS: dict[str, Callable[[random.Random], str]] = {
     "address": address,
     "motto": motto,
@@ -46,16 +54,20 @@ class SeveralWords(Task):
     The score is the share of the answer's words that are right, in their order: a policy that keeps
     half of a value's tokens is told from one that keeps none and from one that keeps all. Nearly
     every word is drawn, so that another note's answer scores about 0.
+
+    kinds: what is noted, and what makes it.
     """
+
+    kinds: ClassVar[Mapping[str, Callable[[random.Random], str]]] = KINDS
 
     name = "several_words"
     about = "an address, a motto or a pass phrase in prose, one of four: three to eight words"
     max_tokens = 48
 
     def make(self, rng: random.Random, size: int) -> Sample:
-        kind = rng.choice(sorted(KINDS))
+        kind = rng.choice(sorted(self.kinds))
         owners = filler.distinct(lambda: filler.word_key(rng))
-        values = filler.distinct(lambda: KINDS[kind](rng))
+        values = filler.distinct(lambda: self.kinds[kind](rng))
         entries = [(next(owners), next(values)) for _ in range(NOTES)]
         asked, answer = rng.choice(entries)
         needles = [
@@ -83,6 +95,18 @@ class SeveralWords(Task):
 
     def score(self, answer: str, sample: Sample) -> float:
         return share_of_words(answer, sample.references[0])
+
+
+class LongPhrase(SeveralWords):
+    """The same with a pass phrase of 32 words: nearly all of the answer is found by decode steps.
+
+    A policy that loses the text to generated tokens alone answers the first word and not the last.
+    """
+
+    name = "long_phrase"
+    about = "a pass phrase of 32 words in prose, one of four"
+    max_tokens = 128
+    kinds: ClassVar[Mapping[str, Callable[[random.Random], str]]] = {"pass phrase": long_phrase}
 
 
 def _question(kind: str, owner: str) -> str:

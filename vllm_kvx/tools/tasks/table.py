@@ -15,7 +15,7 @@ from vllm_kvx.tools.tasks.longbench import LongBench
 from vllm_kvx.tools.tasks.niah import Needles
 from vllm_kvx.tools.tasks.notes import Notes
 from vllm_kvx.tools.tasks.question_first import QuestionFirst
-from vllm_kvx.tools.tasks.several_words import SeveralWords
+from vllm_kvx.tools.tasks.several_words import LongPhrase, SeveralWords
 from vllm_kvx.tools.tasks.short_answers import ShortCode, ShortFacts
 from vllm_kvx.tools.tasks.variable_tracking import VariableTracking
 
@@ -48,7 +48,19 @@ _QUICK: tuple[Task, ...] = (
         "one_number", "one number in prose, answered in short; --quick", "prose", max_tokens=16
     ),
 )
-TASKS: dict[str, Task] = {task.name: task for task in (*_RULER, *_OWN, *_DEMO, *_QUICK)}
+# What `vllm-kvx calibrate` asks beside these.
+_CALIBRATION: tuple[Task, ...] = (
+    LongPhrase(),
+    Notes(
+        "notes_alone",
+        "the demo checkpoint's lookups, values of one word in a text of notes alone",
+        words=1,
+        prose=False,
+    ),
+)
+TASKS: dict[str, Task] = {
+    task.name: task for task in (*_RULER, *_OWN, *_DEMO, *_QUICK, *_CALIBRATION)
+}
 _SHORT: tuple[FixedTask, ...] = (ShortFacts(), ShortCode(), Instructions())
 # Tasks whose samples come with the package, each as long as it is.
 FIXED: dict[str, FixedTask] = {task.name: task for task in _SHORT}
