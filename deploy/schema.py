@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.common.server import ROOT
 from vllm_kvx.policy.methods.table import METHODS
-from vllm_kvx.policy.schema import POLICY, POLICY_AT_DTYPE, SERVED, definitions
+from vllm_kvx.policy.schema import POLICY, POLICY_AT_DTYPE, definitions
 from vllm_kvx.tools.policies.schema import ADDITIONAL_CONFIG, additional_config
 
 PATH = ROOT / "deploy" / "helm" / "values.schema.json"
@@ -27,7 +27,7 @@ def generated(schema: dict[str, Any]) -> dict[str, Any]:
     made = {ADDITIONAL_CONFIG: additional_config(takes_auto=False), **definitions()}
     measured = [name for name, method in METHODS.items() if method.to_measure is not None]
     properties = schema["properties"]
-    policy = {"$ref": f"#/definitions/{SERVED}"}
+    policy = {"$ref": f"#/definitions/{POLICY}"}
     prepare = properties["prepare"]["properties"]
     return schema | {
         "properties": properties

@@ -229,11 +229,14 @@ def test_the_job_measures_what_the_servers_run() -> None:
     ("values", "parts", "evaluated"),
     [
         ({"policy": "fier-2048"}, [], ["fier-2048"]),
-        ({"policy": "fastkv"}, ["fastkv"], ["fastkv"]),
+        ({"policy": "fastkv:kv_rate=0.4"}, ["fastkv"], ["fastkv:kv_rate=0.4"]),
         (
-            {"policy": "fastkv:tsp_rate=0.3,window=16+fier-2048", "layout": ["full", "structkv"]},
+            {
+                "policy": "fastkv:tsp_rate=0.3,window=16+fier-2048",
+                "layout": ["full", "structkv:kv_rate=0.4"],
+            },
             ["fastkv:tsp_rate=0.3,window=16", "structkv"],
-            ["fastkv:tsp_rate=0.3,window=16+fier-2048", "structkv"],
+            ["fastkv:tsp_rate=0.3,window=16+fier-2048", "structkv:kv_rate=0.4"],
         ),
         (
             {
@@ -252,7 +255,7 @@ def test_the_job_measures_what_the_servers_run() -> None:
             ["structkv:decay=0.8,struct_reduction=max", "fastkv"],
             [],
         ),
-        ({"policy": "fastkv", "calibrationLimit": 1800}, [], ["fastkv"]),
+        ({"policy": "fastkv:kv_rate=0.4", "calibrationLimit": 1800}, [], ["fastkv:kv_rate=0.4"]),
         # Against `full` over a KV cache that is not quantized.
         (
             {"policy": "fier-2048", "layout": ["full"], "extraArgs": ["--kv-cache-dtype", "fp8"]},
@@ -290,11 +293,18 @@ def test_the_job_measures_what_the_servers_run() -> None:
             [],
             ["full@int8_per_token_head"],
         ),
-        ({"policy": "fastkv", "prepare": {"calibrate": []}}, [], ["fastkv"]),
         (
-            {"policy": "fastkv", "additionalConfig": {"kv_measured": {"tsp_layer": 15}}},
+            {"policy": "fastkv:kv_rate=0.4", "prepare": {"calibrate": []}},
             [],
-            ["fastkv"],
+            ["fastkv:kv_rate=0.4"],
+        ),
+        (
+            {
+                "policy": "fastkv:kv_rate=0.4",
+                "additionalConfig": {"kv_measured": {"tsp_layer": 15}},
+            },
+            [],
+            ["fastkv:kv_rate=0.4"],
         ),
     ],
 )
@@ -330,7 +340,7 @@ def commands(script: str) -> Iterator[list[str]]:
 def test_the_jobs_engine_is_the_servers() -> None:
     """One of them, on the same weights, with what answers depend on."""
     settings = {"kv_measured": {"tsp_layer": 15}, "kv_share": "off"}
-    values = {"policy": "fastkv", "additionalConfig": settings, "revision": "v1"}
+    values = {"policy": "fastkv:kv_rate=0.4", "additionalConfig": settings, "revision": "v1"}
     values |= {"tensorParallelSize": 2, "dataParallelSize": 4, "extraArgs": ["--dtype=float16"]}
     job = one(render(**values, prepare={"engineArgs": {"dtype": "float16"}}), "Job")
     container = job["spec"]["template"]["spec"]["containers"][0]
@@ -405,9 +415,15 @@ def test_the_jobs_commands_parse() -> None:
         ({"additionalConfig": {"kv_stash_tokens": 4096}}, "is less than maxModelLen=32768"),
         ({"additionalConfig": {"kv_stash_tokens": 65536}}, "kv_stash_tokens has no effect"),
         (
-            {"policy": "snapkv", "additionalConfig": {"kv_recall_every": 10}},
+            {"policy": "snapkv:kv_rate=0.2", "additionalConfig": {"kv_recall_every": 10}},
             "kv_recall_every has no effect",
         ),
+        *(
+            ({"policy": f"fier-64+{name}"}, "does not say how much stays")
+            for name, method in METHODS.items()
+            if method.served_as and not method.number
+        ),
+        ({"layout": ["snapkv"]}, "snapkv does not say how much stays"),
         ({"replicas": 0}, "got 0, want 1"),
         ({"drainSeconds": -1}, "got -1, want 0"),
         ({"extraArgs": ["--shutdown-timeout=5"]}, "--shutdown-timeout is the chart's own"),
@@ -447,9 +463,12 @@ def test_bad_values_are_refused(values: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"policy": "fastkv:tsp_rate=0.3,window=16+fier-2048", "layout": ["full", "structkv"]},
+        {
+            "policy": "fastkv:tsp_rate=0.3,window=16+fier-2048",
+            "layout": ["full", "structkv:kv_rate=0.4"],
+        },
         {"additionalConfig": {"kv_recall_every": 10, "kv_share": "off", "cache_policy": "theirs"}},
-        {"policy": "fastkv", "additionalConfig": {"kv_stash_tokens": 65536}},
+        {"policy": "fastkv:kv_rate=0.4", "additionalConfig": {"kv_stash_tokens": 65536}},
         {"servedModelName": "My model: the best", "model": "/cache/models/a"},
         {"resources": {"requests": {"cpu": 8, "memory": "1e3"}}, "sharedMemory": "0.5Gi"},
         {"gpu": {"count": 0}, "tensorParallelSize": 2},
@@ -561,7 +580,11 @@ def test_the_routers_metrics_are_scraped() -> None:
 
 def test_servers_without_our_metrics_are_not_scaled_by_them() -> None:
     """What cannot be read keeps Kubernetes from scaling down."""
-    for policy, layout, count in (("full", [], 1), ("full", ["full"], 1), ("full", ["snapkv"], 3)):
+    for policy, layout, count in (
+        ("full", [], 1),
+        ("full", ["full"], 1),
+        ("full", ["snapkv:kv_rate=0.2"], 3),
+    ):
         objects = render("values-replicas.yaml", policy=policy, layout=layout)
         scaler = one(objects, "HorizontalPodAutoscaler")
         assert len(scaler["spec"]["metrics"]) == count

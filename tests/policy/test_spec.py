@@ -656,7 +656,7 @@ def test_what_is_drafted_fits_into_the_context() -> None:
     ("name", "served"),
     [
         ("snapkv", "snapkv:kv_rate=0.1"),
-        ("fier-64+snapkv", "fier-64+snapkv:kv_rate=0.1"),
+        ("snapkv+fier-64", "snapkv:kv_rate=0.1+fier-64"),
         ("fastkv", "fastkv:kv_rate=0.1"),
         ("structkv+fier-64", "structkv:struct_rate=0.2,kv_rate=0.1+fier-64"),
         ("knorm", "knorm:kv_rate=0.1"),

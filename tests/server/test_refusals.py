@@ -535,7 +535,7 @@ def test_what_leaves_entries_out_where_the_model_drafts(make_config, policy: str
     (found,) = lines_of(make_config, policy, **OWN)
     room = {"additional_config": {"kv_layout": [policy]}}
     assert lines_of(make_config, "full", **room, **OWN) == [found]
-    assert f"{policy} leaves some out" in found
+    assert f"{policy.removesuffix(':kv_rate=0.1')} leaves some out" in found
 
 
 @pytest.mark.parametrize(
@@ -900,7 +900,7 @@ def test_what_propagation_needs(stock, path: str, value: Any, names: str) -> Non
 def test_experts_of_several_engines(stock) -> None:
     config = changed(several_engines(stock, "mp"), "model_config.is_moe", True)
     (reason,) = reasons(WITH_PROPAGATION, config)
-    assert "--data-parallel-size 1" in reason and "snapkv:kv_rate=0.1" in reason
+    assert "--data-parallel-size 1" in reason and "snapkv" in reason
     assert not reasons(WITH_PROPAGATION, several_engines(stock, "mp"))
     assert not reasons(WITH_POLICY, config)
 

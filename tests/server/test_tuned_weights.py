@@ -96,7 +96,7 @@ def test_weights_that_were_tuned_for_it(start) -> None:
     ("policy", "method", "command"),
     [
         ("speed-4", "speed-4", "--cutoff 4"),
-        ("speed-4+snapkv:kv_rate=0.1", "speed-4", "--cutoff 4"),
+        ("speed-4+snapkv:kv_rate=0.2", "speed-4", "--cutoff 4"),
         ("speed-4:anchors=2", "speed-4:anchors=2", "--cutoff 4 --anchors 2"),
     ],
 )
@@ -144,7 +144,7 @@ def test_each_policy_of_the_server_has_a_line(start) -> None:
     ]
 
 
-@pytest.mark.parametrize(("policy", "layout"), [("full", ()), ("snapkv:kv_rate=0.1", ("fier-64",))])
+@pytest.mark.parametrize(("policy", "layout"), [("full", ()), ("snapkv:kv_rate=0.2", ("fier-64",))])
 def test_tuned_weights_under_other_policies(start, policy: str, layout: tuple) -> None:
     record = tuned("speed-4:anchors=2")
     line = (
@@ -155,7 +155,7 @@ def test_tuned_weights_under_other_policies(start, policy: str, layout: tuple) -
 
 
 def test_other_weights_under_other_policies(start) -> None:
-    assert start("snapkv:kv_rate=0.1") == []
+    assert start("snapkv:kv_rate=0.2") == []
 
 
 def test_a_damaged_record_stops_no_server(make_config, model_dir, log: Log) -> None:
@@ -229,7 +229,7 @@ def test_what_the_route_tells(make_config, model_dir) -> None:
     }
     names = [
         "full",
-        "snapkv:kv_rate=0.1",
+        "snapkv:kv_rate=0.2",
         "speed-4:tail=2",
         "speed-4:tail=2+fier-64",
         "speed-4",

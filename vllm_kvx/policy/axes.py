@@ -154,6 +154,12 @@ class Method:
         """What parameters are where they are not given, the others being as they are."""
         return type(self)(**{key: getattr(self, key) for key in self.mandatory()}).parameters()
 
+    @property
+    def advised(self) -> str:
+        """A name to type: the canonical one, or `served_as` where that is bare and not served."""
+        name = str(self)
+        return self.served_as if name == self.name and self.served_as else name
+
     @classmethod
     def usage(cls) -> str:
         """The shape of the name, for messages: `speed-K`, `fastkv`."""

@@ -153,6 +153,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- range concat (list .Values.policy) .Values.layout -}}
+{{- range splitList "+" . -}}
+{{- if has . (list "fastkv" "structkv" "snapkv" "pyramidkv" "criticalkv" "knorm") -}}
+{{- fail (printf "%s does not say how much stays, and its paper's rates lose answers: give kv_rate, as in %s:kv_rate=0.4" . .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $key, $value := .Values.additionalConfig -}}
 {{- if has $key (list "kv_policy" "kv_layout") -}}
 {{- fail (printf "additionalConfig.%s: set `policy` and `layout` of the chart instead" $key) -}}

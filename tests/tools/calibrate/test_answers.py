@@ -377,7 +377,7 @@ def test_no_layer_keeps_enough(
     assert code == 2 and "no layer keeps enough: under the best of 1 that were tried, layer" in line
     assert "layer 1 by sum with struct_rate=0.03, which propagates 50% of what answers" in line
     assert "of those asked stay, lost: 1 of notes; at least 80% have to with a certainty" in line
-    assert "give a higher --struct-rate, use --kv-policy snapkv or fier-1024, or choose" in line
+    assert "give a higher --struct-rate, use --kv-policy fier-1024, or choose" in line
     assert "Answers under layer 1, sum, struct_rate 0.03: " in out and "it was hopeless" in out
     assert "(pivot=<int>)" in line and "<- pivot" not in out and "evidence" in out
     assert not list(cache.glob("calibration/*"))
@@ -395,7 +395,7 @@ def test_a_model_that_answers_nothing(
     code, _, err = command(model)
     [line] = [line for line in err.splitlines() if "error:" in line]
     assert code == 2 and "the full model answers 0 of 16 generated lookups, and 16 are" in line
-    assert "--prompts FILE, raise --count, or use --kv-policy snapkv" in line
+    assert "--prompts FILE, raise --count, or use --kv-policy fier-1024" in line
     assert not list(cache.glob("calibration/*"))
 
 

@@ -107,7 +107,7 @@ def test_a_model_whose_attention_caps_its_logits(doctor, tmp_path: Path) -> None
         model_type="gemma2",
         layer_types=["full_attention"] * 8,
     )
-    for policy in ("fier-64", "snapkv:kv_rate=0.1", "speed-4"):
+    for policy in ("fier-64", "snapkv:kv_rate=0.2", "speed-4"):
         asked = doctor(policy, model=tmp_path, serve_args=ON_CPU)
         assert lines(asked("model", "flags"), "problem") == []
 
@@ -321,7 +321,7 @@ def test_the_policy_is_told(doctor) -> None:
 
 def test_more_ranks_share_the_memory(doctor) -> None:
     def stock(ranks: int) -> str:
-        found = doctor("snapkv:kv_rate=0.1", gpu_memory=1.0, ranks=ranks)("model", "policy")
+        found = doctor("snapkv:kv_rate=0.2", gpu_memory=1.0, ranks=ranks)("model", "policy")
         (line,) = [each for each in lines(found, "ok") if each.startswith("KV of such")]
         return line.rpartition("stock ")[2]
 
@@ -330,7 +330,7 @@ def test_more_ranks_share_the_memory(doctor) -> None:
 
 
 def test_no_room_for_the_weights(doctor) -> None:
-    found = doctor("snapkv:kv_rate=0.1", gpu_memory=0.001)("model", "policy")
+    found = doctor("snapkv:kv_rate=0.2", gpu_memory=0.001)("model", "policy")
     (problem,) = lines(found, "problem")
     assert problem.startswith("nothing is left for the KV pool")
 
@@ -350,7 +350,7 @@ def key(doctor) -> str:
 
 
 def test_records_are_looked_for_where_servers_do(doctor, key: str) -> None:
-    asked = doctor("snapkv:kv_rate=0.1")
+    asked = doctor("snapkv:kv_rate=0.2")
     asked("model")
     assert EvaluationNotice(asked_for.identity_of(asked.context)).model_key == key
 
@@ -412,11 +412,11 @@ def test_evaluations_and_tuning(doctor, key: str, tmp_path: Path) -> None:
     assert evaluation.status == "ok" and "kept 90.0% [80.0-100.0]" in evaluation.says
 
 
-@pytest.mark.parametrize("policy", ["speed-4", "snapkv:kv_rate=0.1"])
+@pytest.mark.parametrize("policy", ["speed-4", "snapkv:kv_rate=0.2"])
 def test_a_quantized_kv_cache_is_asked_by_its_name(doctor, policy: str) -> None:
     """Also where the flags are refused, as retention's are on CPU."""
     asked = doctor(policy, serve_args=("--kv-cache-dtype", "fp8", *ON_CPU))
-    assert bool(asked.problems("model", "flags")) == (policy == "snapkv:kv_rate=0.1")
+    assert bool(asked.problems("model", "flags")) == (policy == "snapkv:kv_rate=0.2")
     *_, found = asked("measured")
     assert f"{policy}@fp8: nobody has measured" in found.says
     assert f"--policies {policy}@fp8 --save" in found.mend

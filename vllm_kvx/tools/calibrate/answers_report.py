@@ -204,7 +204,7 @@ def answered_lines(record: Mapping[str, Any]) -> list[str]:
 def refusal(record: Mapping[str, Any]) -> str:
     """Why no layer is chosen: what was measured, and what to do."""
     parameter, least = RESULTS[record["method"]], least_answers(record["least"])
-    way_out = f"use --kv-policy snapkv or fier-1024, or choose a layer yourself ({parameter}=<int>)"
+    way_out = f"use --kv-policy fier-1024, or choose a layer yourself ({parameter}=<int>)"
     known = record["asked"] != OWN
     for right, count, flag in (
         (record["answered"], record["chosen_by"], "--count"),

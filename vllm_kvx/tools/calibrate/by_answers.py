@@ -158,7 +158,8 @@ def run(args: argparse.Namespace) -> None:
         layer[policy.to_measure.reduction] = record["reduction"]
     chosen = replace(policy, **layer)
     print(
-        f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy}` finds it there.\n"
+        f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy.advised}` "
+        "finds it there.\n"
         f"Anywhere else: --kv-policy {chosen}"
     )
     if not args.no_plot:

@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> None:
     print(table(record))
     path = store(record)
     print(
-        f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy}` finds it there.\n"
+        f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy.advised}` "
+        "finds it there.\n"
         f"Anywhere else: --kv-policy {dataclasses.replace(policy, pivot=record['pivot'])}"
     )
     if not args.no_plot:

@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
     print(table(record))
     path = store(record)
     print(
-        f"\nStored in {path}: `vllm serve {args.model} --kv-policy fastkv` finds it there.\n"
+        f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy.advised}` "
+        "finds it there.\n"
         f"Anywhere else: --kv-policy fastkv:tsp_layer={record['tsp_layer']}"
     )
     if not args.no_plot:
