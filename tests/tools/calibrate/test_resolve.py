@@ -136,7 +136,7 @@ def test_a_server_measures_before_its_first_start(
 ) -> None:
     settings: dict[str, Any] = {"model": str(LOOKUP), "load_format": "auto", "dtype": "float32"}
     settings["tensor_parallel_size"] = 2  # No rank has any part in it.
-    vllm_config = make_config("structkv", **settings)
+    vllm_config = make_config("structkv:kv_rate=0.1", **settings)
     [arguments] = process.ran
     assert arguments[:2] == ["calibrate", str(LOOKUP)]
     path, record = record_of(LOOKUP)
@@ -155,7 +155,8 @@ def test_a_server_measures_before_its_first_start(
     assert str(found.policy) == f"structkv:pivot={pivot}" == str(found.parse("structkv"))
 
     # A second start.
-    assert make_config("structkv", **settings).additional_config["kv_measured"]["pivot"] == pivot
+    again = make_config("structkv:kv_rate=0.1", **settings)
+    assert again.additional_config["kv_measured"]["pivot"] == pivot
     again = make_config(**settings)
     again.additional_config = {"kv_policy": "structkv:kv_rate=0.5"}
     line = f"StructKV: pivot=calibrated is layer {pivot} (calibrated by answers: {path})."
@@ -245,7 +246,7 @@ def test_a_rate_is_measured_with_its_layer(
     tool: Tool, find: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(by_answers, "SEARCHED", (0.3, 0.4))
-    config, [line] = find(model, "fastkv")
+    config, [line] = find(model, "fastkv:kv_rate=0.1")
     [ran] = tool.ran
     assert ran[2:] == ["--method", "fastkv", "--window", "8", "--kernel", "7", "--no-plot"]
     measured = config["kv_measured"]
@@ -263,7 +264,7 @@ def test_a_rate_is_measured_with_its_layer(
     assert status["kv_tsp_rate"] == measured["tsp_rate"]
     assert settings.measured.of_status(status) == settings.measured
     # A second start finds both; one that names the rate finds the layer.
-    assert find(model, "fastkv")[0] == config
+    assert find(model, "fastkv:kv_rate=0.1")[0] == config
     named = find(model, f"fastkv:tsp_rate={measured['tsp_rate']}")[0]["kv_measured"]
     assert named["tsp_layer"] == measured["tsp_layer"] and "tsp_rate" not in named
     assert len(tool.ran) == 1
@@ -286,7 +287,7 @@ def test_the_measured_reduction_goes_with_the_layer(
 ) -> None:
     find(model, "fastkv:tsp_reduction=max,tsp_rate=0.2")
     assert tool.ran[0][-3:-1] == ["--reduction", "max"]
-    config, [line] = find(model, "fastkv")
+    config, [line] = find(model, "fastkv:kv_rate=0.1")
     assert len(tool.ran) == 1 and line.startswith(
         "FastKV: tsp_layer=auto is layer 3 with tsp_reduction=max (calibrated by answers"
     )

@@ -373,7 +373,7 @@ def test_layers_that_were_not_measured(doctor, key: str, tmp_path: Path) -> None
     assert "fastkv:tsp_layer=5,tsp_reduction=max" in evaluation.says
     rates = {"window": 8, "kernel": 7, "tsp_rate": 0.4, "rates": [0.2, 0.4]}
     save(record | rates)
-    measured, evaluation = doctor("fastkv")("model", "measured")
+    measured, evaluation = doctor("fastkv:kv_rate=0.1")("model", "measured")
     assert "tsp_layer=auto is layer 5 with tsp_rate=0.4 (calibrated" in measured.says
     assert "fastkv:tsp_layer=5,tsp_rate=0.4" in evaluation.says
     path.write_text("{}")
