@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from benchmarks.checkpoint.prompts import QUESTION, make_prompt
 from benchmarks.common.server import CHECKPOINT, ServerError, cpu_environment, serving
 from vllm_kvx.policy.parameters import PolicyError
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.spec import parse_policy, servable
 
 MODEL = "lookup-8l"
 FULL = "full"
@@ -78,7 +78,7 @@ def main() -> int:
     flags = [
         str(CHECKPOINT),
         *("--served-model-name", MODEL),
-        *("--kv-policy", args.policy),
+        *("--kv-policy", servable(parse_policy(args.policy))),
         *("--max-model-len", str(MAX_MODEL_LEN)),
         *("--dtype", "float32"),
         *("--block-size", "32"),

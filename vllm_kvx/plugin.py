@@ -89,7 +89,7 @@ def _layout_name(text: str) -> str:
     """argparse type of one policy behind ``--kv-layout``."""
     from vllm_kvx.config.arguments import served_policy
     from vllm_kvx.policy.parameters import PolicyError
-    from vllm_kvx.policy.spec import parse_policy
+    from vllm_kvx.policy.spec import parse_policy, servable
 
     try:
         return served_policy(text)
@@ -98,7 +98,7 @@ def _layout_name(text: str) -> str:
         if text.startswith("["):
             raise ArgumentTypeError(f"{text!r}: {hint}, and no brackets") from None
         try:
-            names = [str(parse_policy(name)) for name in text.split(",")]
+            names = [servable(parse_policy(name)) for name in text.split(",")]
         except PolicyError:
             names = []
         if len(names) < 2:

@@ -28,7 +28,7 @@ from benchmarks.engine.host_time_engine import serve, set_environment
 ENGINES = (
     STOCK,
     "full@speed-24",
-    "full@snapkv",
+    "full@snapkv:kv_rate=0.1",
     "speed-24",
     "fastkv:tsp_layer=15",
     "snapkv:kv_rate=0.1",

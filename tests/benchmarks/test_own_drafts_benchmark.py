@@ -3,6 +3,7 @@
 from collections import Counter
 
 from benchmarks.answers.own_drafts import row
+from benchmarks.engine.own_drafts import agree, options_of
 
 
 def test_shares_of_what_was_drafted() -> None:
@@ -20,3 +21,22 @@ def test_shares_of_what_was_drafted() -> None:
         "answers": 6,
     }
     assert row("fier-64", ("text", 1024), Counter(), 3, 6, 6)["tokens_a_step"] == 1
+
+
+def test_a_servers_name_says_what_drafts() -> None:
+    assert options_of("stock", False) == {"enforce_eager": False}
+    assert options_of("snapkv", True)["additional_config"] == {"kv_policy": "snapkv:kv_rate=0.1"}
+    own = options_of("full/fier-256x4", False)
+    assert own["additional_config"] == {"kv_policy": "full"}
+    assert own["speculative_config"] == {
+        **{"method": "kvx", "policy": "fier-256"},
+        **{"cache_to_weights": 0, "num_speculative_tokens": 4},
+    }
+    ngram = options_of("stock/ngramx3", False)
+    assert "additional_config" not in ngram
+    assert ngram["speculative_config"]["num_speculative_tokens"] == 3
+
+
+def test_how_far_answers_agree() -> None:
+    assert agree([1, 2, 3], [1, 2, 4]) == 2
+    assert agree([1, 2], [1, 2, 3]) == 2 and agree([5], [6]) == 0

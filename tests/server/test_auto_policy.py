@@ -305,3 +305,14 @@ def test_a_layout_that_leaves_a_layer_to_measurement_says_nothing_of_a_candidate
     config = {"kv_layout": ["fastkv", "fier-64"]}
     assert as_judged(config, "fier-64")["kv_layout"] == ["fier-64"]
     assert as_judged({}, "fier-64") == {"kv_policy": "fier-64"}
+
+
+def test_bare_names_of_an_earlier_record_are_written_out(cache: Path) -> None:
+    """As they stand no server takes them, and a policy that was kept would be passed over."""
+    record(row("snapkv", 0.98), row("fastkv+fier-512", 0.99))
+    found = records.load(MODEL.key, "")
+    assert found is not None
+    assert [each.policy for each in found.rows] == [
+        "snapkv:kv_rate=0.1",
+        "fastkv:kv_rate=0.1+fier-512",
+    ]

@@ -377,3 +377,18 @@ def test_request_policy() -> None:
     for nonsense in ("nonsense", ["speed-4"], {"a": 1}, 4):
         with pytest.raises(PolicyError):
             of({"kv_policy": nonsense})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kv_policy": "fastkv"},
+        {"kv_policy": "fier-64+snapkv"},
+        {"kv_policy": "full", "kv_layout": ["speed-4", "structkv"]},
+        {"kv_policy": "auto", "kv_layout": ["knorm"]},
+    ],
+)
+def test_a_bare_name_is_refused_before_anything_is_measured(config: dict[str, Any]) -> None:
+    where = "kv_layout" if "kv_layout" in config else "kv_policy"
+    with pytest.raises(ValueError, match=rf"^{where}.*does not say how much stays"):
+        policy_is_set(config)

@@ -311,6 +311,18 @@ def test_a_request_is_read_with_all_that_was_measured() -> None:
             check(params(other))
 
 
+def test_a_bare_name_is_refused_but_for_the_servers_own() -> None:
+    """A server tells canonical names, in which a paper's rates are left out."""
+    check = validator("snapkv:kv_rate=0.1", "fastkv:tsp_layer=3")
+    check(params("snapkv"))
+    check(params("snapkv:kv_rate=0.1"))
+    for other in ("knorm", "criticalkv"):
+        with pytest.raises(VLLMValidationError, match=f"{other} does not say how much stays"):
+            check(params(other))
+    with pytest.raises(VLLMValidationError, match="snapkv does not say how much stays"):
+        validator("fastkv:tsp_layer=3")(params("snapkv"))
+
+
 def test_two_engines_in_one_process_do_not_mix() -> None:
     four, five = validator("speed-4"), validator("speed-5")
     four(params("speed-4"))

@@ -297,7 +297,21 @@ def policy_is_set(config: Any) -> bool:
         # Here, and not with the other values: before a server measures layers for minutes.
         refuse_replaced()
         disabled_parts(config)
+        _refuse_bare_names(config)
     return is_set
+
+
+def _refuse_bare_names(config: dict[str, Any]) -> None:
+    """Raise PolicyError, which says where, for a name that does not say how much stays."""
+    layout = config.get(LAYOUT_KEY)
+    layout = layout if isinstance(layout, (list, tuple)) else ()
+    named = {POLICY_KEY: config[POLICY_KEY]}
+    named |= {f"{LAYOUT_KEY}[{i}]": name for i, name in enumerate(layout)}
+    for key, name in named.items():
+        try:
+            check_served(name if isinstance(name, str) else "")
+        except PolicyError as error:
+            raise PolicyError(f"{key}: {error}") from None
 
 
 def _in_the_policy(key: str, name: str) -> str:
@@ -323,7 +337,6 @@ def _policy(
     """The policy `name`, found at `where`; its errors say where."""
     try:
         policy = _parse(name, measured, windows) if isinstance(name, str) else parse_policy(name)
-        check_served(name)
         policy.check_model(num_layers)
         policy.check_composition()
         layout_of([policy], num_layers)  # Is every layer known that it splits at?

@@ -6,6 +6,7 @@ host, and agree on every count. Prompt lengths, rows and entries are in tokens, 
 """
 
 import dataclasses
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -156,9 +157,11 @@ class Method:
 
     @property
     def advised(self) -> str:
-        """A name to type: the canonical one, or `served_as` where that is bare and not served."""
-        name = str(self)
-        return self.served_as if name == self.name and self.served_as else name
+        """A name to type: the canonical one, with the rate of `served_as` in a paper's place."""
+        match = re.search(r"\bkv_rate=([0-9.]+)", self.served_as)
+        if match is None or "kv_rate=" in str(self) or self.parameters().get("kv_budget"):
+            return str(self)
+        return str(dataclasses.replace(self, **{"kv_rate": float(match[1])}))
 
     @classmethod
     def usage(cls) -> str:

@@ -89,7 +89,7 @@ def entry(method: type[Method]) -> Entry:
     return Entry(
         name=method.name,
         usage=method.usage(),
-        example=example,
+        example=method.example or method.served_as or method.name,
         summary=method.summary,
         paper=method.paper,
         axes=defaults.axes,

@@ -10,6 +10,7 @@ from vllm_kvx.policy.beside_windows import beside_windows
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import servable
 from vllm_kvx.policy.windows import Windows
 
 
@@ -339,10 +340,11 @@ def in_a_pipeline(policy: KVPolicy) -> str | None:
 def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) -> str:
     """What to do about a `policy` that needs more than `layout`."""
     theirs, ours = needed.sidecar, layout.sidecar
+    name = servable(policy)
     if theirs is None or ours is None or theirs.is_like(ours):
-        return f"start the server with --kv-policy {policy}, or add {policy} to its --kv-layout"
+        return f"start the server with --kv-policy {name}, or add {name} to its --kv-layout"
     # No server has room for two sidecars.
-    alone = f"start a server of its own with --kv-policy {policy}"
+    alone = f"start a server of its own with --kv-policy {name}"
     other = KVPolicy.of(
         ours.nearest(part) if part is policy.retrieve else part for part in policy.parts
     )

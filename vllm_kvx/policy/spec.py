@@ -58,14 +58,18 @@ def check_served(text: str) -> None:
     Raises:
         PolicyError: a part is a method's bare name, whose rates are a paper's and lose answers.
     """
-    for part in text.split("+"):
-        method = METHODS.get(part)
-        if method is not None and method.served_as:
-            raise PolicyError(
-                f"{part} does not say how much stays, and the paper's rates lose answers "
-                f"(docs/results/quality.md): write {method.served_as}, or the paper's "
-                f"{servable(parse_policy(part))}"
-            )
+    for part in filter(is_bare, text.split("+")):
+        raise PolicyError(
+            f"{part} does not say how much stays, and the paper's rates lose answers "
+            f"(docs/results/quality.md): write {METHODS[part].served_as}, which loses fewer, or "
+            f"the paper's {servable(parse_policy(part))}"
+        )
+
+
+def is_bare(name: str) -> bool:
+    """Whether it is a method's name alone, by which no server runs it."""
+    method = METHODS.get(name)
+    return method is not None and bool(method.served_as)
 
 
 def servable(policy: KVPolicy) -> str:

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.auto import check_keep
 from vllm_kvx.policy.methods.snapkv import DEFAULT_KV_FLOOR
 from vllm_kvx.policy.parameters import PolicyError
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.spec import parse_policy, servable
 from vllm_kvx.records.folder import CACHE_VARIABLE, WAY_OUT, cache_root, root_to_read
 
 logger = logging.getLogger("vllm.kvx.recommendation")
@@ -163,5 +163,5 @@ def _row(found: Any) -> Row:
     numbers = [*row.kept, row.n, row.right, *row.gains.values()]
     if len(row.kept) != 3 or not all(isinstance(each, int | float) for each in numbers):
         raise TypeError(f"the row of {row.policy} has values that are no numbers")
-    parse_policy(row.policy)
-    return row
+    # Earlier records have bare names, which no server takes.
+    return replace(row, policy=servable(parse_policy(row.policy)))

@@ -20,7 +20,7 @@ from vllm_kvx.policy.auto import refuse_auto
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, check_fits
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import check_served, parse_policy
+from vllm_kvx.policy.spec import check_served, parse_policy, servable
 from vllm_kvx.policy.windows import Windows
 from vllm_kvx.server.refusal_reasons import OnRefusal, Reason, RefusedError, count_for, refusing
 from vllm_kvx.server.request_keys import check_keys, check_policy_type
@@ -101,7 +101,9 @@ def check_policy(
     with refusing(Reason.MALFORMED, on_refusal):
         refuse_auto(name, f"this server's policy is {settings.policy}: leave {POLICY_KEY} out")
         policy = settings.parse(name)
-        check_served(name)
+        # A server's own ones may be named as it tells them.
+        if policy not in settings.policies:
+            check_served(name)
     with refusing(Reason.NOT_ALLOWED, on_refusal):
         _check_allowed(settings, policy)
     _check_fits(settings, policy, on_refusal)
@@ -136,9 +138,10 @@ def _check_fits(settings: KVSettings, policy: KVPolicy, on_refusal: OnRefusal) -
 @lru_cache(maxsize=1024)
 def _check_room(settings: KVSettings, policy: KVPolicy) -> None:
     if settings.stock:
+        name = servable(policy)
         raise PolicyError(
             f"{policy} does not fit this server, which runs full alone: start it with "
-            f"--kv-policy {policy}, or make room with --kv-policy full --kv-layout {policy}"
+            f"--kv-policy {name}, or make room with --kv-policy full --kv-layout {name}"
         )
     check_fits(policy, settings.layout, settings.num_layers)
 

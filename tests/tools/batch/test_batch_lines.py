@@ -78,6 +78,7 @@ def test_a_request() -> None:
             (request(body={"vllm_xargs": xargs}), "invalid_policy", says)
             for xargs, says in (
                 ({"kv_policy": "snapvk"}, "line 3: 'snapvk': unknown policy .*did you mean snapkv"),
+                ({"kv_policy": "snapkv"}, "does not say how much stays"),
                 ({"kv_policy": "snapkv:kv_rate=0"}, r"kv_rate must be a number in \(0, 1\], got 0"),
                 ({"kv_policy": "swiftkv-4+snapkv"}, "keeps every entry"),
                 ({"kv_policy": {"name": "full"}}, "a policy is a string .*got dict"),

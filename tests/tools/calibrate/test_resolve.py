@@ -114,7 +114,7 @@ def find(make_config: Callable[..., Any]) -> Callable[..., tuple[dict[str, Any],
     """
 
     def find(
-        model: Path, policy: str = "structkv", load_format: str = "auto", **config: Any
+        model: Path, policy: str = "structkv:kv_rate=0.1", load_format: str = "auto", **config: Any
     ) -> tuple[dict[str, Any], list[str]]:
         vllm_config = make_config(model=str(model), load_format=load_format, max_model_len=64)
         vllm_config.additional_config = {"kv_policy": policy, **config}
@@ -276,7 +276,7 @@ def test_the_papers_layer_is_said_to_be_the_papers(
     find: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolve, "paper_tsp_layer", lambda _: 5)
-    config, lines = find(model, "fastkv", load_format="dummy")
+    config, lines = find(model, "fastkv:kv_rate=0.1", load_format="dummy")
     assert config["kv_measured"]["tsp_layer"] == 5
     assert lines[0] == "FastKV: tsp_layer=auto is layer 5 (the paper's)."
     assert "not measured by answers on these weights" in lines[1]
@@ -303,7 +303,7 @@ def test_the_measured_reduction_goes_with_the_layer(
 def test_one_server_measures_for_one_set_of_parameters(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:
-    for other in ("fastkv", "fastkv:tsp_rate=0.2"):
+    for other in ("fastkv:kv_rate=0.1", "fastkv:tsp_rate=0.2"):
         with pytest.raises(PolicyError, match=r"another tsp_rate.*write tsp_layer=<int> in one"):
             find(model, other, kv_layout=["fastkv:tsp_rate=0.4"])
     given = "fastkv:tsp_rate=0.2"
@@ -314,7 +314,8 @@ def test_one_server_measures_for_one_set_of_parameters(
 def test_policies_that_the_server_makes_room_for(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:
-    config, lines = find(model, "full", kv_layout=["structkv:kv_rate=0.2", "structkv", "no policy"])
+    names = ["structkv:kv_rate=0.2", "structkv:kv_rate=0.1", "no policy"]
+    config, lines = find(model, "full", kv_layout=names)
     assert len(tool.ran) == len(lines) == 1
     assert config["kv_measured"]["pivot"] == record_of(model)[1]["pivot"]
 
@@ -325,7 +326,7 @@ def test_policies_that_the_server_makes_room_for(
         ("structkv:pivot=3", {}),
         ("structkv:pivot=online", {}),
         ("structkv:struct_rate=1", {}),
-        ("structkv", {"kv_measured": {"pivot": 3}}),
+        ("structkv:kv_rate=0.1", {"kv_measured": {"pivot": 3}}),
         ("speed-4", {}),
     ],
 )

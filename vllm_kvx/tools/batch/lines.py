@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
 from vllm_kvx.policy.parameters import PolicyError
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.spec import check_served, parse_policy
 from vllm_kvx.tools.batch import strict_json
 
 # Where a body names its policy.
@@ -135,6 +135,7 @@ def _check_policy(xargs: Any) -> None:
         return
     try:
         parse_policy(name).check_composition()
+        check_served(name)
     except PolicyError as error:
         raise _Invalid("invalid_policy", str(error)) from None
 

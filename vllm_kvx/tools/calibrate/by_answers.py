@@ -91,9 +91,11 @@ def run(args: argparse.Namespace) -> None:
         prompts = load_prompts(
             args.prompts, args.model, config, window, args.max_prompt_tokens, args.revision
         )
-        check_count(len(prompts), args.least, "give more prompts")
+        for confirms in (False, True):
+            check_count(len(own_prompts(prompts, confirms)), args.least, "give more prompts")
     else:
         check_count(args.count, args.least, "use a greater --count")
+        check_count(args.confirm, args.least, "use a greater --confirm")
         families = tuple(CALIBRATION)
         tokenizer = load_tokenizer(args.model, args.revision)
         length = min(args.length, args.max_prompt_tokens or args.length)
@@ -160,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy.advised}` "
         "finds it there.\n"
-        f"Anywhere else: --kv-policy {chosen}"
+        f"Anywhere else: --kv-policy {chosen.advised}"
     )
     if not args.no_plot:
         picture = Path(args.plot) if args.plot else path.with_suffix(".png")

@@ -144,8 +144,8 @@ def _add_lookups(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--reduction",
         choices=("sum", "max"),
-        help="how the heads' scores become one (default: sum, and max where it allows an earlier "
-        "layer)",
+        help="how the heads' scores become one (default: sum, and max where it holds with less "
+        "work)",
     )
     command.add_argument(
         "--compare",

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy.advised}` "
         "finds it there.\n"
-        f"Anywhere else: --kv-policy {dataclasses.replace(policy, pivot=record['pivot'])}"
+        f"Anywhere else: --kv-policy {dataclasses.replace(policy, pivot=record['pivot']).advised}"
     )
     if not args.no_plot:
         picture = Path(args.plot) if args.plot else path.with_suffix(".png")

@@ -15,7 +15,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"\nStored in {path}: `vllm serve {args.model} --kv-policy {policy.advised}` "
         "finds it there.\n"
-        f"Anywhere else: --kv-policy fastkv:tsp_layer={record['tsp_layer']}"
+        f"Anywhere else: --kv-policy {replace(policy, tsp_layer=record['tsp_layer']).advised}"
     )
     if not args.no_plot:
         picture = Path(args.plot) if args.plot else path.with_suffix(".png")

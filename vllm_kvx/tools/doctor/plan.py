@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_kvx.config.settings import AUTO_KEY, POLICY_KEY, REQUESTS_KEY, KVSettings
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.spec import check_served, parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 from vllm_kvx.server.auto_policy import MEASURED, line_of
 from vllm_kvx.tools.doctor.asked import additional_config, settings_of
@@ -26,6 +26,7 @@ def policy(context: Context) -> Iterator[Finding]:
             yield note("no KV policy was asked for: a server runs stock vLLM", _NAME_POLICY)
             return
         named = parse_policy(name)
+        check_served(name)
     except ValueError as error:
         yield problem(str(error))
         return

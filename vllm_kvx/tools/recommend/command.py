@@ -18,6 +18,7 @@ import vllm_kvx
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import servable
 from vllm_kvx.records import recommendation as records
 from vllm_kvx.records.folder import cache_problem, check_writable
 from vllm_kvx.records.model_key import ModelIdentity, architecture_of, model_name
@@ -342,7 +343,7 @@ def save(
     rows = [
         records.Row(
             # As it was named: an engine that is asked retrieves whether or not that pays.
-            policy=str(each.candidate.policy),
+            policy=servable(each.candidate.policy),
             kept=(share.value, share.low, share.high),
             n=each.asked,
             right=round(each.right, 4),
@@ -362,7 +363,7 @@ def save(
         kv_cache_dtype=store.resolved[FULL_ROW].cache_dtype or "",
         tasks=facts["tasks"],
         rows=rows,
-        chosen=None if best is None else str(best.policy),
+        chosen=None if best is None else servable(best.policy),
         level=rounds.level,
         versions=facts["versions"],
         command=facts["command"],

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_kvx.policy.spec import is_bare, parse_policy, servable
 from vllm_kvx.tools.recommend.gains import Workload
 from vllm_kvx.tools.recommend.ladder import LeftOut
 from vllm_kvx.tools.recommend.rounds import Rounds, Standing
@@ -37,7 +38,7 @@ def _row(standing: Standing) -> tuple[str, ...]:
     kept = "not asked"
     if share is not None:
         kept = f"{share.value:.1%} [{share.low:.1%}-{share.high:.1%}]"
-    typed = f"--kv-policy {standing.candidate.name}"
+    typed = f"--kv-policy {typed_as(standing.candidate.name)}"
     factors = (gains.ttft, gains.tpot, gains.pool, gains.requests)
     return (
         standing.candidate.name,
@@ -47,6 +48,11 @@ def _row(standing: Standing) -> tuple[str, ...]:
         *(f"{factor:.2f}x" for factor in factors),
         typed if standing.verdict is Verdict.KEPT else "",
     )
+
+
+def typed_as(name: str) -> str:
+    """A ladder's name as a server takes it."""
+    return servable(parse_policy(name)) if is_bare(name) else name
 
 
 def text(
@@ -76,7 +82,7 @@ def advice(rounds: Rounds, model: str, keep: float, saved: bool) -> str:
             f"No policy was shown to keep {keep:.1%} of the answers: {more}a lower --keep asks for "
             f"less. --kv-policy auto serves fier-2048 then, and says that nothing was shown."
         )
-    named = f"vllm serve {model} --kv-policy {best.name}"
+    named = f"vllm serve {model} --kv-policy {typed_as(best.name)}"
     auto = f", or --kv-policy auto:keep={keep:g}, which finds this record" if saved else ""
     return f"To serve the best: {named}{auto}"
 
