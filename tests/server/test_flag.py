@@ -388,7 +388,7 @@ def test_request_policy() -> None:
         {"kv_policy": "auto", "kv_layout": ["knorm"]},
     ],
 )
-def test_a_bare_name_is_refused_before_anything_is_measured(config: dict[str, Any]) -> None:
+def test_a_bare_name_is_refused_before_anything_is_measured(config: dict[str, object]) -> None:
     where = "kv_layout" if "kv_layout" in config else "kv_policy"
     with pytest.raises(ValueError, match=rf"^{where}.*does not say how much stays"):
         policy_is_set(config)
