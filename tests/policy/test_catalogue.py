@@ -16,7 +16,7 @@ from vllm_kvx.policy.axes import DECODE_READS, KV_MEMORY, PREFILL, Method
 from vllm_kvx.policy.methods.snapkv import SnapKV
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.spec import check_served, parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 from vllm_kvx.tools.policies.command import table
 
@@ -33,7 +33,8 @@ def test_every_method_explains_itself(name: str) -> None:
     for parameter in entry.parameters:
         assert len(parameter.meaning) > 3, f"{name}: its docstring has no line for {parameter.name}"
         assert parameter.required == (parameter.name in method.mandatory())
-    (part,) = parse_policy(entry.example).parts
+    check_served(entry.example)
+    (part,) = parse_policy(method.example or name).parts
     assert entry.axes == part.axes
     given = {p.name: p.default for p in entry.parameters if p.default is not None}
     assert given == {k: v for k, v in part.parameters().items() if k not in method.mandatory()}

@@ -126,7 +126,10 @@ def test_vllm_serve_ends_with_a_refusals_message(make_config, capsys, monkeypatc
     serve = serve_command(start)
     for policy, message in (
         ("speed-8", "kv_policy: speed-8: this model has 8 layers; use speed-1 .. speed-7"),
-        ("fastkv", r"fastkv: tsp_layer of this model is not known, .* write tsp_layer=<int>, or"),
+        (
+            "fastkv:kv_rate=0.1",
+            r"fastkv: tsp_layer of this model is not known, .* write tsp_layer=<int>, or",
+        ),
     ):
         with pytest.raises(SystemExit) as ended:
             serve(Namespace(policy=policy))

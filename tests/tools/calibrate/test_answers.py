@@ -279,8 +279,8 @@ def test_the_demo_checkpoint(command: Callable[..., Any], cache: Path) -> None:
     for mine in (FastKV(), FastKV(tsp_rate=0.2)):
         found = layer_of(mine, identity, 8)
         assert found == (3, f"calibrated by answers: {path}", "sum", None)
-    assert "rates" not in record and "--kv-policy fastkv:tsp_rate=0.2` finds it" in out
-    assert out.endswith("Anywhere else: --kv-policy fastkv:tsp_layer=3\n")
+    assert "rates" not in record and "--kv-policy fastkv:kv_rate=0.4,tsp_rate=0.2` finds it" in out
+    assert out.endswith("Anywhere else: --kv-policy fastkv:kv_rate=0.4,tsp_layer=3\n")
     for other in (FastKV(tsp_rate=0.3), FastKV(window=4), FastKV(kernel=5)):
         assert layer_of(other, identity, 8) is None
 

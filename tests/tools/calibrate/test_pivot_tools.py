@@ -139,7 +139,7 @@ def test_the_pivot_follows_the_models_depth(
     out = capsys.readouterr()
     [marked] = [line for line in out.out.splitlines() if line.endswith("<- pivot")]
     assert marked.split()[0] == str(record["pivot"])
-    assert "`vllm serve" in out.out and f"structkv:pivot={record['pivot']}\n" in out.out
+    assert "`vllm serve" in out.out and f"structkv:pivot={record['pivot']},kv_rate=0.4\n" in out.out
     assert "prompt 2/2, 90 tokens" in out.err
     found = pivot_of_model(config_of(model), str(model), layers, WINDOW, WEIGHTS)
     assert found == (record["pivot"], f"calibrated by the paper's criterion: {path}")
@@ -209,7 +209,7 @@ def test_window_and_weights_are_those_given(
     assert record["pivot"] == structkv.pivot_of(expected, weights)
     found = pivot_of_model(config_of(small), str(small), 5, 4, (1, 0, 0.25))
     assert found == (record["pivot"], f"calibrated by the paper's criterion: {path}")
-    name = "structkv:window=4,entropy_weight=1,sparsity_weight=0,variance_weight=0.25"
+    name = "structkv:kv_rate=0.4,window=4,entropy_weight=1,sparsity_weight=0,variance_weight=0.25"
     assert f"--kv-policy {name}`" in capsys.readouterr().out
 
 
