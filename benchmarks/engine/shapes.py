@@ -34,6 +34,19 @@ _QWEN3_NEXT = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_GLM_AIR = {
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "rms_norm_eps": 1e-5,
+}
 SHAPES: dict[str, Shape] = {
     "llama-3.1-8b": Shape(
         "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, extra={"rope_scaling": _LLAMA3_ROPE}
@@ -57,6 +70,17 @@ SHAPES: dict[str, Shape] = {
         experts=128,
         chosen=8,
         expert_size=768,
+    ),
+    # A quarter of GLM-4.5-Air's 46 layers, whose 16-bit weights, read before they are made fp8, fit
+    # one card.
+    "glm-4.5-air-12-layers": Shape(
+        *("glm4_moe", 12, 4096, 96, 8, 128, 10944, 151552, 131072, 1e6),
+        extra=_GLM_AIR,
+        experts=128,
+        chosen=8,
+        expert_size=1408,
+        shared_size=1408,
+        dense_layers=1,
     ),
     "gemma3-12b": Shape(
         *("gemma3_text", 48, 3840, 16, 8, 256, 15360, 262208, 131072, 1e6),
@@ -109,9 +133,10 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
 def as_routed(shape: Shape, model: Mapping[str, Any]) -> Shape:
     """`shape` with the experts that a step of a result's `model` chooses among.
 
-    gpt-oss' router has a bias. vLLM's dummy weights are all of one size, norms included, so that
-    products with them are far smaller than biases: every token chooses the same experts.
+    gpt-oss' router has a bias, and GLM's adds one to its scores. vLLM's dummy weights are all of
+    one size, norms included, so that products with them are far smaller than biases: every token
+    chooses the same experts.
     """
-    if model.get("dummy_weights") and shape.model_type == "gpt_oss":
+    if model.get("dummy_weights") and shape.model_type in ("gpt_oss", "glm4_moe"):
         return replace(shape, experts=shape.chosen)
     return shape

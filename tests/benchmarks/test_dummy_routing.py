@@ -30,6 +30,18 @@ def test_a_bias_sends_all_tokens_to_the_same_experts(name: str, has_bias: bool) 
     assert shapes.as_routed(shape, {"dummy_weights": False}) == shapes.as_routed(shape, {}) == shape
 
 
+def test_a_correction_of_scores_does_so_too() -> None:
+    """GLM chooses by the sigmoid of its logits and a bias for each expert."""
+    shape = shapes.SHAPES["glm-4.5-air-12-layers"]
+    normed = torch.rms_norm(dummy(2000, shape.hidden).float(), (shape.hidden,), eps=1e-5)
+    router = dummy(shape.experts, shape.hidden).float()
+    logits = torch.nn.functional.linear(normed * dummy(shape.hidden).float(), router)
+    scores = logits.sigmoid() + dummy(shape.experts).float()
+    chosen = scores.topk(shape.chosen).indices.unique().numel()
+    assert chosen < 2 * shape.chosen
+    assert shapes.as_routed(shape, {"dummy_weights": True}).experts == shape.chosen
+
+
 def test_ideals_count_the_experts_that_are_read() -> None:
     """41 requests against 64, one fifth of the cache: weights are a small part of either."""
     shape, name = shapes.SHAPES["gpt-oss-20b"], "snapkv:kv_rate=0.2"

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Found(NamedTuple):
     """A layer, counted from 0, where it came from, as the log says it, and the reduction there.
 
-    rate: the share of the tokens that was measured with it; None where it is the policy's own, or
-        the usual one.
+    rate: the share of the tokens that was measured with it; None where it is the usual one, or the
+        method has none.
     """
 
     layer: int
@@ -168,7 +168,11 @@ def layer_of(
     if record is not None:
         measured = "by answers" if record["criterion"] == "answers" else "by the paper's criterion"
         where = f": {record_path(policy.name, key)}" if root is None else " for this start alone"
-        rate = record[wanted.rate] if wanted.leaves_rate(policy) else None
+        rate = None
+        if wanted.rate:
+            # One that the policy names, too: requests that leave theirs open get the layer with it.
+            named = getattr(policy, wanted.rate)
+            rate = record[wanted.rate] if named is None else named
         return Found(
             record[wanted.parameter],
             f"calibrated {measured}{where}",

@@ -12,6 +12,7 @@ _CLASSES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "glm4_moe": "Glm4Moe",
     "gemma3_text": "Gemma3",
     "gpt_oss": "GptOss",
     "qwen3_next": "Qwen3Next",
