@@ -318,7 +318,7 @@ def test_a_policys_own_reduction_is_kept(model: Path) -> None:
 
 
 def test_a_rate_that_is_left_open_is_the_records(model: Path) -> None:
-    """If it was searched for with the layer, or is the usual one; a policy's own is kept."""
+    """If it was searched for with the layer, or is the usual one; a policy's own goes with its layer."""
     config = config_of(model)
 
     def found(policy: FastKV) -> tuple[int, float | None] | None:
@@ -330,9 +330,9 @@ def test_a_rate_that_is_left_open_is_the_records(model: Path) -> None:
     save(record_for(model))
     assert [found(each) for each in (FastKV(), *given)] == [(2, None), None, (2, None)]
     save(record_for(model, tsp_rate=0.4))
-    assert [found(each) for each in (FastKV(), *given)] == [None, (2, None), None]
+    assert [found(each) for each in (FastKV(), *given)] == [None, (2, 0.4), None]
     save(record_for(model, tsp_rate=0.4, rates=[0.2, 0.3, 0.4]))
-    assert [found(each) for each in (FastKV(), *given)] == [(2, 0.4), (2, None), None]
+    assert [found(each) for each in (FastKV(), *given)] == [(2, 0.4), (2, 0.4), None]
     save(record_for(model, tsp_rate=0.2, rates=[0.2, 0.3, 0.4]))
     assert [found(each) for each in (FastKV(), *given)] == [(2, None), None, (2, None)]
     path = save(record_for(model, rates=[0.2, 0.3]))
