@@ -318,7 +318,7 @@ def test_a_policys_own_reduction_is_kept(model: Path) -> None:
 
 
 def test_a_rate_that_is_left_open_is_the_records(model: Path) -> None:
-    """If it was searched for with the layer, or is the usual one; one that is given goes with it."""
+    """If it was searched for with the layer, or is the usual one; one that is given is kept."""
     config = config_of(model)
 
     def found(policy: FastKV) -> tuple[int, float | None] | None:
