@@ -188,7 +188,7 @@ def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log:
 
     It stands last: the server is gone then.
     """
-    talks = [turn for talk in conversations(30, SEED + 1) for turn in talk]
+    talks = [turn for talk in conversations(120, SEED + 1) for turn in talk]
     batch, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     for turn in talks:
         turn.prompt, turn.abort_after = turn.adds, None
