@@ -119,7 +119,7 @@ def measure(
     return row, answers
 
 
-def main(argv: Sequence[str]) -> None:
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.engine.own_drafts")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--servers", nargs="+", required=True)
@@ -130,7 +130,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_args(argv)
     prepare_environment()
     from transformers import AutoTokenizer
 

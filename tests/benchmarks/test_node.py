@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.common import node
 from benchmarks.common.node import PLANS, Step, check, main, read_plan
-from benchmarks.engine import compare
+from benchmarks.engine import compare, own_drafts
 from benchmarks.ops import retrieval_step
 from benchmarks.serving import load as serving
 from benchmarks.serving import turns
@@ -174,6 +174,8 @@ def test_plans_name_options_that_there_are(name: str) -> None:
             turns.parse_args(arguments)
         elif module == "benchmarks.engine.compare":
             compare.parse_args(arguments)
+        elif module == "benchmarks.engine.own_drafts":
+            own_drafts.parse_args(arguments)
         elif module == "benchmarks.serving":
             serving.parse_args(arguments)
         elif module == "benchmarks.ops.retrieval_step":
