@@ -18,12 +18,12 @@ from typing import Any
 
 from benchmarks.checkpoint.prompts import make_prompt
 from benchmarks.common.about import about, command_line
+from benchmarks.common.drafts import DraftingServer
 from benchmarks.common.files import RESULTS, ROOT, write_json
 from vllm_kvx.tools.engine import on_cpu, prepare_environment
 
 DEMO = ROOT / "tests" / "checkpoints" / "lookup-8l"
 TEXT_TOKENS, ANSWER_TOKENS, VALUES = 48, 16, 3
-_METRIC = "vllm:spec_decode_num_"
 
 
 def prompts_of(tokenizer: Any, length: int, count: int) -> dict[str, list[list[int]]]:
@@ -35,7 +35,7 @@ def prompts_of(tokenizer: Any, length: int, count: int) -> dict[str, list[list[i
     return {"lookup": lookups, "text": documents}
 
 
-class Server:
+class Server(DraftingServer):
     """An engine under `full`, with drafts by `policy` or without any."""
 
     def __init__(self, args: argparse.Namespace, policy: str | None) -> None:
@@ -67,23 +67,6 @@ class Server:
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def counted(self) -> Counter[str]:
-        """What vLLM has counted of drafts so far; `by depth` as `depth 0`, `depth 1` and so on."""
-        found: Counter[str] = Counter()
-        for metric in self.llm.get_metrics():
-            if metric.name.startswith(_METRIC):
-                name = metric.name.removeprefix(_METRIC)
-                for depth, value in enumerate(getattr(metric, "values", ())):
-                    found[f"depth {depth}"] += value
-                found[name] += getattr(metric, "value", 0)
-        return found
-
-    def close(self) -> None:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        self.llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
 
 
 def row(

@@ -15,18 +15,17 @@ import argparse
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.about import about, command_line, gpu
+from benchmarks.common.drafts import DraftingServer
 from benchmarks.common.files import write_json
 from benchmarks.common.names import STOCK, served
 from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
 
 TASKS = ("niah_multivalue", "several_words", "niah_multikey_1", "code_lookup")
-_METRIC = "vllm:spec_decode_num_"
 
 
 def options_of(server: str, eager: bool) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def agree(tokens: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
 
 
-class Server:
+class Server(DraftingServer):
     """An engine by its name."""
 
     def __init__(self, args: argparse.Namespace, name: str, room: int) -> None:
@@ -78,23 +77,6 @@ class Server:
         inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def counted(self) -> Counter[str]:
-        """What vLLM has counted of drafts so far."""
-        found: Counter[str] = Counter()
-        for metric in self.llm.get_metrics():
-            if metric.name.startswith(_METRIC):
-                name = metric.name.removeprefix(_METRIC)
-                for depth, value in enumerate(getattr(metric, "values", ())):
-                    found[f"depth {depth}"] += value
-                found[name] += getattr(metric, "value", 0)
-        return found
-
-    def close(self) -> None:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        self.llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
 
 
 def measure(

@@ -23,7 +23,7 @@ from vllm_kvx.policy.methods.structkv import StructKV
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.spec import check_served, parse_policy, servable
+from vllm_kvx.policy.spec import check_served, is_bare, parse_policy, servable
 from vllm_kvx.policy.window_scores import DEFAULT_SCORE, WINDOW_SCORES
 
 # name -> (canonical name, policy)
@@ -669,6 +669,7 @@ def test_a_bare_name_is_not_served(name: str, served: str) -> None:
     policy = parse_policy(name)
     assert servable(policy) == served and parse_policy(served) == policy
     check_served(served)
+    assert is_bare(name) and not is_bare(served)
     (method,) = (part for part in policy.parts if part.served_as)
     assert method.served_as in str(refused.value)
     check_served(method.served_as)

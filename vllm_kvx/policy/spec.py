@@ -67,9 +67,9 @@ def check_served(text: str) -> None:
 
 
 def is_bare(name: str) -> bool:
-    """Whether it is a method's name alone, by which no server runs it."""
-    method = METHODS.get(name)
-    return method is not None and bool(method.served_as)
+    """Whether a part of it is a method's name alone, by which no server runs it."""
+    methods = map(METHODS.get, name.split("+"))
+    return any(method is not None and method.served_as for method in methods)
 
 
 def servable(policy: KVPolicy) -> str:
