@@ -111,10 +111,9 @@ class Bench:
         options = dict(self.spec["engine"])
         if policy is not None:
             check_plugin()
-            layout = list(map(served, self.spec.get("layout") or ()))
-            room = {"kv_layout": layout} if layout else {}
+            layout = [served(name) for name in self.spec.get("layout") or ()]
             off = {"kv_disable": self.spec["disable"]} if self.spec.get("disable") else {}
-            options["additional_config"] = {"kv_policy": served(policy), **room, **off}
+            options["additional_config"] = {"kv_policy": served(policy), "kv_layout": layout, **off}
         from vllm import LLM
 
         self.llm = cast(Any, LLM(disable_log_stats=False, cudagraph_metrics=True, **options))
