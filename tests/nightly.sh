@@ -14,6 +14,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
+# Hands KV over from one engine to another; without it tests/engine/test_disaggregated.py is skipped.
+kvx_has nixl "" || kvx_install nixl
 cd "$kvx_root"
 
 folder="" requests=1000 servers=all seeds=50 first=""

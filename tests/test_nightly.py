@@ -15,6 +15,7 @@ SETUP = f"""
 kvx_root="$(cd "$(dirname "${{BASH_SOURCE[0]}}")/.." && pwd)"
 kvx_python="{sys.executable}"
 kvx_setup() {{ echo "set up: $1"; }}
+kvx_has() {{ true; }}
 """
 RUN = """
 echo "$*" >>called

@@ -622,7 +622,8 @@ def test_adapters_and_events(make_config, policy: str, unequal: bool, reads_weig
     [
         ("fier-64", "OffloadingConnector", None),
         ("quest-64", "ExampleConnector", None),
-        ("fier-64", "NixlConnector", "policies know OffloadingConnector and ExampleConnector"),
+        ("fier-64", "NixlConnector", None),
+        ("fier-64", "LMCacheConnectorV1", "policies know OffloadingConnector, ExampleConnector"),
         ("snapkv:kv_rate=0.1", "OffloadingConnector", "copy blocks of whole prompts"),
         ("snapkv:kv_rate=0.1", "NixlConnector", "copy blocks of whole prompts"),
         ("speed-4", "OffloadingConnector", "copy blocks of whole prompts"),

@@ -21,12 +21,16 @@ HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 @dataclass
 class Answer:
-    """One generated sequence: tokens, their logprobs (S,) and tokens taken from the cache."""
+    """One generated sequence: tokens, their logprobs (S,) and tokens taken from the cache.
+
+    transfer: what a KV connector says for the engine that is to go on with it.
+    """
 
     prompt: list[int]
     tokens: list[int]
     logprobs: torch.Tensor
     cached: int
+    transfer: dict[str, Any] | None = None
 
 
 class Preempted(NamedTuple):
@@ -81,16 +85,20 @@ class Engine:
         policies: Sequence[str | None] | None = None,
         cache_salt: str | Sequence[str] | None = None,
         adapters: Sequence[Path | None] | None = None,
+        transfers: Sequence[dict[str, Any]] | None = None,
         **sampling: Any,
     ) -> list[Answer]:
         """Greedy answers to all prompts, given to the engine at once.
 
         cache_salt: of all prompts, or of each. adapters: the LoRA adapter of each, if it has one.
+        transfers: each prompt's ``kv_transfer_params``, of a KV connector between two engines.
         """
         from vllm.inputs import TokensPrompt
 
         policies = policies or [None] * len(prompts)
         params = [greedy(max_tokens, name, **sampling) for name in policies]
+        for one, transfer in zip(params, transfers or (), strict=bool(transfers)):
+            one.extra_args = {**(one.extra_args or {}), "kv_transfer_params": transfer}
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         if cache_salt is not None:
             salts = repeat(cache_salt) if isinstance(cache_salt, str) else cache_salt
@@ -109,6 +117,7 @@ class Engine:
                     ]
                 ),
                 cached=output.num_cached_tokens or 0,
+                transfer=output.kv_transfer_params,
             )
             for prompt, output in zip(prompts, outputs, strict=True)
             for choice in output.outputs

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HEAD_DIMS = (32, 64, 128, 256)
 
 # KV connectors that a policy was tried with, or whose code was read for what it copies.
-CONNECTORS = ("OffloadingConnector", "ExampleConnector")
+CONNECTORS = ("OffloadingConnector", "ExampleConnector", "NixlConnector")
 # Whether the former leaves generated tokens alone; it does unless told otherwise.
 _PROMPTS = "offload_prompt_only"
 
@@ -120,7 +120,7 @@ WITH_POLICY: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: asked_connector(c) not in (None, *CONNECTORS),
-        f"policies know {' and '.join(CONNECTORS)} as KV connectors (--kv-offloading-size sets up "
+        f"policies know {', '.join(CONNECTORS)} as KV connectors (--kv-offloading-size sets up "
         "the first), and no other: name one of these as kv_connector, or drop --kv-transfer-config",
         CONNECTOR,
     ),

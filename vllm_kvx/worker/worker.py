@@ -21,6 +21,7 @@ from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.draft_room import widen_compiled_range
 from vllm_kvx.worker.draft_rows import RowPasses
+from vllm_kvx.worker.handed_over import hand_over_entries_alone
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
 from vllm_kvx.worker.self_drafter import SelfDrafter
@@ -88,6 +89,7 @@ class _PolicyWorking(_Base):
         _keep_prompts_off_graphs(runner)
         if runner.model_state.retrieval is not None:
             capture_each_mode(runner, runner.model_state.retrieval)
+            hand_over_entries_alone(runner)
         if settings.drafts is not None:
             runner.speculator = SelfDrafter(runner, settings.drafts)
 

@@ -1,0 +1,188 @@
+"""A server that prefills and one that decodes, which fetches the prompt's KV over NIXL.
+
+    python -m benchmarks.serving.disaggregated --policies stock full fier-2048 --output pair.json
+
+Each policy has two servers of its own, on the first two GPUs that are visible (without any, on
+CPU). For each length, fresh random prompts: the time to the first token from the second server
+alone, and from both, and how many bytes it fetched by its own metrics, beside what the prompt's
+keys and values take.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.about import about, command_line
+from benchmarks.common.files import write_json
+from benchmarks.common.server import cpu_environment, free_port, serving
+from benchmarks.common.word_tokenizer import write_tokenizer
+from benchmarks.engine.compare import prepare_model
+from benchmarks.engine.shapes import SHAPES
+from benchmarks.serving.load import MODEL, VLLM, environment, own_flags
+from vllm_kvx.tools.ideal.shape import Shape
+
+STOCK = "stock"
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+_TRANSFER = "kv_transfer_params"
+_ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
+_BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum\S* (\S+)", re.M)
+
+
+def main(argv: list[str]) -> None:
+    """Runs the command line and writes the result."""
+    args = _arguments(argv)
+    what = "Time to the first token from one server, and from two, one of which prefills."
+    result: dict[str, Any] = {
+        "about": about(what, command_line("benchmarks.serving.disaggregated", argv), args.commit),
+        "model": args.model,
+        "policies": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        shape, model = prepare_model(args.model, Path(folder))
+        if "load_format" in model:
+            write_tokenizer(Path(folder), shape.vocab)
+        for policy in args.policies:
+            with _pair(policy, model, args) as urls:
+                found = [_measure(urls, length, shape, args) for length in args.lengths]
+            result["policies"][policy] = found
+            print(policy, json.dumps(found), flush=True)
+            write_json(args.output, result)
+
+
+@contextlib.contextmanager
+def _pair(policy: str, model: dict[str, Any], args: argparse.Namespace) -> Iterator[list[str]]:
+    """The addresses of a server that prefills and of one that decodes."""
+    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    flags = [
+        *(model["model"], "--served-model-name", MODEL),
+        *("--max-model-len", str(max(args.lengths) + args.tokens), "--no-enable-prefix-caching"),
+        *("--kv-transfer-config", json.dumps(NIXL), *shlex.split(args.server_args)),
+        *(("--load-format", model["load_format"]) if "load_format" in model else ()),
+        *([] if policy == STOCK else own_flags(policy)),
+    ]
+
+    def start(number: int) -> str:
+        own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        if gpus:
+            own["CUDA_VISIBLE_DEVICES"] = gpus[number]
+        env = environment() | ({} if gpus else cpu_environment()) | own
+        log = args.output.with_name(f"{args.output.stem}-{policy}-{number}.log")
+        return stack.enter_context(serving(flags, log, env, args.start, VLLM))
+
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+        yield list(threads.map(start, range(2)))
+
+
+def _measure(
+    urls: list[str], length: int, shape: Shape, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures of one prompt length; seconds are medians, spreads the lowest and the highest."""
+    prefill, decode = urls
+    alone: list[float] = []
+    both: list[float] = []
+    handed: list[float] = []
+    fetched: list[float] = []
+    # The first one connects the two, and compiles what is left to compile.
+    for number in range(-1, args.repeats):
+        draw = random.Random(f"{args.seed} {length} {number}")
+        prompt = [draw.randrange(100, shape.vocab - 100) for _ in range(length)]
+        before = _fetched(decode)
+        begin = time.perf_counter()
+        asked = _post(prefill, {"prompt": prompt, "max_tokens": 1, _TRANSFER: _ASK})
+        filled = time.perf_counter()
+        _first_token(decode, {"prompt": prompt, _TRANSFER: asked[_TRANSFER]}, args.tokens)
+        first = time.perf_counter()
+        fetched_now = _fetched(decode) - before
+        own = time.perf_counter()
+        _first_token(decode, {"prompt": prompt}, args.tokens)
+        if number >= 0:
+            alone.append(time.perf_counter() - own)
+            both.append(first - begin)
+            handed.append(first - filled)
+            fetched.append(fetched_now)
+    entry = 2 * shape.layers * shape.kv_heads * shape.head_dim * args.entry_bytes
+    return {
+        "prompt_tokens": length,
+        "alone_s": _median(alone),
+        "both_s": _median(both),
+        "handed_over_s": _median(handed),
+        "fetched_bytes": statistics.median(fetched),
+        "prompt_bytes": entry * length,
+    }
+
+
+def _median(seconds: list[float]) -> dict[str, Any]:
+    return {
+        "median": round(statistics.median(seconds), 4),
+        "spread": [round(min(seconds), 4), round(max(seconds), 4)],
+    }
+
+
+def _request(url: str, body: dict[str, Any]) -> urllib.request.Request:
+    data = {"model": MODEL, "temperature": 0, "ignore_eos": True, **body}
+    return urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(data).encode(),
+        {"Content-Type": "application/json"},
+    )
+
+
+def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    with urllib.request.urlopen(_request(url, body), timeout=300) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+
+def _first_token(url: str, body: dict[str, Any], tokens: int) -> None:
+    """Returns when the first token is there, and ends the request."""
+    request = _request(url, {**body, "max_tokens": tokens, "stream": True})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        for line in answer:
+            if line.startswith(b"data:"):
+                return
+    raise SystemExit(f"{url} answered nothing")
+
+
+def _fetched(url: str) -> float:
+    """Bytes that a server has fetched so far; its metrics say so a moment later."""
+    time.sleep(0.3)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        return sum(map(float, _BYTES.findall(answer.read().decode())))
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.serving.disaggregated", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--model", default="llama-3.1-8b", help=f"{', '.join(SHAPES)} (dummy weights), or a folder")
+    add("--policies", nargs="+", default=[STOCK, "full", "fier-2048"])
+    add("--lengths", nargs="+", type=int, default=[8192, 32768])
+    add("--repeats", type=int, default=5)
+    add("--tokens", type=int, default=8, help="room for each answer")
+    add("--entry-bytes", type=int, default=2, help="of a number in the KV cache")
+    add("--seed", type=int, default=0)
+    add("--start", type=float, default=400.0, help="seconds for both servers to be up")
+    add("--server-args", default="", help="further flags of vllm serve, in one string")
+    add("--output", type=Path, required=True)
+    add("--commit", help="what is measured, where the tree is no git checkout")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

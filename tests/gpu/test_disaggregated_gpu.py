@@ -1,0 +1,55 @@
+"""A prompt that one GPU prefills and another goes on with, over NIXL. Skipped without two GPUs."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from reference.fier import Retrieve
+from support.engine import keep_in_process, running
+from support.expected import FULL, Policy, Read, named
+from support.gpu import EXACT
+from support.parity import ask, assert_parity, room_for
+from support.prefiller import NIXL, PORT, free_port, prefilling
+from support.prompts import prompts_of
+
+pytest.importorskip("nixl", reason="needs nixl, which hands KV blocks over")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+FIER = Read(Retrieve(64, dense_below=0))
+LENGTHS = (200, 1, 63, 64, 65, 300)
+
+
+@pytest.mark.parametrize("prefill", [None, [FULL, FIER]], ids=["stock", "fier"])
+def test_what_one_prefills_another_goes_on_with(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, prefill: list[Policy] | None
+) -> None:
+    keep_in_process(monkeypatch)
+    monkeypatch.setenv(PORT, str(free_port()))
+    model = tiny(head_dim=64, hidden=256)
+    options = EXACT | dict(block_size=32, max_model_len=512, max_num_seqs=8)
+    first = {} if prefill is None else {"config": room_for(prefill)}
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    policies: list[Policy] = [FULL, FIER]
+    with (
+        prefilling(model, prefill and "full", gpus[1], **first, **options) as prefiller,
+        running(
+            model,
+            "full",
+            config=room_for(policies),
+            kv_transfer_config=NIXL,
+            enable_prefix_caching=True,
+            **options,
+        ) as engine,
+    ):
+        for seed, policy in enumerate(policies):
+            # Blocks are free that hold other prompts' entries.
+            ask(engine, prompts_of(LENGTHS, seed=99), [FULL] * len(LENGTHS), max_tokens=1)
+            prompts = prompts_of(LENGTHS, seed=seed)
+            asked = None if prefill is None else named(policy)
+            transfers = prefiller.prefill(prompts, [asked] * len(prompts))
+            each = [policy] * len(prompts)
+            loaded = ask(engine, prompts, each, max_tokens=40, transfers=transfers)
+            assert_parity(model, loaded, each)
+            engine.assert_idle()
