@@ -18,8 +18,6 @@ _ONE_STAGE = (
     "full",
 )
 _LAYOUT = ("streamingllm", "knorm:kv_floor=0", "criticalkv:kv_floor=0,window=3", "full")
-# Layers that slide: below every cut, at one, right above one, and two in a row.
-_AMONG = (1, 4, 6, 7, 10)
 _FAST = "fastkv:window=3,kernel=3,kv_floor=0"
 _STRUCT = "structkv:kv_floor=0,window=3"
 _GEM = "gemfilter:kv_floor=0,window=3,kernel=3"
@@ -79,6 +77,7 @@ HYBRIDS: dict[str, Server] = {
         repeats=0.4,
         others=Others(4),
     ),
+    # Layers slide below the lower cut, right below and above it, and above the other.
     "slidingspeed": Server(
         "speed-5",
         ("speed-9",),
@@ -91,28 +90,26 @@ HYBRIDS: dict[str, Server] = {
             "speed-9:anchors=5,tail=12",
             "full",
         ),
-        others=Others.sliding(*_AMONG, window=6),
+        steps=200,
+        others=Others.sliding(1, 4, 6, 7, 10, 11, window=6),
     ),
     "slidingfastkv": Server(
-        f"{_FAST},tsp_layer=3,tsp_rate=0.4,kv_rate=0.3",
+        f"{_FAST},tsp_layer=4,tsp_rate=0.4,kv_rate=0.3",
+        (f"{_STRUCT},pivot=8", f"{_GEM},layer=8", "snapkv:kv_floor=0,window=3"),
         (
-            f"{_STRUCT},pivot=5",
-            "speed-9",
-            f"{_GEM},layer=5",
-        ),
-        (
-            f"{_FAST},tsp_layer=3,tsp_rate=0.4,kv_rate=0.3",
-            f"{_FAST},tsp_layer=3,tsp_rate=0.2,kv_rate=1",
-            f"{_FAST},tsp_layer=5,tsp_rate=0.3,kv_rate=0.8",
-            f"{_STRUCT},pivot=5,struct_rate=0.5,kv_rate=0.4",
-            f"{_GEM},layer=5,rate=0.4",
-            f"{_GEM},layer=3,rate=0.1",
+            f"{_FAST},tsp_layer=4,tsp_rate=0.4,kv_rate=0.3",
+            f"{_FAST},tsp_layer=4,tsp_rate=0.2,kv_rate=1",
+            f"{_FAST},tsp_layer=8,tsp_rate=0.3,kv_rate=0.8",
+            f"{_STRUCT},pivot=8,struct_rate=0.5,kv_rate=0.4",
+            f"{_GEM},layer=8,rate=0.4",
+            f"{_GEM},layer=4,rate=0.1",
             "speed-9:anchors=3",
             "snapkv:kv_floor=0,window=3,kv_rate=0.4",
             "full",
         ),
         stash=200,
-        others=Others.sliding(*_AMONG, window=10),
+        steps=200,
+        others=Others.sliding(1, 2, 5, 6, 9, 10, window=10),
     ),
     "fierwindows": long(
         policy=_FIER,
