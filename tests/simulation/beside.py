@@ -117,7 +117,7 @@ class Beside:
 
         requests: (R,) states of the batch's requests.
         """
-        layer = hook.index
+        layer = hook.number
         if work.earlier is not None:
             for each in self._waiting.pop((work.earlier, layer), ()):
                 self._retain(each[0], layer, *each[1:])
@@ -168,7 +168,8 @@ class Beside:
         if job.measures:
             self.centrality.measure(prompt.req_id)
         if job.selects:
-            chosen = self.centrality.choose(prompt.req_id, prompt.num_keys, job.window, job.selects)
+            last = max(job.window, job.last)  # Windows of layers above may be longer.
+            chosen = self.centrality.choose(prompt.req_id, prompt.num_keys, last, job.selects)
             work.chosen[prompt.req_id] = chosen.int()
         if job.ranks:
             self.centrality.rank(prompt)

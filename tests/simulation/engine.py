@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from simulation.blocks import check_blocks
+from simulation.blocks import check_blocks, check_windows
 from simulation.cache import Mismatch
 from simulation.queue import Queue
 from simulation.servers import Case, Server
@@ -77,9 +77,15 @@ class Engine:
         if not self.scheduler.has_requests():
             return ()
         self.queue.look()
+        processed = {
+            name: request.num_computed_tokens - request.num_in_flight_tokens
+            for name, request in self.scheduler.requests.items()
+        }
         output = self.scheduler.schedule()
+        processed |= dict.fromkeys(output.preempted_req_ids or (), 0)
         self.queue.check(output)
         check_blocks(self.scheduler)
+        check_windows(self.scheduler, output, processed)
         self.preempted += len(output.preempted_req_ids or ())
         self._unreported.append((output, self.worker.execute(output)))
         return tuple(output.num_scheduled_tokens)

@@ -18,6 +18,9 @@ _ONE_STAGE = (
     "full",
 )
 _LAYOUT = ("streamingllm", "knorm:kv_floor=0", "criticalkv:kv_floor=0,window=3", "full")
+_FAST = "fastkv:window=3,kernel=3,kv_floor=0"
+_STRUCT = "structkv:kv_floor=0,window=3"
+_GEM = "gemfilter:kv_floor=0,window=3,kernel=3"
 _RETRIEVES = (
     _FIER,
     "fier-64:dense_below=100",
@@ -73,6 +76,40 @@ HYBRIDS: dict[str, Server] = {
         ),
         repeats=0.4,
         others=Others(4),
+    ),
+    # Layers slide below the lower cut, right below and above it, and above the other.
+    "slidingspeed": Server(
+        "speed-5",
+        ("speed-9",),
+        (
+            "speed-5",
+            "speed-9",
+            "speed-5:anchors=3,tail=2",
+            "speed-9:anchors=0",
+            "speed-5:anchors=9,tail=4",
+            "speed-9:anchors=5,tail=12",
+            "full",
+        ),
+        steps=200,
+        others=Others.sliding(1, 4, 6, 7, 10, 11, window=6),
+    ),
+    "slidingfastkv": Server(
+        f"{_FAST},tsp_layer=4,tsp_rate=0.4,kv_rate=0.3",
+        (f"{_STRUCT},pivot=8", f"{_GEM},layer=8", "snapkv:kv_floor=0,window=3"),
+        (
+            f"{_FAST},tsp_layer=4,tsp_rate=0.4,kv_rate=0.3",
+            f"{_FAST},tsp_layer=4,tsp_rate=0.2,kv_rate=1",
+            f"{_FAST},tsp_layer=8,tsp_rate=0.3,kv_rate=0.8",
+            f"{_STRUCT},pivot=8,struct_rate=0.5,kv_rate=0.4",
+            f"{_GEM},layer=8,rate=0.4",
+            f"{_GEM},layer=4,rate=0.1",
+            "speed-9:anchors=3",
+            "snapkv:kv_floor=0,window=3,kv_rate=0.4",
+            "full",
+        ),
+        stash=200,
+        steps=200,
+        others=Others.sliding(1, 2, 5, 6, 9, 10, window=10),
     ),
     "fierwindows": long(
         policy=_FIER,

@@ -30,7 +30,7 @@ def run_draft(draft: Draft, model: Model, requests: Ints, rng: random.Random) ->
         before, count = states, count + len(states)
         with model.hooks.during(now.work):
             for hook in model.hooks.layers:
-                layer, expected = hook.index, model.expected
+                layer, expected = hook.number, model.expected
                 metadata = now.metadata[hook.layer.layer_name]
                 if (expected.lens[layer, states] != positions).any():
                     raise Mismatch(f"layer {layer}: drafts {positions} of {states}")

@@ -17,6 +17,7 @@ from simulation.beside import Beside, Seen
 from simulation.cache import Cache, Mismatch
 from simulation.live import Expected, Ints, Live, Made
 from simulation.other_layers import OtherLayers
+from simulation.sliding import SlidingLayers
 from simulation.state import Metadata
 from vllm_kvx.models.passes import (
     BatchRows,
@@ -83,13 +84,15 @@ class Model:
         starts: list[int],
         splits: frozenset[int],
         others: OtherLayers,
+        sliding: SlidingLayers,
     ) -> None:
         """live: by request state. starts: by layer, the first one of its KV stage.
 
         splits: the layers that are split: see ``worker/split_layers``.
         others: the layers that follow no policy; half of them run before all that do.
+        sliding: those that slide among them.
         """
-        self._others = others
+        self._others, self._sliding = others, sliding
         self.splits = splits
         # By layer that is split: the request states whose entries this step projects in it.
         self._projected: dict[int, set[int]] = {}
@@ -109,7 +112,7 @@ class Model:
         self._others.run(batch, slice(None, None, 2))
         passes: Iterable[Pass] | None = plan.passes
         if passes is None:
-            last_layer = len(self.hooks.layers)
+            last_layer = len(self.hooks.names)
             passes = [Pass(0, last_layer, BatchRows(), [ToOutput()], hooks=plan.hooks)]
         rows: Rows | None = None
         final = Rows(np.full(len(batch.ids), -1), np.full(len(batch.ids), -1))
@@ -137,8 +140,11 @@ class Model:
         if is_again:
             self._start_over(rows)
         made = Made(self.live, rows.requests, rows.positions, is_again, is_batch)
-        for hook in self.hooks.layers[now.first : now.last]:
-            self._run_layer(batch, now, made, rows, hook)
+        for number in range(now.first, now.last):
+            if number in self._sliding.layers:
+                self._slide(batch, now, made, rows, number)
+            else:
+                self._run_layer(batch, now, made, rows, self.hooks.by_number[number])
         self.row_layers += len(at) * (now.last - now.first)
         return rows
 
@@ -151,7 +157,9 @@ class Model:
         if isinstance(source, Previous):
             assert before is not None
             return before if source.rows is None else before[source.rows.numpy()]
-        owners = self._owners(batch, now, now.first)
+        # Those that slide are not told of chosen tokens' owners.
+        above = (number for number in self.hooks.by_number if number >= now.first)
+        owners = self._owners(batch, now, min(above))
         if isinstance(source, TokenIds):
             assert now.positions is not None
             rows = Rows(owners, now.positions.numpy())
@@ -175,6 +183,7 @@ class Model:
             at = rows.positions[rows.requests == request]
             if chosen is not None and at[0] == chosen[0]:
                 self.expected.lens[:, request] = 0
+                self._sliding.start_over(request)
 
     def _write(self, batch: Batch, now: Pass, rows: Rows, final: Rows) -> None:
         for sink in now.sinks:
@@ -208,11 +217,11 @@ class Model:
                 raise Mismatch(f"{requests} are projected twice in layer {layer}")
             self._projected[layer] |= requests
         made = Made(self.live, rows.requests, rows.positions, False, False)
-        for hook in self.hooks.layers[sink.first : sink.last]:
-            entries, _ = made.in_layer(hook.index, self.starts[hook.index])
-            slots = sink.slot_mapping[hook.layer.layer_name].numpy()
-            self.cache.write(hook.index, slots, entries)
-            self.expected.append(hook.index, rows.requests, entries)
+        for number in range(sink.first, sink.last):
+            entries, _ = made.in_layer(number, self.starts[number])
+            slots = sink.slot_mapping[self.hooks.names[number]].numpy()
+            self.cache.write(number, slots, entries)
+            self.expected.append(number, rows.requests, entries)
 
     def _ask(self, batch: Batch, layer: int, rows: Rows, queries: Queries) -> None:
         """What the worker does beside a layer that these rows do not run."""
@@ -221,7 +230,7 @@ class Model:
             raise Mismatch(f"layer {layer}: queries of {asked.positions}, not {queries.positions}")
         with queries.hooks:
             assert self.hooks.work is not None
-            self.beside.run(self.hooks.work, self.hooks.layers[layer], asked, batch.requests)
+            self.beside.run(self.hooks.work, self.hooks.by_number[layer], asked, batch.requests)
 
     def _owners(self, batch: Batch, now: Pass, layer: int) -> Ints:
         """(N,) request states of a pass's rows, as the layer's attention is told."""
@@ -232,12 +241,19 @@ class Model:
 
     def _metadata(self, batch: Batch, now: Pass, layer: int) -> Metadata | ChosenRows:
         by_name = batch.metadata if now.attn_metadata is None else now.attn_metadata
-        return by_name[self.hooks.layers[layer].layer.layer_name]
+        return by_name[self.hooks.names[layer]]
 
     # A layer.
 
+    def _slide(self, batch: Batch, now: Pass, made: Made, rows: Rows, number: int) -> None:
+        entries, _ = made.in_layer(number, self.starts[number])
+        slots = now.slot_mapping.get(self.hooks.names[number])
+        where = batch.slots[self._sliding.groups[number]] if slots is None else slots.numpy()
+        metadata: Any = self._metadata(batch, now, number)
+        self._sliding.run(number, rows, entries, metadata, where)
+
     def _run_layer(self, batch: Batch, now: Pass, made: Made, rows: Rows, hook: LayerHook) -> None:
-        layer, metadata = hook.index, self._metadata(batch, now, hook.index)
+        layer, metadata = hook.number, self._metadata(batch, now, hook.number)
         if (rows.requests != self._owners(batch, now, layer)).any():
             raise Mismatch(f"layer {layer}: rows of {rows.requests}, want {metadata.requests}")
         if isinstance(metadata, ChosenRows):
@@ -278,7 +294,7 @@ class Model:
             )
 
     def _store(self, batch: Batch, now: Pass, made: Made, hook: LayerHook) -> None:
-        layer, slots = hook.index, now.slot_mapping.get(hook.layer.layer_name)
+        layer, slots = hook.number, now.slot_mapping.get(hook.layer.layer_name)
         where = batch.slots[hook.group] if slots is None else slots.numpy()
         entries, stored = made.in_layer(layer, self.starts[layer])
         stored = stored & ~np.isin(made.requests, self._projected_of(now, layer))
@@ -297,7 +313,7 @@ class Model:
 
     def _attend_chosen(self, now: Pass, chosen: ChosenRows, rows: Rows, hook: LayerHook) -> None:
         """Chosen tokens see all up to their own, and store nothing."""
-        layer, slots = hook.index, now.slot_mapping[hook.layer.layer_name].numpy()
+        layer, slots = hook.number, now.slot_mapping[hook.layer.layer_name].numpy()
         if (slots != PAD_SLOT_ID).any() or (chosen.positions.numpy() != rows.positions).any():
             raise Mismatch(f"layer {layer}: stores {slots}, at {chosen.positions}")
         ends = np.cumsum(chosen.counts)

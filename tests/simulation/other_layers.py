@@ -5,9 +5,11 @@ it, so it is the entry of the last one. vLLM says where both are; they are held 
 vLLM would have shown: the tokens of the request, whatever its policy dropped elsewhere.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -35,12 +37,20 @@ class Others:
     window: tokens that a row sees, its own among them; 0 where layers keep a state.
     mode: vLLM's ``mamba_cache_mode`` of these.
     checkpoints: whether a layer also writes what its state was within a chunk, as Mamba 2's do.
+    among: their numbers in the decoder, where policies propagate, which count all layers; else
+        half of them run before those that follow policies, and half after.
     """
 
     layers: int
     window: int = 0
     mode: Literal["none", "align"] = "align"
     checkpoints: bool = False
+    among: tuple[int, ...] = ()
+
+    @classmethod
+    def sliding(cls, *among: int, window: int) -> "Others":
+        """Layers that slide among those that policies propagate past."""
+        return cls(len(among), window=window, among=among)
 
     @property
     def is_state(self) -> bool:
@@ -51,9 +61,14 @@ class Others:
         """Whether vLLM has a prefix cache for them."""
         return not self.is_state or self.mode == "align"
 
-    def num_groups(self, stage_sizes: Sequence[int]) -> int:
-        """KV groups, these layers' included: vLLM chooses their size, see ``group_size``."""
-        sizes = (*stage_sizes, self.layers)
+    def num_groups(self, stage_sizes: Sequence[int], starts: Sequence[int]) -> int:
+        """KV groups, these layers' included: vLLM chooses their size, see ``group_size``.
+
+        starts: the first layer of every stage.
+        """
+        stages = Counter(bisect_right(starts, number) - 1 for number in self.among)
+        full = [size - stages[stage] for stage, size in enumerate(stage_sizes)]
+        sizes = (*full, *(stages.values() or (self.layers,)))
         most, least = max(sizes), min(sizes)
         return sum(grouped(sizes, most if most < 1.5 * least else least).groups_per_stage)
 
@@ -64,7 +79,10 @@ class Others:
         """
         if not self.layers:
             return {"num_hidden_layers": num_layers}
-        kinds = ["full_attention"] * num_layers + ["sliding_attention"] * self.layers
+        places = self.among or range(num_layers, num_layers + self.layers)
+        kinds = ["full_attention"] * (num_layers + self.layers)
+        for place in places:
+            kinds[place] = "sliding_attention"
         return {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
@@ -75,9 +93,9 @@ class Others:
         }
 
     def made(self, first: int) -> "list[WindowLayer | StateLayer]":
-        """Its layers, numbered from `first` on."""
+        """Its layers, numbered from `first` on if they are not among others."""
         kind = StateLayer if self.is_state else WindowLayer
-        return [kind(first + place, self) for place in range(self.layers)]
+        return [kind(n, self) for n in self.among or range(first, first + self.layers)]
 
 
 class WindowLayer(Attention):
@@ -86,7 +104,11 @@ class WindowLayer(Attention):
     def __init__(self, index: int, others: Others) -> None:
         nn.Module.__init__(self)
         self.index, self.window = index, others.window
-        self.layer_name = f"layers.{index}.window"
+        self.layer_name, self.sliding_window = f"layers.{index}.window", others.window
+        self.has_sink, self.impl = False, SimpleNamespace(forward=None)
+        self.attn_backend = SimpleNamespace(  # type: ignore[assignment]
+            get_name=lambda: "TRITON_ATTN", forward_includes_kv_cache_update=False
+        )
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         block_size = vllm_config.cache_config.block_size

@@ -45,14 +45,21 @@ class Server:
     drafter: str | None = None
 
     @property
+    def num_numbered(self) -> int:
+        """Layers that policies know of by number."""
+        return NUM_LAYERS + (len(self.others.among) if self.others is not None else 0)
+
+    @property
     def num_groups(self) -> int:
         """KV groups."""
         drafter = (self.drafter,) if self.drafter is not None else ()
-        layout = layout_of(map(parse_policy, (self.policy, *self.layout, *drafter)), NUM_LAYERS)
-        sizes = layout.stage_sizes(NUM_LAYERS)
+        layout = layout_of(
+            map(parse_policy, (self.policy, *self.layout, *drafter)), self.num_numbered
+        )
+        sizes = layout.stage_sizes(self.num_numbered)
         if self.others is None:
             return sum(group_layers(sizes).groups_per_stage)
-        return self.others.num_groups(sizes)
+        return self.others.num_groups(sizes, layout.stage_starts)
 
     @property
     def may_share(self) -> bool:

@@ -4,7 +4,7 @@ It plans and changes batches, block tables and attention metadata as on any serv
 reaches a device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -156,16 +156,19 @@ class StateOfHybrid(PolicyHybridModelState, _HybridState):
 class Decoder:
     """What the model state asks of the model: its layers, and to take the plan of a step."""
 
-    def __init__(self, num_layers: int) -> None:
-        """num_layers: those with full attention."""
-        self.layers = [AttentionLayer(index) for index in range(num_layers)]
+    def __init__(self, num_layers: int, sliding: Mapping[int, Any]) -> None:
+        """sliding: the layers that slide among the `num_layers`, by their numbers."""
+        full = [n for n in range(num_layers) if n not in sliding]
+        self.layers = [AttentionLayer(number) for number in full]
+        by_number = dict(zip(full, self.layers, strict=True)) | dict(sliding)
+        self._every = [by_number[number] for number in range(num_layers)]
         self._plan = StepPlan()
 
     def attention_layers(self) -> list["AttentionLayer"]:
         return self.layers
 
-    def every_layer(self) -> list["AttentionLayer"]:
-        return self.layers
+    def every_layer(self) -> list[Any]:
+        return self._every
 
     def output_projections(self) -> list[torch.nn.Module]:
         """One for all layers, since nothing asks for its values."""

@@ -25,6 +25,7 @@ from simulation.model import Batch, Model
 from simulation.other_layers import OtherLayers, Others
 from simulation.own_drafts import write_drafts
 from simulation.servers import Case
+from simulation.sliding import SlidingLayers
 from simulation.state import (
     Decoder,
     State,
@@ -60,16 +61,21 @@ class Worker:
         self.num_drafts, self.drafted = vllm_config.num_speculative_tokens, DraftTokenIds([], [])
         self.counts = Counter[str]()
         self.began_at: dict[str, int] = {}
-        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        num_layers -= 0 if others is None else others.layers
-        self.decoder = Decoder(num_layers)
-        beside = [] if others is None else others.made(num_layers)
+        total = vllm_config.model_config.get_total_num_hidden_layers()
+        others = others or Others(0)
+        made = others.made(total - others.layers)
+        sliding: dict[int, Any] = {layer.index: layer for layer in made if others.among}
+        # Those that policies do not know of.
+        beside = [] if sliding else made
+        num_layers = total - len(beside)
+        self.decoder = Decoder(num_layers, sliding)
         context = vllm_config.compilation_config.static_forward_context
-        context.update({layer.layer_name: layer for layer in beside})
-        has_states = others is not None and others.is_state
+        context.update({layer.layer_name: layer for layer in made})
+        has_states = others.layers > 0 and others.is_state
         self.state = state = (StateOfHybrid if has_states else State)(vllm_config, self.decoder)
         # The layers that run first come first, so that their KV group does.
-        every: list[Any] = [*beside[::2], *self.decoder.layers, *beside[1::2]]
+        decoder = self.decoder.every_layer()
+        every: list[Any] = [*beside[::2], *decoder, *beside[1::2]]
         groups = kv_cache_groups(
             vllm_config, {layer.layer_name: layer.get_kv_cache_spec(vllm_config) for layer in every}
         )
@@ -91,7 +97,7 @@ class Worker:
             name: (g, at) for g, x in enumerate(groups) for at, name in enumerate(x.layer_names)
         }
         self.cache = Cache(
-            [where[layer.layer_name][1] for layer in (*self.decoder.layers, *beside)],
+            [where[layer.layer_name][1] for layer in (*decoder, *beside)],
             case.num_blocks,
             block_size,
             sidecar.group if sidecar is not None else 0,
@@ -103,6 +109,15 @@ class Worker:
         if sidecars is not None:
             sidecars._index = cast(Any, SidecarIndex(self.cache))
             sidecars.views = cast(Any, [(layer, None) for layer in range(num_layers)])
+        self.sliding = SlidingLayers(
+            sliding,
+            {number: where[layer.layer_name][0] for number, layer in sliding.items()},
+            by_state,
+            self.cache,
+            self.counts,
+            max_reqs,
+            state.max_model_len,
+        )
         self.model = Model(
             state.hooks,
             Beside(by_state, self.cache, self.expected, centrality, sidecars, rng, self.counts),
@@ -119,6 +134,7 @@ class Worker:
                 by_state,
                 self.counts,
             ),
+            self.sliding,
         )
         if isinstance(state, StateOfHybrid):
             state.copy_state = self._carry
@@ -197,6 +213,7 @@ class Worker:
         one = Live(new, index, self._number, policy, salt, storages)
         self.live[new.req_id] = self._by_state[index] = one
         self.began_at[new.req_id] = one.done
+        self.sliding.add(one, len(self._starts))
         self._expect_prefix(one)
         self._ids[index, : len(one.tokens)] = torch.tensor(one.tokens)
         self.state.add_request(index, new)
@@ -323,6 +340,7 @@ class Worker:
             token %= VOCAB
             live.reject(drafts - kept)
             self.expected.lens[:, live.index] -= drafts - kept
+            self.sliding.reject(live)
         self.counts["drafts kept"] += kept
         self.counts["drafts rejected"] += drafts - kept
         self._ids[live.index, len(live.tokens)] = token
@@ -344,8 +362,10 @@ class Worker:
                     expected.put(layer, index, np.concatenate(parts))
 
     def _check_lens(self, live: Live) -> None:
-        held = self.expected.lens[:, live.index].tolist()
-        wanted = [live.stored_len(layer) for layer in range(len(held))]
+        self.sliding.check(live)
+        full = list(self.state.hooks.by_number)
+        held = self.expected.lens[full, live.index].tolist()
+        wanted = [live.stored_len(layer) for layer in full]
         if held != wanted:
             raise Mismatch(f"{live} holds {held} entries by layer, {wanted} of {live.done} tokens")
 
