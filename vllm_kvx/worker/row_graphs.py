@@ -245,10 +245,10 @@ def _capture_beside(manager: Any, graphs_of_server: Callable[[], list[RowGraphs]
         if not full:
             return
         graphs = graphs_of_server()
+        manager.kvx_row_graphs = graphs
         if manager._max_full_descs_to_capture is None:
             for each in graphs:
                 each.capture()
-            manager.kvx_row_graphs = graphs
             if graphs:
                 sizes = [size for each in graphs for size in each.sizes]
                 logger.info(
