@@ -10,10 +10,20 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
+from support import inside
 from support.engine import Engine, running, schedule_ahead
 from support.expected import FULL, Policy, Read, named
 from support.nightly import nightly
-from support.parity import ATOL, assert_parity_and_again, assert_parity_preempted, room_for
+from support.parity import (
+    ATOL,
+    ask,
+    assert_close,
+    assert_parity,
+    assert_parity_and_again,
+    assert_parity_preempted,
+    in_turn,
+    room_for,
+)
 from support.prompts import EDGES, prompts_of
 
 from vllm_kvx.cache import admission
@@ -48,6 +58,23 @@ def test_beside_policies_that_run_in_passes(tiny: Callable[..., Path]) -> None:
         Read(Retrieve(64)),
     ]
     assert_parity_and_again(tiny(), [180, 150, 129, 170, 90, 140, 160, 97], others)
+
+
+@nightly
+@pytest.mark.usefixtures("dense_ops")
+def test_by_cuda_graphs(tiny: Callable[..., Path]) -> None:
+    """One, three and more prompts that end in one step, of which some have no graph."""
+    model, prompts = tiny(), prompts_of((65, 33, 90, 97, 129, 64, 40, 180))
+    config, each = room_for(POLICIES), in_turn(POLICIES, 8)
+    with running(model, "full", config=config, max_num_batched_tokens=512) as engine:
+        inside.poison_free_blocks(engine)
+        with inside.replaying_drafts(engine, (1, 2, 4)) as counts:
+            answers = ask(engine, prompts, each, max_tokens=9)
+            answers += ask(engine, prompts[2:3], POLICIES[:1], max_tokens=9)
+            answers += ask(engine, prompts[3:6], POLICIES[:3], max_tokens=9)
+        engine.assert_idle()
+    assert all(counts[size] for size in (1, 2, 4)), counts
+    assert_parity(model, answers, [*each, POLICIES[0], *POLICIES[:3]])
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -87,6 +114,11 @@ def test_nothing_else_sees_the_draft(tiny: Callable[..., Path]) -> None:
         ]
         beside = engine.generate(prompts, 12, policies=names, **SAMPLING)
         assert [a.tokens for a in beside] == [a.tokens for a in alone]
+        # And those of a draft by CUDA graphs, whose rows are padded.
+        plain = engine.generate(prompts, 12, policies=names)
+        with inside.replaying_drafts(engine, (3,)) as counts:
+            assert_close(engine.generate(prompts, 12, policies=names), plain)
+        assert counts[3] > 40, counts
         _assert_prompt_logprobs(engine, prompts[1], ["full", more])
         # Requests that end while others draft, one of them before it does.
         ids = engine.submit(prompts, 6, names)

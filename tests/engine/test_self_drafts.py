@@ -127,6 +127,30 @@ def test_drafts_are_what_the_policy_would_read(
     assert assert_drafts(model, whole, DRAFTER) > COUNT * len(whole) // 2
 
 
+def test_by_cuda_graphs(
+    engine: Engine, each: list[Policy], drafted: tuple[list[Answer], list[Drafted]]
+) -> None:
+    """The same answers and drafts, of rows that are padded; groups are filled within a graph, too.
+
+    Four rows run without one.
+    """
+    answers, found = drafted[0][:4], watch_own_drafts(engine)
+    prompts = [answer.prompt for answer in answers]
+
+    def draft() -> list[tuple[list[int], list[int]]]:
+        assert_close(ask(engine, prompts, each[:4], max_tokens=TOKENS), answers)
+        assert_close(ask(engine, prompts[:1], each[:1], max_tokens=TOKENS), answers[:1])
+        made = [(one.tokens, one.drafts) for one in found]
+        found.clear()
+        return made
+
+    with inside.replaying_drafts(engine, (1, 3)) as counts:
+        by_graphs = draft()
+    assert counts[1] and counts[3], counts
+    assert by_graphs == draft()
+    engine.assert_idle()
+
+
 def test_over_cached_prefixes(
     engine: Engine, model: Path, each: list[Policy], drafted: tuple[list[Answer], Any]
 ) -> None:

@@ -21,17 +21,23 @@ def run_draft(draft: Draft, model: Model, requests: Ints, rng: random.Random) ->
         Mismatch: a token sees others' entries, or takes a slot that is not its request's alone.
     """
     count, before = 0, np.zeros(0, dtype=np.int64)
-    for now in draft.passes():
+    for rows, now in draft.passes():
         states, positions = requests[now.batch.requests], now.batch.positions.numpy()
-        if now.rows is not None and len(before):
-            before = before[now.rows.numpy()]
+        by_layer = now.attn.of_decodes(now.batch, now.lens, now.bounds)
+        if rows is not None and len(before):
+            before = before[rows.numpy()]
         if len(before) and (before != states).any():
             raise Mismatch(f"drafts of {states} go on from those of {before}")
         before, count = states, count + len(states)
         with model.hooks.during(now.work):
             for hook in model.hooks.layers:
+<<<<<<< HEAD
                 layer, expected = hook.number, model.expected
                 metadata = now.metadata[hook.layer.layer_name]
+=======
+                layer, expected = hook.index, model.expected
+                metadata = by_layer[hook.layer.layer_name]
+>>>>>>> graphs
                 if (expected.lens[layer, states] != positions).any():
                     raise Mismatch(f"layer {layer}: drafts {positions} of {states}")
                 slots = now.batch.slot_mappings[hook.group].numpy()

@@ -5,7 +5,9 @@ the functions that need them, so that one name that is gone breaks the tests tha
 `engine` is a ``support.engine.Engine``.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -511,6 +513,58 @@ def count_retrieval_graphs(engine: Any) -> dict[str, int]:
     return _count_graphs(
         engine, {"steps": 0}, lambda: "+".join(mode.value for mode in retrieval.graph)
     )
+
+
+@contextmanager
+def replaying_drafts(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]]:
+    """Inside, passes that draft replay "graphs" of these numbers of rows; see ``Replays``.
+
+    Yields how often, by number of rows, as they grow.
+    """
+    from support.replays import Replays
+    from vllm_kvx.worker import row_graphs
+
+    runner = engine.runner
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_graphs, "CudaGraphManager", Replays)
+        patch.setattr(row_graphs, "sizes_of", lambda *_: list(sizes))
+        platform = type(row_graphs.current_platform)
+        patch.setattr(platform, "graph_pool_handle", lambda *_: None, raising=False)
+        (graphs,) = row_graphs.graphs_of(runner, _state(engine).settings)
+        with torch.inference_mode():
+            graphs.capture()
+        patch.setattr(runner.cudagraph_manager, "kvx_row_graphs", [graphs], raising=False)
+        counts: Counter[int] = graphs.manager.counts
+        yield counts
+
+
+@contextmanager
+def drafting_without_graphs(engine: Any) -> Iterator[None]:
+    """Inside, passes that draft run without graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner.cudagraph_manager, "kvx_row_graphs", [])
+        yield
+
+
+def count_draft_replays(engine: Any) -> Counter[int]:
+    """Counts passes that draft by replaying a graph, by its number of rows; 0: without one."""
+    from vllm_kvx.worker import row_passes
+
+    counts: Counter[int] = Counter()
+    for graphs in row_passes.row_graphs_of(engine.runner):
+        run, replay = graphs.run, graphs.manager.run_fullgraph
+
+        def counted(desc: Any, replay: Any = replay) -> Any:
+            counts[desc.num_tokens] += 1
+            return replay(desc)
+
+        def ran(ids: Any, now: Any, run: Any = run) -> Any:
+            hidden = run(ids, now)
+            counts[0] += hidden is None
+            return hidden
+
+        graphs.run, graphs.manager.run_fullgraph = ran, counted
+    return counts
 
 
 def _count_graphs(

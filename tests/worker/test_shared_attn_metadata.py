@@ -76,13 +76,14 @@ class Built:
         return found
 
 
-def alike(*specs: Any) -> SharedAttnMetadata:
-    return SharedAttnMetadata([SimpleNamespace(kv_cache_spec=spec) for spec in specs])  # type: ignore[misc]
+def alike(prepare_attn: Any, *specs: Any) -> SharedAttnMetadata:
+    groups: list[Any] = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return SharedAttnMetadata(groups, prepare_attn)
 
 
 def test_one_for_each_spec() -> None:
     groups, build = [[group(name)] for name in "abcd"], Built()
-    found = alike("lower", "lower", "upper", "lower").build(build, *BATCH, groups)
+    found = alike(build, "lower", "lower", "upper", "lower").build(*BATCH, groups)
     assert build.asked == ["a", "c"]
     assert {name: each.built_for for name, each in found.items()} == dict(
         a="a", b="a", c="c", d="a"
@@ -98,14 +99,14 @@ def test_buckets_of_a_stage_are_alike() -> None:
     lower = [FirstStageAttentionSpec(**same, bucket=bucket) for bucket in (0, 1)]
     upper = [LaterStageAttentionSpec(**same, stage=1, start_layer=5, bucket=b) for b in (0, 1)]
     groups, build = [[group(name)] for name in "abcd"], Built()
-    found = alike(*lower, *upper).build(build, *BATCH, groups)
+    found = alike(build, *lower, *upper).build(*BATCH, groups)
     assert build.asked == ["a", "c"] and sorted(found) == ["a", "b", "c", "d"]
 
 
 def test_first_of_those_that_are_there() -> None:
     groups, build = only([[group(name)] for name in "abcd"], (1, 3)), Built()
     assert [len(each) for each in groups] == [0, 1, 0, 1]
-    found = alike("lower", "lower", "lower", "lower").build(build, *BATCH, groups)
+    found = alike(build, "lower", "lower", "lower", "lower").build(*BATCH, groups)
     assert build.asked == ["b"] and sorted(found) == ["b", "d"]
     assert found["d"].block_table is TABLES[3]
 
@@ -122,7 +123,7 @@ def test_first_of_those_that_are_there() -> None:
 )
 def test_built_anew(second: list[Any]) -> None:
     build = Built()
-    found = alike("lower", "lower").build(build, *BATCH, [[group("a")], second])
+    found = alike(build, "lower", "lower").build(*BATCH, [[group("a")], second])
     assert build.asked == ["a", *(each.layer_names[0] for each in second)]
     assert all(name == each.built_for for name, each in found.items())
 
@@ -135,6 +136,6 @@ def test_cpu() -> None:
     one = CPUAttentionMetadata(
         2, 1, torch.arange(3), 9, torch.ones(2), TABLES[0], SLOTS[0], scheduler_metadata=plan
     )
-    found = alike("lower", "lower").build(lambda *_: {"a": one}, *BATCH, groups)
+    found = alike(lambda *_: {"a": one}, "lower", "lower").build(*BATCH, groups)
     assert found["a"] is one and found["b"].scheduler_metadata is plan
     assert found["b"].block_table is TABLES[1] and torch.equal(found["b"].slot_mapping, SLOTS[1])

@@ -1,6 +1,6 @@
 """The attention metadata of one step: of its batch, stage by stage, and of passes of their own."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class StepAttention:
     """What vLLM hands over to build a step's attention metadata from.
 
     Attributes:
-        prepare_attn: vLLM's own, bound. shared: the KV groups that one plan serves.
+        shared: the KV groups that one plan serves, and vLLM's own `prepare_attn`.
         batch: the step's; R requests, padded. mode: how the step runs.
         block_tables: (R, B) int32 by KV group. slot_mappings: (G, T) int64.
         attn_groups: by KV group.
@@ -32,7 +32,6 @@ class StepAttention:
         max_num_reqs: the most requests that attention backends have planned room for.
     """
 
-    prepare_attn: Callable[..., AttnMetadata]
     shared: SharedAttnMetadata
     batch: InputBatch
     mode: CUDAGraphMode
@@ -57,14 +56,12 @@ class StepAttention:
                 return {}
             batch = rows.of_stage(batch)
             tables, slots = rows.batch.block_tables, rows.batch.slot_mappings
-        return self.shared.build(
-            self.prepare_attn, batch, self.mode, tables, slots, groups, *self.more
-        )
+        return self.shared.build(batch, self.mode, tables, slots, groups, *self.more)
 
     def stock(self, groups: AttentionGroups) -> AttnMetadata:
         """Metadata of the step's own batch, for KV groups that follow no policy."""
         tables, slots = self.block_tables, self.slot_mappings
-        return self.prepare_attn(self.batch, self.mode, tables, slots, groups, *self.more)
+        return self.shared.prepare_attn(self.batch, self.mode, tables, slots, groups, *self.more)
 
     def of_pass(
         self, batch: PassBatch, ends: np.ndarray, groups: Collection[int], is_prefill: bool = True
@@ -75,7 +72,6 @@ class StepAttention:
         wanted = only(self.attn_groups, groups)
         with unplanned(wanted if len(ends) > self.max_num_reqs else ()):
             return self.shared.build(
-                self.prepare_attn,
                 batch.of(self.batch, lens, bounds, prefilling),
                 CUDAGraphMode.NONE,
                 batch.block_tables,
@@ -91,7 +87,6 @@ class StepAttention:
         """
         is_prefilling = np.zeros(len(bounds), dtype=bool)
         return self.shared.build(
-            self.prepare_attn,
             batch.of(self.batch, lens, torch.from_numpy(bounds), is_prefilling),
             CUDAGraphMode.NONE,
             batch.block_tables,

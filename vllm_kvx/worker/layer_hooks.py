@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,14 @@ from vllm_kvx.worker.attention_backend import why_unusable
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass
 from vllm_kvx.worker.prefill.projections import value_factors
-from vllm_kvx.worker.prefill.score_and_move import PassWork
 from vllm_kvx.worker.sliding_hooks import SlidingHook
+
+
+class LayerWork(Protocol):
+    """What a pass does beside the attention of its layers, for prompts; such as ``PassWork``."""
+
+    def run(self, hook: Any, query: Tensor, paged: PagedKV) -> None:
+        """Does one layer's part of it. query: (N, H, D), of the pass's rows."""
 
 
 class LayerHook:
@@ -183,7 +189,7 @@ class LayerHooks:
         self.names = [layer.layer_name for layer in model.every_layer()]
         self._groups: dict[str, int] = {}
         self.dtype = dtype
-        self.work: PassWork | None = None
+        self.work: LayerWork | None = None
         self.scratch_bytes, self.is_bound = 0, False
         self.retrieval: Retrieval | None = None
         self.retrieval_pass: RetrievalPass | None = None
@@ -267,7 +273,7 @@ class LayerHooks:
             self.work.run(hook, query, hook.paged())
 
     def during(
-        self, work: PassWork | None, retrieval_pass: RetrievalPass | None = None
+        self, work: LayerWork | None, retrieval_pass: RetrievalPass | None = None
     ) -> AbstractContextManager[None]:
         """A context in which the layers do this besides; to be entered once."""
         if work is None and retrieval_pass is None:
@@ -276,7 +282,7 @@ class LayerHooks:
 
     @contextmanager
     def _beside(
-        self, work: PassWork | None, retrieval_pass: RetrievalPass | None
+        self, work: LayerWork | None, retrieval_pass: RetrievalPass | None
     ) -> Iterator[None]:
         self.work, self.retrieval_pass = work, retrieval_pass
         try:

@@ -122,7 +122,7 @@ class PolicyModelState(DefaultModelState):
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self.block_tables, self.kv_cache_config = block_tables, kv_cache_config
         groups = kv_cache_config.kv_cache_groups
-        self.shared = SharedAttnMetadata(groups)
+        self.shared = SharedAttnMetadata(groups, super().prepare_attn)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
         ours = [g for g, stage in enumerate(self.group_stages) if stage != VLLMS_OWN]
         self._vllms_own = [g for g in range(len(groups)) if g not in ours]
@@ -238,7 +238,6 @@ class PolicyModelState(DefaultModelState):
         if step is not None and step.batch is not input_batch:
             step = None  # A dummy batch, which no preprocess_state preceded.
         attn = StepAttention(
-            super().prepare_attn,
             self.shared,
             input_batch,
             cudagraph_mode,

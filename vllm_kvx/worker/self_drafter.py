@@ -26,10 +26,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_kvx.config.drafts import Drafts
 from vllm_kvx.worker.attn_metadata import StepAttention
 from vllm_kvx.worker.batch import PassBatch, to_device
-from vllm_kvx.worker.decode.draft_pass import draft_pass
-from vllm_kvx.worker.decode.retrieval import Retrieval
-from vllm_kvx.worker.draft_rows import RowPasses, slots_of
+from vllm_kvx.worker.decode.draft_pass import DraftReads
+from vllm_kvx.worker.draft_rows import RowPass, slots_of
 from vllm_kvx.worker.layer_hooks import LayerHooks
+from vllm_kvx.worker.row_passes import RowPasses
 
 logger = init_logger("vllm.kvx.worker")
 
@@ -71,7 +71,6 @@ class SelfDrafter(BaseSpeculator):
         state = runner.model_state
         assert drafts.policy.retrieve is not None and state.retrieval is not None
         self._runner, self._state = runner, state
-        self._retrieval: Retrieval = state.retrieval
         self._budget = drafts.policy.retrieve.budget_units
         self._max_model_len: int = runner.max_model_len
         weights = _most_of_ranks(sum(weight.nbytes for weight in runner.model.parameters()))
@@ -86,10 +85,10 @@ class SelfDrafter(BaseSpeculator):
         self.drafted: frozenset[str] = frozenset()
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Nothing: passes run without graphs."""
+        """Nothing: graphs of passes come with those of the model (``row_graphs``)."""
 
     def capture(self) -> None:
-        """Nothing: passes run without graphs."""
+        """Nothing, as ``init_cudagraph_manager``."""
 
     def propose(
         self,
@@ -131,13 +130,7 @@ class SelfDrafter(BaseSpeculator):
         )
         tables = tuple(table.index_select(0, places) for table in attn.block_tables)
         ids = states.last_sampled_tokens.index_select(0, indices)[:, 0].int()
-        passes = RowPasses(
-            self._runner.model,
-            self._state.hooked,
-            self._state.hooks,
-            self._runner.vllm_config,
-            self._runner.kv_cache_config,
-        )
+        passes = RowPasses(self._runner)
         for number in range(count):
             seen = bounds.after(number + 1, self._max_model_len)
             ids = self._draft(passes, attn, rows, requests[rows], tables, ids, seen)
@@ -164,12 +157,9 @@ class SelfDrafter(BaseSpeculator):
         positions = seen.now - 1
         slots = slots_of(positions, tables, self._state.block_tables.block_sizes)
         batch = PassBatch(rows, np.ones(len(rows), dtype=np.int32), positions, tables, slots)
-        lens = seen.now.int()
-        metadata = attn.of_decodes(batch, lens, seen.most.astype(np.int32))
-        self._retrieval.sidecars.plan_drafts(requests, seen.least, seen.most)
-        retrieves = draft_pass(self._retrieval, lens, seen.most, self._budget, tables)
-        hidden = passes.run(ids, batch, metadata, retrieval_pass=retrieves)
-        self._retrieval.sidecars.forget()
+        reads = DraftReads(requests, seen.least, seen.most, self._budget)
+        now = RowPass(attn, batch, seen.now.int(), seen.most.astype(np.int32), reads=reads)
+        hidden = passes.run(ids, now)
         return passes.next_ids(hidden)
 
     def _pays(self, lens: np.ndarray) -> bool:

@@ -30,16 +30,20 @@ def only(attn_groups: AttentionGroups, wanted: Collection[int]) -> AttentionGrou
 class SharedAttnMetadata:
     """The KV groups of an engine, told apart by their specs.
 
+    prepare_attn: vLLM's own, by which a model state has metadata built.
+
     All layers of the models that run under a policy have as many query heads.
     """
 
-    def __init__(self, groups: Sequence[KVCacheGroupSpec]) -> None:
+    def __init__(
+        self, groups: Sequence[KVCacheGroupSpec], prepare_attn: Callable[..., AttnMetadata]
+    ) -> None:
+        self.prepare_attn = prepare_attn
         specs = [without_bucket(group.kv_cache_spec) for group in groups]
         self._kinds = [specs.index(spec) for spec in specs]
 
     def build(
         self,
-        prepare_attn: Callable[..., AttnMetadata],
         batch: InputBatch,
         mode: CUDAGraphMode,
         block_tables: tuple[Tensor, ...],
@@ -47,7 +51,7 @@ class SharedAttnMetadata:
         attn_groups: AttentionGroups,
         *more: Any,
     ) -> AttnMetadata:
-        """What `prepare_attn`, vLLM's, makes of the other arguments: metadata by layer.
+        """What `prepare_attn` makes of the arguments: metadata by layer.
 
         Args:
             block_tables, slot_mappings, attn_groups: by KV group.
@@ -65,7 +69,7 @@ class SharedAttnMetadata:
             built.append(groups)
             if len(groups) == 1:
                 first.setdefault(kind, groups[0])
-        metadata = prepare_attn(batch, mode, block_tables, slot_mappings, built, *more)
+        metadata = self.prepare_attn(batch, mode, block_tables, slot_mappings, built, *more)
         for index, group, before in like:
             theirs = metadata[before.layer_names[0]]
             own = _with_tables(group, theirs, block_tables[index], slot_mappings[index])

@@ -20,10 +20,11 @@ from vllm_kvx.worker.attention_backend import choosing_usable
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.draft_room import widen_compiled_range
-from vllm_kvx.worker.draft_rows import RowPasses
 from vllm_kvx.worker.handed_over import hand_over_entries_alone
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
+from vllm_kvx.worker.row_graphs import capture_row_graphs
+from vllm_kvx.worker.row_passes import RowPasses
 from vllm_kvx.worker.self_drafter import SelfDrafter
 from vllm_kvx.worker.sleep import SleepingBuffers
 from vllm_kvx.worker.split_layers import cuts_of
@@ -90,6 +91,8 @@ class _PolicyWorking(_Base):
         if runner.model_state.retrieval is not None:
             capture_each_mode(runner, runner.model_state.retrieval)
             hand_over_entries_alone(runner)
+        if layout.lookahead or layout.own_drafts:
+            capture_row_graphs(runner, settings)
         if settings.drafts is not None:
             runner.speculator = SelfDrafter(runner, settings.drafts)
 
@@ -157,12 +160,12 @@ class _PolicyWorking(_Base):
     @torch.inference_mode()
     def _run_draft(self, draft: Draft) -> None:
         runner = self.model_runner
-        state, done = runner.model_state, runner.execute_model_state
+        done, passes = runner.execute_model_state, RowPasses(runner)
+        if passes.may_overwrite_states:
+            done = done._replace(hidden_states=done.hidden_states.clone())
+            runner.execute_model_state = done
         # One token of each request is sampled, of its last row.
         rows = done.input_batch.logits_indices[to_device(draft.places, runner.device)]
-        passes = RowPasses(
-            runner.model, state.hooked, state.hooks, self.vllm_config, runner.kv_cache_config
-        )
         run_draft(draft, passes, done.hidden_states[rows])
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

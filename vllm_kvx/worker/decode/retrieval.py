@@ -186,7 +186,7 @@ class Retrieval:
         if self._surely_fits(ends) and not self.sampler.is_due:
             return False
         lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
-        return not self._fits(lens) or (self.sampler.is_due and bool(lens.any()))
+        return not self.fits(lens) or (self.sampler.is_due and bool(lens.any()))
 
     def lens_of(
         self, requests: np.ndarray, ends: IntArray, prompt_lens: IntArray, stored_lens: IntArray
@@ -206,7 +206,8 @@ class Retrieval:
         # A row takes a few units more than its entries.
         return int(lens.sum()) // self.layout.unit + 5 * len(lens) <= self.scratch.capacity
 
-    def _fits(self, lens: IntArray) -> bool:
+    def fits(self, lens: IntArray) -> bool:
+        """Whether scores of (S, R) rows have room at once, stage by stage."""
         return fits(lens, self.layout.unit, self.scratch.capacity)
 
     def plan(
@@ -246,7 +247,7 @@ class Retrieval:
         if step is not None:
             wanted = step.modes
             assert not step.chunks or not step.some.any(), "a CUDA graph has a row for each request"
-            assert all(map(self._surely_fits, step.lens)) or self._fits(step.lens), (
+            assert all(map(self._surely_fits, step.lens)) or self.fits(step.lens), (
                 "scores of a CUDA graph do not fit"
             )
             self.graph = next(modes for modes in self.graph_modes if covers(modes, wanted))
@@ -361,7 +362,9 @@ class Retrieval:
             key_scale=layer._k_scale_float if is_fp8 else 1.0,
             value_scale=layer._v_scale_float if is_fp8 else 1.0,
         )
-        if now.writes:
+        if now.full_groups is not None:
+            self.sidecars.write_groups(now.full_groups, hook.place)
+        elif now.writes:
             self.sidecars.write(hook.place)
         table = now.block_tables[hook.group]
         for rows in now.rows_of(hook):

@@ -54,6 +54,10 @@ class Sidecars:
     def bind(self, shape: PageShape, block_tables: BlockTables) -> None:
         """vLLM has allocated a KV cache, whose pages have sidecars of this shape."""
         self.shape, self._tables = shape, block_tables
+        self.release()
+
+    def release(self) -> None:
+        """Forgets the views of the KV cache, until one is asked for again."""
         self._writer: Writer | None = None
         self.views: list[tuple[PagedKV, Any] | None] = [None] * len(self._layers)
 
@@ -117,9 +121,9 @@ class Sidecars:
         # positions are left out, or may have been loaded.
         first[(has_gap | self._loads) & self._is_fresh[requests]] = 0
         self._is_fresh[requests] = False
-        self._left_behind = self._full_groups(requests, first, published // self.shape.group)
+        self._left_behind = self._planned(requests, first, published // self.shape.group)
         first[moved] = 0
-        self._pending = self._full_groups(requests, first, last)
+        self._pending = self._planned(requests, first, last)
 
     def plan_decodes(self, requests: np.ndarray, stored: IntArray, counts: IntArray) -> None:
         """`plan` of a step in which requests add entries past their prompts; none is fresh.
@@ -131,7 +135,7 @@ class Sidecars:
         self._left_behind = self._pending = None
         group = self.shape.group
         if (stored % group < counts).any():
-            self._pending = self._full_groups(requests, (stored - counts) // group, stored // group)
+            self._pending = self._planned(requests, (stored - counts) // group, stored // group)
 
     def plan_drafts(self, requests: np.ndarray, least: IntArray, most: IntArray) -> None:
         """`plan` of a pass that adds a drafted entry to each request, beside whose layers to write.
@@ -140,29 +144,41 @@ class Sidecars:
             bounds of a number that the device knows. A group that is not full yet by that number is
             read by nobody, and written again once it is.
         """
+        full_groups = self.groups_of_drafts(requests, least, most)
+        self._pending = None if full_groups is None else self._as_written(full_groups)
+
+    def groups_of_drafts(
+        self, requests: np.ndarray, least: IntArray, most: IntArray
+    ) -> np.ndarray | None:
+        """What `plan_drafts` plans: (n, 3) int32, as ``Writer.write`` takes it; None for none."""
         group = self.shape.group
-        self._pending = None
-        if (most % group <= most - least).any():
-            first, last = (least - 1) // group, most // group
-            self._pending = self._full_groups(requests, first[None], last[None])
+        if not (most % group <= most - least).any():
+            return None
+        return _full_groups(requests, ((least - 1) // group)[None], (most // group)[None])
+
+    def write_groups(self, full_groups: Tensor, layer: int) -> None:
+        """Writes these (n, 3) groups in one layer; those of no stage, such as -1, are left out.
+
+        Within a CUDA graph, which reads what they are when it replays, and cannot be timed.
+        """
+        if self._in_torch:
+            self._write_in_torch(full_groups.numpy(), layer)
+        else:
+            pointers, strides = self._tables.block_table_ptrs, self._tables.block_table_strides
+            self.writer.write(full_groups, pointers, strides, layer)
 
     def forget(self) -> None:
         """What is planned is written where it is read."""
         self._pending = None
 
-    def _full_groups(
+    def _planned(
         self, requests: np.ndarray, first: IntArray, last: IntArray
     ) -> Tensor | np.ndarray | None:
-        """(n, 3) int32 stage, request state and group, of groups [first, last); None for none."""
-        stages, rows = np.nonzero(last > first)
-        counts = (last - first)[stages, rows]
-        if not len(counts):
-            return None
-        full_groups = np.empty((counts.sum(), 3), dtype=np.int32)
-        full_groups[:, 0] = np.repeat(stages, counts)
-        full_groups[:, 1] = np.repeat(requests[rows], counts)
-        start = first[stages, rows] - (np.cumsum(counts) - counts)
-        full_groups[:, 2] = np.arange(len(full_groups)) + np.repeat(start, counts)
+        """``_full_groups``, where they are written."""
+        full_groups = _full_groups(requests, first, last)
+        return None if full_groups is None else self._as_written(full_groups)
+
+    def _as_written(self, full_groups: np.ndarray) -> Tensor | np.ndarray:
         return full_groups if self._in_torch else async_tensor_h2d(full_groups, device=self._device)
 
     def write_left_behind(self) -> None:
@@ -201,3 +217,20 @@ class Sidecars:
                 table = self._tables.block_tables[hook.group].gpu[request]
                 begin, end = int(groups[0]), int(groups[-1]) + 1
                 self._index.write_in_torch(paged, sidecar, table, begin, end)
+
+
+def _full_groups(requests: np.ndarray, first: IntArray, last: IntArray) -> np.ndarray | None:
+    """(n, 3) int32 stage, request state and group, of groups [first, last); None for none.
+
+    requests: (R,) request states. first, last: (S, R).
+    """
+    stages, rows = np.nonzero(last > first)
+    counts = (last - first)[stages, rows]
+    if not len(counts):
+        return None
+    full_groups = np.empty((counts.sum(), 3), dtype=np.int32)
+    full_groups[:, 0] = np.repeat(stages, counts)
+    full_groups[:, 1] = np.repeat(requests[rows], counts)
+    start = first[stages, rows] - (np.cumsum(counts) - counts)
+    full_groups[:, 2] = np.arange(len(full_groups)) + np.repeat(start, counts)
+    return full_groups

@@ -103,6 +103,7 @@ class RetrievalPass:
             split runs fewer rows than its stage.
         block_tables: by KV group, (B, max_blocks) int32.
         writes: each layer's groups are quantised beside it, since rows of this pass read them.
+        full_groups: which these are, where a CUDA graph writes them; else as planned.
         sampled: (R,) int64 the requests' policies as rows in the counters, if recall is measured.
     """
 
@@ -112,6 +113,7 @@ class RetrievalPass:
     writes: bool = False
     sampled: IntArray | None = None
     at_split: Mapping[int, Sequence[RetrievalRows]] = field(default_factory=dict)
+    full_groups: Tensor | None = None
 
     def rows_of(self, layer: HookedLayer) -> Sequence[RetrievalRows]:
         """The batches of one layer."""

@@ -7,37 +7,30 @@ what stays is moved as it is where nothing is drafted. Neither sampler nor sched
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvx.models.passes import AttnMetadata
 from vllm_kvx.worker.attn_metadata import StepAttention
 from vllm_kvx.worker.batch import PassBatch, to_device
-from vllm_kvx.worker.draft_rows import RowPasses, slots_of
+from vllm_kvx.worker.draft_rows import RowPass, slots_of
 from vllm_kvx.worker.prefill.chunks import PromptChunk
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
 from vllm_kvx.worker.prefill.scoring import WindowRows
 from vllm_kvx.worker.prefill.selected_passes import lens_to_device
+from vllm_kvx.worker.row_passes import RowPasses
 
 
-@dataclass(frozen=True)
-class DraftPass:
+class DraftPass(NamedTuple):
     """One drafted token of each of P prompts.
 
-    Attributes:
-        rows: (P,) int64, which of the pass before they go on from; None: all of them.
-        batch: the pass, with places in the step's batch, positions, block tables and slots.
-        metadata: of attention, by layer name.
-        work: beside the layers' attention.
+    rows: (P,) int64, which of the pass before they go on from; None: all of them.
     """
 
     rows: Tensor | None
-    batch: PassBatch
-    metadata: AttnMetadata
-    work: PassWork | None
+    now: RowPass
 
 
 class Draft:
@@ -104,8 +97,8 @@ class Draft:
         ones = np.ones(len(going), dtype=np.int32)
         batch = PassBatch(self.places[going], ones, positions, tables, slots)
         ends = self._prompt_lens[going] + number + 1
-        metadata = self._attn.of_decodes(batch, lens_to_device(ends, slots.device), ends)
-        return DraftPass(rows, batch, metadata, self._work(number, going, tables))
+        lens, work = lens_to_device(ends, slots.device), self._work(number, going, tables)
+        return DraftPass(rows, RowPass(self._attn, batch, lens, ends, work))
 
     def _work(self, number: int, going: np.ndarray, tables: tuple[Tensor, ...]) -> PassWork | None:
         """Keeps the tokens' queries; scores and drops where they are a prompt's last ones."""
@@ -135,6 +128,6 @@ def run_draft(draft: Draft, passes: RowPasses, hidden: Tensor) -> None:
 
     hidden: (P, H) final states of the prompts' last tokens.
     """
-    for now in draft.passes():
-        states = hidden if now.rows is None else hidden.index_select(0, now.rows)
-        hidden = passes.run(passes.next_ids(states), now.batch, now.metadata, now.work)
+    for rows, now in draft.passes():
+        states = hidden if rows is None else hidden.index_select(0, rows)
+        hidden = passes.run(passes.next_ids(states), now)

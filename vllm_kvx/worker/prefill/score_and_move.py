@@ -166,6 +166,11 @@ class PassWork:
             return None
         return cls(prompts, windows, block_tables, memory, earlier, waits, first)
 
+    @property
+    def only_keeps(self) -> bool:
+        """Whether it keeps window queries, and does nothing else."""
+        return self.windows is not None and not self.prompts and self.earlier is None
+
     def run(self, hook: ScoredLayer, query: Tensor, paged: PagedKV) -> None:
         """Does one layer's part of the work; query: (N, H, D), of the pass's rows."""
         memory = self.memory
