@@ -31,13 +31,8 @@ def run_draft(draft: Draft, model: Model, requests: Ints, rng: random.Random) ->
         before, count = states, count + len(states)
         with model.hooks.during(now.work):
             for hook in model.hooks.layers:
-<<<<<<< HEAD
                 layer, expected = hook.number, model.expected
-                metadata = now.metadata[hook.layer.layer_name]
-=======
-                layer, expected = hook.index, model.expected
                 metadata = by_layer[hook.layer.layer_name]
->>>>>>> graphs
                 if (expected.lens[layer, states] != positions).any():
                     raise Mismatch(f"layer {layer}: drafts {positions} of {states}")
                 slots = now.batch.slot_mappings[hook.group].numpy()
