@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # What drafts tokens by the text alone, and not by the hidden states of the model.
-BY_TEXT = ("ngram", "ngram_gpu", "draft_model")
+BY_TEXT = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp")
 
 
 def _has_draft_model(c: "VllmConfig") -> bool:
