@@ -1,0 +1,164 @@
+"""Heads that draft by the model's hidden states (EAGLE, EAGLE-3, MTP), under policies.
+
+Answers are those of the policy's dense reference, and drafts those of a dense reference of the
+head: it reads its own keys and values of the whole text, whatever the policy left of the model's.
+
+Heads of random weights are hardly ever right. So they draft, and drafts of which any number is
+right take the place of theirs.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference.after import After
+from reference.fastkv import Keep
+from reference.fier import Retrieve
+from reference.heads import KINDS, Head, Kind, build_head
+from support import inside, options
+from support.drafts import Drafter, StateDrafts, some
+from support.engine import Answer, Engine, running
+from support.expected import FULL, Policy, Read, named
+from support.nightly import nightly
+from support.parity import (
+    ask,
+    assert_close,
+    assert_parity,
+    assert_parity_preempted,
+    in_turn,
+    room_for,
+)
+from support.prompts import prompts_of
+
+from vllm_kvx.cache.kv_cache_specs import DraftAttentionSpec
+from vllm_kvx.policy.spec import parse_policy
+
+FIER = Retrieve(64)
+POLICIES: list[Policy] = [
+    FULL,
+    Keep(kv_rate=0.2),
+    Read(FIER),
+    After(Keep(kv_rate=0.2), 4),
+    Read(FIER, Keep(kv_rate=0.6)),
+]
+# Answers cross the ends of blocks, and prompts those of chunks.
+LENGTHS = (97, 161, 65, 90, 150, 31, 128, 193)
+TOKENS = 14
+# A draft that is nearly as likely as another may be either.
+CLEAR = 1e-3
+
+
+def drafted_by(head: Path, kind: Kind, count: int, **others: Any) -> dict[str, Any]:
+    """Options of an engine that verifies what `head` has drafted, `count` tokens a step."""
+    drafter: dict[str, Any] = {"method": kind, "num_speculative_tokens": count}
+    if kind != "mtp":  # Which is a part of the model.
+        drafter["model"] = str(head)
+    defaults = {"async_scheduling": False, "max_model_len": 256, "max_num_seqs": 5}
+    return {"speculative_config": drafter, **defaults, **others}
+
+
+def models_of(tiny: Callable[..., Path], folder: Path, kind: Kind) -> tuple[Path, Path, Path]:
+    """The model for the references and that for the engine, and the head."""
+    model = tiny("qwen2" if kind == "mtp" else "llama")
+    head = build_head(folder / kind, model, kind)
+    return model, (head if kind == "mtp" else model), head
+
+
+def assert_dense(watched: StateDrafts, head: Head, at_least: int) -> None:
+    """All that was drafted is what the head drafts that reads the whole text."""
+    compared = 0
+    for one in watched.found:
+        assert one.states is not None
+        logits = head.drafts(one.tokens, one.states, len(one.drafts))
+        for row, draft in zip(logits, one.drafts, strict=True):
+            best, second = row.topk(2).values.tolist()
+            if best - second < CLEAR:
+                break
+            assert int(row.argmax()) == draft, (one.request, len(one.tokens), one.drafts)
+            compared += 1
+    assert compared >= at_least
+
+
+def assert_drafts(
+    engine: Engine, model: Path, head: Head, policies: Sequence[Policy], count: int
+) -> None:
+    """Answers and drafts are the references', whatever is accepted; blocks come back."""
+    inside.poison_free_blocks(engine)
+    watched = StateDrafts(engine)
+    drafter = Drafter.of(engine, some(3, count), beside=True)
+    prompts, each = prompts_of(LENGTHS, seed=11), in_turn(policies, len(LENGTHS))
+    answers = ask(engine, prompts, each, max_tokens=TOKENS)
+    assert_parity(model, answers, each, most=1)
+    drafter.know(answers)
+    again = ask(engine, prompts, each, max_tokens=TOKENS)
+    assert_close(again, answers)
+    assert set(drafter.accepted) == set(range(count + 1)), drafter.accepted
+    # As in stock vLLM, a prefix ends a block before the last one that the head finds.
+    for answer, policy in zip(again, each, strict=True):
+        whole = (len(answer.prompt) - 1) // 32 * 32
+        assert answer.cached <= max(len(answer.prompt) // 32 - 1, 0) * 32, (whole, named(policy))
+    assert any(answer.cached for answer in again)
+    assert_dense(watched, head, at_least=len(watched.found))
+    assert_thrown_out(engine, prompts, each, answers)
+
+
+def assert_thrown_out(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    policies: Sequence[Policy],
+    answers: Sequence[Answer],
+) -> None:
+    """Preempted or aborted amid drafts, requests leave nothing, and others answer the same."""
+    names = [named(policy) for policy in policies]
+    expected = [answer.tokens for answer in answers]
+    for steps in range(2, 12) if options.nightly() else (5,):
+        ids = engine.submit(prompts, TOKENS, names)
+        engine.step(steps)
+        engine.throw_out()
+        engine.step(2)
+        engine.abort(ids[:1])
+        engine.finish()
+        assert [engine.answered[i] for i in ids[1:]] == expected[1:], steps
+        engine.assert_idle()
+
+
+def test_eagle3(tiny: Callable[..., Path], tmp_path: Path, dense_ops: None) -> None:
+    model, served, head = models_of(tiny, tmp_path, "eagle3")
+    options = drafted_by(head, "eagle3", 3, enable_prefix_caching=True)
+    with running(served, "full", config=room_for(POLICIES), **options) as engine:
+        assert_drafts(engine, model, Head.load(head, model, "eagle3"), POLICIES, 3)
+        counted = engine.stats()["policies"]
+        for policy in POLICIES:
+            row = counted[str(parse_policy(named(policy)))]
+            assert row["tokens_drafted"] > row["tokens_accepted"] > 0, named(policy)
+        (group,) = (
+            group
+            for group in engine.scheduler.kv_cache_config.kv_cache_groups
+            if isinstance(group.kv_cache_spec, DraftAttentionSpec)
+        )
+        assert group.layer_names == ["model.layers.8.self_attn.attn"]
+
+
+@nightly
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_head(
+    tiny: Callable[..., Path], tmp_path: Path, dense_ops: None, kind: Kind, count: int
+) -> None:
+    model, served, head = models_of(tiny, tmp_path, kind)
+    options = drafted_by(head, kind, count, enable_prefix_caching=True)
+    with running(served, "full", config=room_for(POLICIES), **options) as engine:
+        assert_drafts(engine, model, Head.load(head, model, kind), POLICIES, count)
+
+
+@nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_that_is_too_small(
+    tiny: Callable[..., Path], tmp_path: Path, dense_ops: None, kind: Kind
+) -> None:
+    """Requests are thrown out for lack of blocks; the head's own drafts are verified."""
+    model, served, head = models_of(tiny, tmp_path, kind)
+    small = dict(num_gpu_blocks_override=120, max_model_len=288, max_num_seqs=6)
+    config = drafted_by(head, kind, 3, **small)
+    assert_parity_preempted(model, [FULL, Read(FIER), After(Keep(kv_rate=0.2), 4)], **config)
