@@ -20,8 +20,8 @@ from reference.models import gain
 
 Kind = Literal["eagle", "eagle3", "mtp"]
 KINDS: tuple[Kind, ...] = ("eagle", "eagle3", "mtp")
-# The states of so many layers of the model are what an EAGLE-3 head takes.
-AUXILIARY = 3
+# An EAGLE-3 head takes the states before these layers of the model.
+AUXILIARY = (1, 2, 3)
 _ARCHITECTURES = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
 _LAYERS = {"eagle": "layers.0", "eagle3": "midlayer", "mtp": "model.mtp_layers.0"}
 
@@ -47,11 +47,12 @@ def build_head(path: Path, model: Path, kind: Kind, *, seed: int = 1) -> Path:
             shapes[f"{layer}.self_attn.{name}_proj.bias"] = (rows,)
     else:
         config |= {"num_hidden_layers": 1, "architectures": [_ARCHITECTURES[kind]]}
-        shapes["fc.weight"] = hidden, (AUXILIARY if kind == "eagle3" else 2) * hidden
+        shapes["fc.weight"] = hidden, (len(AUXILIARY) if kind == "eagle3" else 2) * hidden
     if kind == "eagle":  # Its layer takes what `fc` makes as it is.
         del shapes[f"{layer}.input_layernorm.weight"]
     if kind == "eagle3":
         config["draft_vocab_size"] = config["vocab_size"]
+        config["eagle_aux_hidden_state_layer_ids"] = AUXILIARY
         shapes["lm_head.weight"] = config["vocab_size"], hidden
         shapes |= {"norm.weight": (hidden,), f"{layer}.hidden_norm.weight": (hidden,)}
     path.mkdir(parents=True, exist_ok=True)
