@@ -146,7 +146,7 @@ class StateDrafts:
             ids = held.all_token_ids.gpu[index][:length].tolist()
             for place in range(starts[row], starts[row + 1] - rejected[row]):
                 at = int(batch.positions[place])
-                self._known[_key(name, ids, at, prompt_len)] = states[place].clone()
+                self._known[_key(name, ids, at, prompt_len)] = states[place].to("cpu", copy=True)
             if sampled[row]:
                 keys = [_key(name, ids, at, prompt_len) for at in range(length - 1)]
                 of_all = torch.stack([self._known[key] for key in keys])
