@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from reference.after import After
 from reference.fastkv import Keep
 from reference.fier import Retrieve
+from reference.heads import KINDS, Kind
 from reference.structkv import Struct
 from support.configs import speculative
-from support.drafts import Drafter, some
+from support.drafts import Drafter, StateDrafts, some
 from support.engine import running
 from support.expected import FULL, Policy, Read, Speed
 from support.gpu import EXACT
+from support.heads import Models, assert_dense, drafted_by
 from support.inside import count_graph_replays
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prompts import prompts_of
@@ -80,3 +83,27 @@ def test_draft_model(tiny: Callable[..., Path]) -> None:
         engine.assert_idle()
     assert any(answer.cached for answer in again)
     assert_parity(model, [*answers, *again], each * 2, most=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads(tiny: Callable[..., Path], tmp_path: Path, kind: Kind) -> None:
+    """EAGLE, EAGLE-3 and MTP: what heads draft of the whole text, beside any number that is right.
+
+    Their first drafts replay the graphs of a verifying step, the others those of one token.
+    """
+    models = Models.of(tiny, tmp_path, kind, head_dim=64, hidden=256)
+    policies = [*POLICIES[:4], After(Keep(kv_rate=0.3), 4)]
+    prompts, each = prompts_of(LENGTHS, seed=7), in_turn(policies, len(LENGTHS))
+    options = drafted_by(models.head, kind, DRAFTS, **OPTIONS)
+    with running(models.served, "full", config=room_for(policies), **options) as engine:
+        watched = StateDrafts(engine)
+        drafter = Drafter.of(engine, some(3, DRAFTS), beside=True)
+        answers = ask(engine, prompts, each, max_tokens=20)
+        drafter.know(answers)
+        again = ask(engine, prompts, each, max_tokens=20)
+        assert_close(again, answers)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert set(drafter.accepted) == set(range(DRAFTS + 1)), drafter.accepted
+    assert_dense(watched.found, models.dense(kind))
+    assert_parity(models.model, answers, each, most=2)

@@ -123,10 +123,10 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
         elif "embed_tokens" in name:
             weight.copy_(noise)
         else:
-            weight.copy_(noise * _gain(name) / math.sqrt(weight.shape[1]))
+            weight.copy_(noise * gain(name) / math.sqrt(weight.shape[1]))
 
 
-def _gain(name: str) -> float:
+def gain(name: str) -> float:
     """Output RMS of projection `name` for an input of RMS 1."""
     if "q_proj" in name or "k_proj" in name:
         return QK_SCALE

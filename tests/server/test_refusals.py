@@ -8,7 +8,7 @@ import pytest
 import torch
 import vllm
 from support import inside
-from support.configs import GLM_AIR, engine_args, own_drafts, speculative
+from support.configs import GLM_AIR, engine_args, own_drafts, speculative, write_config
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -414,7 +414,7 @@ def test_rows_where_tokens_are_drafted_behind_prompts(stock) -> None:
     assert not reasons(WITH_LOOKAHEAD, stock)
     of_experts = changed(stock, "model_config.is_moe", True)
     asked = [
-        changed(stock, "speculative_config", SimpleNamespace(method="ngram")),
+        changed(stock, "speculative_config", drafted_by("ngram")),
         changed(stock, "parallel_config.pipeline_parallel_size", 2),
         changed(stock, "model_config.is_hybrid", True),
         changed(stock, "model_config.uses_mrope", True),
@@ -440,23 +440,41 @@ def test_rows_where_tokens_are_drafted(stock) -> None:
     assert not reasons(WITH_DRAFTS, stock)
     in_time = changed(stock, "scheduler_config.async_scheduling", False)
     ahead = changed(stock, "scheduler_config.async_scheduling", True)
-    eagle, ngram = (SimpleNamespace(method=name) for name in ("eagle3", "ngram"))
-    assert not reasons(WITH_DRAFTS, changed(in_time, "speculative_config", ngram))
+    ngram, suffix = drafted_by("ngram"), drafted_by("suffix")
+    for method in ("ngram", "draft_model", "eagle", "eagle3", "mtp"):
+        works = changed(in_time, "speculative_config", drafted_by(method))
+        assert not reasons(WITH_DRAFTS, works), method
     found = [
         *reasons(WITH_DRAFTS, changed(ahead, "speculative_config", ngram)),
-        *reasons(WITH_DRAFTS, changed(in_time, "speculative_config", eagle)),
+        *reasons(WITH_DRAFTS, changed(in_time, "speculative_config", suffix)),
     ]
     assert found == [row.reason for row in WITH_DRAFTS[:2]]
+    assert "set it to draft_model, eagle, eagle3, mtp, ngram, or drop" in found[1]
     # What would be refused whatever is scheduled ahead is told first.
-    assert reasons(WITH_DRAFTS, changed(ahead, "speculative_config", eagle)) == found[1:]
+    assert reasons(WITH_DRAFTS, changed(ahead, "speculative_config", suffix)) == found[1:]
+    for form in UNTRIED:
+        other = changed(in_time, "speculative_config", drafted_by("mtp", form))
+        assert reasons(WITH_DRAFTS, other) == [WITH_DRAFTS[2].reason], form
     state = changed(in_time, "model_config.is_hybrid", True)
     assert reasons(WITH_DRAFTS, changed(state, "speculative_config", ngram)) == [
-        WITH_DRAFTS[3].reason
+        WITH_DRAFTS[4].reason
     ]
-    model = SimpleNamespace(method="draft_model")
-    assert not reasons(WITH_DRAFTS, changed(in_time, "speculative_config", model))
-    assert WITH_DRAFTS[2].reason in reasons(
-        WITH_DRAFTS, changed(state, "speculative_config", model)
+    for method in ("draft_model", "eagle3", "mtp"):
+        beside = changed(state, "speculative_config", drafted_by(method))
+        assert WITH_DRAFTS[3].reason in reasons(WITH_DRAFTS, beside), method
+
+
+UNTRIED = "parallel_drafting", "enable_adaptive_verification", "several layers", "shared layers"
+
+
+def drafted_by(method: str, form: str = "") -> SimpleNamespace:
+    """What vLLM says of a drafter, of a form in which none was tried."""
+    return SimpleNamespace(
+        method=method,
+        parallel_drafting=form == "parallel_drafting",
+        enable_adaptive_verification=form == "enable_adaptive_verification",
+        use_multi_module_mtp=lambda: form == "several layers",
+        use_gemma4_mtp=lambda: form == "shared layers",
     )
 
 
@@ -473,6 +491,7 @@ NGRAM = {"speculative_config": speculative(3)}
         "quest-64",
         "speed-4+fier-64",
         "swiftkv-4",
+        "snapkv:kv_rate=0.1,after=4",
     ],
 )
 def test_ngram_drafts_under_policies(make_config, policy: str) -> None:
@@ -494,9 +513,41 @@ def test_what_a_rejected_draft_would_leave_without_entries(make_config) -> None:
     check_fits(settings.parse("speed-4:anchors=2"), settings.layout, settings.num_layers)
 
 
+@pytest.fixture
+def eagle(tmp_path: Path) -> dict[str, Any]:
+    """The arguments of an engine whose tokens an EAGLE-3 head drafts."""
+    head = tmp_path / "head"
+    head.mkdir()
+    model = write_config(head, num_hidden_layers=1, architectures=["LlamaForCausalLMEagle3"])
+    drafter = {"method": "eagle3", "model": model, "num_speculative_tokens": 3}
+    return {"speculative_config": drafter, "async_scheduling": False}
+
+
+@pytest.mark.parametrize(
+    "policy", ["snapkv:kv_rate=0.1", "fier-64", "snapkv:kv_rate=0.1,after=4", "streamingllm"]
+)
+def test_drafts_by_states_under_policies(make_config, eagle, policy: str) -> None:
+    assert not lines_of(make_config, policy, **eagle)
+
+
+@pytest.mark.parametrize("policy", ["speed-4", "swiftkv-4", "speed-4+fier-64", "selfonly-4"])
+def test_tokens_without_states_to_draft_from(make_config, eagle, policy: str) -> None:
+    """A request is refused what the server is refused at start, and so is a server with room."""
+    *_, found = lines_of(make_config, policy, **eagle)
+    assert f"under {policy.removesuffix('+fier-64')} some tokens have none" in found
+    room = {"additional_config": {"kv_layout": [policy]}}
+    assert lines_of(make_config, "full", **room, **eagle)[-1] == found
+    settings = KVSettings.from_vllm_config(
+        make_config("snapkv:kv_rate=0.1", dtype="float32", **eagle)
+    )
+    assert settings is not None
+    with pytest.raises(PolicyError, match="policy that retains or retrieves, or set the method"):
+        check_fits(settings.parse("speed-4"), settings.layout, settings.num_layers)
+
+
 def test_rows_where_the_model_drafts_for_itself(stock) -> None:
     """As behind a prompt, but for what stands in for it in vLLM's configuration."""
-    own = changed(stock, "speculative_config", SimpleNamespace(method="ngram"))
+    own = changed(stock, "speculative_config", drafted_by("ngram"))
     assert not reasons(WITH_OWN_DRAFTS, own)
     assert reasons(WITH_OWN_DRAFTS, stock) == [WITH_OWN_DRAFTS[0].reason]
     mixed = changed(own, "model_config.is_hybrid", True)
@@ -575,8 +626,6 @@ def test_a_drafter_without_a_policy_or_a_policy_without_one(make_config) -> None
 
 
 def test_what_no_test_drafts_beside(make_config) -> None:
-    (found,) = lines_of(make_config, "snapkv:after=4", **NGRAM)
-    assert "leave out after=" in found
     offloads = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     (found,) = lines_of(make_config, "fier-64", kv_transfer_config=offloads, **NGRAM)
     assert "beside a KV connector" in found

@@ -182,6 +182,20 @@ def let_quiet_steps_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeFastPath, "_check", lambda *_: None)
 
 
+def watch_quiet_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by the requests that are known to need nothing, as often as it turns out to be true."""
+    from vllm_kvx.cache.decode_fast_path import DecodeFastPath
+
+    quiet, check = list[str](), DecodeFastPath._check
+
+    def watched(self: Any, request: Any, ask: Callable[[], Any]) -> None:
+        check(self, request, ask)
+        quiet.append(request.request_id)
+
+    monkeypatch.setattr(DecodeFastPath, "_check", watched)
+    return quiet
+
+
 def ask_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is known to need nothing."""
     from vllm_kvx.cache.decode_fast_path import DecodeFastPath

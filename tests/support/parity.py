@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,15 +61,21 @@ def assert_parity_and_again(
 
 
 def assert_parity_preempted(
-    model: Any, policies: Sequence[Policy], *, least: float = 0.8, **options: Any
+    model: Any,
+    policies: Sequence[Policy],
+    *,
+    least: float = 0.8,
+    served: Path | None = None,
+    **options: Any,
 ) -> None:
     """A pool that is too small: prompts come in anew, and generated tokens after them.
 
-    least: see `assert_parity`. options: of the engine, its blocks among them.
+    least: see `assert_parity`. served: the engine's model where it is not `model`, the references'.
+    options: of the engine, its blocks among them.
     """
     prompts = prompts_of((180, 150, 200, 170, 90, 129, 200, 155, 140))
     each = in_turn(policies, len(prompts))
-    with running(model, "full", config=room_for(policies), **options) as engine:
+    with running(served or model, "full", config=room_for(policies), **options) as engine:
         answers = ask(engine, prompts, each, max_tokens=70)
         assert engine.preempted, "the pool was meant to be too small"
         engine.assert_idle()

@@ -167,6 +167,9 @@ class PromptAdmission:
         if not self._take_pages(request.request_id, prompt):
             return 0
         end = min(start + num_new_tokens, prompt.length)
+        if request.num_tokens < end:
+            # Drafted tokens may be rejected: what retention waits for ends with one that stays.
+            end = min(end, max(prompt.length - 1, request.num_tokens))
         if prompt.turn is not None and start < prompt.turn:
             end = min(end, prompt.turn)
         window_start = prompt.length - prompt.window

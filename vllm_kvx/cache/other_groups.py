@@ -2,6 +2,10 @@
 
 A window holds the last blocks of a prefix alone, and a state what it was at some boundaries. So
 they may have less of a prefix than the layers with full attention, which have every block of it.
+
+A drafter's layers have full attention. Where it drafts by the model's hidden states, an entry
+follows from the next token, too: the last one of a block may be of another text's. vLLM calls such
+groups EAGLE's. They find one block more of a prefix than they take.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,6 +14,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from vllm_kvx.cache.request_kv import RequestKV
@@ -46,6 +51,11 @@ class OtherGroups:
             for group_id in group.group_ids:
                 _keep_to_prompts(self._coordinator.single_type_managers[group_id], requests)
 
+    @property
+    def are_drafters(self) -> bool:
+        """Whether all of them are, so that no chunk that ends elsewhere would find more."""
+        return all(isinstance(group.spec, FullAttentionSpec) for group in self._groups)
+
     def find(
         self, hashes: Sequence[BlockHash], length: int
     ) -> tuple[int, dict[int, list[KVCacheBlock]]]:
@@ -60,15 +70,19 @@ class OtherGroups:
         before = -1
         while length and length != before:
             before = length
-            for spec, group_ids, manager_cls, _ in self._groups:
+            for spec, group_ids, manager_cls, drops_last in self._groups:
                 manager = coordinator.single_type_managers[group_ids[0]]
+                most = length
+                if drops_last:
+                    most += manager.block_size
+                    most = min(most, len(hashes) * coordinator.hash_block_size)
                 found, length = manager_cls.find_longest_cache_hit(
                     block_hashes=hashes,
-                    max_length=length,
+                    max_length=most,
                     kv_cache_group_ids=group_ids,
                     block_pool=manager.block_pool,
                     kv_cache_spec=spec,
-                    drop_eagle_block=False,
+                    drop_eagle_block=drops_last,
                     alignment_tokens=coordinator.scheduler_block_size,
                     dcp_world_size=manager.dcp_world_size,
                     pcp_world_size=manager.pcp_world_size,

@@ -18,6 +18,7 @@ from vllm_kvx.cache.decode_fast_path import DecodeFastPath
 from vllm_kvx.cache.draft_slots import reserve_slots
 from vllm_kvx.cache.dropped_blocks import give_back
 from vllm_kvx.cache.external_prefixes import limit_external_hits
+from vllm_kvx.cache.kv_cache_specs import DraftAttentionSpec
 from vllm_kvx.cache.kv_events import report_last_blocks_alone
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager, PolicyKVCacheManager
@@ -83,8 +84,15 @@ class _PolicyScheduling(_Base):
         self._to_shrink: list[Request] = []
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self._has_states = self.need_mamba_block_aligned_split
-        if len(managers) == num_groups:  # Windows move in every step, and vLLM has to look.
-            DecodeFastPath(self.kv_cache_manager, managers, settings.debug)
+        drafters = [
+            manager
+            for manager in self.kv_cache_manager.coordinator.single_type_managers
+            if isinstance(manager.kv_cache_spec, DraftAttentionSpec)
+        ]
+        # Windows move in every step, and vLLM has to look.
+        if len(managers) + len(drafters) == num_groups:
+            ahead = self.num_lookahead_tokens if drafters else 0
+            DecodeFastPath(self.kv_cache_manager, managers, settings.debug, drafters, ahead)
         self.policy_stats = PolicySchedulerStats(
             settings,
             self.kv_cache_manager.block_pool,

@@ -230,7 +230,8 @@ class PrefixSharing:
         boundary = 0
         if self._others is not None and num_blocks:
             found, theirs = self._others.find(request.block_hashes, num_blocks * size)
-            boundary = num_blocks * size if found < num_blocks * size else 0
+            if found < num_blocks * size and not self._others.are_drafters:
+                boundary = num_blocks * size
             num_blocks = found // size
             hits = [blocks[:num_blocks] for blocks in hits]
         self._note_fit(request, hashes, layer, num_blocks, hits, kvs)

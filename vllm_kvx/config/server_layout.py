@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 def on_server(layout: Layout, vllm_config: "VllmConfig") -> Layout:
     """`layout`, with drafted tokens and several ranks where the server has them."""
-    drafts = vllm_config.speculative_config is not None
+    drafter = vllm_config.speculative_config
+    by_states = drafter is not None and drafter.use_eagle()
     ranks = vllm_config.parallel_config.pipeline_parallel_size
-    return replace(layout, drafts=drafts, pipeline=ranks > 1)
+    return replace(
+        layout, drafts=drafter is not None, drafts_by_states=by_states, pipeline=ranks > 1
+    )

@@ -105,6 +105,7 @@ class Layout:
     windows: of a server that propagates, the layers that slide; None if none do. Above the first
         row cut they are in stages of their own, below it vLLM's own business.
     drafts: True if tokens are drafted, and computed before it is known whether they stay.
+    drafts_by_states: True if they are drafted from the model's hidden states of the whole text.
     own_drafts: True if the model drafts them itself, from the entries that it holds.
     pipeline: True if several ranks have parts of the layers.
     """
@@ -121,6 +122,7 @@ class Layout:
     lookahead: int = 0
     windows: Windows | None = None
     drafts: bool = False
+    drafts_by_states: bool = False
     own_drafts: bool = False
     pipeline: bool = False
 
@@ -266,6 +268,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.drafts and (problem := beside_drafts(policy)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
+    if layout.drafts_by_states and (problem := beside_drafts_by_states(policy)):
+        raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.own_drafts and (problem := beside_own_drafts(policy)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.pipeline and (problem := in_a_pipeline(policy)):
@@ -308,12 +312,18 @@ def beside_drafts(policy: KVPolicy) -> str | None:
             "before, which is gone when a drafted token is rejected: drop --speculative-config, or "
             "run speed-K in its place"
         )
-    if policy.num_generated:
-        return (
-            f"{policy} waits for generated tokens, which no test drafts: drop "
-            "--speculative-config, or leave out after="
-        )
     return None
+
+
+def beside_drafts_by_states(policy: KVPolicy) -> str | None:
+    """Why `policy` cannot run where hidden states draft (EAGLE, MTP); None if it can."""
+    if policy.propagate is None:
+        return None
+    return (
+        f"EAGLE and MTP draft from the last layer's hidden states of every prompt token, and under "
+        f"{policy.propagate} some tokens have none: use a policy that retains or retrieves, or set "
+        "the method of --speculative-config to ngram or draft_model"
+    )
 
 
 def beside_own_drafts(policy: KVPolicy) -> str | None:

@@ -11,13 +11,28 @@ from vllm_kvx.server.start_refusal import DRAFTS, MODEL, Refusal, asked_connecto
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# What drafts tokens by the text alone, and not by the hidden states of the model.
+# What drafts tokens by the text alone, and what by the hidden states of the model.
 BY_TEXT = ("ngram", "ngram_gpu", "draft_model")
+BY_STATES = ("eagle", "eagle3", "mtp")
 
 
-def _has_draft_model(c: "VllmConfig") -> bool:
+def _has_layers(c: "VllmConfig") -> bool:
+    """Whether the drafter has attention layers of its own."""
     drafter = c.speculative_config
-    return drafter is not None and drafter.method == "draft_model"
+    return drafter is not None and drafter.method in ("draft_model", *BY_STATES)
+
+
+def _drafts_otherwise(c: "VllmConfig") -> bool:
+    """Whether tokens are drafted in a form that no test has."""
+    drafter = c.speculative_config
+    if drafter is None or drafter.method not in (*BY_TEXT, *BY_STATES):
+        return False
+    return (
+        drafter.parallel_drafting
+        or drafter.enable_adaptive_verification
+        or drafter.use_multi_module_mtp()
+        or drafter.use_gemma4_mtp()
+    )
 
 
 # Where tokens are drafted (``Layout.drafts``).
@@ -29,16 +44,28 @@ WITH_DRAFTS: tuple[Refusal, ...] = (
         DRAFTS,
     ),
     Refusal(
-        lambda c: c.speculative_config and c.speculative_config.method not in BY_TEXT,
-        "EAGLE, MTP and others that draft by the model's hidden states are not supported yet: set "
-        "the method of --speculative-config to ngram, which drafts from the text so far, or to "
-        "draft_model, or drop --speculative-config",
+        lambda c: (
+            c.speculative_config and c.speculative_config.method not in (*BY_TEXT, *BY_STATES)
+        ),
+        "this method of --speculative-config was never tried beside policies: set it to "
+        f"{', '.join(sorted({*BY_TEXT, *BY_STATES} - {'ngram_gpu'}))}, or drop "
+        "--speculative-config",
         DRAFTS,
     ),
     Refusal(
-        lambda c: _has_draft_model(c) and is_mixed(c.model_config),
-        "some layers of this model slide over a window or keep a state, and a draft model was "
-        "never tried beside them: set the method of --speculative-config to ngram, or drop it",
+        _drafts_otherwise,
+        "drafts in parallel, by several MTP layers or over the model's own keys and values, and "
+        "adaptive verification, were never tried beside policies: take parallel_drafting and "
+        "enable_adaptive_verification out of --speculative-config, set its "
+        "num_speculative_tokens to 1 where the model has several MTP layers, or its method to "
+        "ngram",
+        DRAFTS,
+    ),
+    Refusal(
+        lambda c: _has_layers(c) and is_mixed(c.model_config),
+        "some layers of this model slide over a window or keep a state, and a drafter with layers "
+        "of its own was never tried beside them: set the method of --speculative-config to ngram, "
+        "or drop it",
         MODEL,
     ),
     Refusal(

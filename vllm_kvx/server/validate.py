@@ -15,7 +15,12 @@ from vllm_kvx.config.settings import (
     KVSettings,
     policy_is_set,
 )
-from vllm_kvx.policy.layout import beside_drafts, beside_own_drafts, in_a_pipeline
+from vllm_kvx.policy.layout import (
+    beside_drafts,
+    beside_drafts_by_states,
+    beside_own_drafts,
+    in_a_pipeline,
+)
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
@@ -204,6 +209,8 @@ def _layout_problems(
     if layout.drafts:
         rows += applying(WITH_DRAFTS, vllm_config)
         problems += dict.fromkeys(filter(None, map(beside_drafts, settings.policies)))
+    if layout.drafts_by_states:
+        problems += dict.fromkeys(filter(None, map(beside_drafts_by_states, settings.policies)))
     if layout.own_drafts:
         rows += applying(WITH_OWN_DRAFTS, vllm_config)
         problems += dict.fromkeys(filter(None, map(beside_own_drafts, settings.policies)))
