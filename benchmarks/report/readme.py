@@ -47,7 +47,10 @@ HEAD = (
 POLICIES = {
     "fier-2048": ("docs/policies/fier.md", "reads 2,048 tokens a step and drops none"),
     "snapkv": ("docs/policies/baselines.md#snapkv", "keeps 10% of the prompt's KV"),
-    "snapkv:kv_rate=0.2": ("docs/policies/baselines.md#snapkv", "keeps 20% of the prompt's KV"),
+    "snapkv:kv_rate=0.2,after=32": (
+        "docs/policies/baselines.md#after-generated-tokens",
+        "keeps 20% of it, once 32 tokens are generated",
+    ),
     "fastkv:tsp_layer=15": (
         "docs/policies/fastkv.md",
         "keeps 10%; above layer 15 of 32 it runs 20% of the prompt",

@@ -27,7 +27,7 @@ class CriticalKV(SnapKV):
     name: ClassVar[str] = "criticalkv"
     summary: ClassVar[str] = "SnapKV whose scores ask how much a value moves the output, too"
     paper: ClassVar[str] = "arXiv 2502.03805"
-    served_as: ClassVar[str] = "criticalkv:kv_rate=0.2,after=16"
+    served_as: ClassVar[str] = "criticalkv:kv_rate=0.2,after=32"
     needs: ClassVar[str] = "memory for factors of the output projections"
 
     # No parameter any more.

@@ -85,7 +85,7 @@ class SnapKV(RetainByWindow):
     name: ClassVar[str] = "snapkv"
     summary: ClassVar[str] = "what the prompt's last queries attend to stays"
     paper: ClassVar[str] = "arXiv 2404.14469"
-    served_as: ClassVar[str] = "snapkv:kv_rate=0.2,after=16"
+    served_as: ClassVar[str] = "snapkv:kv_rate=0.2,after=32"
 
     after: int = integer(0, at_least=0, at_most=MAX_WINDOW - 1)
     lookahead: int = integer(0, at_least=0, at_most=MAX_WINDOW - 1)

@@ -26,7 +26,7 @@ class PyramidKV(SnapKV):
     name: ClassVar[str] = "pyramidkv"
     summary: ClassVar[str] = "SnapKV with larger budgets in lower layers"
     paper: ClassVar[str] = "arXiv 2406.02069"
-    served_as: ClassVar[str] = "pyramidkv:kv_rate=0.2,after=16"
+    served_as: ClassVar[str] = "pyramidkv:kv_rate=0.2,after=32"
 
     beta: int = integer(20)
     groups: int = integer(8)
