@@ -67,7 +67,8 @@ def owed_blocks(scheduler: Any) -> int:
 def left_in_scheduler(scheduler: Any) -> dict[str, Any]:
     """What an idle scheduler of ours still holds, by kind; all empty if it forgot everything."""
     admission = scheduler.admission
-    managers = (*scheduler.first_stage_managers, *scheduler.later_stage_managers)
+    full = *scheduler.first_stage_managers, *scheduler.later_stage_managers
+    managers = *full, *scheduler._sliding_managers
     return {
         "prompts": admission._prompts,
         "pages": used_pages(scheduler) or admission._pages,
