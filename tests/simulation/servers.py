@@ -161,6 +161,8 @@ class Case:
         scheduling.policy = "priority" if self.by_priority else "fcfs"
         scheduling.max_num_seqs = self.max_seqs
         scheduling.max_num_batched_tokens = self.max_batch
+        if scheduling.max_num_scheduled_tokens is not None:  # As vLLM has it where it drafts.
+            scheduling.max_num_scheduled_tokens = self.max_batch
         scheduling.long_prefill_token_threshold = self.max_chunk
         scheduling.scheduler_reserve_full_isl = self.reserves_prompts
         return config
