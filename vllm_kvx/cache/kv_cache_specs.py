@@ -108,7 +108,7 @@ class SlidingStageSpec(SlidingWindowSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftAttentionSpec(FullAttentionSpec):
-    """KV of one layer of a drafter, a model or a head: it reads whole contexts, whatever the policy.
+    """KV of one layer of a drafter, model or head: it reads whole contexts, whatever the policy.
 
     A class of its own: vLLM would merge such layers with the first stage's.
     """
