@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from reference import hybrids
+from reference.after import After
 from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.gemfilter import Filter
@@ -172,6 +173,7 @@ def test_aborted_amid_drafts(engine: Engine, answered: tuple[list[Any], list[Ans
     "policies",
     [
         RETAIN,
+        [After(Keep(kv_rate=0.3), 4), After(Pyramid(kv_rate=0.3, groups=4), 7), FULL],
         RETRIEVE,
         [Read(Retrieve(64, pages=True)), FULL],
         PROPAGATE,

@@ -137,4 +137,24 @@ def test_a_pool_that_is_too_small(
     small = dict(num_gpu_blocks_override=100, max_model_len=288, max_num_seqs=6)
     config = drafted_by(models.head, kind, 3, **small)
     policies = [FULL, Read(FIER), After(Keep(kv_rate=0.2), 4)]
-    assert_parity_preempted(models.model, policies, served=models.served, **config)
+    # Of three answers that retrieve, one may come to a near-tie at its beginning.
+    assert_parity_preempted(models.model, policies, served=models.served, least=0.6, **config)
+
+
+@nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    dense_ops: None,
+    kind: Kind,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    models = Models.of(tiny, tmp_path, kind, layers=4)
+    config = drafted_by(models.head, kind, 3, tensor_parallel_size=2, **ROOM)
+    prompts, each = prompts_of(LENGTHS, seed=11), in_turn(POLICIES, len(LENGTHS))
+    with running(models.served, "full", config=room_for(POLICIES), **config) as engine:
+        answers = ask(engine, prompts, each, max_tokens=TOKENS)
+        engine.assert_idle()
+    assert_parity(models.model, answers, each, most=1)

@@ -49,7 +49,7 @@ class FirstStageAttentionSpec(FullAttentionSpec):
     bucket: int = 0
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        # A draft model's layers have full attention, too, and no policy.
+        # A drafter's layers have full attention, too, and no policy.
         return all(isinstance(spec, FirstStageAttentionSpec) for spec in kv_cache_specs.values())
 
     @classmethod
@@ -108,7 +108,7 @@ class SlidingStageSpec(SlidingWindowSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftAttentionSpec(FullAttentionSpec):
-    """KV of one layer of a draft model, which reads whole contexts whatever the policy.
+    """KV of one layer of a drafter, model or head: it reads whole contexts, whatever the policy.
 
     A class of its own: vLLM would merge such layers with the first stage's.
     """
@@ -119,7 +119,7 @@ class DraftAttentionSpec(FullAttentionSpec):
 
 
 def draft_specs(layers: Sequence[Attention], page_bytes: int) -> None:
-    """Gives the layers of a draft model their KV cache spec.
+    """Gives the layers of a drafter their KV cache spec.
 
     page_bytes: of the model's own pages, sidecars included: all pages of a pool have one size.
 
@@ -146,7 +146,7 @@ def _of_drafts(spec: KVCacheSpec, page_bytes: int) -> KVCacheSpec:
 
 def _no_drafter(reason: str) -> ValueError:
     return ValueError(
-        f"this draft model cannot draft under the server's KV policies: {reason}. Set another "
+        f"this drafter cannot draft under the server's KV policies: {reason}. Set another "
         "model in --speculative-config, or its method to ngram"
     )
 
@@ -188,7 +188,7 @@ def policy_kv_cache_specs(
         numbers: by which stages know the policy layers, if not by their order.
         everywhere: the numbers of all policy layers of the model, of which other workers of a
             pipeline may have some. KV groups are those of the whole model.
-        has_drafter: whether a draft model has KV groups of its own.
+        has_drafter: whether a drafter has KV groups of its own.
     """
     layout, numbered = settings.layout, dict(zip(numbers or count(), attention, strict=False))
     stages: list[list[int]] = [[] for _ in layout.stage_starts]
@@ -205,7 +205,7 @@ def policy_kv_cache_specs(
         )
     elif has_drafter:
         logger.info(
-            "KV policy %s: stages of %s layers. The draft model's layers follow no policy.",
+            "KV policy %s: stages of %s layers. The drafter's layers follow no policy.",
             *(settings.policy, " + ".join(map(str, sizes))),
         )
     else:

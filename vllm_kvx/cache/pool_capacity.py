@@ -110,7 +110,7 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
 def _blocks_beside(spec: object, prompt_len: int, policy: KVPolicy, num_layers: int) -> int:
     """Blocks that a prompt holds in a KV group of no policy layers.
 
-    Those of a window, of states, or of a draft model.
+    Those of a window, of states, or of a drafter.
     """
     if isinstance(spec, SlidingWindowSpec):
         held = prompt_len

@@ -32,7 +32,7 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> L
 
     Raises:
         ValueError: other layers slide than the model's configuration says, rows would leave
-            within the layers of a pipeline's rank, or a draft model's layers have no room.
+            within the layers of a pipeline's rank, or a drafter's layers have no room.
     """
     attention, layout = model.attention_layers(), settings.layout
     policy_layers = {layer.layer_name for layer in attention}
@@ -75,7 +75,7 @@ def set_specs(model: HookedModel, config: VllmConfig, settings: KVSettings) -> L
     num_layers = config.model_config.get_total_num_hidden_layers()
     # Of a pipeline every rank forms the stages of the whole model.
     everywhere = range(total) if is_shared else numbers
-    # A draft model is loaded after the one that it drafts for.
+    # A drafter is loaded after the model that it drafts for.
     drafts = [layer for layer in others if layer.is_draft_layer]
     slides = [layer for layer in others if not layer.is_draft_layer]
     shared = numbers, everywhere, bool(drafts)
