@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from benchmarks.common.files import ROOT
 CHECKPOINT = ROOT / "tests" / "checkpoints" / "lookup-8l"
 HOST = "127.0.0.1"
 STOP_S = 20.0
+# The last line of a traceback, behind what a logger puts before it.
+_ERROR = re.compile(r"(?:^|\s)(?:\w+\.)*\w+(?:Error|Exception)(?:: |$)")
 
 
 class ServerError(RuntimeError):
@@ -72,8 +75,14 @@ def serving(
 
 
 def log_tail(log: Path, lines: int = 60) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    """The last lines of a log, and before them its first error, if that is not among them.
+
+    An engine core and its workers log what went wrong long before the server that it ends.
+    """
+    text = log.read_text(errors="replace").splitlines()
+    tail = text[-lines:]
+    first = next((line for line in text if _ERROR.search(line) and "WARNING" not in line), None)
+    return "\n".join(tail if first is None or first in tail else [first, "...", *tail])
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float) -> None:
