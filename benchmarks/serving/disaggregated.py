@@ -45,7 +45,7 @@ _BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum\S* (\S+)", re.M)
 
 def main(argv: list[str]) -> None:
     """Runs the command line and writes the result."""
-    args = _arguments(argv)
+    args = parse_args(argv)
     what = "Time to the first token from one server, and from two, one of which prefills."
     result: dict[str, Any] = {
         "about": about(what, command_line("benchmarks.serving.disaggregated", argv), args.commit),
@@ -165,7 +165,7 @@ def _fetched(url: str) -> float:
         return sum(map(float, _BYTES.findall(answer.read().decode())))
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.serving.disaggregated", description=(__doc__ or "").split("\n")[0]
     )

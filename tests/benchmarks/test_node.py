@@ -13,8 +13,8 @@ from benchmarks.common import node
 from benchmarks.common.node import PLANS, Step, check, main, read_plan
 from benchmarks.engine import compare, own_drafts
 from benchmarks.ops import retrieval_step
+from benchmarks.serving import disaggregated, turns
 from benchmarks.serving import load as serving
-from benchmarks.serving import turns
 from benchmarks.tuning import sweep as speed_sweep
 from benchmarks.tuning.trials import options_of
 from vllm_kvx import cli
@@ -178,6 +178,8 @@ def test_plans_name_options_that_there_are(name: str) -> None:
             own_drafts.parse_args(arguments)
         elif module == "benchmarks.serving":
             serving.parse_args(arguments)
+        elif module == "benchmarks.serving.disaggregated":
+            disaggregated.parse_args(arguments)
         elif module == "benchmarks.ops.retrieval_step":
             retrieval_step.parse_args(arguments)
         elif module == "benchmarks.tuning.sweep":

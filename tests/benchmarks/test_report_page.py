@@ -275,7 +275,7 @@ def test_the_readme_has_gains_beside_answers(write: Any, tmp_path: Path) -> None
         alone=alone,
         load=loaded({"stock": 2.0, "speed-24": 3.0}),
         other=loaded({"stock": 2.0, "fier-2048": 5.0}, gpu="NVIDIA H100 80GB HBM3, 1"),
-        asked=evaluated({"snapkv:kv_rate=0.2": 0.8}),
+        asked=evaluated({"snapkv:kv_rate=0.2,after=32": 0.8}),
         a=tuned(15, 0.6),
         b=older,
         c=full_depth,
@@ -289,7 +289,10 @@ def test_the_readme_has_gains_beside_answers(write: Any, tmp_path: Path) -> None
     both = "70.0% (60-80), n 99; another run 60.0% (50-70), n 40"
     assert answers == f"{both}; small, 20 layers, cut at 15"
     assert rows["fier-2048"][1:] == [*["not measured"] * 2, "2.50x on an H100", "not measured"]
-    assert rows["snapkv:kv_rate=0.2"][1:] == [*["not measured"] * 3, "80.0% (70-90), n 40; small"]
+    assert rows["snapkv:kv_rate=0.2,after=32"][1:] == [
+        *["not measured"] * 3,
+        "80.0% (70-90), n 40; small",
+    ]
     assert "on one H200, unless a cell names another GPU" in readme_text
     named = {name for name in ("alone", "load", "other", "asked", "a", "b", "c", "further")}
     said = {
