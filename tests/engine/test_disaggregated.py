@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from reference.fier import Retrieve
-from support.engine import keep_in_process, running
+from support.engine import BLOCK, keep_in_process, running
 from support.expected import FULL, Read
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prefiller import NIXL, PORT, Prefiller, free_port, prefilling
@@ -26,13 +26,14 @@ LENGTHS = (200, 1, 63, 64, 65, 300)
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "policies"),
+    ("prefill", "decode", "policies", "block"),
     [
         # Whose pages have a sidecar on one side alone: the first server is one without policies.
-        (None, [FULL, FIER], [FULL, FIER]),
-        ([FULL, QUEST], [FULL, FIER], [FIER, FULL]),
+        (None, [FULL, FIER], [FULL, FIER], BLOCK),
+        ([FULL, QUEST], [FULL, FIER], [FIER, FULL], BLOCK),
+        (None, [FULL, FIER], [FIER], 2 * BLOCK),
     ],
-    ids=["from-stock", "from-another-policy"],
+    ids=["from-stock", "from-another-policy", "into-longer-blocks"],
 )
 def test_what_one_prefills_another_goes_on_with(
     tiny: Callable[..., Path],
@@ -40,6 +41,7 @@ def test_what_one_prefills_another_goes_on_with(
     prefill: list[Any] | None,
     decode: list[Any],
     policies: list[Any],
+    block: int,
 ) -> None:
     keep_in_process(monkeypatch)
     monkeypatch.setenv(PORT, str(free_port()))
@@ -54,6 +56,7 @@ def test_what_one_prefills_another_goes_on_with(
             config=room_for(decode),
             kv_transfer_config=NIXL,
             enable_prefix_caching=True,
+            block_size=block,
             **options,
         ) as engine,
     ):

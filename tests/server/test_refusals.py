@@ -23,6 +23,7 @@ from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, check_fits, layout_of
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.connector_checks import WITHOUT_WHOLE_PROMPTS
 from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
@@ -34,7 +35,6 @@ from vllm_kvx.server.start_checks import (
     WITH_RETRIEVAL,
     WITH_SELECTION,
     WITH_VALUE_NORMS,
-    WITHOUT_WHOLE_PROMPTS,
 )
 from vllm_kvx.server.start_refusal import applying, reasons
 from vllm_kvx.server.validate import SCHEDULER, WORKERS, machinery_rows
@@ -695,6 +695,14 @@ def test_generated_tokens_are_not_offloaded(make_config) -> None:
     asked["kv_connector_extra_config"] = {"offload_prompt_only": False}
     (line,) = lines_of(make_config, "fier-64", kv_transfer_config=asked)
     assert "drop offload_prompt_only" in line
+    make_config("full", kv_transfer_config=asked)
+
+
+def test_generated_tokens_are_not_handed_back(make_config) -> None:
+    asked: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    asked["kv_connector_extra_config"] = {"bidirectional_kv_xfer": True}
+    (line,) = lines_of(make_config, "quest-64", kv_transfer_config=asked)
+    assert "drop bidirectional_kv_xfer" in line
     make_config("full", kv_transfer_config=asked)
 
 

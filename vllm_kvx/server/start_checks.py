@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvx.config.policy_layers import is_mixed
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED
+from vllm_kvx.server.connector_checks import BESIDE_CONNECTORS, RETRIEVAL_BESIDE_CONNECTORS
 from vllm_kvx.server.model_checks import OF_MODEL
 from vllm_kvx.server.pipeline_checks import ONE_RANK, in_pipeline
 from vllm_kvx.server.start_refusal import (
     BACKEND,
     CACHE_DTYPE,
-    CONNECTOR,
     MODEL,
     NO_POLICY,
     ON_GPUS,
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HEAD_DIMS = (32, 64, 128, 256)
-
-# KV connectors that a policy was tried with, or whose code was read for what it copies.
-CONNECTORS = ("OffloadingConnector", "ExampleConnector", "NixlConnector")
-# Whether the former leaves generated tokens alone; it does unless told otherwise.
-_PROMPTS = "offload_prompt_only"
 
 # Layouts of vLLM's whose outermost dimension is the block, as far as pages may have a tail.
 LAYERS_IN_BLOCKS = ("BLNHC", "BLHNC")
@@ -118,24 +113,7 @@ WITH_POLICY: tuple[Refusal, ...] = (
         lambda c: c.parallel_config.enable_hc_sp,
         "sequence parallelism is not supported yet: drop --enable-hc-sp",
     ),
-    Refusal(
-        lambda c: asked_connector(c) not in (None, *CONNECTORS),
-        f"policies know {', '.join(CONNECTORS)} as KV connectors (--kv-offloading-size sets up "
-        "the first), and no other: name one of these as kv_connector, or drop --kv-transfer-config",
-        CONNECTOR,
-    ),
-    Refusal(
-        lambda c: asked_connector(c) and in_pipeline(c),
-        "KV connectors were never tried with policies in a pipeline: set --pipeline-parallel-size "
-        "1, or drop --kv-transfer-config and --kv-offloading-size",
-        CONNECTOR,
-    ),
-    Refusal(
-        lambda c: asked_connector(c) and is_mixed(c.model_config),
-        "KV connectors are not supported yet where only some layers of a model have full "
-        "attention: drop --kv-transfer-config and --kv-offloading-size",
-        CONNECTOR,
-    ),
+    *BESIDE_CONNECTORS,
     Refusal(
         lambda c: getattr(getattr(c, "aux_output_config", None), "enabled", False),
         "which experts tokens were routed to is recorded by rows of a whole batch, which policies "
@@ -263,18 +241,6 @@ WITH_PARTIAL_PREFIXES: tuple[Refusal, ...] = (
 )
 
 
-# Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``).
-WITHOUT_WHOLE_PROMPTS: tuple[Refusal, ...] = (
-    Refusal(
-        lambda c: asked_connector(c),
-        "KV connectors and KV offloading copy blocks of whole prompts, which policies that retain "
-        "or propagate do not leave: drop --kv-transfer-config and --kv-offloading-size, or all "
-        "policies but full, fier and quest from the KV policy and kv_layout",
-        CONNECTOR,
-    ),
-)
-
-
 # Where selected tokens run in passes of their own (``Layout.selects``).
 WITH_SELECTION: tuple[Refusal, ...] = (
     Refusal(
@@ -323,12 +289,7 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
         "retrieval writes attention's output unquantized, so its quantization cannot be fused into "
         'attention: set --compilation-config \'{"pass_config": {"fuse_attn_quant": false}}\'',
     ),
-    Refusal(
-        lambda c: _stores_answers(c),
-        "tokens that are generated under retrieval leave other entries than a prompt's would, and "
-        f"no request may load these: drop {_PROMPTS} from --kv-transfer-config",
-        CONNECTOR,
-    ),
+    *RETRIEVAL_BESIDE_CONNECTORS,
 )
 
 
@@ -339,12 +300,6 @@ def _unifies(c: "VllmConfig") -> bool:
     """
     chunk = getattr(c.model_config, "attention_chunk_size", None)
     return asked_connector(c) is not None or chunk is not None
-
-
-def _stores_answers(c: "VllmConfig") -> bool:
-    """Whether a KV connector was told to store generated tokens, too."""
-    config = c.kv_transfer_config
-    return config is not None and not config.get_from_extra_config(_PROMPTS, True)
 
 
 def _has_scales_by_head(c: "VllmConfig") -> bool:

@@ -32,6 +32,7 @@ from vllm_kvx.server.auto_policy import (
     line_of,
     with_choice,
 )
+from vllm_kvx.server.connector_checks import WITHOUT_WHOLE_PROMPTS
 from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
@@ -46,7 +47,6 @@ from vllm_kvx.server.start_checks import (
     WITH_RETRIEVAL,
     WITH_SELECTION,
     WITH_VALUE_NORMS,
-    WITHOUT_WHOLE_PROMPTS,
 )
 from vllm_kvx.server.start_refusal import Refusal, applying, told
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice

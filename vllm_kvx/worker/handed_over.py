@@ -2,17 +2,15 @@
 
 NIXL registers memory by the KV cache specs, and one server reads another's. It is told the pages'
 keys and values alone: their length, with the whole page as the stride. So it reads from and for
-servers whose pages have another sidecar, or none, as the other connectors do, and splits pages by
-heads where servers differ in tensor parallelism. Sidecars are written again where a prompt arrives
-(``Sidecars.plan``).
+servers whose pages have another sidecar, or none, as the other connectors do. Sidecars are written
+again where a prompt arrives (``Sidecars.plan``).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 
@@ -21,26 +19,29 @@ def hand_over_entries_alone(runner: Any) -> None:
 
     Of connectors that go by tensors instead, which show keys and values alone, nothing changes.
     """
+    transfer = runner.vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != "NixlConnector":
+        return
     stock = runner.initialize_kv_cache
 
     def initialize_kv_cache(*args: Any, **kwargs: Any) -> Any:
-        if has_kv_transfer_group():
-            _leave_sidecars_out(get_kv_transfer_group())
+        _leave_sidecars_out(get_kv_transfer_group())
         return stock(*args, **kwargs)
 
     runner.initialize_kv_cache = initialize_kv_cache
 
 
 def _leave_sidecars_out(connector: Any) -> None:
-    worker: Any = getattr(connector, "connector_worker", None)
-    if not hasattr(worker, "_layer_specs"):
-        return
-    specs = worker._layer_specs
+    worker: Any = connector.connector_worker
+    # Not by a default: without them sidecars would travel, and pages be split where they are not.
+    specs, _ = worker._layer_specs, worker.device_kv_caches
     stock = connector.register_kv_caches
 
-    def register_kv_caches(kv_caches: Mapping[str, Tensor]) -> None:
+    def register_kv_caches(kv_caches: dict[str, Tensor]) -> None:
         worker._layer_specs = {name: _without_sidecar(spec) for name, spec in specs.items()}
         stock({name: _pages(cache) for name, cache in kv_caches.items()})
+        # What it does to blocks that have come it does to entries.
+        worker.device_kv_caches = kv_caches
 
     connector.register_kv_caches = register_kv_caches
 

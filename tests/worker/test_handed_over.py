@@ -1,0 +1,75 @@
+"""What NIXL is told of pages that end in a sidecar: keys and values alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_kvx.worker import handed_over
+
+BLOCKS, HEADS, BLOCK, WIDTH, MORE = 5, 2, 4, 6, 10
+PAGE = HEADS * BLOCK * WIDTH + MORE
+
+
+def caches(layers: int) -> dict[str, torch.Tensor]:
+    """Layers that lie behind one another in one allocation: entries of pages with a tail."""
+    storage = torch.arange(layers * BLOCKS * PAGE, dtype=torch.float32)
+    strides = PAGE, BLOCK * WIDTH, WIDTH, 1
+    return {
+        f"layer {layer}": storage.as_strided(
+            (BLOCKS, HEADS, BLOCK, WIDTH), strides, layer * BLOCKS * PAGE
+        )
+        for layer in range(layers)
+    }
+
+
+class Connector:
+    """Remembers what vLLM's would register."""
+
+    def __init__(self, names: Any) -> None:
+        spec = FullAttentionSpec(
+            block_size=BLOCK,
+            num_kv_heads=HEADS,
+            head_size=WIDTH // 2,
+            dtype=torch.float32,
+            page_size_padded=4 * PAGE,
+        )
+        specs = dict.fromkeys(names, spec)
+        self.connector_worker = SimpleNamespace(_layer_specs=specs, device_kv_caches={})
+        self.registered: dict[str, torch.Tensor] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.registered = self.connector_worker.device_kv_caches = kv_caches
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_pages_without_their_sidecars(layers: int) -> None:
+    given = caches(layers)
+    connector = Connector(given)
+    handed_over._leave_sidecars_out(connector)
+    connector.register_kv_caches(given)
+    for spec in connector.connector_worker._layer_specs.values():
+        assert spec.page_size_bytes == 4 * (PAGE - MORE)
+    for name, cache in connector.registered.items():
+        assert cache.data_ptr() == given[name].data_ptr() and len(cache) == BLOCKS
+        assert cache.stride(0) == PAGE
+        # Of one layer among others its blocks are told by its pages.
+        assert (cache.numel() == BLOCKS * PAGE) == (layers > 1)
+    assert connector.connector_worker.device_kv_caches is given
+
+
+def test_what_vllm_calls_otherwise() -> None:
+    """Nothing is registered that would hand sidecars over, too."""
+    connector = SimpleNamespace(connector_worker=SimpleNamespace())
+    with pytest.raises(AttributeError):
+        handed_over._leave_sidecars_out(connector)
+
+
+@pytest.mark.parametrize("name", [None, "ExampleConnector"])
+def test_other_connectors(name: str | None) -> None:
+    transfer = None if name is None else SimpleNamespace(kv_connector=name)
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
+    handed_over.hand_over_entries_alone(runner)
+    assert not hasattr(runner, "initialize_kv_cache")

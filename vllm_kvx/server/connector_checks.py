@@ -1,0 +1,91 @@
+"""What a server with policies refuses of KV connectors, and what to change: one row each."""
+
+from typing import TYPE_CHECKING
+
+from vllm_kvx.config.policy_layers import is_mixed
+from vllm_kvx.server.pipeline_checks import in_pipeline
+from vllm_kvx.server.start_refusal import CONNECTOR, Refusal, asked_connector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# KV connectors that a policy was tried with, or whose code was read for what it copies.
+CONNECTORS = ("OffloadingConnector", "ExampleConnector", "NixlConnector")
+# Whether the former leaves generated tokens alone; it does unless told otherwise.
+_PROMPTS = "offload_prompt_only"
+# Whether NIXL hands blocks back from servers that decode; it does not unless told.
+_BACK = "bidirectional_kv_xfer"
+
+# Beside every policy but `full` alone.
+BESIDE_CONNECTORS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: asked_connector(c) not in (None, *CONNECTORS),
+        f"policies know {', '.join(CONNECTORS)} as KV connectors (--kv-offloading-size sets up "
+        "the first), and no other: name one of these as kv_connector, or drop --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) and in_pipeline(c),
+        "KV connectors were never tried with policies in a pipeline: set --pipeline-parallel-size "
+        "1, or drop --kv-transfer-config and --kv-offloading-size",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) and is_mixed(c.model_config),
+        "KV connectors are not supported yet where only some layers of a model have full "
+        "attention: drop --kv-transfer-config and --kv-offloading-size",
+        CONNECTOR,
+    ),
+)
+
+# Where prompts retrieve.
+RETRIEVAL_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: _stores_answers(c),
+        "tokens that are generated under retrieval leave other entries than a prompt's would, and "
+        f"no request may load these: drop {_PROMPTS} from --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: _hands_answers_back(c),
+        "a server that prefills would load what another has generated under retrieval, which are "
+        f"other entries than a prompt's would be: drop {_BACK} from --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == "NixlConnector" and _through_host(c),
+        "NIXL was never tried with buffers on the host: drop kv_buffer_device from "
+        "--kv-transfer-config",
+        CONNECTOR,
+    ),
+)
+
+# Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``).
+WITHOUT_WHOLE_PROMPTS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: asked_connector(c),
+        "KV connectors and KV offloading copy blocks of whole prompts, which policies that retain "
+        "or propagate do not leave: drop --kv-transfer-config and --kv-offloading-size, or all "
+        "policies but full, fier and quest from the KV policy and kv_layout",
+        CONNECTOR,
+    ),
+)
+
+
+def _stores_answers(c: "VllmConfig") -> bool:
+    """Whether a KV connector was told to store generated tokens, too."""
+    config = c.kv_transfer_config
+    return config is not None and not config.get_from_extra_config(_PROMPTS, True)
+
+
+def _hands_answers_back(c: "VllmConfig") -> bool:
+    """Whether servers that prefill may fetch what servers that decode have generated."""
+    config = c.kv_transfer_config
+    return config is not None and bool(config.get_from_extra_config(_BACK, False))
+
+
+def _through_host(c: "VllmConfig") -> bool:
+    """Whether a KV connector copies blocks by way of the host's memory."""
+    config = c.kv_transfer_config
+    is_cpu = c.device_config.device_type == "cpu"
+    return config is not None and config.kv_buffer_device == "cpu" and not is_cpu
