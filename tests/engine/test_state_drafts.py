@@ -144,17 +144,14 @@ def test_a_pool_that_is_too_small(
 @nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks(
-    tiny: Callable[..., Path],
-    tmp_path: Path,
-    dense_ops: None,
-    kind: Kind,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Callable[..., Path], tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     models = Models.of(tiny, tmp_path, kind, layers=4)
     config = drafted_by(models.head, kind, 3, tensor_parallel_size=2, **ROOM)
-    prompts, each = prompts_of(LENGTHS, seed=11), in_turn(POLICIES, len(LENGTHS))
-    with running(models.served, "full", config=room_for(POLICIES), **config) as engine:
-        answers = ask(engine, prompts, each, max_tokens=TOKENS)
+    policies = [*POLICIES[:2], POLICIES[3]]
+    prompts, each = prompts_of(LENGTHS[:3], seed=11), policies
+    with running(models.served, "full", config=room_for(policies), **config) as engine:
+        answers = ask(engine, prompts, each, max_tokens=6)
         engine.assert_idle()
-    assert_parity(models.model, answers, each, most=1)
+    assert_parity(models.model, answers, each, most=0)
