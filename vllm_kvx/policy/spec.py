@@ -52,6 +52,9 @@ def parse_policy(text: str) -> KVPolicy:
         raise PolicyError(f"{text!r}: {error}") from None
 
 
+_LOST_NONE = "which lost none of the short ones measured"
+
+
 def check_served(text: str) -> None:
     """What parses as a policy, and is not to be served by so short a name.
 
@@ -60,8 +63,8 @@ def check_served(text: str) -> None:
     """
     for part in filter(is_bare, text.split("+")):
         mine, best = METHODS[part].served_as, METHODS["snapkv"].served_as
-        fewer = "which lost none of those measured" if mine == best else "which loses fewer"
-        other = "" if mine == best else f"{best}, which lost none of those measured, "
+        fewer = "which loses fewer" if mine != best else _LOST_NONE
+        other = "" if mine == best else f"{best}, {_LOST_NONE}, "
         raise PolicyError(
             f"{part} does not say how much stays, and the paper's rates lose answers "
             f"(docs/results/quality.md): write {mine}, {fewer}, {other}or the paper's "
