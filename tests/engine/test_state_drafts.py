@@ -65,10 +65,13 @@ def assert_drafts(
     again = ask(engine, prompts, each, max_tokens=TOKENS)
     assert_close(again, answers)
     assert set(drafter.accepted) == set(range(count + 1)), drafter.accepted
-    # As in stock vLLM, a prefix ends a block before the last one that the head finds.
+    # As in stock vLLM, a prefix ends a block before the last one that the head finds. From 0.33 on
+    # a block's hash covers the next token, and none is dropped.
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    drops = any(group.use_eagle for group in coordinator.attention_groups)
     for answer, policy in zip(again, each, strict=True):
-        whole = len(answer.prompt) // BLOCK * BLOCK
-        assert answer.cached <= max(whole - BLOCK, 0), named(policy)
+        whole = len(answer.prompt) // BLOCK - drops
+        assert answer.cached <= max(whole, 0) * BLOCK, named(policy)
     assert any(answer.cached for answer in again)
     assert_dense(watched.found, head)
     assert_thrown_out(engine, prompts, each, answers)

@@ -147,7 +147,8 @@ class StateDrafts:
             for place in range(starts[row], starts[row + 1] - rejected[row]):
                 at = int(batch.positions[place])
                 self._known[_key(name, ids, at, prompt_len)] = states[place].to("cpu", copy=True)
-            if sampled[row]:
+            # vLLM 0.33 drafts nothing (-1) for a request that can take no more.
+            if sampled[row] and int(drafts[row][0]) >= 0:
                 keys = [_key(name, ids, at, prompt_len) for at in range(length - 1)]
                 of_all = torch.stack([self._known[key] for key in keys])
                 self.found.append(Drafted(name, ids, drafts[row].tolist(), of_all))
