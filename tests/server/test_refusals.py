@@ -60,8 +60,14 @@ class Connector:
     kv_connector = ec_connector = "SomeConnector"
     enable_kv_cache_events = True
 
+    kv_buffer_device = "cuda"
+
     def __init__(self, **extra: Any) -> None:
         self.get_from_extra_config = extra.get
+
+
+class ThroughHost(Connector):
+    kv_connector, kv_buffer_device = "NixlConnector", "cpu"
 
 
 EXECUTOR = "parallel_config.distributed_executor_backend"
@@ -282,6 +288,7 @@ def test_rows_where_pages_hold_a_sidecar(stock, monkeypatch, tmp_path) -> None:
         ("attention_config.backend", AttentionBackendEnum.FLASHINFER, "FLASH_ATTN, TRITON_ATTN"),
         ("compilation_config.pass_config.fuse_attn_quant", True, '{"fuse_attn_quant": false}'),
         ("kv_transfer_config", Connector(offload_prompt_only=False), "drop offload_prompt_only"),
+        ("kv_transfer_config", Connector(bidirectional_kv_xfer=True), "drop bidirectional_kv_xfer"),
     ]:
         (found,) = reasons(WITH_RETRIEVAL, changed(stock, path, value))
         assert names in found
@@ -290,6 +297,10 @@ def test_rows_where_pages_hold_a_sidecar(stock, monkeypatch, tmp_path) -> None:
     (found,) = reasons(WITH_RETRIEVAL, changed(pipeline, "model_config.is_hybrid", True))
     refused.insert(1, found)
     refused.insert(3, layers_in_blocks(stock, monkeypatch, tmp_path))
+    on_gpu = changed(stock, "device_config.device_type", "cuda")
+    (found,) = reasons(WITH_RETRIEVAL, changed(on_gpu, "kv_transfer_config", ThroughHost()))
+    assert "drop kv_buffer_device" in found
+    refused.append(found)
     assert refused == [row.reason for row in WITH_RETRIEVAL], "a row without a case"
     for works in (32, 64, 128, 256):
         assert not reasons(

@@ -37,19 +37,33 @@ class Connector:
             page_size_padded=4 * PAGE,
         )
         specs = dict.fromkeys(names, spec)
-        self.connector_worker = SimpleNamespace(_layer_specs=specs, device_kv_caches={})
+        self.connector_worker = SimpleNamespace(
+            _layer_specs=specs, device_kv_caches={}, transfer_topo=None
+        )
         self.registered: dict[str, torch.Tensor] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.registered = self.connector_worker.device_kv_caches = kv_caches
+        self.connector_worker.transfer_topo = SimpleNamespace(block_size=BLOCK)
+
+
+def start(connector: Any, monkeypatch: pytest.MonkeyPatch, caches: dict[str, Any]) -> None:
+    """As a worker allocates its KV cache."""
+    monkeypatch.setattr(handed_over, "get_kv_transfer_group", lambda: connector)
+    transfer = SimpleNamespace(kv_connector="NixlConnector")
+    runner = SimpleNamespace(
+        vllm_config=SimpleNamespace(kv_transfer_config=transfer),
+        initialize_kv_cache=lambda: connector.register_kv_caches(caches),
+    )
+    handed_over.hand_over_entries_alone(runner)
+    runner.initialize_kv_cache()
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_pages_without_their_sidecars(layers: int) -> None:
+def test_pages_without_their_sidecars(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
     given = caches(layers)
     connector = Connector(given)
-    handed_over._leave_sidecars_out(connector)
-    connector.register_kv_caches(given)
+    start(connector, monkeypatch, given)
     for spec in connector.connector_worker._layer_specs.values():
         assert spec.page_size_bytes == 4 * (PAGE - MORE)
     for name, cache in connector.registered.items():
@@ -60,11 +74,21 @@ def test_pages_without_their_sidecars(layers: int) -> None:
     assert connector.connector_worker.device_kv_caches is given
 
 
-def test_what_vllm_calls_otherwise() -> None:
+def test_blocks_of_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = Connector(caches(1))
+    start(connector, monkeypatch, caches(1))
+    topology: Any = connector.connector_worker.transfer_topo
+    assert topology.block_size_ratio(BLOCK) == 1
+    for other in (BLOCK // 2, 2 * BLOCK):
+        with pytest.raises(ValueError, match=f"of {other} tokens.*--block-size {BLOCK}"):
+            topology.block_size_ratio(other)
+
+
+def test_what_vllm_calls_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is registered that would hand sidecars over, too."""
     connector = SimpleNamespace(connector_worker=SimpleNamespace())
     with pytest.raises(AttributeError):
-        handed_over._leave_sidecars_out(connector)
+        start(connector, monkeypatch, {})
 
 
 @pytest.mark.parametrize("name", [None, "ExampleConnector"])

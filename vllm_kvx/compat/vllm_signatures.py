@@ -70,8 +70,10 @@ REPLACED = {
     ),
     "engine": (
         "vllm.config.vllm:VllmConfig.num_lookahead_tokens",
+        "vllm.distributed.kv_transfer.kv_connector.utils:TransferTopology.block_size_ratio",
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
         ".get_num_new_matched_tokens",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.register_kv_caches",
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         "vllm.platforms.interface:Platform.get_attn_backend_cls",
         "vllm.v1.attention.backend:AttentionImpl.forward",

@@ -42,8 +42,27 @@ def _leave_sidecars_out(connector: Any) -> None:
         stock({name: _pages(cache) for name, cache in kv_caches.items()})
         # What it does to blocks that have come it does to entries.
         worker.device_kv_caches = kv_caches
+        _want_equal_blocks(worker.transfer_topo)
 
     connector.register_kv_caches = register_kv_caches
+
+
+def _want_equal_blocks(topology: Any) -> None:
+    """Blocks of another length would come as parts of one, which NIXL puts together in whole pages.
+
+    topology: NIXL's, which it asks when it meets another server.
+    """
+    own = topology.block_size
+
+    def block_size_ratio(remote: int) -> int:
+        if remote != own:
+            raise ValueError(
+                f"the server that prefills has KV blocks of {remote} tokens, and this one, whose KV "
+                f"policies want its own length, of {own}: start that one with --block-size {own}"
+            )
+        return 1
+
+    topology.block_size_ratio = block_size_ratio
 
 
 def _without_sidecar(spec: KVCacheSpec) -> KVCacheSpec:
