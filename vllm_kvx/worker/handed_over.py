@@ -57,8 +57,8 @@ def _want_equal_blocks(topology: Any) -> None:
     def block_size_ratio(remote: int) -> int:
         if remote != own:
             raise ValueError(
-                f"the server that prefills has KV blocks of {remote} tokens, and this one, whose KV "
-                f"policies want its own length, of {own}: start that one with --block-size {own}"
+                f"the server that prefills has KV blocks of {remote} tokens, and this one, whose "
+                f"KV policies want its own length, of {own}: start that one with --block-size {own}"
             )
         return 1
 
