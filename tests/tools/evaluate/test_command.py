@@ -141,7 +141,7 @@ class Wrong:
     def resolved(self, row: Row) -> Row:
         return row
 
-    def shares(self, row: Row, prompt_len: int) -> Shares:
+    def shares(self, row: Row, prompt_len: int, generated: int) -> Shares:
         return Shares(0.5, 0.5, 1.0)
 
     def answers(self, row: Row, prompts: Sequence[Prompt], *progress: object) -> list[Answered]:
@@ -150,7 +150,7 @@ class Wrong:
         # The task takes any answer that has the words: all of the prompt's are among them.
         right = str(row) in self.right
         texts = [tokenizer.decode(each.token_ids) if right else "" for each in prompts]
-        return [Answered(text, 0.0) for text in texts]
+        return [Answered(text, 0.0, 4) for text in texts]
 
 
 def with_engine(monkeypatch: pytest.MonkeyPatch, engine: Wrong) -> Wrong:

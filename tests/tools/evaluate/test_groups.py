@@ -95,3 +95,11 @@ def test_retrieval_is_on_at_every_length() -> None:
 def test_shares(name: str, kept: float, read: float, propagated: float) -> None:
     found = shares_of(parse_policy(name), 1000, 16, 8)
     assert found == pytest.approx((kept, read, propagated))
+
+
+def test_an_answer_that_ends_before_anything_is_dropped() -> None:
+    policy = parse_policy("snapkv:kv_rate=0.1,kv_floor=0,after=32")
+    for generated in (1, 32):
+        assert shares_of(policy, 1000, 16, 8, generated=generated) == (1.0, 1.0, 1.0)
+    assert shares_of(policy, 1000, 16, 8, generated=33) == shares_of(policy, 1000, 16, 8)
+    assert shares_of(policy, 1000, 16, 8).kept < 0.15

@@ -28,7 +28,8 @@ def server(
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if request.url.path == "/v1/kv_policy":
             return httpx.Response(200, json=STATUS | status)
-        return httpx.Response(200, json={"choices": [{"text": ""}]})
+        said = {"choices": [{"text": ""}], "usage": {"completion_tokens": 1}}
+        return httpx.Response(200, json=said)
 
     client = partial(httpx.Client, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "Client", client)

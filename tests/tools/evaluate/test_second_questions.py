@@ -76,9 +76,9 @@ class Echo:
 
     def answers(self, row: Row, prompts: Sequence[Prompt], bar: AnswersBar) -> list[Answered]:
         self.asked.append(list(prompts))
-        return [Answered(f" {row} {index}", 0.0) for index in range(len(prompts))]
+        return [Answered(f" {row} {index}", 0.0, 4) for index in range(len(prompts))]
 
-    def shares(self, row: Row, prompt_len: int) -> Shares:
+    def shares(self, row: Row, prompt_len: int, generated: int) -> Shares:
         return Shares(1.0, 1.0, 1.0)
 
 

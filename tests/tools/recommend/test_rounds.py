@@ -19,13 +19,14 @@ from vllm_kvx.tools.recommend import rounds as rounds_module
 from vllm_kvx.tools.recommend.gains import Gains, Workload
 from vllm_kvx.tools.recommend.ladder import Candidate, LeftOut
 from vllm_kvx.tools.recommend.questions import Round
-from vllm_kvx.tools.recommend.rounds import Clock, Rounds
+from vllm_kvx.tools.recommend.rounds import Clock, Rounds, Standing
 from vllm_kvx.tools.recommend.stopping import Verdict, rounds_of
 from vllm_kvx.tools.tasks.base import FixedTask, Sample
 
 MOST = 256
 # By gain, the best first.
 NAMES = ("streamingllm", "snapkv:kv_rate=0.2", "snapkv:kv_rate=0.4", "fier-512")
+WAITS = "snapkv:kv_rate=0.2,after=8"
 
 
 class Numbers(FixedTask):
@@ -76,9 +77,13 @@ class Scripted:
         for prompt in prompts:
             progress.finish(prompt, 1)
         numbers = [prompt.token_ids[0] for prompt in prompts]
-        return [Answered(str(n) if self.is_right(row, n) else "no", 0.0) for n in numbers]
+        texts = [str(n) if self.is_right(row, n) else "no" for n in numbers]
+        # Every other answer is longer than what `WAITS` waits for.
+        return [Answered(t, 0.0, 4 + 8 * (n % 2)) for t, n in zip(texts, numbers, strict=True)]
 
-    def shares(self, row: Row, prompt_len: int) -> Shares:
+    def shares(self, row: Row, prompt_len: int, generated: int) -> Shares:
+        if row == Row(WAITS) and generated <= 8:
+            return Shares(1.0, 1.0, 1.0)
         return Shares(0.5, 0.5, 1.0)
 
     def resolved(self, row: Row) -> Row:
@@ -142,6 +147,20 @@ def test_one_that_is_kept_ends_the_asking_of_those_that_gain_less(tmp_path: Path
     verdicts = [each.verdict for each in rounds.standings]
     assert verdicts[0] is Verdict.KEPT and set(verdicts[1:]) == {Verdict.OUTDONE}
     assert engine.asked[NAMES[1]] == engine.asked["full"]
+
+
+def test_answers_of_which_nothing_was_dropped_do_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = rounds_in(tmp_path)
+    first = rounds.standings[0].candidate
+    rounds.standings = [Standing(Candidate(WAITS, parse_policy(WAITS), first.gains))]
+    # Right where it is as `full`, and wrong where it has dropped something.
+    ask(rounds, lambda row, number: row == FULL_ROW or number % 2 == 0)
+    (standing,) = rounds.standings
+    assert standing.verdict is Verdict.LOST and standing.asked == 8
+    assert standing.share is not None and standing.share.value == 0
+    assert f"{WAITS}: 8 answers for which nothing was dropped" in capsys.readouterr().out
 
 
 def test_full_has_to_have_some_right(tmp_path: Path) -> None:

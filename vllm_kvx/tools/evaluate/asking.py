@@ -49,7 +49,7 @@ def ask(
         found = []
         for question, prompt, answer in zip(some, prompts, answers, strict=True):
             length = len(prompt.token_ids)
-            shares = engine.shares(row, length)
+            shares = engine.shares(row, length, answer.tokens)
             score = prepared[question].score(answer.text, answer.nats)
             found.append(
                 Answer(row, question, score, length, shares.kept, shares.read, answer.text)

@@ -36,10 +36,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer's text, and the mean negative logprob of its tokens in nats."""
+    """The answer's text, and the mean negative logprob of its tokens in nats.
+
+    tokens: how many it has.
+    """
 
     text: str
     nats: float
+    tokens: int
 
 
 class Progress(Protocol):
@@ -150,11 +154,15 @@ class OwnEngine:
             ) from error
         return [found[index] for index in range(len(prompts))]
 
-    def shares(self, row: Row, prompt_len: int) -> Shares:
-        """What the row keeps of such a prompt, with the layers that the engine resolved."""
+    def shares(self, row: Row, prompt_len: int, generated: int) -> Shares:
+        """What the row keeps of such a prompt, with the layers that the engine resolved.
+
+        generated: tokens of its answer.
+        """
         resolved = self._settings.parse(self._requested[row])
         sliding = self._settings.layout.sliding
-        return shares_of(resolved, prompt_len, self.block_size, self.num_layers, sliding)
+        layers = self.num_layers
+        return shares_of(resolved, prompt_len, self.block_size, layers, sliding, generated)
 
     def resolved(self, row: Row) -> Row:
         """The row's policy with the layers and the KV cache dtype that the engine resolved."""
@@ -172,7 +180,7 @@ def answered(choice: Any) -> Answered:
         -entry[token].logprob
         for entry, token in zip(choice.logprobs, choice.token_ids, strict=True)
     ]
-    return Answered(choice.text, math.fsum(nats) / max(len(nats), 1))
+    return Answered(choice.text, math.fsum(nats) / max(len(nats), 1), len(choice.token_ids))
 
 
 @contextmanager

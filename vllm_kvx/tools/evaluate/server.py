@@ -81,9 +81,13 @@ class RunningServer:
                     answer.cancel()
         return [answer.result() for answer in waiting]
 
-    def shares(self, row: Row, prompt_len: int) -> Shares:
-        """What the row keeps of such a prompt, with the layers that the server measured."""
-        return shares_of(self._policy(row), prompt_len, self.block_size, self.num_layers)
+    def shares(self, row: Row, prompt_len: int, generated: int) -> Shares:
+        """What the row keeps of such a prompt, with the layers that the server measured.
+
+        generated: tokens of its answer.
+        """
+        policy, layers = self._policy(row), self.num_layers
+        return shares_of(policy, prompt_len, self.block_size, layers, generated=generated)
 
     def resolved(self, row: Row) -> Row:
         """The row's policy with the layers that the server measured, and its KV cache dtype."""
@@ -111,8 +115,9 @@ class RunningServer:
             **{"presence_penalty": 0, "frequency_penalty": 0},
             "vllm_xargs": {POLICY_KEY: self._requested[row]},
         }
-        choice = self._said(row, "/v1/completions", body)["choices"][0]
-        return Answered(choice["text"], float("nan"))
+        said = self._said(row, "/v1/completions", body)
+        tokens = said["usage"]["completion_tokens"]
+        return Answered(said["choices"][0]["text"], float("nan"), tokens)
 
     def _said(self, row: Row, path: str, body: Mapping[str, Any]) -> Any:
         try:

@@ -26,14 +26,19 @@ def shares_of(
     block_size: int,
     num_layers: int,
     sliding: Collection[int] = (),
+    generated: int | None = None,
 ) -> Shares:
     """The shares of `policy` for such a prompt.
 
     sliding: layers that slide over a window, which are left out of what is kept and read.
+    generated: tokens of the answer; None for more than a policy waits for before it drops entries.
 
     Layers that are found while the prompt runs count as the highest that may be, and those that a
     server may split (``worker/split_layers``) as whole.
     """
+    if generated is not None and generated <= policy.num_generated:
+        # The last token is never run. What waits for tokens neither propagates nor retrieves.
+        return Shares(1.0, 1.0, 1.0)
     selection = policy.selection(prompt_len, num_layers)
     kept = read = rows = 0
     for layer in range(num_layers):

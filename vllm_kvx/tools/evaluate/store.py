@@ -44,7 +44,8 @@ class Answer:
     """What came out of a question under a row.
 
     score: share that is right, 0 to 1; for perplexity the mean negative logprob in nats.
-    tokens: of the prompt. kept: share of the prompt's KV entries that the cache holds after it.
+    tokens: of the prompt. kept: share of the prompt's KV entries that the cache holds after it, or
+    at the answer's end where retention waits for generated tokens.
     read: share of them that a decode step reads. text: the answer, or what was measured.
     """
 

@@ -219,6 +219,12 @@ class Rounds:
         for standing in wanted:
             row, store = standing.row, self._store
             both = [q for q in each.asked if (row, q) in store and (FULL_ROW, q) in store]
+            if standing.candidate.policy.num_generated:
+                # Where an answer ended before anything was dropped, it is the one of `full`.
+                short = len(both)
+                both = [q for q in both if store[row, q].kept < 1]
+                if short := short - len(both):
+                    self._say(f"{row}: {short} answers for which nothing was dropped do not count")
             if not both:
                 continue
             pairs = [(store[row, q].score, store[FULL_ROW, q].score) for q in both]
