@@ -27,6 +27,8 @@ from typing import Any
 
 from benchmarks.common.about import about, command_line
 from benchmarks.common.files import write_json
+from benchmarks.common.names import STOCK
+from benchmarks.common.nixl import NIXL, PORT, PREFILL
 from benchmarks.common.server import cpu_environment, free_port, serving
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
@@ -34,12 +36,7 @@ from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving.load import MODEL, VLLM, environment, own_flags
 from vllm_kvx.tools.ideal.shape import Shape
 
-STOCK = "stock"
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 _TRANSFER = "kv_transfer_params"
-_ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
-    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-)
 _BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum\S* (\S+)", re.M)
 
 
@@ -77,7 +74,7 @@ def _pair(policy: str, model: dict[str, Any], args: argparse.Namespace) -> Itera
     ]
 
     def start(number: int) -> str:
-        own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        own = {PORT: str(free_port())}
         if gpus:
             own["CUDA_VISIBLE_DEVICES"] = gpus[number]
         env = environment() | ({} if gpus else cpu_environment()) | own
@@ -103,7 +100,7 @@ def _measure(
         prompt = [draw.randrange(100, shape.vocab - 100) for _ in range(length)]
         before = _fetched(decode)
         begin = time.perf_counter()
-        asked = _post(prefill, {"prompt": prompt, "max_tokens": 1, _TRANSFER: _ASK})
+        asked = _post(prefill, {"prompt": prompt, "max_tokens": 1, _TRANSFER: PREFILL})
         filled = time.perf_counter()
         _first_token(decode, {"prompt": prompt, _TRANSFER: asked[_TRANSFER]}, args.tokens)
         first = time.perf_counter()

@@ -13,8 +13,11 @@ from reference.fier import Retrieve
 from support.engine import BLOCK, keep_in_process, running
 from support.expected import FULL, Read
 from support.parity import ask, assert_close, assert_parity, room_for
-from support.prefiller import NIXL, PORT, Prefiller, free_port, prefilling
+from support.prefiller import Prefiller, prefilling
 from support.prompts import prompts_of
+
+from benchmarks.common.nixl import NIXL, PORT
+from benchmarks.common.server import free_port
 
 pytest.importorskip("nixl", reason="needs nixl, which hands KV blocks over")
 

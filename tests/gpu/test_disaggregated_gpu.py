@@ -11,8 +11,11 @@ from support.engine import keep_in_process, running
 from support.expected import FULL, Policy, Read, named
 from support.gpu import EXACT
 from support.parity import ask, assert_parity, room_for
-from support.prefiller import NIXL, PORT, free_port, prefilling
+from support.prefiller import prefilling
 from support.prompts import prompts_of
+
+from benchmarks.common.nixl import NIXL, PORT
+from benchmarks.common.server import free_port
 
 pytest.importorskip("nixl", reason="needs nixl, which hands KV blocks over")
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -701,19 +701,20 @@ def test_connectors(make_config, policy: str, connector: str, says: str | None) 
         assert len(found) == (says is not None) and all(str(says) in line for line in found)
 
 
-def test_generated_tokens_are_not_offloaded(make_config) -> None:
-    asked: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    asked["kv_connector_extra_config"] = {"offload_prompt_only": False}
-    (line,) = lines_of(make_config, "fier-64", kv_transfer_config=asked)
-    assert "drop offload_prompt_only" in line
-    make_config("full", kv_transfer_config=asked)
-
-
-def test_generated_tokens_are_not_handed_back(make_config) -> None:
-    asked: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    asked["kv_connector_extra_config"] = {"bidirectional_kv_xfer": True}
-    (line,) = lines_of(make_config, "quest-64", kv_transfer_config=asked)
-    assert "drop bidirectional_kv_xfer" in line
+@pytest.mark.parametrize(
+    ("policy", "connector", "key", "value"),
+    [
+        ("fier-64", "OffloadingConnector", "offload_prompt_only", False),
+        ("quest-64", "NixlConnector", "bidirectional_kv_xfer", True),
+    ],
+)
+def test_generated_tokens_are_not_handed_on(
+    make_config, policy: str, connector: str, key: str, value: bool
+) -> None:
+    asked: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
+    asked["kv_connector_extra_config"] = {key: value}
+    (line,) = lines_of(make_config, policy, kv_transfer_config=asked)
+    assert f"drop {key}" in line
     make_config("full", kv_transfer_config=asked)
 
 

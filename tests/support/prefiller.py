@@ -2,21 +2,16 @@
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.nixl import NIXL, PORT, PREFILL
+from benchmarks.common.server import free_port
 from support.engine import Answer, Engine
 
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-# What a router asks of the engine that prefills.
-_ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
-    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-)
 _WAIT = 0.02
 
 
@@ -66,13 +61,6 @@ def prefilling(
         process.kill()
 
 
-def free_port() -> int:
-    """One that no process listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _serve(
     model: Path,
     policy: str | None,
@@ -104,6 +92,6 @@ def _answer(engine: Engine, job: Any) -> Any:
         return engine.pool.get_num_free_blocks()
     prompts, policies = job
     answers: list[Answer] = engine.generate(
-        prompts, 1, policies, transfers=[dict(_ASK) for _ in prompts]
+        prompts, 1, policies, transfers=[dict(PREFILL) for _ in prompts]
     )
     return [answer.transfer for answer in answers]

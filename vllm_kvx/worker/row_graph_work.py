@@ -123,9 +123,7 @@ class GraphReads:
             mine.copy_(async_tensor_h2d(values, device=self._device))
         if now is not None:
             # Scores have room by the bounds.
-            RetrievalRows.of_fields(self._fields, self._offsets).lens[: now.num_rows].copy_(
-                now.lens
-            )
+            self._rows.lens[: now.num_rows].copy_(now.lens)
 
     def beside(self, size: int, tables: tuple[Tensor, ...]) -> tuple[None, RetrievalPass]:
         rows, groups = self._rows.first(size), self._groups[: size * self._groups_a_row]
