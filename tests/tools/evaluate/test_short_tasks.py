@@ -144,7 +144,7 @@ def test_the_group() -> None:
     assert [task.name for task in tasks_named(["short"])] == list(GROUPS["short"])
     assert not set(GROUPS["short"]) & {*GROUPS["generated"], *TASKS}
     assert group_of("short_code") == "short" and group_of("vt") == "ruler"
-    alone = {"one_number", "long_phrase", "notes_alone"}
+    alone = {"one_number", "many_values", "long_phrase", "notes_alone"}
     assert {group_of(name) for name in TASKS} == {"ruler", "lookups", "demo", *alone}
     assert group_of("longbench_trec") == "longbench" and group_of("perplexity") == "perplexity"
 

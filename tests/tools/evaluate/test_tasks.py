@@ -193,7 +193,7 @@ def test_tasks_by_name_and_group() -> None:
     assert [task.name for task in tasks_named(["vt", "demo", "vt", "notes"])] == [
         *("vt", "notes", "notes_3")
     ]
-    others = {"notes", "notes_3", "one_number", "long_phrase", "notes_alone"}
+    others = {"notes", "notes_3", "one_number", "many_values", "long_phrase", "notes_alone"}
     assert set(GROUPS["ruler"]) < set(GROUPS["generated"]) == set(TASKS) - others
     for task in TASKS.values():
         assert isinstance(task, Task) and task.about and task.max_tokens > 0

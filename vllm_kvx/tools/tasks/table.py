@@ -48,9 +48,19 @@ _QUICK: tuple[Task, ...] = (
         "one_number", "one number in prose, answered in short; --quick", "prose", max_tokens=16
     ),
 )
+# Answers that are much longer than what `after=` waits for.
+_LONG: tuple[Task, ...] = (
+    Needles(
+        "many_values",
+        "the sixteen numbers of one key in prose: some 150 tokens",
+        "prose",
+        values=16,
+        max_tokens=256,
+    ),
+    LongPhrase(),
+)
 # What `vllm-kvx calibrate` asks beside these.
 _CALIBRATION: tuple[Task, ...] = (
-    LongPhrase(),
     Notes(
         "notes_alone",
         "the demo checkpoint's lookups, values of one word in a text of notes alone",
@@ -59,7 +69,7 @@ _CALIBRATION: tuple[Task, ...] = (
     ),
 )
 TASKS: dict[str, Task] = {
-    task.name: task for task in (*_RULER, *_OWN, *_DEMO, *_QUICK, *_CALIBRATION)
+    task.name: task for task in (*_RULER, *_OWN, *_DEMO, *_QUICK, *_LONG, *_CALIBRATION)
 }
 _SHORT: tuple[FixedTask, ...] = (ShortFacts(), ShortCode(), Instructions())
 # Tasks whose samples come with the package, each as long as it is.
@@ -71,6 +81,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "generated": tuple(task.name for task in (*_RULER, *_OWN)),
     "quick": ("niah_single_2", "niah_multikey_1", "question_first", "several_words"),
     "lookups": tuple(task.name for task in _OWN),
+    "long_answers": tuple(task.name for task in _LONG),
     "demo": tuple(task.name for task in _DEMO),
     "short": tuple(FIXED),
     "longbench": longbench.NAMES,
