@@ -19,7 +19,6 @@ from reference.models import add_tokenizer
 from reference.zoo import build
 from support.answers_over_http import ask_server
 from support.expected import FULL, Policy, Read, named
-from support.gpu import with_nccl
 from support.parity import assert_parity, room_for
 from support.prompts import VOCAB, prompts_of
 from transformers import AutoTokenizer
@@ -122,8 +121,7 @@ def test_experts_of_two_ranks(tmp_path: Path) -> None:
         *("--kv-cache-memory-bytes", str(1 << 28), "--max-num-batched-tokens", "96"),
         "--no-enable-prefix-caching",
     ]
-    environment = with_nccl(os.environ)
-    with serving(flags, tmp_path / "server.log", environment, 420.0, VLLM) as url:
+    with serving(flags, tmp_path / "server.log", os.environ, 420.0, VLLM) as url:
         answers = ask_server(url, prompts, [named(policy) for policy in asked], 16)
         for i in range(len(policies)):
             answers += ask_server(url, prompts[i : i + 1], [named(policies[i])], 16)
