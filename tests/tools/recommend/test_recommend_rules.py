@@ -149,7 +149,7 @@ def test_a_ladder_names_every_rate_and_layer() -> None:
 
 def test_those_that_gain_most_come_first() -> None:
     names, _ = names_for(facts(tuned="speed-24"))
-    found, left_out = candidates(names, facts(), gains)
+    found, left_out = candidates(names, facts(), 64, gains)
     factors = [each.gains.requests for each in found]
     assert len(found) == len(names) and factors == sorted(factors, reverse=True)
     assert not left_out
@@ -165,10 +165,11 @@ def test_those_that_gain_most_come_first() -> None:
         ("fastkv", {}, "its layer is not known"),
         ("snapkv:kv_rate=1", {}, "what the others are compared with"),
         ("auto", {}, "a server chooses one"),
+        ("snapkv:kv_rate=0.2,after=32", {}, "drops nothing before 32 tokens"),
     ],
 )
 def test_what_is_left_out(name: str, changes: dict[str, Any], why: str) -> None:
-    found, ((left, said),) = candidates([name], facts(**changes), gains)
+    found, ((left, said),) = candidates([name], facts(**changes), 32, gains)
     assert not found and left == name and why in said
 
 
@@ -176,7 +177,7 @@ def test_short_prompts_save_nothing() -> None:
     server = server_of(LLAMA, "h100", None)
     short = Workload(500, 100, 1)
     names = ["fier-2048", "snapkv:kv_rate=0.4", "speed-24"]
-    found, left_out = candidates(names, facts(), lambda name: gains_of(name, short, server))
+    found, left_out = candidates(names, facts(), 64, lambda name: gains_of(name, short, server))
     assert [each.name for each in found] == ["speed-24"]
     assert {each.why for each in left_out} == {"it saves nothing of such prompts"}
 
@@ -184,7 +185,7 @@ def test_short_prompts_save_nothing() -> None:
 def test_rates_below_a_floor_are_one_policy() -> None:
     server, short = server_of(LLAMA, "h100", None), Workload(1000, 100, 1)
     names = ["snapkv:kv_rate=0.4", "snapkv:kv_rate=0.2", "criticalkv:kv_rate=0.2", "snapkv"]
-    found, left_out = candidates(names, facts(), lambda name: gains_of(name, short, server))
+    found, left_out = candidates(names, facts(), 64, lambda name: gains_of(name, short, server))
     assert {each.name for each in found} == {"snapkv:kv_rate=0.4", "criticalkv:kv_rate=0.2"}
     assert {each.why for each in left_out} == {
         "of such prompts it saves as much as snapkv:kv_rate=0.4"
@@ -196,6 +197,7 @@ def test_windows_keep_some_from_a_model() -> None:
     found, left_out = candidates(
         ["speed-24", "speed-24+fier-512", "snapkv:kv_rate=0.4"],
         facts(config=config, head_dims=(256,)),
+        64,
         lambda name: gains_of(name, WORKLOAD, server_of(config, "h100", None)),
     )
     assert {each.name for each in found} == {"speed-24", "snapkv:kv_rate=0.4"}

@@ -103,7 +103,9 @@ def run(args: argparse.Namespace) -> None:
     server = server_for(args, text_config)
     facts = model_facts(identity, text_config)
     names, left_out = (args.policies, []) if args.policies else names_for(facts)
-    ladder, more = candidates(names, facts, lambda name: gains_of(name, workload, server))
+    ladder, more = candidates(
+        names, facts, suite.longest_answer, lambda name: gains_of(name, workload, server)
+    )
     left_out += more
     for each in left_out:
         say(f"left out: {each.policy}: {each.why}")
@@ -164,7 +166,7 @@ def suite_of(args: argparse.Namespace, own: OwnPrompts | None, context: int) -> 
         if args.tasks:
             raise ToolError("--prompts and --tasks both say what is asked: leave one of them out")
         return Suite((), (own,), False, (args.input or INPUT,), None, args.seed)
-    tasks = args.tasks or [TASKS_ON_CPU if on_cpu() else TASKS]
+    tasks = args.tasks or (TASKS_ON_CPU if on_cpu() else TASKS)
     suite = Suite.of(tasks, None, lengths=(1,), samples=None, seed=args.seed)
     if suite.perplexity or (suite.generated and suite.fixed):
         raise ToolError(

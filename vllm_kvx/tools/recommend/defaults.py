@@ -2,9 +2,10 @@
 
 # Of a request, and requests at a time.
 INPUT, OUTPUT, CONCURRENCY = 32000, 1000, 16
-# What is asked: lookups in prose and of several words, which tell a policy that loses half. Without
-# a GPU a token takes a second, and answers are short.
-TASKS, TASKS_ON_CPU = "quick", "one_number"
+# What is asked: lookups in prose and of several words, which tell a policy that loses half, and
+# long answers, which tell of retention that waits for an answer to begin. Without a GPU a token
+# takes a second, and answers are short.
+TASKS, TASKS_ON_CPU = ("quick", "long_answers"), ("one_number",)
 # Questions of the first round, fewer without a GPU, and at most; every round doubles what was asked
 # so far.
 FIRST, FIRST_ON_CPU, MOST = 16, 8, 512

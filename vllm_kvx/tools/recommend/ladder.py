@@ -19,6 +19,7 @@ _WITHOUT_LAYERS = (
     *("fier-2048", "fier-1024", "fier-512"),
     *("snapkv:kv_rate=0.4", "snapkv:kv_rate=0.2"),
     *("criticalkv:kv_rate=0.4", "criticalkv:kv_rate=0.2"),
+    *("snapkv:kv_rate=0.2,after=32", "snapkv:kv_rate=0.1,after=32"),
     "snapkv:kv_rate=0.4+fier-512",
 )
 # With the layer and the rate of propagation that were calibrated.
@@ -94,18 +95,22 @@ def names_for(facts: ModelFacts) -> tuple[list[str], list[LeftOut]]:
 
 
 def candidates(
-    names: Sequence[str], facts: ModelFacts, gains_of: Callable[[str], Gains | None]
+    names: Sequence[str],
+    facts: ModelFacts,
+    longest_answer: int,
+    gains_of: Callable[[str], Gains | None],
 ) -> tuple[list[Candidate], list[LeftOut]]:
     """Those of `names` that the model can run and that gain, the ones that gain most first.
 
-    gains_of: of a policy's name; None where it leaves a layer to measurement.
+    longest_answer: tokens that an answer has at most: of no more than retention waits for it says
+        nothing. gains_of: of a policy's name; None where it leaves a layer to measurement.
     """
     found: list[Candidate] = []
     left_out = []
     for name in names:
         try:
             policy = parse_policy(name)
-            why = next(_problems(policy, facts), None)
+            why = next(_problems(policy, facts, longest_answer), None)
         except PolicyError as error:
             why = str(error)
         gains = None if why else gains_of(name)
@@ -127,17 +132,24 @@ def candidates(
 
 def _are_alike(candidate: Candidate, policy: KVPolicy, gains: Gains) -> bool:
     """Whether two policies are the same methods and do as much; floors make short prompts so."""
-    methods = ([part.name for part in each.parts] for each in (candidate.policy, policy))
-    first, second = methods
+    first, second = (
+        ([part.name for part in each.parts], each.num_generated, each.lookahead)
+        for each in (candidate.policy, policy)
+    )
     return first == second and candidate.gains == gains
 
 
-def _problems(policy: KVPolicy, facts: ModelFacts) -> Iterator[str]:
+def _problems(policy: KVPolicy, facts: ModelFacts, longest_answer: int) -> Iterator[str]:
     """Why a model cannot run a policy; nothing if it can."""
     policy.check_composition()
     policy.check_model(facts.layers)
     if policy.is_full:
         yield "it is what the others are compared with"
+    if 0 < longest_answer <= policy.num_generated:
+        yield (
+            f"it drops nothing before {policy.num_generated} tokens, and no answer is longer: "
+            "--tasks long_answers, or --prompts with long answers, would tell"
+        )
     for said, only_propagation in facts.limits:
         if not only_propagation or policy.propagate is not None:
             yield said

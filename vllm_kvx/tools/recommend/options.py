@@ -79,8 +79,8 @@ def add_recommend(commands: "_Commands") -> None:
         "--tasks",
         type=_words,
         metavar="TASK,...",
-        help=f"tasks of `vllm-kvx evaluate` or groups of them (default: {TASKS}, without a GPU "
-        f"{TASKS_ON_CPU}; with --prompts none)",
+        help=f"tasks of `vllm-kvx evaluate` or groups of them (default: "
+        f"{','.join(TASKS)}, without a GPU {','.join(TASKS_ON_CPU)}; with --prompts none)",
     )
     asked.add_argument(
         "--policies",
