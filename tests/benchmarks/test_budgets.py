@@ -39,8 +39,10 @@ def test_every_way_keeps_as_much(way: str) -> None:
 def test_a_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "budgets.json"
     budgets.main(
-        ["--model", str(LOOKUP), "--out", str(out), "--lengths", "300", "--after", "1"]
-        + ["--tasks", "notes", "notes_3", "--prompts", "4"]
+        [
+            *("--model", str(LOOKUP), "--out", str(out), "--lengths", "300", "--after", "1"),
+            *("--tasks", "notes", "notes_3", "--prompts", "4"),
+        ]
     )
     found = json.loads(out.read_text())
     rows = {(row["rate"], row["budgets"]): row for row in found["rows"]}
