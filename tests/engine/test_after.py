@@ -8,6 +8,7 @@ from reference.after import After
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.pyramidkv import Pyramid
+from support import inside
 from support.expected import FULL, Policy
 from support.nightly import nightly
 from support.parity import assert_parity_and_again, assert_parity_preempted
@@ -29,9 +30,14 @@ POLICIES: list[Policy] = [
 
 
 @pytest.mark.usefixtures("dense_ops")
-def test_parity(tiny: Callable[..., Path]) -> None:
-    """In chunks and in a batch, at the edges of blocks and chunks; then over cached prefixes."""
+def test_parity(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks and in a batch, at the edges of blocks and chunks; then over cached prefixes.
+
+    Queries of generated tokens are kept as CUDA graphs do it, and as steps without them do.
+    """
+    counts = inside.replay_waiting_steps(monkeypatch)
     assert_parity_and_again(tiny(), [*EDGES, 5, 9, 150, 180], POLICIES, max_tokens=(44, 9))
+    assert counts[True] > counts[False] > 0
 
 
 @pytest.mark.usefixtures("dense_ops")

@@ -17,6 +17,7 @@ from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHook
 from vllm_kvx.worker.prefill.score_and_move import PassWork
 from vllm_kvx.worker.prefill.scoring import KeyScoring, PassPrompt
+from vllm_kvx.worker.waiting_queries import WaitingQueries
 
 if TYPE_CHECKING:
     from simulation.model import Rows
@@ -112,20 +113,24 @@ class Beside:
 
     # Prompts.
 
-    def run(self, work: PassWork, hook: LayerHook, rows: "Rows", requests: Ints) -> None:
+    def run(
+        self, work: PassWork | WaitingQueries, hook: LayerHook, rows: "Rows", requests: Ints
+    ) -> None:
         """Windows are kept; the keys of prompts that are in decide which tokens and entries stay.
 
         requests: (R,) states of the batch's requests.
         """
         layer = hook.number
+        if isinstance(work, WaitingQueries):
+            self._keep(work, layer, rows)
+            return
         if work.earlier is not None:
             for each in self._waiting.pop((work.earlier, layer), ()):
                 self._retain(each[0], layer, *each[1:])
         if work.windows is not None:
             columns = (work.windows.rows, work.windows.slots, work.windows.places)
             for row, slot, place in zip(*(column.tolist() for column in columns), strict=True):
-                kept = self.live[int(rows.requests[row])].queries.setdefault((slot, layer), {})
-                kept[place] = int(rows.positions[row])
+                self._keep_one(layer, rows, row, slot, place)
         tables = work.targets(hook.group).tables.numpy().astype(np.int64)
         for prompt in work.prompts:
             jobs = prompt.scorings(layer, hook.stage)
@@ -145,6 +150,18 @@ class Beside:
                 self._waiting.setdefault((work, layer), []).append((here, table, kept))
             else:
                 self._retain(here, layer, table, kept)
+
+    def _keep(self, work: WaitingQueries, layer: int, rows: "Rows") -> None:
+        """What a graph keeps: of every row, those that nobody reads among them."""
+        slots, places = (column.tolist() for column in work.at)
+        for row in range(len(rows.positions)):
+            if slots[row] != work.spare_slot:
+                self.counts["kept by graphs"] += layer == 0
+                self._keep_one(layer, rows, row, slots[row], places[row])
+
+    def _keep_one(self, layer: int, rows: "Rows", row: int, slot: int, place: int) -> None:
+        kept = self.live[int(rows.requests[row])].queries.setdefault((slot, layer), {})
+        kept[place] = int(rows.positions[row])
 
     def _kept(self, prompt: PassPrompt, stage: int, jobs: list[KeyScoring]) -> Ints | None:
         """Which entries stay; None if all do."""

@@ -530,6 +530,45 @@ def count_retrieval_graphs(engine: Any) -> dict[str, int]:
     )
 
 
+def count_waiting_graphs(engine: Any) -> dict[str, int]:
+    """Counts FULL replays that keep queries (`keeps`), others (`full`), and all real steps."""
+    waiting = _state(engine).waiting
+    counts = {"keeps": 0, "full": 0, "steps": 0}
+    return _count_graphs(engine, counts, lambda: "keeps" if waiting.keeps else "full")
+
+
+@contextmanager
+def waiting_without_graphs(engine: Any) -> Iterator[None]:
+    """Inside, steps in which requests wait for generated tokens run without FULL graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_state(engine).waiting, "in_graphs", False)
+        yield
+
+
+def replay_waiting_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """Two of three steps that may replay a graph which keeps queries do what it has in it.
+
+    Counts those that do (`True`), and the others that may.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_kvx.worker.model_state import PolicyModelState
+
+    stock, counts = PolicyModelState.prepare_attn, Counter[bool]()
+
+    def prepare_attn(self: Any, batch: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._step is not None and self._step.chunks and batch.num_tokens == batch.num_reqs:
+            tokens = batch.num_computed_tokens_np, batch.num_scheduled_tokens
+            if not self.needs_python(batch.idx_mapping_np, *tokens):
+                replays = counts.total() % 3 > 0
+                counts[replays] += 1
+                mode = CUDAGraphMode.FULL if replays else mode
+        return stock(self, batch, mode, *args, **kwargs)
+
+    monkeypatch.setattr(PolicyModelState, "prepare_attn", prepare_attn)
+    return counts
+
+
 @contextmanager
 def replaying_drafts(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]]:
     """Inside, passes that draft replay "graphs" of these numbers of rows; see ``Replays``.

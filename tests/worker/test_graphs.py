@@ -7,17 +7,17 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.decode.step import graph_modes
+from vllm_kvx.worker.graph_sets import capture_sets
 
 MODES = ("dense", "all", "mixed")
 
 
 class Manager:
-    """What ``capture_each_mode`` touches of vLLM's ``CudaGraphManager``."""
+    """What ``capture_sets`` touches of vLLM's ``CudaGraphManager``."""
 
-    def __init__(self, retrieval: Any) -> None:
-        self.retrieval = retrieval
+    def __init__(self, retrieval: Any, waiting: Any) -> None:
+        self.retrieval, self.waiting = retrieval, waiting
         self.graphs: dict[str, tuple[str, str]] = {}
         self._capture_descs = {
             CUDAGraphMode.PIECEWISE: ["p"],
@@ -29,34 +29,49 @@ class Manager:
     def capture(self, progress_bar_desc: str = "") -> None:
         for descriptions in self._capture_descs.values():
             for description in descriptions[: self._max_full_descs_to_capture]:
-                self.captured.append(f"{description} {self.retrieval.graph}")
-                self.graphs[description] = (description, self.retrieval.graph)
+                self.captured.append(f"{description} {self._kind}")
+                self.graphs[description] = (description, self._kind)
+
+    @property
+    def _kind(self) -> str:
+        modes = "stock" if self.retrieval is None else self.retrieval.graph
+        return f"{modes} keeping" if self.waiting.keeps else modes
 
     def run_fullgraph(self, description: str) -> tuple[str, str]:
         return self.graphs[description]
 
 
 class Retrieval:
-    graph_modes = MODES
-    replays = True
     graph = "dense"
+
+    def __init__(self, replayed_modes: tuple[str, ...] = MODES) -> None:
+        self.replayed_modes = replayed_modes
+
+
+class Waiting:
+    """What it asks of ``WaitingQueries``."""
+
+    keeps = False
+
+    def __init__(self, in_graphs: bool) -> None:
+        self.in_graphs = in_graphs
 
 
 class Runner:
-    def __init__(self, retrieval: Any) -> None:
-        self.retrieval, self.cudagraph_manager = retrieval, None
+    def __init__(self, retrieval: Any, in_graphs: bool = False) -> None:
+        self.cudagraph_manager = None
+        self.retrieval, self.waiting = retrieval, Waiting(in_graphs)
+        waiting: Any = self.waiting
+        capture_sets(self, retrieval, waiting)
+        self.initialize_kv_cache()
 
     def initialize_kv_cache(self) -> None:
-        self.cudagraph_manager: Any = Manager(self.retrieval)
+        self.cudagraph_manager: Any = Manager(self.retrieval, self.waiting)
 
 
 @pytest.fixture
 def runner() -> Runner:
-    retrieval: Any = Retrieval()
-    runner = Runner(retrieval)
-    capture_each_mode(runner, retrieval)
-    runner.initialize_kv_cache()
-    return runner
+    return Runner(Retrieval())
 
 
 def test_every_set_is_captured_and_replayed(runner: Runner) -> None:
@@ -87,14 +102,42 @@ def test_memory_is_reserved_for_every_set(runner: Runner) -> None:
 
 def test_where_tokens_are_drafted_only_dense_steps_have_graphs() -> None:
     """Of them a request has several rows, which a graph that retrieves does not know."""
-    retrieval: Any = Retrieval()
-    retrieval.replays = False
-    runner = Runner(retrieval)
-    capture_each_mode(runner, retrieval)
-    runner.initialize_kv_cache()
+    runner = Runner(Retrieval(MODES[:1]))
     runner.cudagraph_manager.capture()
     assert runner.cudagraph_manager.captured == ["p dense", *(f"{n} dense" for n in (8, 4, 2, 1))]
     assert runner.cudagraph_manager.run_fullgraph("4") == ("4", "dense")
+
+
+@pytest.mark.parametrize(
+    ("modes", "kinds"),
+    [
+        (None, ["stock", "stock keeping"]),
+        (MODES[:1], ["dense", "dense keeping"]),
+        (MODES, [*MODES, "mixed keeping"]),
+    ],
+)
+def test_steps_that_keep_queries_have_one_set(
+    modes: tuple[str, ...] | None, kinds: list[str]
+) -> None:
+    """That of the modes which fit any step; others run none of its kernels."""
+    runner = Runner(None if modes is None else Retrieval(modes), in_graphs=True)
+    manager = runner.cudagraph_manager
+    manager._max_full_descs_to_capture = 2
+    manager.capture()
+    assert len(manager._capture_descs[CUDAGraphMode.FULL]) == 4 * len(kinds)
+    runner.initialize_kv_cache()
+    manager = runner.cudagraph_manager
+    manager.capture()
+    assert manager.captured == [
+        f"p {kinds[0]}",
+        *(f"{size} {kind}" for kind in kinds for size in (8, 4, 2, 1)),
+    ]
+    assert not runner.waiting.keeps
+    for kind in kinds:
+        runner.waiting.keeps = kind.endswith(" keeping")
+        if modes is not None:
+            runner.retrieval.graph = kind.removesuffix(" keeping")
+        assert manager.run_fullgraph("4") == ("4", kind)
 
 
 def modes_of(*names: str, requests: str = "layout", starts: tuple[int, ...]) -> list[str]:

@@ -49,7 +49,8 @@ from vllm_kvx.worker.shared_attn_metadata import AttentionGroups, SharedAttnMeta
 from vllm_kvx.worker.split_layers import Cuts, cuts_of
 from vllm_kvx.worker.stages import set_specs
 from vllm_kvx.worker.stats import PolicyStats
-from vllm_kvx.worker.step import Step, check_blocks, ends_of, of_stage, plan_step
+from vllm_kvx.worker.step import Step, check_blocks, ends_of, needs_python, of_stage, plan_step
+from vllm_kvx.worker.waiting_queries import WaitingQueries
 
 
 class PolicyModelState(DefaultModelState):
@@ -85,8 +86,15 @@ class PolicyModelState(DefaultModelState):
         sizes = [stages.count(stage) for stage in range(len(self.starts))]
         self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first)
         self.memory = PrefillBuffers(
-            attention, num_windows, layout.window, dtype, device, policies.size
+            attention,
+            num_windows,
+            layout.window,
+            dtype,
+            device,
+            policies.size,
+            any(policy.num_generated for policy in settings.policies),
         )
+        self.waiting = WaitingQueries(self.memory, self.max_num_tokens)
         self.stash: Stash | None = None
         if layout.stash:
             hidden = self.model_config.get_hidden_size()
@@ -167,17 +175,9 @@ class PolicyModelState(DefaultModelState):
     # Steps, in the order in which vLLM calls.
 
     def needs_python(self, requests: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> bool:
-        """Whether a step with these requests does more than a CUDA graph of decodes replays.
-
-        begins, counts: (R,) computed tokens of each, and those in the step.
-        """
-        if self.requests.has_prompt(requests, begins):
-            return True
-        if self.retrieval is None:
-            return False
-        stored = self.requests.stored_lens(requests, begins.astype(np.int64) + counts)
-        prompt_lens = self.requests.prompt_lens[requests]
-        return self.retrieval.needs_python(requests, begins, counts, prompt_lens, stored)
+        """See ``step.needs_python``."""
+        keeps = self.waiting.in_graphs
+        return needs_python(self.requests, self.retrieval, keeps, requests, begins, counts)
 
     def preprocess_state(
         self,
@@ -249,17 +249,20 @@ class PolicyModelState(DefaultModelState):
         )
         self.attention = None if step is None else attn
         rows, counts = self._rows(step, attn)
-        retrieves = self._retrieval_pass(
-            step, cudagraph_mode, for_capture, input_batch, block_tables
-        )
+        num_rows = input_batch.num_tokens_after_padding
+        keeps = self.waiting.beside(step, cudagraph_mode, num_rows, for_capture)
+        retrieves = self._retrieval_pass(step, attn, for_capture)
         metadata = self._by_stage(step, attn, rows, retrieves)
         if step is None:
-            plan = StepPlan(hooks=self.hooks.during(None, retrieves), is_dummy=True)
+            plan = StepPlan(hooks=self.hooks.during(keeps, retrieves), is_dummy=True)
         elif step.is_decode:
             plan = StepPlan(hooks=self.hooks.during(None, retrieves))
             self.stats.add_decodes(step, self.requests)
         else:
-            plan = self._plan(step, attn, metadata, rows, counts, retrieves)
+            if keeps is not None:
+                plan = StepPlan(hooks=self.hooks.during(keeps, retrieves))
+            else:
+                plan = self._plan(step, attn, metadata, rows, counts, retrieves)
             sizes = [last - first for first, last in self.passes.segments]
             self.stats.add_step(step, self.requests, zip(sizes, counts, strict=True))
             self.draft = Draft.of(step.chunks, attn, self.memory, self.block_tables.block_sizes)
@@ -359,22 +362,18 @@ class PolicyModelState(DefaultModelState):
         return StepPlan(passes, self.adapters.of_step(step))
 
     def _retrieval_pass(
-        self,
-        step: Step | None,
-        cudagraph_mode: CUDAGraphMode,
-        for_capture: bool,
-        batch: InputBatch,
-        block_tables: tuple[Tensor, ...],
+        self, step: Step | None, attn: StepAttention, for_capture: bool
     ) -> RetrievalPass | None:
-        retrieval, num_reqs = self.retrieval, batch.num_reqs_after_padding
+        retrieval, num_reqs = self.retrieval, attn.batch.num_reqs_after_padding
         if retrieval is None:
             return None
         if step is None:
-            return retrieval.graph_pass(None, num_reqs, block_tables) if for_capture else None
+            return retrieval.graph_pass(None, num_reqs, attn.block_tables) if for_capture else None
         self.stats.add_retrieval_step(step, self.requests, retrieval.layout.unit)
         assert step.retrieval is not None
-        if cudagraph_mode == CUDAGraphMode.FULL:
-            return retrieval.graph_pass(step.retrieval, num_reqs, block_tables)
+        if attn.mode == CUDAGraphMode.FULL:
+            keeps = self.waiting.keeps
+            return retrieval.graph_pass(step.retrieval, num_reqs, attn.block_tables, keeps)
         return retrieval.eager_pass(
             step.retrieval,
             step.counts,
@@ -382,7 +381,7 @@ class PolicyModelState(DefaultModelState):
             step.ends,
             self.requests.prompt_lens[step.requests],
             step.gaps,
-            block_tables,
+            attn.block_tables,
             self.cuts.at_split_layers(step.rows),
         )
 

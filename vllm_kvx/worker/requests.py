@@ -251,6 +251,26 @@ class Requests:
         """
         if self.prompts and any(i in self.prompts for i in requests.tolist()):
             return True
+        return self._projects_some(requests, begins)
+
+    def only_wait(self, requests: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> bool:
+        """Whether prompts of these requests do no more in a step than wait for generated tokens.
+
+        Each is in, and its step not the last before it settles: queries are kept, nothing else.
+
+        begins, counts: (R,) computed tokens of each, and those in the step.
+        """
+        each = zip(requests.tolist(), begins.tolist(), (begins + counts).tolist(), strict=True)
+        for index, begin, end in each:
+            prompt = self.prompts.get(index)
+            if prompt is None:
+                continue
+            if begin < self.prompt_lens[index] or end >= prompt.settles_at:
+                return False
+        return not self._projects_some(requests, begins)
+
+    def _projects_some(self, requests: np.ndarray, begins: np.ndarray) -> bool:
+        """Whether prompts of these requests are coming in and project entries."""
         if not self._projecting:
             return False
         is_coming = begins < self.prompt_lens[requests]

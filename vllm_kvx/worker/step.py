@@ -64,6 +64,30 @@ def ends_of(batch: InputBatch) -> np.ndarray:
     return begins + batch.num_scheduled_tokens[: batch.num_reqs]
 
 
+def needs_python(
+    requests: Requests,
+    retrieval: Retrieval | None,
+    keeps: bool,
+    indices: np.ndarray,
+    begins: np.ndarray,
+    counts: np.ndarray,
+) -> bool:
+    """Whether a step does more than a CUDA graph of decodes replays.
+
+    keeps: whether graphs keep the queries of tokens that retention waits for.
+    indices: (R,) request states. begins, counts: (R,) computed tokens, and those in the step.
+    """
+    if requests.has_prompt(indices, begins) and not (
+        keeps and requests.only_wait(indices, begins, counts)
+    ):
+        return True
+    if retrieval is None:
+        return False
+    stored = requests.stored_lens(indices, begins.astype(np.int64) + counts)
+    prompt_lens = requests.prompt_lens[indices]
+    return retrieval.needs_python(indices, begins, counts, prompt_lens, stored)
+
+
 def plan_step(
     batch: InputBatch,
     requests: Requests,

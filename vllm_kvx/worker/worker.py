@@ -18,8 +18,8 @@ from vllm_kvx.models.registry import use_policy_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.worker.attention_backend import choosing_usable
 from vllm_kvx.worker.batch import to_device
-from vllm_kvx.worker.decode.graphs import capture_each_mode
 from vllm_kvx.worker.draft_room import widen_compiled_range
+from vllm_kvx.worker.graph_sets import capture_sets
 from vllm_kvx.worker.handed_over import hand_over_entries_alone
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
@@ -88,8 +88,8 @@ class _PolicyWorking(_Base):
         hooks = runner.model_state.hooks
         hooks.scratch_bytes += sum(hook.carried_bytes for hook in hooks.windows)
         _keep_prompts_off_graphs(runner)
+        capture_sets(runner, runner.model_state.retrieval, runner.model_state.waiting)
         if runner.model_state.retrieval is not None:
-            capture_each_mode(runner, runner.model_state.retrieval)
             hand_over_entries_alone(runner)
         if layout.lookahead or layout.own_drafts:
             capture_row_graphs(runner, settings)

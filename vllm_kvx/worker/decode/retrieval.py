@@ -130,6 +130,11 @@ class Retrieval:
         self.sampler = RecallSampler(settings.recall_every, device, num_policies)
         self.graph: Modes = (Mode.DENSE,) * num_stages
 
+    @property
+    def replayed_modes(self) -> tuple[Modes, ...]:
+        """Those of `graph_modes` that have CUDA graphs; the last one fits any step with one."""
+        return self.graph_modes if self.replays else self.graph_modes[:1]
+
     def bind(self, spec: AttentionSpec, block_tables: BlockTables) -> None:
         """vLLM has allocated a KV cache, its pages as in `spec`."""
         self.sidecars.bind(page_shape(spec, self.layout), block_tables)
@@ -235,11 +240,16 @@ class Retrieval:
         return step
 
     def graph_pass(
-        self, step: RetrievalStep | None, num_reqs: int, block_tables: Sequence[Tensor]
+        self,
+        step: RetrievalStep | None,
+        num_reqs: int,
+        block_tables: Sequence[Tensor],
+        keeps: bool = False,
     ) -> RetrievalPass | None:
         """The pass of a CUDA graph; sets `graph`, and writes the rows that the graph reads.
 
         step: None while `graph` is captured: its rows do nothing.
+        keeps: whether the graph keeps queries; those that do fit any step.
         """
         num_stages = len(self.graph)
         fields = np.zeros((num_stages, 4, num_reqs), dtype=np.int32)
@@ -250,7 +260,8 @@ class Retrieval:
             assert all(map(self._surely_fits, step.lens)) or self.fits(step.lens), (
                 "scores of a CUDA graph do not fit"
             )
-            self.graph = next(modes for modes in self.graph_modes if covers(modes, wanted))
+            modes = self.replayed_modes[-1:] if keeps else self.graph_modes
+            self.graph = next(each for each in modes if covers(each, wanted))
             index = np.arange(step.lens.shape[1])
             for stage, lens in enumerate(step.lens):
                 fields[stage, :, : len(index)], offsets[stage, : len(index)] = pack(

@@ -249,6 +249,14 @@ class PromptChunk:
             return self.end
         return min(max(self.begin, self.state.settles_at - self.state.window), self.end - 1)
 
+    def window_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) int64 of its rows whose queries are kept, and their places in the window."""
+        if not self.splits_window:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        window_start = self.state.settles_at - self.state.window
+        kept = np.arange(max(self.begin, window_start), self.end)
+        return kept - self.begin, kept - window_start
+
     @property
     def splits_window(self) -> bool:
         """Whether a part of the window, not all of it, is in this chunk.
@@ -293,14 +301,13 @@ class ChunkPlan:
             self.stash_rows.append(np.arange(first_row, first_row + count))
             self.stash_chunks.append(chunk)
         if chunk.splits_window:
-            window_start = state.settles_at - state.window
-            begin = max(chunk.begin, window_start)
+            kept, places = chunk.window_rows()
             assert state.slot is not None
-            self.window_rows.append(np.arange(begin, chunk.end) - chunk.begin + first_row)
-            self.window_places.append(np.arange(begin, chunk.end) - window_start)
-            self.window_slots.append(np.full(chunk.end - begin, state.slot))
+            self.window_rows.append(kept + first_row)
+            self.window_places.append(places)
+            self.window_slots.append(np.full(len(kept), state.slot))
             rows = self.windows_by_policy
-            rows[state.stats_row] = rows.get(state.stats_row, 0) + chunk.end - begin
+            rows[state.stats_row] = rows.get(state.stats_row, 0) + len(kept)
         if chunk.is_last and not state.drafted:
             self.prompts.append(
                 state.in_direct_pass(chunk.batch_index, first_row, chunk.begin, chunk.splits_window)

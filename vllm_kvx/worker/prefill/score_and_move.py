@@ -41,6 +41,8 @@ class PrefillBuffers:
 
     Attributes:
         queries: (slots, L, W, H, D) model dtype, windows that are spread over several chunks.
+        all_queries: the same with the spare slot, which CUDA graphs write to and nobody reads.
+        spare_slot: its number; None on a server without.
         max_window: W. num_kv_heads: G of this rank.
         private: by request id and KV group, the new blocks of what stays of prompts in the step.
         token_ids: (request states, tokens) int32, vLLM's own; None before the first step.
@@ -57,12 +59,15 @@ class PrefillBuffers:
         dtype: torch.dtype,
         device: torch.device,
         num_policies: int,
+        has_spare: bool = False,
     ) -> None:
         """attention: the model's attention layers. split_windows: slots. num_policies: rows."""
         layer, slots = attention[0], split_windows if max_window else 0
         self.max_window, self.num_kv_heads = max_window, layer.num_kv_heads
-        shape = (slots, len(attention), max_window, layer.num_heads, layer.head_size)
-        self.queries = torch.empty(shape, dtype=dtype, device=device)
+        shape = (len(attention), max_window, layer.num_heads, layer.head_size)
+        self.all_queries = torch.empty(slots + has_spare, *shape, dtype=dtype, device=device)
+        self.queries = self.all_queries[:slots]
+        self.spare_slot = slots if has_spare else None
         self.token_ids: Tensor | None = None
         self.private: Mapping[str, Sequence[PrivateBlocks | None]] = {}
         self.centrality = Centrality()
