@@ -562,23 +562,25 @@ def drafting_without_graphs(engine: Any) -> Iterator[None]:
 
 
 def count_draft_replays(engine: Any) -> Counter[int]:
-    """Counts passes that draft by replaying a graph, by its number of rows; 0: without one."""
+    """Counts passes that draft by replaying a graph, by its number of rows; 0: steps without."""
     from vllm_kvx.worker import row_passes
 
     counts: Counter[int] = Counter()
     for graphs in row_passes.row_graphs_of(engine.runner):
-        run, replay = graphs.run, graphs.manager.run_fullgraph
+        name = "draft" if isinstance(graphs, row_passes.DraftGraphs) else "run"
+        run, replay = getattr(graphs, name), graphs.manager.run_fullgraph
 
         def counted(desc: Any, replay: Any = replay) -> Any:
             counts[desc.num_tokens] += 1
             return replay(desc)
 
         def ran(ids: Any, now: Any, run: Any = run) -> Any:
-            hidden = run(ids, now)
-            counts[0] += hidden is None
-            return hidden
+            found = run(ids, now)
+            counts[0] += found is None
+            return found
 
-        graphs.run, graphs.manager.run_fullgraph = ran, counted
+        setattr(graphs, name, ran)
+        graphs.manager.run_fullgraph = counted
     return counts
 
 
