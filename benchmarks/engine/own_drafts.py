@@ -39,6 +39,9 @@ Answers = dict[str, list[list[int]]]
 
 TASKS = ("niah_multivalue", "several_words", "niah_multikey_1", "code_lookup")
 
+# Of a profile, what is printed.
+TOLD = ("step_ms", "tokens", "profiled_step_ms", "device_busy_ms", "parts")
+
 
 def options_of(server: str, eager: bool) -> dict[str, Any]:
     """What its name says to vLLM."""
@@ -201,7 +204,9 @@ def main(argv: Sequence[str]) -> None:
                 stock, row = first.setdefault(text, answers), entry[text]
                 row["same_answers"] = sum(map(list.__eq__, answers, stock))
                 row["agree_for"] = [agree(a, b) for a, b in zip(answers, stock, strict=True)]
-                print(name, text, row, flush=True)
+                told = {key: value for key, value in row.items() if key != "profile"}
+                told |= {key: row["profile"][key] for key in TOLD if args.profile}
+                print(name, text, told, flush=True)
         except Exception as error:  # the other servers' figures stay
             entry["error"] = last_line(error)
             print(name, entry["error"], flush=True)
