@@ -531,10 +531,14 @@ def count_retrieval_graphs(engine: Any) -> dict[str, int]:
 
 
 @contextmanager
-def replaying_drafts(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]]:
+def replaying_drafts(
+    engine: Any, sizes: Sequence[int], plans: bool = False
+) -> Iterator[Counter[int]]:
     """Inside, passes that draft replay "graphs" of these numbers of rows; see ``Replays``.
 
     Yields how often, by number of rows, as they grow.
+
+    plans: attention is planned within them, as some backends of GPUs do.
     """
     from support.replays import Replays
     from vllm_kvx.worker import row_graphs
@@ -543,6 +547,8 @@ def replaying_drafts(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_graphs, "CudaGraphManager", Replays)
         patch.setattr(row_graphs, "sizes_of", lambda *_: list(sizes))
+        if plans:
+            _plan_in_graphs(patch)
         platform = type(row_graphs.current_platform)
         patch.setattr(platform, "graph_pool_handle", lambda *_: None, raising=False)
         (graphs,) = row_graphs.graphs_of(runner, _state(engine).settings)
@@ -551,6 +557,31 @@ def replaying_drafts(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]
         patch.setattr(runner.cudagraph_manager, "kvx_row_graphs", [graphs], raising=False)
         counts: Counter[int] = graphs.manager.counts
         yield counts
+
+
+def _plan_in_graphs(patch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU attention plans a batch again by lengths that changed in place."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as Builder
+
+    def plan(self: Any, metadata: Any) -> None:
+        metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(metadata.seq_lens),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=metadata.seq_lens,
+            dtype=self.dtype,
+            query_start_loc=metadata.query_start_loc,
+            causal=metadata.causal,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=False,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    patch.setattr(Builder, "supports_draft_decode_metadata_update", True)
+    patch.setattr(Builder, "update_draft_decode_metadata", plan)
 
 
 @contextmanager

@@ -104,7 +104,8 @@ class RowGraphs:
         self._buffers = RowBuffers(self.sizes[-1], widths, runner.device)
         self._batches: dict[int, InputBatch] = {}
         self._hidden: Tensor | None = None
-        self._metadata: AttnMetadata = {}
+        # By number of rows, attention's of the graph, into which it is planned anew.
+        self._metadata: dict[int, AttnMetadata] = {}
         self.manager = CudaGraphManager(
             runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1
         )
@@ -147,7 +148,7 @@ class RowGraphs:
         return size
 
     def _replay(self, now: RowPass, size: int) -> None:
-        self._metadata = self._attention(self._batch(now, size), size)
+        self._metadata[size] = self._attention(self._batch(now, size), size)
         self.manager.run_fullgraph(_description(size))
 
     def _batch(self, now: RowPass, size: int) -> InputBatch:
@@ -184,7 +185,7 @@ class RowGraphs:
         tables, slots = self._buffers.first(size)
         slots.fill_(PAD_SLOT_ID)
         self._work.set(None, size)
-        self._metadata = self._attention(batch, size, for_capture=True)
+        self._metadata[size] = self._attention(batch, size, for_capture=True)
         self._batches[size] = batch
         by_layer = build_slot_mappings_by_layer(slots, runner.kv_cache_config)
 
@@ -193,7 +194,7 @@ class RowGraphs:
             hooks = self._state.hooks.during(*self._work.beside(size, tables))
             self._state.hooked.begin_step(StepPlan(hooks=hooks))
             with set_forward_context(
-                self._metadata,
+                self._metadata[size],
                 runner.vllm_config,
                 num_tokens=size,
                 cudagraph_runtime_mode=mode,
@@ -236,8 +237,6 @@ class DraftGraphs(RowGraphs):
         self._reads = work
         self._groups = [group for each in runner.attn_groups for group in each]
         self._plans = all(each.supports_draft_decode_metadata_update for each in self._groups)
-        # By number of rows, what graphs were captured with and plan in anew.
-        self._planned: dict[int, AttnMetadata] = {}
         shape = self.sizes[-1], num_drafts
         self._drafts = torch.zeros(shape, dtype=torch.int32, device=runner.device)
 
@@ -265,9 +264,8 @@ class DraftGraphs(RowGraphs):
         inputs = self._buffers.inputs
         self._reads.see(inputs.seq_lens[:size], inputs.is_padding[:size])
         if self._plans:
-            self._planned[size] = self._metadata
             for group in self._groups:
-                group.update_draft_decode_metadata(self._metadata)
+                group.update_draft_decode_metadata(self._metadata[size])
 
     def _after(self, hidden: Tensor) -> None:
         ids = self._runner.model.compute_logits(hidden).argmax(-1).int()
