@@ -5,27 +5,42 @@
 
 A server is `stock` or a policy, and maybe `/`, what drafts, and `x` and how many tokens it drafts:
 a policy by which the model reads its own cache, or `ngram`. Every server gets the same prompts, of
-the tasks that `vllm-kvx evaluate` generates. They are in the prefix cache before the clock starts,
-so that decode alone is timed: from all requests at once to the last token of the last one. Answers
-are greedy and go on to `--tokens`; how many are those of `stock`, token for token, is counted, and
-how far they agree. The file is written again after each server.
+the tasks that `vllm-kvx evaluate` generates. They are in the prefix cache before the clock starts.
+`tokens_per_s` is from all requests at once to the last token of the last one, and so counts what it
+takes to send and look up the prompts; `decode_tokens_per_s` is from the first token of the last
+request on. Answers are greedy and go on to `--tokens`; how many are those of `stock`, token for
+token, is counted, and how far they agree. The file is written again after each server.
+
+With `--profile` each server's engine runs in one process with its client, which may cost a little,
+and some steps in which all requests decode are recorded (``common.decode_steps``).
 """
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.about import about, command_line, gpu
+from benchmarks.common.decode_steps import most_tokens, profiled
 from benchmarks.common.drafts import DraftingServer
 from benchmarks.common.files import write_json
 from benchmarks.common.names import STOCK, served
 from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
 
+# By the text of a batch, token ids of its prompts; and the answers to them.
+Prompts = Mapping[str, Sequence[tuple[int, ...]]]
+Answers = dict[str, list[list[int]]]
+
 TASKS = ("niah_multivalue", "several_words", "niah_multikey_1", "code_lookup")
+
+# Of a profile, what is printed.
+TOLD = ("step_ms", "tokens", "profiled_step_ms", "device_busy_ms", "parts")
 
 
 def options_of(server: str, eager: bool) -> dict[str, Any]:
@@ -41,6 +56,12 @@ def options_of(server: str, eager: bool) -> dict[str, Any]:
             spec = {"method": "kvx", "policy": method, "cache_to_weights": 0}
         options["speculative_config"] = spec | {"num_speculative_tokens": int(count)}
     return options
+
+
+def drafts_of(server: str) -> int:
+    """The most tokens that are drafted for a request in a step."""
+    _, _, drafts = server.partition("/")
+    return int(drafts.rpartition("x")[2]) if drafts else 0
 
 
 def agree(tokens: Sequence[int], others: Sequence[int]) -> int:
@@ -68,15 +89,19 @@ class Server(DraftingServer):
         )
         self.start_s = round(time.monotonic() - began, 1)
 
-    def answer(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[list[int]]:
-        """Greedy tokens."""
+    def answer(
+        self, prompts: Sequence[tuple[int, ...]], tokens: int
+    ) -> tuple[list[list[int]], float]:
+        """Greedy tokens, and the seconds from the last request's first token to the last token."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        first = max(output.metrics.first_token_ts for output in outputs)
+        last = max(output.metrics.last_token_ts for output in outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs], last - first
 
 
 def measure(
@@ -84,21 +109,48 @@ def measure(
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Tokens/s of a batch, what was accepted, and the answers of the last repetition."""
     server.answer(prompts, 2)  # what prefix caching keeps, and what the first steps set up
-    before, seconds, answers = server.counted(), [], []
+    before, answers = server.counted(), list[list[int]]()
+    seconds, decoding = list[float](), list[float]()
     for _ in range(args.repeats):
         began = time.monotonic()
-        answers = server.answer(prompts, args.tokens)
+        answers, decoded = server.answer(prompts, args.tokens)
         seconds.append(time.monotonic() - began)
+        decoding.append(decoded)
     found = server.counted() - before
-    total = len(prompts) * args.tokens
+    count = len(prompts)
     row: dict[str, Any] = {
-        "tokens_per_s": round(total / statistics.median(seconds), 1),
+        "tokens_per_s": round(count * args.tokens / statistics.median(seconds), 1),
+        "decode_tokens_per_s": round(count * (args.tokens - 1) / statistics.median(decoding), 1),
         "seconds": [round(each, 3) for each in seconds],
+        "decode_seconds": [round(each, 3) for each in decoding],
     }
     if found["drafts"]:
         row["accepted"] = round(found["accepted_tokens"] / found["draft_tokens"], 4)
         row["tokens_a_step"] = round(1 + found["accepted_tokens"] / found["drafts"], 3)
     return row, answers
+
+
+def run(
+    args: argparse.Namespace, name: str, batches: Prompts, room: int
+) -> tuple[dict[str, Any], Answers]:
+    """A server's figures, by batch, and what it answered."""
+    server = Server(args, name, room)
+    entry: dict[str, Any] = {"start_s": server.start_s}
+    answers: Answers = {}
+    for text, prompts in batches.items():
+        entry[text], answers[text] = measure(server, prompts, args)
+        if args.profile:
+            entry[text]["profile"] = profiled(server.llm, prompts, drafts_of(name))
+    server.close()
+    return entry, answers
+
+
+def run_alone(
+    args: argparse.Namespace, name: str, batches: Prompts, room: int
+) -> tuple[dict[str, Any], Answers]:
+    """The same in a process of its own, whose end frees the device's memory."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run, args, name, batches, room).result()
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -110,6 +162,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="records some steps of each server")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(argv)
@@ -118,6 +171,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     prepare_environment()
+    if args.profile:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from transformers import AutoTokenizer
 
     from vllm_kvx.tools.tasks.prompts import fitted
@@ -131,7 +186,9 @@ def main(argv: Sequence[str]) -> None:
             fitted(KNOWN[TASKS[i % len(TASKS)]], f"{i}", length, tokenizer).token_ids
             for i in range(requests)
         ]
-    room = max(len(prompt) for prompts in batches.values() for prompt in prompts) + args.tokens + 8
+    most = max(map(drafts_of, args.servers))
+    tokens = max(args.tokens, most_tokens(most) if args.profile else 0)
+    room = max(len(prompt) for prompts in batches.values() for prompt in prompts) + tokens + 8
     what = f"Tokens/s of requests that decode at once on {args.model.name}, by what drafts."
     content: dict[str, Any] = {
         "about": about(what, command_line("benchmarks.engine.own_drafts", argv), args.commit),
@@ -141,21 +198,19 @@ def main(argv: Sequence[str]) -> None:
     first: dict[str, list[list[int]]] = {}
     for name in args.servers:
         entry: dict[str, Any] = {}
-        content["servers"][name] = entry
         try:
-            server = Server(args, name, room)
-            entry["start_s"] = server.start_s
-            for text, prompts in batches.items():
-                row, answers = measure(server, prompts, args)
-                stock = first.setdefault(text, answers)
+            entry, found = (run_alone if args.profile else run)(args, name, batches, room)
+            for text, answers in found.items():
+                stock, row = first.setdefault(text, answers), entry[text]
                 row["same_answers"] = sum(map(list.__eq__, answers, stock))
                 row["agree_for"] = [agree(a, b) for a, b in zip(answers, stock, strict=True)]
-                entry[text] = row
-                print(name, text, row, flush=True)
-            server.close()
+                told = {key: value for key, value in row.items() if key != "profile"}
+                told |= {key: row["profile"][key] for key in TOLD if args.profile}
+                print(name, text, told, flush=True)
         except Exception as error:  # the other servers' figures stay
             entry["error"] = last_line(error)
             print(name, entry["error"], flush=True)
+        content["servers"][name] = entry
         write_json(args.out, content)
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from benchmarks.answers.own_drafts import row
-from benchmarks.engine.own_drafts import agree, options_of
+from benchmarks.engine.own_drafts import agree, drafts_of, options_of
 
 
 def test_shares_of_what_was_drafted() -> None:
@@ -40,3 +40,8 @@ def test_a_servers_name_says_what_drafts() -> None:
 def test_how_far_answers_agree() -> None:
     assert agree([1, 2, 3], [1, 2, 4]) == 2
     assert agree([1, 2], [1, 2, 3]) == 2 and agree([5], [6]) == 0
+
+
+def test_how_many_tokens_a_server_drafts() -> None:
+    names = ("stock", "fier-2048", "full/fier-256x4", "stock/ngramx3")
+    assert [drafts_of(name) for name in names] == [0, 0, 4, 3]

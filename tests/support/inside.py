@@ -570,10 +570,14 @@ def replay_waiting_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
 
 @contextmanager
-def replaying_drafts(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]]:
+def replaying_drafts(
+    engine: Any, sizes: Sequence[int], plans: bool = False
+) -> Iterator[Counter[int]]:
     """Inside, passes that draft replay "graphs" of these numbers of rows; see ``Replays``.
 
     Yields how often, by number of rows, as they grow.
+
+    plans: attention is planned within them, as some backends of GPUs do.
     """
     from support.replays import Replays
     from vllm_kvx.worker import row_graphs
@@ -582,6 +586,8 @@ def replaying_drafts(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_graphs, "CudaGraphManager", Replays)
         patch.setattr(row_graphs, "sizes_of", lambda *_: list(sizes))
+        if plans:
+            _plan_in_graphs(patch)
         platform = type(row_graphs.current_platform)
         patch.setattr(platform, "graph_pool_handle", lambda *_: None, raising=False)
         (graphs,) = row_graphs.graphs_of(runner, _state(engine).settings)
@@ -590,6 +596,31 @@ def replaying_drafts(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]
         patch.setattr(runner.cudagraph_manager, "kvx_row_graphs", [graphs], raising=False)
         counts: Counter[int] = graphs.manager.counts
         yield counts
+
+
+def _plan_in_graphs(patch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU attention plans a batch again by lengths that changed in place."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as Builder
+
+    def plan(self: Any, metadata: Any) -> None:
+        metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(metadata.seq_lens),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=metadata.seq_lens,
+            dtype=self.dtype,
+            query_start_loc=metadata.query_start_loc,
+            causal=metadata.causal,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=False,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    patch.setattr(Builder, "supports_draft_decode_metadata_update", True)
+    patch.setattr(Builder, "update_draft_decode_metadata", plan)
 
 
 @contextmanager
@@ -601,23 +632,25 @@ def drafting_without_graphs(engine: Any) -> Iterator[None]:
 
 
 def count_draft_replays(engine: Any) -> Counter[int]:
-    """Counts passes that draft by replaying a graph, by its number of rows; 0: without one."""
+    """Counts passes that draft by replaying a graph, by its number of rows; 0: steps without."""
     from vllm_kvx.worker import row_passes
 
     counts: Counter[int] = Counter()
     for graphs in row_passes.row_graphs_of(engine.runner):
-        run, replay = graphs.run, graphs.manager.run_fullgraph
+        name = "draft" if isinstance(graphs, row_passes.DraftGraphs) else "run"
+        run, replay = getattr(graphs, name), graphs.manager.run_fullgraph
 
         def counted(desc: Any, replay: Any = replay) -> Any:
             counts[desc.num_tokens] += 1
             return replay(desc)
 
         def ran(ids: Any, now: Any, run: Any = run) -> Any:
-            hidden = run(ids, now)
-            counts[0] += hidden is None
-            return hidden
+            found = run(ids, now)
+            counts[0] += found is None
+            return found
 
-        graphs.run, graphs.manager.run_fullgraph = ran, counted
+        setattr(graphs, name, ran)
+        graphs.manager.run_fullgraph = counted
     return counts
 
 

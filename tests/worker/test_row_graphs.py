@@ -61,6 +61,23 @@ def test_rows_that_are_nobodys() -> None:
         assert torch.equal(mine[:3], theirs)
 
 
+def test_the_next_pass_follows() -> None:
+    """Rows move on by a token, into the slots of their tables; the longest context has no more."""
+    buffers = RowBuffers(4, [WIDTH] * GROUPS, CPU)
+    buffers.set(torch.arange(3), row_pass(3), 4)
+    for limit, seen in ((100, [12, 13, 14]), (14, [13, 14, 14])):
+        buffers.advance(torch.tensor([7, 8, 9, 1], dtype=torch.int32), limit, [16, 8])
+        inputs = buffers.inputs
+        assert inputs.input_ids[:3].tolist() == [7, 8, 9]
+        assert inputs.positions[:3].tolist() == [length - 1 for length in seen]
+        assert inputs.seq_lens[:4].tolist() == [*seen, 0]
+        assert buffers.first(4)[1].tolist() == [
+            [(row + 10 * g) * size + (length - 1) % size for row, length in enumerate(seen)]
+            + [PAD_SLOT_ID]
+            for g, size in ((1, 16), (2, 8))
+        ]
+
+
 class Kept:
     """What ``KeptQueries`` reads of ``PrefillBuffers``."""
 
@@ -80,7 +97,8 @@ def kept_pass(*, is_last: bool = False) -> RowPass:
 def test_queries_are_kept_where_prompts_have_room() -> None:
     memory: Any = Kept()
     kept, query = KeptQueries(memory), torch.randn(4, 2, 8)
-    kept.set(kept_pass(), 4)
+    now = kept_pass()
+    kept.set(kept.plan(now, 4), 4)
     work, _ = kept.beside(4, ())
     hook: Any = SimpleNamespace(place=1)
     paged: Any = None
@@ -94,9 +112,9 @@ def test_queries_are_kept_where_prompts_have_room() -> None:
 def test_passes_that_score_have_no_graph() -> None:
     memory: Any = Kept()
     kept = KeptQueries(memory)
-    assert kept.most_rows == 4 and kept.takes(kept_pass(), 4)
-    assert not kept.takes(kept_pass(is_last=True), 4)
-    assert not kept.takes(row_pass(3), 4) and not kept.takes(row_pass(3, reads=reads(3)), 4)
+    assert kept.most_rows == 4 and kept.plan(kept_pass(), 4) is not None
+    for other in (kept_pass(is_last=True), row_pass(3), row_pass(3, reads=reads(3))):
+        assert kept.plan(other, 4) is None
 
 
 def reads(num_rows: int) -> DraftReads:
@@ -127,26 +145,30 @@ def graph_reads(full: list[list[int]], room: int = 100) -> GraphReads:
 def test_reads_and_full_groups() -> None:
     """Of rows and groups that are nobody's nothing is read and nothing written."""
     work = graph_reads([[0, 7, 1]])
-    now = row_pass(3, reads=reads(3))
-    assert work.takes(now, 4)
+    plan = work.plan(row_pass(3, reads=reads(3)), 4)
+    assert plan is not None
     _, retrieves = work.beside(4, ())
     ((rows,),) = retrieves.batches
     assert retrieves.writes and retrieves.full_groups is not None
-    work.set(now, 4)
+    work.set(plan, 4)
+    lens, is_padding = torch.tensor([11, 12, 13, 9]), torch.tensor([False, False, False, True])
+    work.see(lens, is_padding)
     assert rows.lens.tolist() == [11, 12, 13, 0] and rows.budgets.tolist() == [4, 4, 4, 0]
     assert rows.tokens.tolist() == rows.requests.tolist() == [0, 1, 2, 0]
     assert rows.offsets.tolist() == [0, 12, 24, 0]
     assert retrieves.full_groups.tolist() == [[0, 7, 1]] + [[-1] * 3] * 3
     work.set(None, 4)
-    assert not rows.lens.any() and (retrieves.full_groups == -1).all()
+    work.see(lens, torch.ones(4, dtype=torch.bool))
+    assert not rows.lens.any() and not rows.budgets.any()
+    assert (retrieves.full_groups == -1).all()
 
 
 def test_reads_that_have_no_graph() -> None:
     """Scores or groups of the index that do not fit, and passes that read all entries."""
     now = row_pass(3, reads=reads(3))
-    assert not graph_reads([], room=30).takes(now, 4)
-    assert not graph_reads([[0, 5, 1]] * 5).takes(now, 4)
-    assert not graph_reads([]).takes(row_pass(3), 4)
+    assert graph_reads([], room=30).plan(now, 4) is None
+    assert graph_reads([[0, 5, 1]] * 5).plan(now, 4) is None
+    assert graph_reads([]).plan(row_pass(3), 4) is None
 
 
 class Manager:

@@ -8,8 +8,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
-from vllm_kvx.worker.decode.draft_pass import DraftReads
+from vllm_kvx.ops.retrieval.rows import RetrievalRows, offsets_of
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass
 from vllm_kvx.worker.draft_rows import RowPass
@@ -25,10 +24,10 @@ class GraphWork(Protocol):
 
     most_rows: int
 
-    def takes(self, now: RowPass, size: int) -> bool:
-        """Whether a graph does what `now` has to do; known on the host."""
+    def plan(self, now: RowPass, size: int) -> Any | None:
+        """What `set` takes for `now`; None where no graph does what it has to do."""
 
-    def set(self, now: RowPass | None, size: int) -> None:
+    def set(self, plan: Any | None, size: int) -> None:
         """Writes what the graph is about to read. None while it is captured: it does nothing."""
 
     def beside(
@@ -49,17 +48,17 @@ class KeptQueries:
         # Rows of the pass, slots and places: see ``WindowRows``.
         self._at = torch.zeros(3, self.most_rows, dtype=torch.int64, device=memory.device)
 
-    def takes(self, now: RowPass, size: int) -> bool:
-        return now.work is not None and now.work.only_keeps
+    def plan(self, now: RowPass, size: int) -> RowPass | None:
+        return now if now.work is not None and now.work.only_keeps else None
 
-    def set(self, now: RowPass | None, size: int) -> None:
+    def set(self, plan: RowPass | None, size: int) -> None:
         at = self._at[:, :size]
-        if now is None:
+        if plan is None:
             at.zero_()
             return
-        assert now.work is not None and now.work.windows is not None
-        windows, (rows, slots, places) = now.work.windows, at
-        torch.mul(self._count[:size], self._count[:size] < now.num_rows, out=rows)
+        assert plan.work is not None and plan.work.windows is not None
+        windows, (rows, slots, places) = plan.work.windows, at
+        torch.mul(self._count[:size], self._count[:size] < plan.num_rows, out=rows)
         torch.index_select(windows.slots, 0, rows, out=slots)
         torch.index_select(windows.places, 0, rows, out=places)
 
@@ -81,49 +80,65 @@ class _KeepsQueries:
 class GraphReads:
     """Passes all of whose rows retrieve, of a server with one KV stage.
 
-    Groups of the index that drafts may have filled are written beside each layer, as many as there
-    is room for.
+    The host tells a step's passes all at once: how much room scores need in the last of them, and
+    which groups of the index drafts may have filled by then. Each pass writes all of these beside
+    each layer: one that is not full yet is read by nobody, and written again by the passes to come.
     """
 
     def __init__(self, retrieval: Retrieval, most_rows: int, num_drafts: int, device: Any) -> None:
         """num_drafts: the most tokens that a step drafts for a request."""
-        self._retrieval, self.most_rows, self._device = retrieval, most_rows, device
-        self._fields = torch.zeros(4, most_rows, dtype=torch.int32, device=device)
-        self._offsets = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        self._rows = RetrievalRows.of_fields(self._fields, self._offsets)
-        # Of a row may be full what lies between two bounds, which drafts alone set apart.
-        self._groups_a_row = 1 + num_drafts // retrieval.layout.group
-        shape = most_rows * self._groups_a_row, 3
-        self._groups = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._retrieval, self.most_rows = retrieval, most_rows
+        # A step drafts as many as the one before may have, which set the bounds apart.
+        self._groups_a_row = 1 + (2 * num_drafts - 1) // retrieval.layout.group
+        # Each column begins at a multiple of 16 bytes, for which kernels are compiled.
+        room = self._room = -(-most_rows // 4) * 4
+        count = 5 * room + 3 * most_rows * self._groups_a_row
+        self._told = torch.zeros(count, dtype=torch.int32, device=device)
+        offsets, fields, self._groups = self._columns(self._told)
+        self._lens = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        tokens, requests, budgets = fields
+        self._rows = RetrievalRows(tokens, requests, self._lens, budgets, offsets)
 
-    def takes(self, now: RowPass, size: int) -> bool:
-        if now.reads is None or not self._retrieval.fits(now.reads.most[None]):
-            return False
-        return len(self._full_groups(now.reads)) <= size * self._groups_a_row
+    def _columns(self, told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of what the host tells.
 
-    def _full_groups(self, reads: DraftReads) -> np.ndarray:
-        planned = self._retrieval.sidecars.groups_of_drafts(reads.requests, reads.least, reads.most)
-        return np.empty((0, 3), dtype=np.int32) if planned is None else planned
+        (R,) int64 offsets of rows' scores, (3, R) int32 rows of the query and of the block tables
+        and budgets, and (n, 3) int32 groups to write.
+        """
+        room = self._room
+        offsets = told[: 2 * room].view(torch.int64)
+        fields = told[2 * room : 5 * room].view(3, room)
+        return offsets, fields, told[5 * room :].view(-1, 3)
 
-    def set(self, now: RowPass | None, size: int) -> None:
-        fields, offsets = np.zeros((4, size), dtype=np.int32), np.zeros(size, dtype=np.int64)
-        groups = np.full((size * self._groups_a_row, 3), -1, dtype=np.int32)
-        if now is not None:
-            assert now.reads is not None
-            rows, planned = now.num_rows, self._full_groups(now.reads)
-            index, budgets = np.arange(rows), np.full(rows, now.reads.budget)
-            unit = self._retrieval.layout.unit
-            fields[:, :rows], offsets[:rows] = pack(index, index, now.reads.most, budgets, unit)
-            groups[: len(planned)] = planned
-        for mine, values in (
-            (self._fields[:, :size], fields),
-            (self._offsets[:size], offsets),
-            (self._groups[: len(groups)], groups),
-        ):
-            mine.copy_(async_tensor_h2d(values, device=self._device))
-        if now is not None:
-            # Scores have room by the bounds.
-            self._rows.lens[: now.num_rows].copy_(now.lens)
+    def plan(self, now: RowPass, size: int) -> Tensor | None:
+        """What `set` takes, on the host. now: the first pass of a step, with all passes' bounds."""
+        reads, retrieval = now.reads, self._retrieval
+        if reads is None or not retrieval.fits(reads.most[None]):
+            return None
+        written = retrieval.sidecars.groups_of_drafts(reads.requests, reads.least, reads.most)
+        if written is not None and len(written) > size * self._groups_a_row:
+            return None
+        told = torch.zeros(self._told.shape, dtype=torch.int32)
+        offsets, fields, groups = (each.numpy() for each in self._columns(told))
+        rows = now.num_rows
+        offsets[:rows] = offsets_of(reads.most, retrieval.layout.unit)
+        fields[:2, :rows] = np.arange(rows)
+        fields[2, :rows] = reads.budget
+        groups.fill(-1)
+        if written is not None:
+            groups[: len(written)] = written
+        return told
+
+    def set(self, plan: Tensor | None, size: int) -> None:
+        if plan is None:
+            self._told.zero_()
+            self._groups.fill_(-1)
+        else:
+            async_tensor_h2d(plan, out=self._told)
+
+    def see(self, lens: Tensor, is_padding: Tensor) -> None:
+        """Within a graph: rows see `lens` entries, (size,) int32; none those of `is_padding`."""
+        self._lens[: len(lens)].copy_(lens.masked_fill(is_padding, 0))
 
     def beside(self, size: int, tables: tuple[Tensor, ...]) -> tuple[None, RetrievalPass]:
         rows, groups = self._rows.first(size), self._groups[: size * self._groups_a_row]

@@ -3,7 +3,8 @@
 As the graphs of decode steps they have all of a pass in them, for some numbers of rows, and read
 their input at fixed addresses. A pass with fewer rows is padded: rows that are nobody's see no
 entry, and store none. Attention's metadata is built anew before each replay, into what a graph of
-the same number of rows was captured with, by the same builders as a step's.
+the same number of rows was captured with, by the same builders as a step's. Passes by which the
+model drafts for itself follow one another without the host (``DraftGraphs``).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.models.passes import AttnMetadata, StepPlan
-from vllm_kvx.worker.draft_rows import RowPass
+from vllm_kvx.worker.draft_rows import DraftRows, RowPass, slots_of
 from vllm_kvx.worker.row_graph_work import GraphReads, GraphWork, KeptQueries
 
 logger = init_logger("vllm.kvx.worker")
@@ -66,6 +67,21 @@ class RowBuffers:
         for mine, table in zip(self.tables, now.batch.block_tables, strict=True):
             mine[:rows].copy_(table)
 
+    def advance(self, ids: Tensor, limit: int, block_sizes: Sequence[int]) -> None:
+        """Within a graph: from what a pass has read to what the next one reads.
+
+        Args:
+            ids: (size,) int32 tokens of the next pass. limit: tokens of the longest context, behind
+                which there is no slot. block_sizes: tokens of a block, by KV group.
+        """
+        size, inputs = len(ids), self.inputs
+        positions, is_padding = inputs.positions[:size], inputs.is_padding[:size]
+        inputs.input_ids[:size].copy_(ids)
+        positions.add_(1).clamp_(max=limit - 1)
+        inputs.seq_lens[:size].copy_((positions + 1).masked_fill(is_padding, 0))
+        tables, slots = self.first(size)
+        slots.copy_(slots_of(positions, tables, block_sizes).masked_fill(is_padding, PAD_SLOT_ID))
+
     def first(self, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """Block tables and slots of the first rows."""
         return tuple(table[:size] for table in self.tables), self.slots[:, :size]
@@ -88,7 +104,8 @@ class RowGraphs:
         self._buffers = RowBuffers(self.sizes[-1], widths, runner.device)
         self._batches: dict[int, InputBatch] = {}
         self._hidden: Tensor | None = None
-        self._metadata: AttnMetadata = {}
+        # By number of rows, attention's of the graph, into which it is planned anew.
+        self._metadata: dict[int, AttnMetadata] = {}
         self.manager = CudaGraphManager(
             runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1
         )
@@ -111,15 +128,28 @@ class RowGraphs:
 
         They hold until the next pass runs.
         """
-        size = size_of(now.num_rows, self.sizes)
-        if size is None or size not in self._batches or not self._work.takes(now, size):
+        size = self._set(ids, now)
+        if size is None:
             return None
-        self._buffers.set(ids, now, size)
-        self._work.set(now, size)
-        self._metadata = self._attention(self._batch(now, size), size)
-        self.manager.run_fullgraph(_description(size))
+        self._replay(now, size)
         assert self._hidden is not None
         return self._hidden[: now.num_rows]
+
+    def _set(self, ids: Tensor, now: RowPass) -> int | None:
+        """Writes what a graph reads. Its number of rows, or None if none does what `now` has to."""
+        size = size_of(now.num_rows, self.sizes)
+        if size is None or size not in self._batches:
+            return None
+        plan = self._work.plan(now, size)
+        if plan is None:
+            return None
+        self._buffers.set(ids, now, size)
+        self._work.set(plan, size)
+        return size
+
+    def _replay(self, now: RowPass, size: int) -> None:
+        self._metadata[size] = self._attention(self._batch(now, size), size)
+        self.manager.run_fullgraph(_description(size))
 
     def _batch(self, now: RowPass, size: int) -> InputBatch:
         """The pass with its padding, as vLLM pads a step that replays a graph."""
@@ -155,15 +185,16 @@ class RowGraphs:
         tables, slots = self._buffers.first(size)
         slots.fill_(PAD_SLOT_ID)
         self._work.set(None, size)
-        self._metadata = self._attention(batch, size, for_capture=True)
+        self._metadata[size] = self._attention(batch, size, for_capture=True)
         self._batches[size] = batch
         by_layer = build_slot_mappings_by_layer(slots, runner.kv_cache_config)
 
         def forward(mode: CUDAGraphMode) -> None:
+            self._before(size)
             hooks = self._state.hooks.during(*self._work.beside(size, tables))
             self._state.hooked.begin_step(StepPlan(hooks=hooks))
             with set_forward_context(
-                self._metadata,
+                self._metadata[size],
                 runner.vllm_config,
                 num_tokens=size,
                 cudagraph_runtime_mode=mode,
@@ -176,11 +207,69 @@ class RowGraphs:
                     inputs_embeds=None,
                     intermediate_tensors=None,
                 )
-            if self._hidden is None:  # Of the most rows, before anything is captured.
-                self._hidden = torch.empty_like(hidden)
-            self._hidden[:size].copy_(hidden)
+            self._after(hidden)
 
         return forward
+
+    def _before(self, size: int) -> None:
+        """What a graph of so many rows does before the decoder."""
+
+    def _after(self, hidden: Tensor) -> None:
+        """What a graph does with the decoder's final states, (size, H)."""
+        if self._hidden is None:  # Of the most rows, before anything is captured.
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[: len(hidden)].copy_(hidden)
+
+
+class DraftGraphs(RowGraphs):
+    """Graphs of the passes by which the model drafts for itself.
+
+    A graph has in it what comes after the decoder, too: the likeliest tokens, and the input of the
+    next pass, which is the same graph. So the host writes what a step's first pass reads, and
+    replays. It need not plan attention again where the backend does so within a graph.
+    """
+
+    def __init__(
+        self, runner: Any, work: GraphReads, sizes: Sequence[int], num_drafts: int
+    ) -> None:
+        """num_drafts: the most tokens that a step drafts for a request."""
+        super().__init__(runner, work, sizes)
+        self._reads = work
+        self._groups = [group for each in runner.attn_groups for group in each]
+        self._plans = all(each.supports_draft_decode_metadata_update for each in self._groups)
+        shape = self.sizes[-1], num_drafts
+        self._drafts = torch.zeros(shape, dtype=torch.int32, device=runner.device)
+
+    def draft(self, ids: Tensor, rows: DraftRows) -> Tensor | None:
+        """(P, K) int32 tokens after `ids`, (P,); None if no graph does what the passes have to do.
+
+        They hold until tokens are drafted again.
+        """
+        first = rows.whole
+        size = self._set(ids, first)
+        if size is None:
+            return None
+        for number in range(rows.count):
+            self._replay(first, size)
+            self._drafts[:size, number].copy_(self._buffers.inputs.input_ids[:size])
+        return self._drafts[: first.num_rows, : rows.count]
+
+    def _replay(self, now: RowPass, size: int) -> None:
+        if self._plans:
+            self.manager.run_fullgraph(_description(size))
+        else:
+            super()._replay(now, size)
+
+    def _before(self, size: int) -> None:
+        inputs = self._buffers.inputs
+        self._reads.see(inputs.seq_lens[:size], inputs.is_padding[:size])
+        if self._plans:
+            for group in self._groups:
+                group.update_draft_decode_metadata(self._metadata[size])
+
+    def _after(self, hidden: Tensor) -> None:
+        ids = self._runner.model.compute_logits(hidden).argmax(-1).int()
+        self._buffers.advance(ids, self._runner.max_model_len, self._state.block_tables.block_sizes)
 
 
 def capture_row_graphs(runner: Any, settings: KVSettings) -> None:
@@ -203,16 +292,18 @@ def capture_row_graphs(runner: Any, settings: KVSettings) -> None:
 
 def graphs_of(runner: Any, settings: KVSettings) -> list[RowGraphs]:
     """Of each kind of pass that the server runs, its graphs, which are still to be captured."""
-    state, kinds = runner.model_state, list[GraphWork]()
-    if settings.layout.lookahead and len(state.memory.queries):
-        kinds.append(KeptQueries(state.memory))
-    if settings.drafts is not None:
-        most = min(MOST_ROWS, runner.max_num_reqs)
-        count = runner.num_speculative_steps
-        kinds.append(GraphReads(state.retrieval, most, count, runner.device))
+    state, graphs = runner.model_state, list[RowGraphs]()
     captured = runner.compilation_config.cudagraph_capture_sizes or ()
-    sizes = [(kind, sizes_of(captured, kind.most_rows)) for kind in kinds]
-    return [RowGraphs(runner, kind, some) for kind, some in sizes if some]
+    if settings.layout.lookahead and len(state.memory.queries):
+        kept = KeptQueries(state.memory)
+        if sizes := sizes_of(captured, kept.most_rows):
+            graphs.append(RowGraphs(runner, kept, sizes))
+    if settings.drafts is not None:
+        most, count = min(MOST_ROWS, runner.max_num_reqs), runner.num_speculative_steps
+        if sizes := sizes_of(captured, most):
+            reads = GraphReads(state.retrieval, most, count, runner.device)
+            graphs.append(DraftGraphs(runner, reads, sizes, count))
+    return graphs
 
 
 def row_graphs_of(runner: Any) -> Sequence[RowGraphs]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
@@ -10,8 +11,8 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm_kvx.models.passes import StepPlan
 from vllm_kvx.worker.decode.draft_pass import draft_pass
 from vllm_kvx.worker.decode.step import RetrievalPass
-from vllm_kvx.worker.draft_rows import RowPass
-from vllm_kvx.worker.row_graphs import row_graphs_of
+from vllm_kvx.worker.draft_rows import DraftRows, RowPass
+from vllm_kvx.worker.row_graphs import DraftGraphs, row_graphs_of
 
 
 class RowPasses:
@@ -40,6 +41,22 @@ class RowPasses:
         """(P,) int32, the likeliest token after each of the states (P, H)."""
         ids: Tensor = self._model.compute_logits(hidden).argmax(-1).int()
         return ids
+
+    def draft(self, ids: Tensor, rows: DraftRows) -> Tensor:
+        """(P, K) int32, the likeliest tokens after (P,) `ids`, one after the other.
+
+        They hold until tokens are drafted again.
+        """
+        for graphs in self._graphs:
+            if isinstance(graphs, DraftGraphs):
+                drafted = graphs.draft(ids, rows)
+                if drafted is not None:
+                    return drafted
+        found = []
+        for number in range(rows.count):
+            ids = self.next_ids(self._run_eagerly(ids, rows.row_pass(number)))
+            found.append(ids)
+        return torch.stack(found, dim=1)
 
     def run(self, ids: Tensor, now: RowPass) -> Tensor:
         """(P, H) final states of tokens (P,), which hold until the next pass runs."""

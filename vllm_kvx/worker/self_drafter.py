@@ -10,7 +10,6 @@ How many tokens stayed is known on the device alone. The host goes by bounds, of
 one makes room, and the groups of the index are written that may be full by either.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,35 +23,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_kvx.config.drafts import Drafts
-from vllm_kvx.worker.attn_metadata import StepAttention
-from vllm_kvx.worker.batch import PassBatch, to_device
-from vllm_kvx.worker.decode.draft_pass import DraftReads
-from vllm_kvx.worker.draft_rows import RowPass, slots_of
+from vllm_kvx.worker.batch import to_device
+from vllm_kvx.worker.draft_rows import Bounds, DraftRows
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.row_passes import RowPasses
 
 logger = init_logger("vllm.kvx.worker")
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Tokens whose entries count, of each request that drafts.
-
-    Attributes:
-        least, most: (P,) int64, known on the host. now: (P,) int64, the number, on the device.
-    """
-
-    least: np.ndarray
-    most: np.ndarray
-    now: Tensor
-
-    def after(self, tokens: int, limit: int) -> "Bounds":
-        """The same after so many more tokens, and no more than `limit`."""
-        return Bounds(
-            np.minimum(self.least + tokens, limit),
-            np.minimum(self.most + tokens, limit),
-            (self.now + tokens).clamp(max=limit),
-        )
 
 
 class SelfDrafter(BaseSpeculator):
@@ -72,7 +48,6 @@ class SelfDrafter(BaseSpeculator):
         assert drafts.policy.retrieve is not None and state.retrieval is not None
         self._runner, self._state = runner, state
         self._budget = drafts.policy.retrieve.budget_units
-        self._max_model_len: int = runner.max_model_len
         weights = _most_of_ranks(sum(weight.nbytes for weight in runner.model.parameters()))
         self.least_bytes = drafts.cache_to_weights * weights
         self._token_bytes = _token_bytes(state.hooks)
@@ -130,37 +105,22 @@ class SelfDrafter(BaseSpeculator):
         )
         tables = tuple(table.index_select(0, places) for table in attn.block_tables)
         ids = states.last_sampled_tokens.index_select(0, indices)[:, 0].int()
-        passes = RowPasses(self._runner)
-        for number in range(count):
-            seen = bounds.after(number + 1, self._max_model_len)
-            ids = self._draft(passes, attn, rows, requests[rows], tables, ids, seen)
-            drafts[places, number] = ids.long()
+        drafted = RowPasses(self._runner).draft(
+            ids,
+            DraftRows(
+                attn,
+                rows,
+                requests[rows],
+                tables,
+                self._state.block_tables.block_sizes,
+                bounds,
+                count,
+                self._runner.max_model_len,
+                self._budget,
+            ),
+        )
+        drafts[places, :count] = drafted.long()
         return drafts
-
-    def _draft(
-        self,
-        passes: RowPasses,
-        attn: StepAttention,
-        rows: np.ndarray,
-        requests: np.ndarray,
-        tables: tuple[Tensor, ...],
-        ids: Tensor,
-        seen: Bounds,
-    ) -> Tensor:
-        """(P,) int32, the likeliest tokens after `ids`, which are the last that each row sees.
-
-        Args:
-            rows, requests: (P,) places in the step's batch, and request states.
-            tables: (P, B) int32 by KV group.
-        """
-        # Behind the longest context there is no slot: its last one is nobody's any more.
-        positions = seen.now - 1
-        slots = slots_of(positions, tables, self._state.block_tables.block_sizes)
-        batch = PassBatch(rows, np.ones(len(rows), dtype=np.int32), positions, tables, slots)
-        reads = DraftReads(requests, seen.least, seen.most, self._budget)
-        now = RowPass(attn, batch, seen.now.int(), seen.most.astype(np.int32), reads=reads)
-        hidden = passes.run(ids, now)
-        return passes.next_ids(hidden)
 
     def _pays(self, lens: np.ndarray) -> bool:
         """Whether drafts save time in a step whose requests hold (P,) so many entries."""

@@ -1,0 +1,113 @@
+"""Decode steps of an engine in this process, one by one: how long they take, and a profile."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.common.trace import summary
+
+# Steps that set up what is new to the engine, that are timed, and that the profiler records.
+WARM, TIMED, PROFILED = 6, 16, 6
+
+
+def most_tokens(drafts: int) -> int:
+    """Tokens that a request may get in these steps, where so many are drafted for it in each."""
+    return (WARM + TIMED + PROFILED + 4) * (1 + drafts)
+
+
+def profiled(llm: Any, prompts: Sequence[Sequence[int]], drafts: int) -> dict[str, Any]:
+    """Figures of steps in which all requests decode at once, by step.
+
+    step_ms: milliseconds without a profiler. profiled_step_ms: with it, which slows the host and
+    graphs down. tokens: of all requests, new ones. The others: ``trace.summary``.
+
+    Args:
+        llm: vLLM's ``LLM``, whose engine runs in this process.
+        prompts: token ids. drafts: the most tokens that are drafted for a request in a step.
+    """
+    import torch
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    most = most_tokens(drafts)
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+    names = [f"profiled-{i}" for i in range(len(prompts))]
+    engine = llm.llm_engine
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, TokensPrompt(prompt_token_ids=list(prompt)), params)
+    got = dict.fromkeys(names, 0)
+
+    def run(steps: int) -> tuple[float, int]:
+        """Seconds and new tokens."""
+        before, began = sum(got.values()), time.monotonic()
+        for _ in range(steps):
+            for output in engine.step():
+                got[output.request_id] = len(output.outputs[0].token_ids)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.monotonic() - began, sum(got.values()) - before
+
+    while not all(got.values()):
+        run(1)
+    run(WARM)
+    seconds, tokens = run(TIMED)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with (
+        marked(engine.engine_core.engine_core),
+        torch.profiler.profile(activities=activities) as profile,
+    ):
+        profiled_seconds, _ = run(PROFILED)
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    figures = summary(_events(profile), PROFILED)
+    return {
+        "steps": PROFILED,
+        "step_ms": round(seconds * 1e3 / TIMED, 3),
+        "tokens": round(tokens / TIMED, 2),
+        "profiled_step_ms": round(profiled_seconds * 1e3 / PROFILED, 3),
+        **figures,
+    }
+
+
+@contextmanager
+def marked(core: Any) -> Iterator[None]:
+    """Inside, the parts of a step have marks in a profile. core: vLLM's ``EngineCore``."""
+    runner = core.model_executor.driver_worker.worker.model_runner
+    parts = [
+        (core.scheduler, "schedule"),
+        (core.scheduler, "update_from_output"),
+        (runner, "execute_model"),
+        (runner, "sample_tokens"),
+    ]
+    if getattr(runner, "speculator", None) is not None:
+        parts.append((runner.speculator, "propose"))
+    with ExitStack() as stack:
+        for owner, name in parts:
+            stack.enter_context(patch.object(owner, name, _mark(name, getattr(owner, name))))
+        yield
+
+
+def _mark(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    def marked_call(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return call(*args, **kwargs)
+
+    return marked_call
+
+
+def _events(profile: Any) -> list[dict[str, Any]]:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text(errors="replace"))["traceEvents"]
+        return events
