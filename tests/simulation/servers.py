@@ -402,6 +402,18 @@ SERVERS: dict[str, Server] = {
             "snapkv:kv_floor=0,window=3",
         ),
     ),
+    "afterfier": long(
+        policy=_FIER,
+        layout=("snapkv:kv_floor=0,window=3,after=9", f"speed-5+{_FIER}"),
+        requests=(
+            _FIER,
+            "snapkv:window=3,kv_rate=0.5,kv_floor=0,after=9",
+            "snapkv:window=2,kv_rate=0.3,kv_floor=0,after=5",
+            f"speed-5+{_FIER}",
+            f"snapkv:window=3,kv_rate=0.5,kv_floor=0+{_FIER}",
+            "full",
+        ),
+    ),
     "speedfier": long(
         policy=f"speed-5+{_FIER}",
         layout=("snapkv:kv_floor=0,window=3",),

@@ -20,7 +20,7 @@ TELLING = {"block": (3, 7), "speed1": (1, 3), "windows": (1055,), "fierstates": 
 # Of those that draft tokens, the ones with every kind of pass, the ones that retrieve, and the ones
 # that draft for themselves. What tells "checkpoints" from others scenarios show.
 DRAFTS_BY_DAY = ("fastkvdrafts", "fierdrafts", "owndrafts")
-AT_NIGHT = {*DRAFTS, "checkpoints"} - {*DRAFTS_BY_DAY}
+AT_NIGHT = {*DRAFTS, "checkpoints", "afterfier"} - {*DRAFTS_BY_DAY}
 NAMES = [
     name if SEEDS or name not in AT_NIGHT else pytest.param(name, marks=nightly) for name in EVERY
 ]
