@@ -86,7 +86,9 @@ def test_many_wait() -> None:
     """
     prompts, _, _ = lookups(64)
     waits = "snapkv:kv_rate=0.1,kv_floor=0,after=8"
-    options = COMPILED | dict(max_num_batched_tokens=2048, max_num_seqs=64)
+    # As many prompts as there are windows for come in at once.
+    options = COMPILED | dict(max_num_batched_tokens=40960, max_num_seqs=64)
+    options |= dict(kv_cache_memory_bytes=1 << 30)
     seconds = {}
     with running(LOOKUP, waits, dtype="bfloat16", **options) as engine:
         counts = inside.count_waiting_graphs(engine)
@@ -104,6 +106,6 @@ def test_many_wait() -> None:
         for a, b in zip(answers, plain, strict=True)
     ]
     print(json.dumps([counts, kept, seconds, first]))
-    assert kept >= 8 and counts["keeps"] == kept
-    # In bf16 a close choice may fall either way, in batches of other sizes.
-    assert sum(first) >= 0.7 * 32 * len(prompts), first
+    assert kept >= 10 and counts["keeps"] == kept
+    # In bf16 a close choice may fall either way. By other queries all would from the tenth token on.
+    assert sum(first) >= 0.5 * 32 * len(prompts), first

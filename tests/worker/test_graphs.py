@@ -138,6 +138,7 @@ def test_steps_that_keep_queries_have_one_set(
         if modes is not None:
             runner.retrieval.graph = kind.removesuffix(" keeping")
         assert manager.run_fullgraph("4") == ("4", kind)
+        assert not runner.waiting.keeps
 
 
 def modes_of(*names: str, requests: str = "layout", starts: tuple[int, ...]) -> list[str]:

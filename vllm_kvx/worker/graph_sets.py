@@ -45,6 +45,10 @@ class _Kinds:
         if self._retrieval is not None:
             self._retrieval.graph = kind.modes
 
+    def end_step(self) -> None:
+        """Once it is queued: what a dummy batch replays next must keep nothing."""
+        self._waiting.keeps = False
+
 
 def capture_sets(runner: Any, retrieval: Retrieval | None, waiting: WaitingQueries) -> None:
     """Makes vLLM capture every FULL graph once for each kind of decode step on this server.
@@ -102,5 +106,6 @@ def _capture_each(manager: Any, kinds: _Kinds) -> None:
             return stock_run(description)
         finally:
             manager.graphs = sets[plain]
+            kinds.end_step()
 
     manager.capture, manager.run_fullgraph = capture, run_fullgraph
