@@ -107,5 +107,5 @@ def test_many_wait() -> None:
     ]
     print(json.dumps([counts, kept, seconds, first]))
     assert kept >= 10 and counts["keeps"] == kept
-    # In bf16 a close choice may fall either way. By other queries all would from the tenth token on.
+    # In bf16 a close choice may fall either way. By other queries all would, once entries go.
     assert sum(first) >= 0.5 * 32 * len(prompts), first
