@@ -57,12 +57,16 @@ class WaitingQueries:
         assert self.in_graphs, "a CUDA graph would replay past a prompt"
         at = np.zeros((2, num_rows), dtype=np.int64)
         at[0] = self.spare_slot
-        starts = () if step is None else np.cumsum(step.counts) - step.counts
+        ends = [] if step is None else np.cumsum(step.counts).tolist()
         for chunk in () if step is None else step.chunks:
             assert not chunk.is_last, "a CUDA graph would replay past the end of a prompt"
-            state = chunk.state
-            rows, places = chunk.window_rows()
-            at[:, starts[chunk.batch_index] + rows] = np.full(len(rows), state.slot), places
+            state, end = chunk.state, ends[chunk.batch_index]
+            if state.slot is None:  # None of its queries scores.
+                continue
+            rows = slice(end - (chunk.end - chunk.begin), end)
+            window_start = state.settles_at - state.window
+            at[0, rows] = state.slot
+            at[1, rows] = range(chunk.begin - window_start, chunk.end - window_start)
         self._at[:, :num_rows].copy_(async_tensor_h2d(at, device=self._at.device))
         return self
 

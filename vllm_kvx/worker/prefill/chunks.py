@@ -5,6 +5,7 @@ Planned on the host from counts alone; which tokens are chosen is known on the d
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -81,11 +82,11 @@ class PromptState:
         """Whether whole blocks stay, which are re-linked instead of copied."""
         return self.retain is not None and self.retain.unit == "block"
 
-    @property
+    @cached_property
     def window(self) -> int:
         """The longest window whose queries score the prompt's keys; 0 if none does.
 
-        Of these, without the drafted ones.
+        Of these, without the drafted ones. Asked for in every step in which requests wait.
         """
         specs = [self.selection.score if self.selection is not None else None, self.by]
         windows = [spec.window - spec.drafted for spec in specs if isinstance(spec, ScoreSpec)]
@@ -249,14 +250,6 @@ class PromptChunk:
             return self.end
         return min(max(self.begin, self.state.settles_at - self.state.window), self.end - 1)
 
-    def window_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) int64 of its rows whose queries are kept, and their places in the window."""
-        if not self.splits_window:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        window_start = self.state.settles_at - self.state.window
-        kept = np.arange(max(self.begin, window_start), self.end)
-        return kept - self.begin, kept - window_start
-
     @property
     def splits_window(self) -> bool:
         """Whether a part of the window, not all of it, is in this chunk.
@@ -301,13 +294,14 @@ class ChunkPlan:
             self.stash_rows.append(np.arange(first_row, first_row + count))
             self.stash_chunks.append(chunk)
         if chunk.splits_window:
-            kept, places = chunk.window_rows()
+            window_start = state.settles_at - state.window
+            begin = max(chunk.begin, window_start)
             assert state.slot is not None
-            self.window_rows.append(kept + first_row)
-            self.window_places.append(places)
-            self.window_slots.append(np.full(len(kept), state.slot))
+            self.window_rows.append(np.arange(begin, chunk.end) - chunk.begin + first_row)
+            self.window_places.append(np.arange(begin, chunk.end) - window_start)
+            self.window_slots.append(np.full(chunk.end - begin, state.slot))
             rows = self.windows_by_policy
-            rows[state.stats_row] = rows.get(state.stats_row, 0) + len(kept)
+            rows[state.stats_row] = rows.get(state.stats_row, 0) + chunk.end - begin
         if chunk.is_last and not state.drafted:
             self.prompts.append(
                 state.in_direct_pass(chunk.batch_index, first_row, chunk.begin, chunk.splits_window)
