@@ -120,6 +120,7 @@ CALLED = {
         "vllm.v1.worker.gpu.input_batch:InputBatch.make_dummy",
         "vllm.v1.worker.gpu.warmup:run_mixed_prefill_decode_warmup",
         "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
+        "vllm.v1.worker.utils:AttentionGroup.update_draft_decode_metadata",
     ),
 }
 
