@@ -18,6 +18,8 @@ from vllm_kvx.policy.spec import parse_policy
 
 # Superseded results.
 OLD = "old/"
+# Of right answers in full: below that a share of them tells little.
+LEAST_FULL = 0.2
 # Parameters that name a layer of one model; another model's is another. `online` is no layer.
 _LAYER = re.compile(r"(tsp_layer|pivot|min_layer|max_layer|layer)=\d+")
 # How long a prompt has to be before retrieval pays says nothing about answers.
@@ -235,6 +237,11 @@ class Kept:
     layers: int | None = None
 
     @property
+    def weight(self) -> tuple[bool, int, str]:
+        """What of two evaluations goes first by; a model that answers little tells little."""
+        return self.full >= LEAST_FULL, self.n, self.file.written
+
+    @property
     def cutoff(self) -> int | None:
         """K of plain `speed-K`, where the number of layers is known."""
         match = re.fullmatch(r"speed-(\d+)", self.policy)
@@ -268,7 +275,7 @@ def _evaluated(file: File, report: Report) -> list[Kept]:
 def most_asked(kept: Sequence[Kept]) -> list[Kept]:
     """By policy, layers included, the evaluation with most questions; none of SPEED's cuts."""
     best: dict[str, Kept] = {}
-    for each in sorted(kept, key=lambda k: k.n):
+    for each in sorted(kept, key=lambda k: k.weight):
         if not each.layers:
             policy, at, dtype = each.policy.partition("@")
             best[str(parse_policy(policy)) + at + dtype] = each

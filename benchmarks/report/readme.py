@@ -131,8 +131,8 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
     """The evaluations of one model, those with most questions first.
 
     A layer is the nearest one in share of the model's layers. `speed-K` has all runs that tuned
-    for it without batches at full depth; all other policies have one evaluation, the newest, and
-    one of the same model by tasks that have none in common with it.
+    for it without batches at full depth; all other policies have one evaluation, and those of the
+    same model by tasks that have none in common with it and with each other.
     """
     if match := re.fullmatch(r"speed-(\d+)", policy):
         tuned = [
@@ -149,14 +149,18 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
             if own and of:
                 shares.append((int(own[1]) / of, each))
         same = _nearest(shares, int(match[1]) / layers)
-    same.sort(key=lambda each: (each.n, each.file.written), reverse=True)
-    return [*same[:1], *[each for each in same if _on_other_tasks(each, same[0])][:1]]
+    same.sort(key=lambda each: each.weight, reverse=True)
+    found: list[Kept] = []
+    for each in same:
+        if all(_on_other_tasks(each, other) for other in found):
+            found.append(each)
+    return found
 
 
-def _on_other_tasks(each: Kept, first: Kept) -> bool:
+def _on_other_tasks(each: Kept, other: Kept) -> bool:
     """Whether two evaluations of a model have no task in common."""
-    tasks, others = (set(kept.file.content.get("tasks", ())) for kept in (each, first))
-    return each.model == first.model and bool(tasks) and tasks.isdisjoint(others)
+    tasks, others = (set(kept.file.content.get("tasks", ())) for kept in (each, other))
+    return each.model == other.model and bool(tasks) and tasks.isdisjoint(others)
 
 
 def _is_plain(weights: str) -> bool:
@@ -225,7 +229,7 @@ def _answers(answers: Sequence[Kept]) -> str:
     elif match := _LAYER.search(first.policy):
         where += f", layer {match[1]} of {layers_of(first.model)}"
     between = "; another run " if first.cutoff else "; on other tasks "
-    return f"{between.join(runs)}; {where}"
+    return f"{between.join(runs[:2])}{''.join(f'; {run}' for run in runs[2:])}; {where}"
 
 
 def plots(files: Sequence[File]) -> list[Plot]:

@@ -18,7 +18,8 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.records.recommendation import Recommendation, Row, load
 
-# What is served where nothing was measured: it drops nothing, and lost no answers that we measured.
+# What is served where nothing was measured: it drops nothing, and loses no answers but long lists
+# (docs/results/quality.md).
 FALLBACK = "fier-2048"
 MEASURED, NOT_MEASURED = "measured", "not measured"
 
