@@ -69,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", every)
 def test_parity(made: Callable[[str], Path], name: str) -> None:
-    """In chunks beside each other; answers longer than the window; nobody reads a prefix."""
+    """In chunks beside each other; answers longer than the window; over each other's prefixes."""
     model, policies = made(name), policies_of(SELECTS[name])
     lengths = (197, 250, 233, 161, 330, 290, 199, 193, 201, 225, 1, 2, 5, 64, 96)
     prompts = prompts_of(lengths)
@@ -84,9 +84,13 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
     ) as engine:
         answers = ask(engine, prompts, each, max_tokens=6)
         long = ask(engine, prompts[:3], each[:3], max_tokens=70)
+        others = [*each[1:], each[0]]
+        longer = [[*prompt, *prompt[:3]] for prompt in prompts]
+        same = ask(engine, longer, each, max_tokens=4)
+        again = ask(engine, longer, others, max_tokens=4)
         engine.assert_idle()
-    assert not any(answer.cached for answer in long)
-    assert_parity(model, [*answers, *long], [*each, *each[:3]])
+    print([a.cached for a in (*answers, *long, *same, *again)])
+    assert_parity(model, [*answers, *long, *same, *again], [*each, *each[:3], *each, *others])
 
 
 @pytest.mark.parametrize("name", by_day(names, ()))
