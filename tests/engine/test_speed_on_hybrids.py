@@ -18,8 +18,8 @@ from support.prompts import prompts_of
 
 # By model, a cut with layers of both kinds on either side.
 CUTS = {"gemma3_text": 5, "gemma2": 3, "gpt_oss": 4, "cohere2": 4, "exaone4": 6}
-# By prompt of `test_parity`, the policy under which it comes again, longer by three tokens: both as
-# numbers. An anchor is there if the policy before had it, or computed the layers above, too.
+# By prompt of `test_parity`, the policy under which it comes again, longer by three tokens. Its
+# anchors are there if the policy before had them, or computed the layers above, too.
 READERS = {0: 2, 1: 6, 2: 2, 3: 2, 4: 0, 5: 2, 10: 2, 11: 0, 12: 2}
 names = list(CUTS)
 every = by_day(names, {names.index("gemma3_text")})
