@@ -13,8 +13,9 @@ from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.gemfilter import Filter
 from reference.structkv import Struct
+from support import inside
 from support.cpu_hybrids import complete_cpu_hybrids
-from support.engine import running
+from support.engine import BLOCK, running
 from support.expected import Policy, Speed
 from support.nightly import by_day
 from support.parity import ask, assert_parity, assert_parity_preempted, in_turn, room_for
@@ -27,6 +28,21 @@ SELECTS = {
     "gpt_oss": (3, 5),
     "cohere2": (3, 7),
     "exaone4": (3, 7),
+}
+# By prompt of `test_parity`, the policy under which it comes again, longer by three tokens, and the
+# last tokens that this one computes itself; None if all.
+READERS = {
+    0: (4, 8),
+    1: (5, 4),
+    2: (0, None),  # What runs again from layer 0 on leaves nothing.
+    3: (10, 1),
+    4: (0, 8),
+    5: (10, None),  # Its anchors ran no layer above.
+    6: (10, 1),
+    7: (7, 8),
+    8: (3, None),
+    9: (9, 8),
+    14: (6, 8),
 }
 names = list(SELECTS)
 every = by_day(names, {names.index("gemma3_text")})
@@ -69,7 +85,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", every)
 def test_parity(made: Callable[[str], Path], name: str) -> None:
-    """In chunks beside each other; answers longer than the window; nobody reads a prefix."""
+    """In chunks beside each other; answers longer than the window; over each other's prefixes."""
     model, policies = made(name), policies_of(SELECTS[name])
     lengths = (197, 250, 233, 161, 330, 290, 199, 193, 201, 225, 1, 2, 5, 64, 96)
     prompts = prompts_of(lengths)
@@ -84,9 +100,16 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
     ) as engine:
         answers = ask(engine, prompts, each, max_tokens=6)
         long = ask(engine, prompts[:3], each[:3], max_tokens=70)
+        grain, readers = inside.state_tokens(engine), [policies[who] for who, _ in READERS.values()]
+        longer = [[*prompts[i], *prompts[i][:3]] for i in READERS]
+        again = ask(engine, longer, readers, max_tokens=4)
         engine.assert_idle()
-    assert not any(answer.cached for answer in long)
-    assert_parity(model, [*answers, *long], [*each, *each[:3]])
+    assert [answer.cached for answer in long] == [189 // grain * grain, 242 // grain * grain, 0]
+    for answer, policy, (who, own) in zip(again, readers, READERS.values(), strict=True):
+        size = BLOCK if who in (3, 6, 10) else grain
+        limit = 0 if own is None else (len(answer.prompt) - own) // size * size
+        assert answer.cached == limit, policy
+    assert_parity(model, [*answers, *long, *again], [*each, *each[:3], *readers])
 
 
 @pytest.mark.parametrize("name", by_day(names, ()))

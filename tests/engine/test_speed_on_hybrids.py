@@ -18,6 +18,9 @@ from support.prompts import prompts_of
 
 # By model, a cut with layers of both kinds on either side.
 CUTS = {"gemma3_text": 5, "gemma2": 3, "gpt_oss": 4, "cohere2": 4, "exaone4": 6}
+# By prompt of `test_parity`, the policy under which it comes again, longer by three tokens. Its
+# anchors are there if the policy before had them, or computed the layers above, too.
+READERS = {0: 2, 1: 6, 2: 2, 3: 2, 4: 0, 5: 2, 10: 2, 11: 0, 12: 2}
 names = list(CUTS)
 every = by_day(names, {names.index("gemma3_text")})
 
@@ -29,7 +32,7 @@ def policies_of(cut: int) -> list[Policy]:
         Speed(),
         Speed(cut, anchors=0),
         Speed(cut, anchors=40, tail=5),
-        Speed(cut, tail=100),
+        Speed(cut, tail=70),
         Speed(cut, anchors=70),
         Speed(cut + 1, anchors=3),
     ]
@@ -54,7 +57,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", every)
 def test_parity(made: Callable[[str], Path], name: str) -> None:
-    """In chunks beside each other; answers longer than the window; nobody reads a prefix."""
+    """In chunks beside each other; answers longer than the window; over each other's prefixes.
+
+    Then a prompt's tail begins where a cached prefix of it ends, or behind it: within a window,
+    at a block's end, and with a single token.
+    """
     model, policies = made(name), policies_of(CUTS[name])
     lengths = (97, 200, 33, 161, 130, 250, 1, 2, 5, 41, 64, 96, 193)
     prompts = prompts_of(lengths)
@@ -69,9 +76,13 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
     ) as engine:
         answers = ask(engine, prompts, each, max_tokens=6)
         long = ask(engine, prompts[:6], each[:6], max_tokens=90)
+        readers = [policies[who] for who in READERS.values()]
+        longer = [[*prompts[i], *prompts[i][:3]] for i in READERS]
+        again = ask(engine, longer, readers, max_tokens=4)
         engine.assert_idle()
-    assert not any(answer.cached for answer in long)
-    assert_parity(model, [*answers, *long], [*each, *each[:6]])
+    assert [answer.cached for answer in long] == [96, 192, 32, 0, 32, 0]
+    assert [answer.cached for answer in again] == [96, 192, 32, 160, 128, 224, 64, 96, 192]
+    assert_parity(model, [*answers, *long, *again], [*each, *each[:6], *readers])
 
 
 @pytest.mark.parametrize("name", by_day(names, ()))

@@ -83,6 +83,8 @@ class Engine:
         }
         output = self.scheduler.schedule()
         processed |= dict.fromkeys(output.preempted_req_ids or (), 0)
+        # What requests that begin have taken from the prefix cache is there.
+        processed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         self.queue.check(output)
         check_blocks(self.scheduler)
         check_windows(self.scheduler, output, processed)

@@ -91,6 +91,7 @@ HYBRIDS: dict[str, Server] = {
             "full",
         ),
         steps=200,
+        repeats=0.4,
         others=Others.sliding(1, 4, 6, 7, 10, 11, window=6),
     ),
     "slidingfastkv": Server(
@@ -109,6 +110,7 @@ HYBRIDS: dict[str, Server] = {
         ),
         stash=200,
         steps=200,
+        repeats=0.4,
         others=Others.sliding(1, 2, 5, 6, 9, 10, window=10),
     ),
     "fierwindows": long(

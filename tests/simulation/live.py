@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.sched.output import NewRequestData
 
+from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
 
@@ -131,11 +132,20 @@ class Live:
         in_gap = (positions >= gap.start) & (positions < gap.start + gap.size)
         return ~in_gap | (positions >= self.prompt_len)
 
+    def alone_from(self, layer: int) -> int:
+        """The position from which on tokens see nothing before it in windows below `layer`."""
+        speed, windows = self.policy.propagate, self.policy.windows
+        if not isinstance(speed, Speed) or windows is None or windows.layers[-1] < speed.cutoff:
+            return NEVER
+        tail = self.prompt_len - speed.tail
+        return tail if tail > 0 and layer >= speed.cutoff else NEVER
+
     def is_own(self, positions: Ints, layer: int) -> np.ndarray:
         """(n,) bool: whether something was left out before the layer at these positions."""
         if self.is_projected(layer):
             return np.ones(len(positions), dtype=bool)
         own = (positions >= self.prompt_len) & self.is_lossy
+        own |= positions >= self.alone_from(layer)
         gap, selection = self.storages[layer].prefill, self.selection
         if selection is None:
             # Above a cutoff anchors see all that is before them, and nothing else does.

@@ -125,6 +125,15 @@ class Case:
     resets: float
     copies_pages: bool
 
+    @property
+    def retention_interval(self) -> int | None:
+        """vLLM's ``prefix_cache_retention_interval``: whether it keeps windows everywhere.
+
+        By default it keeps those that a prompt may go on from. Not drawn by itself, so that seeds
+        stay what they were.
+        """
+        return 0 if self.copies_pages else None
+
     @classmethod
     def draw(cls, server: Server, rng: random.Random) -> "Case":
         """Long and short chunks; pools that hold one request, or many.

@@ -12,7 +12,7 @@ selects would choose without windows.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from simulation.cache import Cache, Mismatch
-from simulation.live import Ints, Live
+from simulation.live import Ints, Live, Made
 from simulation.other_layers import WindowLayer
 from simulation.state import Metadata
 from vllm_kvx.ops.prompt.sliding_rows import SlidingRows
@@ -54,18 +54,22 @@ class SlidingLayers:
         self._there = {number: np.zeros(shape, dtype=bool) for number in layers}
         self._entries = {number: np.zeros(shape, dtype=np.int64) for number in layers}
 
-    def add(self, one: Live, num_layers: int) -> None:
-        """A request begins.
+    def add(self, one: Live, starts: Sequence[int]) -> None:
+        """A request begins, perhaps with a prefix that others computed: as if it had done so.
+
+        starts: by layer of the decoder, the first one of its KV stage.
 
         Raises:
-            Mismatch: it has entries, which no prefix cache holds here; or other tokens are to go on
-                than windows need.
+            Mismatch: other tokens are to go on than windows need.
         """
         self.start_over(one.index)
         if not self.layers:
             return
-        if one.done:
-            raise Mismatch(f"{one}: begins with {one.done} tokens, whose windows nobody kept")
+        num_layers, at = len(starts), np.arange(one.done)
+        made = Made(self._live, np.full(one.done, one.index), at, False, True)
+        for number in self.layers:
+            self._there[number][one.index, at] = runs(one, at, number)
+            self._entries[number][one.index, at] = made.in_layer(number, starts[number])[0]
         found = one.selection and (one.selection.count, one.selection.last)
         if found != (wanted := self._selected(one, num_layers)):
             raise Mismatch(f"{one}: {found} tokens go on, and the last of them; want {wanted}")

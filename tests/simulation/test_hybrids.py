@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import inside
 
 from simulation.client import AMPLE, Client
 from simulation.hybrids import HYBRIDS
 from simulation.traffic import VOCAB
 
 SNAP = "snapkv:window=3,kernel=3,kv_rate=0.4,kv_floor=0"
+PROMPT_LEN = 69
 PROMPT = [(7 * n + n // 5) % VOCAB for n in range(70)]
 
 
@@ -91,3 +93,58 @@ def test_nobody_reads_a_checkpoint_of_a_lossy_answer(tmp_path: Path, one_thread:
         client.send(who, "full", [*text, 1], answer=2)
         client.order()
     assert client.engine.worker.began_at["asks again"] == 128
+
+
+_SNAP, _SPEED_5 = "snapkv:window=3,kv_rate=0.4,kv_floor=0", "speed-5:anchors=3,tail=2"
+_FAST_4, _FAST_8 = (
+    f"fastkv:window=3,kernel=3,kv_floor=0,tsp_layer={layer},tsp_rate=0.4" for layer in (4, 8)
+)
+_STRUCT_8 = "structkv:kv_floor=0,window=3,pivot=8,kv_rate=0.4"
+_GEM_4 = "gemfilter:kv_floor=0,window=3,kernel=3,layer=4,rate=0.4"
+# By server and reader, the last prompt tokens that it computes itself, and the writers whose
+# prompts it can read. Windows are there where the layers around them are.
+READS: dict[str, dict[str, tuple[int, set[str]]]] = {
+    "slidingspeed": {
+        "full": (1, {"full"}),
+        "speed-9:anchors=0": (1, {"full", "speed-9:anchors=0"}),
+        "speed-5:anchors=0": (1, {"full", "speed-9:anchors=0", "speed-5:anchors=0", _SPEED_5}),
+        _SPEED_5: (2, {"full", _SPEED_5}),
+    },
+    "slidingfastkv": {
+        "full": (1, {"full", _SNAP}),
+        _SNAP: (3, {"full", _SNAP}),
+        "speed-9:anchors=0": (1, {"full", _SNAP, "speed-9:anchors=0", _FAST_8, _STRUCT_8}),
+        _FAST_4: (3, {_FAST_4}),
+        _FAST_8: (3, {_FAST_8, _STRUCT_8}),
+        _STRUCT_8: (3, {_FAST_8, _STRUCT_8}),
+        _GEM_4: (3, set()),
+    },
+}
+
+
+@pytest.mark.parametrize("keeps_all", [True, False], ids=["every window", "some windows"])
+@pytest.mark.parametrize("name", READS)
+def test_who_reads_whom_where_layers_slide(
+    name: str, keeps_all: bool, tmp_path: Path, one_thread: None
+) -> None:
+    """Every pair; where vLLM keeps some windows alone, a policy finds those of its own prompts."""
+    server = replace(HYBRIDS[name], max_prompt=PROMPT_LEN)
+    case = replace(AMPLE, shares_prefixes=True, num_blocks=20_000, copies_pages=not keeps_all)
+    assert (case.retention_interval is None) == keeps_all
+    client, prompts = Client(server, server.config(tmp_path), case), 0
+    for reader, (own, writers) in READS[name].items():
+        selects = reader in (_FAST_4, _FAST_8, _STRUCT_8)
+        grain = inside.state_tokens(client.engine) if selects else server.block_size
+        for writer in READS[name] if keeps_all else [reader]:
+            # No two have their first block in common.
+            start = [prompts // VOCAB**power % VOCAB for power in range(server.block_size)]
+            prompt = [*start, *[0] * (PROMPT_LEN - len(start))]
+            prompts += 1
+            for who, policy in (("writes", writer), ("reads", reader)):
+                client.send(f"{prompts} {who}", policy, prompt, answer=3)
+                client.until_begun(f"{prompts} {who}")
+                client.step(4)
+            cached = client.engine.worker.began_at[f"{prompts} reads"]
+            limit = (PROMPT_LEN - own) // grain * grain
+            assert cached == (limit if writer in writers else 0), f"{reader} after {writer}"
+    client.order()

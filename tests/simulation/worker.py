@@ -79,7 +79,12 @@ class Worker:
         groups = kv_cache_groups(
             vllm_config, {layer.layer_name: layer.get_kv_cache_spec(vllm_config) for layer in every}
         )
-        self.kv_cache_config = KVCacheConfig(case.num_blocks, [], groups)
+        self.kv_cache_config = KVCacheConfig(
+            case.num_blocks,
+            [],
+            groups,
+            prefix_cache_retention_interval=case.retention_interval,
+        )
         self._attention_groups = attention_groups(groups)
         block_sizes = [group.kv_cache_spec.block_size for group in groups]
         block_size = policy_groups(self.kv_cache_config)[0].kv_cache_spec.block_size
@@ -213,7 +218,7 @@ class Worker:
         one = Live(new, index, self._number, policy, salt, storages)
         self.live[new.req_id] = self._by_state[index] = one
         self.began_at[new.req_id] = one.done
-        self.sliding.add(one, len(self._starts))
+        self.sliding.add(one, self._starts)
         self._expect_prefix(one)
         self._ids[index, : len(one.tokens)] = torch.tensor(one.tokens)
         self.state.add_request(index, new)

@@ -102,7 +102,7 @@ class DecodeFastPath:
         name, size = request.request_id, group.block_size
         room = len(group.req_to_blocks.get(name, ())) * size - self._num_ahead
         full_at = (group.num_cached_block.get(name, 0) + 1) * size
-        # See ``OtherGroups.keep_to_prompts``.
+        # See ``OtherGroups.follow``.
         ends = kv.policy.is_lossy_decode and full_at > request.num_prompt_tokens
         return room, NEVER if ends or not group.enable_caching else full_at
 

@@ -101,10 +101,6 @@ class SlidingStageSpec(SlidingWindowSpec):
     stage: int
     start_layer: int
 
-    @property
-    def prefix_cacheable(self) -> bool:
-        return False
-
 
 @dataclass(frozen=True, kw_only=True)
 class DraftAttentionSpec(FullAttentionSpec):

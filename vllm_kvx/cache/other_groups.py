@@ -1,7 +1,9 @@
-"""KV groups that follow no policy, and the part that they have in prefix hits.
+"""KV groups of layers without full attention, and of drafters: the part they have in prefix hits.
 
 A window holds the last blocks of a prefix alone, and a state what it was at some boundaries. So
 they may have less of a prefix than the layers with full attention, which have every block of it.
+Most follow no policy. Windows above a cut do: a request takes part of a prefix there if it would
+compute all of the prefix's tokens in these layers.
 
 A drafter's layers have full attention. Where it drafts by the model's hidden states, an entry
 follows from the next token, too: the last one of a block may be of another text's. vLLM calls such
@@ -11,17 +13,22 @@ groups EAGLE's. They find one block more of a prefix than they take.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
+from vllm_kvx.cache.managers import PolicyKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
 
 
 class OtherGroups:
-    """The KV groups of a server whose managers are vLLM's own, with its prefix cache on."""
+    """These KV groups of a server with its prefix cache on."""
 
     def __init__(self, coordinator: HybridKVCacheCoordinator, groups: Sequence[Any]) -> None:
         """groups: vLLM's ``SpecGroup`` of each kind of layer."""
@@ -31,47 +38,72 @@ class OtherGroups:
     def of(
         cls, coordinator: KVCacheCoordinator, ours: Collection[SingleTypeKVCacheManager]
     ) -> "OtherGroups | None":
-        """None where there are none, or prefixes are not cached."""
+        """None where there are none, or prefixes are not cached.
+
+        ours: the managers of layers with full attention.
+        """
         if not isinstance(coordinator, HybridKVCacheCoordinator):
             return None
         known = {manager.kv_cache_group_id for manager in ours}
         groups = [g for g in coordinator.attention_groups if not known & set(g.group_ids)]
         return cls(coordinator, groups) if groups else None
 
-    def keep_to_prompts(self, requests: Mapping[str, RequestKV]) -> None:
-        """From now on, no answer under a policy whose decode is lossy is published.
+    def follow(self, requests: Mapping[str, RequestKV]) -> None:
+        """From now on, no answer under a policy whose decode is lossy is published by vLLM.
 
         Windows and states of its tokens follow from what the policy has read of the prompt. Layers
         with full attention do not publish them either, but others may compute the same tokens as a
-        prompt: then the cache would have both under one hash.
+        prompt: then the cache would have both under one hash. And nothing of a policy is published
+        whose chosen tokens run again from the first layer on, in the place of the prompt. Windows
+        are kept also where prompts of a policy go on from the cache.
 
         requests: by id, those of a manager that follows policies.
         """
         for group in self._groups:
             for group_id in group.group_ids:
-                _keep_to_prompts(self._coordinator.single_type_managers[group_id], requests)
+                manager = self._coordinator.single_type_managers[group_id]
+                if not isinstance(manager, PolicyKVCacheManager):
+                    _follow(manager, requests)
 
     @property
     def are_drafters(self) -> bool:
         """Whether all of them are, so that no chunk that ends elsewhere would find more."""
         return all(isinstance(group.spec, FullAttentionSpec) for group in self._groups)
 
+    def peak_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request of so many tokens holds at most in those that follow no policy."""
+        managers = (
+            self._coordinator.single_type_managers[group_id]
+            for group in self._groups
+            for group_id in group.group_ids
+        )
+        return sum(
+            peak_blocks(manager, num_tokens)
+            for manager in managers
+            if not isinstance(manager, PolicyKVCacheManager)
+        )
+
     def find(
-        self, hashes: Sequence[BlockHash], length: int
+        self, request_id: str, hashes: Sequence[BlockHash], length: int, grain: int
     ) -> tuple[int, dict[int, list[KVCacheBlock]]]:
         """The longest prefix of at most `length` tokens that all of them have, and their blocks.
 
         Each kind accepts a length or makes it shorter, as in vLLM's own lookup, until all agree.
 
         Args:
+            request_id: groups that follow policies take part if it reads them.
             hashes: of the request's blocks, in vLLM's hash block size.
+            grain: tokens that the prefix is a multiple of.
         """
         coordinator, blocks = self._coordinator, dict[int, list[KVCacheBlock]]()
         before = -1
         while length and length != before:
-            before = length
+            before = length = length // grain * grain
             for spec, group_ids, manager_cls, drops_last in self._groups:
                 manager = coordinator.single_type_managers[group_ids[0]]
+                is_ours = isinstance(manager, PolicyKVCacheManager)
+                if is_ours and not manager.requests[request_id].reads:
+                    continue
                 most = length
                 if drops_last:
                     most += manager.block_size
@@ -91,11 +123,20 @@ class OtherGroups:
         return length, blocks if length else {}
 
 
-def _keep_to_prompts(manager: SingleTypeKVCacheManager, requests: Mapping[str, RequestKV]) -> None:
+def peak_blocks(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
+    """Blocks of so many stored tokens, as admission counts them: not those behind a window."""
+    count, most = cdiv(num_tokens, manager.block_size), manager.max_admission_blocks_per_request
+    return count if most is None else min(count, most)
+
+
+def _follow(manager: SingleTypeKVCacheManager, requests: Mapping[str, RequestKV]) -> None:
     stock = manager.cache_blocks
 
     def cache_blocks(request: Request, num_tokens: int, *args: Any, **options: Any) -> None:
         kv, prompt_len = requests.get(request.request_id), request.num_prompt_tokens
+        propagate = kv.policy.propagate if kv is not None else None
+        if propagate is not None and propagate.restarts:
+            return
         if kv is not None and kv.policy.is_lossy_decode and num_tokens > prompt_len:
             num_tokens = prompt_len
             # Mamba 2 may have kept a state of the answer, which would be published besides.
@@ -105,6 +146,8 @@ def _keep_to_prompts(manager: SingleTypeKVCacheManager, requests: Mapping[str, R
             done = manager.num_cached_block.get(request.request_id, 0)
             if done >= num_tokens // manager.block_size:
                 return
+        if kv is not None and isinstance(manager, SlidingWindowManager):
+            options["replay_boundaries"] = (*options["replay_boundaries"], *kv.resumes)
         stock(request, num_tokens, *args, **options)
 
     manager.cache_blocks = cache_blocks  # type: ignore[method-assign]

@@ -22,6 +22,8 @@ class RequestKV:
         policy: the policy that it runs under, parsed once, when it arrives.
         reads: a prefix hit must bring the blocks of this group; else it never needs them.
         publishes: leading tokens whose blocks others may read; None if all.
+        resumes: tokens after which prompts that begin like it may go on from the cache, under its
+            policy. vLLM keeps windows for other such places.
         anchors: leading tokens whose entries a prefix hit must bring along.
         anchor_hash: key of those entries, by their tokens; ``None`` if they cannot be shared.
         first_hash: key of the prompt's first block, which begins with them too.
@@ -46,6 +48,7 @@ class RequestKV:
     policy: KVPolicy
     reads: bool = True
     publishes: int | None = None
+    resumes: tuple[int, ...] = ()
     anchors: int = 0
     anchor_hash: BlockHash | None = None
     first_hash: BlockHash | None = None

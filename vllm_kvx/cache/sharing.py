@@ -12,8 +12,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, resolve_block_hashes
 from vllm.v1.request import Request
@@ -22,17 +20,15 @@ from vllm_kvx.cache.admission import in_both
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import PolicyKVCacheManager
 from vllm_kvx.cache.messages import PrivateBlocks, StateBlocks
-from vllm_kvx.cache.other_groups import OtherGroups
+from vllm_kvx.cache.other_groups import OtherGroups, peak_blocks
 from vllm_kvx.cache.prefix_eviction import Recency, Rivals
 from vllm_kvx.cache.request_kv import RequestKV, anchor_hash
-from vllm_kvx.cache.states import StateCache, StateRows, overlays
+from vllm_kvx.cache.states import StateCache
 from vllm_kvx.cache.step_room import StepRoom
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import Storage, storage_of
-
-logger = init_logger("vllm.kvx.cache")
 
 
 class PrefixSharing:
@@ -49,20 +45,13 @@ class PrefixSharing:
         self._managers = sorted(managers, key=lambda manager: manager.kv_cache_group_id)
         self._pool, self._block_size = kv_cache_manager.block_pool, managers[0].block_size
         self._stages = settings.layout.stages
-        # Where tokens are selected, some run again, and windows below the cut hold what they made.
-        layout = settings.layout
-        slides = any(s.slides for s in self._stages) or bool(layout.windows and layout.selects)
-        self._is_on = kv_cache_manager.enable_caching and not slides
-        if kv_cache_manager.enable_caching and slides:
-            logger.warning(
-                "Requests share no prefixes on this server: some layers slide over a window, and "
-                "what they hold of a prompt under policies that propagate is not kept."
-            )
+        self._is_on = kv_cache_manager.enable_caching
+        self._full = [m for m in self._managers if not self._stages[m.stage].slides]
         self._num_groups = len(kv_cache_manager.kv_cache_config.kv_cache_groups)
         self.step_room = StepRoom(self._managers, kv_cache_manager, config)
-        self._others = OtherGroups.of(kv_cache_manager.coordinator, self._managers)
+        self._others = OtherGroups.of(kv_cache_manager.coordinator, self._full)
         if self._others is not None:
-            self._others.keep_to_prompts(self._managers[0].requests)
+            self._others.follow(self._managers[0].requests)
         self._ends = dict(pairwise((*settings.layout.stage_starts, settings.num_layers)))
         # The first layer above the one that selects, of each running request that does.
         self._resumes: dict[str, int] = {}
@@ -81,22 +70,8 @@ class PrefixSharing:
             self.recency = Recency(self._pool, group=self._first)
         self.states: StateCache | None = None
         if self._is_on and settings.shares and settings.layout.stash:
-            rows = StateRows.of(kv_cache_manager.kv_cache_config, config)
-            if rows.tokens:
-                self.states = StateCache(self._pool, rows, self._block_size)
-            elif not overlays(config.cache_config.cache_dtype):
-                logger.warning(
-                    "Policies that select tokens share no prefix here: that was never tested with "
-                    "an %s KV cache. fp8 (e4m3) and 16-bit caches allow it.",
-                    config.cache_config.cache_dtype,
-                )
-            else:
-                logger.warning(
-                    "Policies that select tokens share no prefix here: the pages of a KV block of "
-                    "%d tokens do not hold the hidden states of as many. Fewer tensor-parallel "
-                    "ranks or an unquantized KV cache make pages larger.",
-                    self._block_size,
-                )
+            config_of_groups = kv_cache_manager.kv_cache_config
+            self.states = StateCache.of(config_of_groups, config, self._pool, self._block_size)
 
     def add_request(self, request: Request, policy: KVPolicy, row: int) -> list[Storage]:
         """Tells the managers what the request stores and shares; returns what each stage stores.
@@ -118,11 +93,16 @@ class PrefixSharing:
             storage_of(policy, prompt_len, stage.start, size, num_layers, stage.slides)
             for stage in self._stages
         ]
+        # From there on a prompt's tail does not see what is before it, in layers that slide.
+        turned = [s.start for s, its in zip(self._stages, storages, strict=True) if its.turn]
+        turns_at = min(turned, default=num_layers)
+        resumes = self._resumes_of(request, policy)
         for manager in self._managers:
             storage = storages[manager.stage]
-            kv = RequestKV(storage, policy, by_block=by_block, row=row)
-            # Whether every prompt token is computed in the manager's layers.
+            kv = RequestKV(storage, policy, resumes=resumes, by_block=by_block, row=row)
+            # Whether every prompt token is computed in the manager's layers, and sees all others.
             is_whole = not (storage.prefill.size or storage.prefill.grows)
+            is_whole &= manager.start_layer < turns_at
             end = self._ends[manager.start_layer]
             if selection is not None:
                 is_whole = end <= selection.resumes_at
@@ -134,12 +114,20 @@ class PrefixSharing:
             elif policy.is_lossy_decode:
                 # Generated tokens of its own are not what a prompt's would be.
                 kv.publishes = prompt_len // size * size
-            if storage.prefill.size and kv.publishes == 0 and 0 < anchors <= size and self._is_on:
+            above = storage.prefill.size > 0 and not self._stages[manager.stage].slides
+            if above and kv.publishes == 0 and 0 < anchors <= size and self._is_on:
                 kv.anchors = anchors
                 kv.anchor_hash = anchor_hash(request, anchors)
                 kv.first_hash = next(iter(self._hashes(request)), None)
             manager.add_request(request.request_id, kv)
         return storages
+
+    def _resumes_of(self, request: Request, policy: KVPolicy) -> tuple[int, ...]:
+        """Tokens after which this prompt, and one that goes on from it, may take from the cache."""
+        limit, grain = self.limit(request, policy) or 0, self._block_size
+        if self.states is not None and request.request_id in self._resumes:
+            grain = self.states.tokens
+        return tuple(tokens // grain * grain for tokens in (limit, request.num_prompt_tokens))
 
     def publishes(self, request: Request, policy: KVPolicy) -> bool:
         """Whether others may read what such a request computes in full."""
@@ -194,8 +182,10 @@ class PrefixSharing:
         windows or states, 0 if none does. vLLM ends a chunk there, so that the next one finds all.
         """
         manager = self._kv_cache_manager
-        needed, kvs = [], [m.requests[request.request_id] for m in self._managers]
-        for each, kv in zip(self._managers, kvs, strict=True):
+        needed, name = [], request.request_id
+        kvs = [m.requests[name] for m in self._managers]
+        for each in self._full:
+            kv = each.requests[name]
             if kv.reads:
                 needed.append(each.kv_cache_group_id)
             elif kv.anchor_hash is not None:
@@ -208,7 +198,7 @@ class PrefixSharing:
         num_blocks, hashes, size = 0, self._hashes(request), self._block_size
         layer = self._resumes.get(request.request_id)
         if layer is not None and self.states is not None:
-            states = self._find_states(request, hashes, layer, limit, kvs)
+            states = self._find_states(request, hashes, layer, limit)
             limit = len(states) * self.states.tokens
         for block_hash in hashes[: limit // size]:
             cached = self._pool.get_cached_block(block_hash, needed)
@@ -218,22 +208,24 @@ class PrefixSharing:
             for group, block in zip(needed, cached, strict=True):
                 hits[group].append(block)
         in_cache = self._run(request, num_blocks)
+        grain = size
         if layer is not None and self.states is not None:
             # Whole blocks of states.
-            held = num_blocks * size // self.states.tokens
-            self.states.hold(request.request_id, states[:held])
-            num_blocks = held * self.states.tokens // size
-            hits = [blocks[:num_blocks] for blocks in hits]
-        if num_blocks * size <= max(kv.anchors for kv in kvs):
-            num_blocks = 0
+            grain = self.states.tokens
+            num_blocks = num_blocks * size // grain * grain // size
         theirs: dict[int, list[KVCacheBlock]] = {}
         boundary = 0
         if self._others is not None and num_blocks:
-            found, theirs = self._others.find(request.block_hashes, num_blocks * size)
-            if found < num_blocks * size and not self._others.are_drafters:
-                boundary = num_blocks * size
+            length = num_blocks * size
+            found, theirs = self._others.find(name, request.block_hashes, length, grain)
+            if found < length and not self._others.are_drafters:
+                boundary = length
             num_blocks = found // size
-            hits = [blocks[:num_blocks] for blocks in hits]
+        if num_blocks * size <= max(kv.anchors for kv in kvs):
+            num_blocks, theirs = 0, {}
+        hits = [blocks[:num_blocks] for blocks in hits]
+        if layer is not None and self.states is not None:
+            self.states.hold(name, states[: num_blocks * size // grain])
         self._note_fit(request, hashes, layer, num_blocks, hits, kvs)
         self.looked_up[request.request_id] = num_blocks * size, in_cache * size
         if num_blocks == 0:
@@ -266,7 +258,7 @@ class PrefixSharing:
             each for each in following if not self._pool.get_cached_block(each, [self._first])
         ]
         found = list(chain.from_iterable(hits))
-        needed = self._peak_blocks(request, kvs) - len(found)
+        needed = self._peak_blocks(request) - len(found)
         each_rivals = (self.recency.too_late(each, found, needed) for each in following)
         rivals = next((each for each in each_rivals if each is not None), None)
         self._rivals[request.request_id] = rivals
@@ -297,7 +289,7 @@ class PrefixSharing:
         return count
 
     def _find_states(
-        self, request: Request, hashes: Any, layer: int, limit: int, kvs: Sequence[RequestKV]
+        self, request: Request, hashes: Any, layer: int, limit: int
     ) -> list[KVCacheBlock]:
         """The cached states that the request may hold.
 
@@ -307,14 +299,16 @@ class PrefixSharing:
         assert self.states is not None
         self.states.let_go(request.request_id)
         blocks = self.states.find(hashes, layer, limit)
-        needed = self._peak_blocks(request, kvs) + self._kv_cache_manager.watermark_blocks
+        needed = self._peak_blocks(request) + self._kv_cache_manager.watermark_blocks
+        if self._others is not None:
+            needed += self._others.peak_blocks(request.num_tokens)
         room = self._pool.get_num_free_blocks() - needed
         return blocks[: max(room, 0)]
 
-    def _peak_blocks(self, request: Request, kvs: Sequence[RequestKV]) -> int:
-        """Blocks of all KV groups that the request holds at most until its tokens are computed."""
-        tokens, size = request.num_tokens, self._block_size
-        return sum(cdiv(kv.storage.peak_len(tokens), size) for kv in kvs)
+    def _peak_blocks(self, request: Request) -> int:
+        """Blocks of KV groups of policy stages that the request holds at most on its way."""
+        kvs = ((each, each.requests[request.request_id]) for each in self._managers)
+        return sum(peak_blocks(m, kv.storage.peak_len(request.num_tokens)) for m, kv in kvs)
 
     def end_step(
         self, scheduled: dict[str, int], requests: dict[str, Request]

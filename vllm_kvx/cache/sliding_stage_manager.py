@@ -1,11 +1,11 @@
 """The manager of KV groups above a cut whose layers slide over a window."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.request import Request
 
 from vllm_kvx.cache.managers import PolicyKVCacheManager
 
@@ -13,8 +13,8 @@ from vllm_kvx.cache.managers import PolicyKVCacheManager
 class SlidingStageKVCacheManager(PolicyKVCacheManager, SlidingWindowManager):
     """Blocks of one such group: those of stored entries that a window still reaches.
 
-    Nothing of it is in the prefix cache: what a window holds of a prompt is not the prompt's end
-    where some of it does not exist.
+    A request that computes all of its prompt here has it in the prefix cache as under stock vLLM.
+    Of one that does not, nothing is: what its window holds is not the prompt's end.
     """
 
     def get_num_blocks_to_allocate(
@@ -45,6 +45,45 @@ class SlidingStageKVCacheManager(PolicyKVCacheManager, SlidingWindowManager):
         # anchors stay until the tail comes.
         return min(count, max(most, cdiv(kv.storage.prefill.start, self.block_size)))
 
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        kv = self.requests.get(request_id)
+        if kv is not None and kv.storage.turn is not None:
+            # The tail takes the first slots, and sees nothing of the prefix. So there is nothing to
+            # bring, and no block that the window has passed.
+            num_local_computed_tokens = num_external_computed_tokens = 0
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """Publishes those that a prompt may go on from, as stock vLLM does of a window."""
+        kv = self.requests.get(request.request_id)
+        if kv is None:
+            return
+        if kv.publishes is not None:
+            num_tokens = min(num_tokens, kv.publishes)
+        # Past the base class, which publishes every block.
+        SlidingWindowManager.cache_blocks(
+            self,
+            request,
+            num_tokens,
+            retention_interval,
+            replay_boundaries=(*replay_boundaries, *kv.resumes),
+        )
+
     def remove_skipped_blocks(
         self,
         request_id: str,
@@ -57,7 +96,3 @@ class SlidingStageKVCacheManager(PolicyKVCacheManager, SlidingWindowManager):
                 return  # What comes next takes the slots of what is there.
             processed_computed_tokens = kv.storage.stored_len(processed_computed_tokens)
         super().remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
-
-    @classmethod
-    def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("groups of a policy stage take no part in prefix lookups")

@@ -13,12 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from vllm_kvx.cache.messages import StateBlocks
 from vllm_kvx.cache.pool_capacity import policy_groups
+
+logger = init_logger("vllm.kvx.cache")
 
 # Groups take part in the keys of vLLM's cache; states are of the first.
 _GROUP = 0
@@ -42,7 +45,7 @@ class StateRows:
         groups, model = policy_groups(kv_cache_config), config.model_config
         spec = groups[0].kv_cache_spec
         assert isinstance(spec, AttentionSpec)
-        if not overlays(config.cache_config.cache_dtype):
+        if not overlays(config.cache_config.cache_dtype, slides(kv_cache_config)):
             return cls(0, 0, 0)
         state_bytes = model.get_hidden_size() * model.dtype.itemsize  # type: ignore[union-attr]
         per_page = spec.unpadded_page_size_bytes // state_bytes
@@ -51,18 +54,52 @@ class StateRows:
         return cls(per_page, pages, per_page * pages // size * size)
 
 
-def overlays(cache_dtype: str) -> bool:
+def overlays(cache_dtype: str, beside_windows: bool = False) -> bool:
     """Whether states may lie in blocks that entries of this type use later.
 
     Their bytes may be no numbers as 8-bit entries, and a request's last block may still hold such
     bytes beyond its last entry. FlashAttention 3 and Triton never use those of e4m3: a test on a
-    GPU fills all free blocks with NaN, and no logprob changes. No backend ran with e5m2 there.
+    GPU fills all free blocks with NaN, and no logprob changes. No backend ran with e5m2 there, nor
+    with 8 bits where a block may hold such bytes before the first entry of a window.
     """
-    return cache_dtype != "fp8_e5m2"
+    return cache_dtype != "fp8_e5m2" and not (beside_windows and cache_dtype.startswith("fp8"))
+
+
+def slides(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layers slide over a window."""
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return any(isinstance(spec, SlidingWindowSpec) for spec in specs)
 
 
 class StateCache:
     """Finds and publishes blocks of states. block_size: tokens of a KV cache block."""
+
+    @classmethod
+    def of(
+        cls, kv_cache_config: KVCacheConfig, config: VllmConfig, pool: BlockPool, block_size: int
+    ) -> "StateCache | None":
+        """That of a server with a stash; None, and the log says why, where it can keep none."""
+        rows = StateRows.of(kv_cache_config, config)
+        if rows.tokens:
+            return cls(pool, rows, block_size)
+        cache_dtype, beside = config.cache_config.cache_dtype, slides(kv_cache_config)
+        if not overlays(cache_dtype, beside):
+            logger.warning(
+                "Policies that select tokens share no prefix here: that was never tested with "
+                "an %s KV cache%s caches allow it.",
+                cache_dtype,
+                " beside layers that slide over a window. 16-bit"
+                if beside
+                else ". fp8 (e4m3) and 16-bit",
+            )
+        else:
+            logger.warning(
+                "Policies that select tokens share no prefix here: the pages of a KV block of "
+                "%d tokens do not hold the hidden states of as many. Fewer tensor-parallel "
+                "ranks or an unquantized KV cache make pages larger.",
+                block_size,
+            )
+        return None
 
     def __init__(self, pool: BlockPool, rows: StateRows, block_size: int) -> None:
         self.tokens = rows.tokens

@@ -110,6 +110,7 @@ CALLED = {
         "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
         "vllm.v1.core.single_type_kv_cache_manager:"
         "SingleTypeKVCacheManager._get_num_evictable_blocks",
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.find_longest_cache_hit",
         "vllm.v1.core.single_type_kv_cache_manager:register_all_kvcache_specs",
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
         "vllm.v1.worker.gpu.async_utils:async_copy_to_np",

@@ -11,6 +11,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvx.cache.messages import StateBlocks
+from vllm_kvx.cache.pool_capacity import policy_groups
 from vllm_kvx.cache.states import StateRows
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.stash import Stash
@@ -47,7 +48,7 @@ class PrefixStates:
     ) -> "PrefixStates":
         """Over the cache that vLLM has just given to the layers."""
         rows = StateRows.of(kv_cache_config, vllm_config)
-        names = max((group.layer_names for group in kv_cache_config.kv_cache_groups), key=len)
+        names = max((group.layer_names for group in policy_groups(kv_cache_config)), key=len)
         layers = [hook.layer for hook in hooks.layers if hook.layer.layer_name in set(names)]
         return cls(stash, rows, layers)
 

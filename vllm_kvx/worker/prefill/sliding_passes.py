@@ -50,26 +50,21 @@ class PassesOfWindows:
         before = self._carried if pieces[0].begin else None
         rows = SlidingRows(counts, positions, before, 0 if last.is_last else reach)
         self._carried = rows.after
-        places, stored_from = (
+        places, ends = (
             to_device(np.repeat(each, counts), positions.device)
             for each in (
                 [piece.chunk.batch_index for piece in pieces],
-                [_stored_from(piece) for piece in pieces],
+                [piece.chunk.state.settles_at for piece in pieces],
             )
         )
-        is_stored = positions >= stored_from
+        by_name = {hook.layer.layer_name: hook.window for hook in self._hooks.windows}
         for group, names in groups.items():
             size, here = block_sizes[group], [name for name in names if name in slots]
             if here:
                 block = block_tables[group][places, positions // size].long()
                 slot = block * size + positions % size
-                slot = torch.where(is_stored, slot, PAD_SLOT_ID)
+                # Those that the next token sees. Of others vLLM may have freed the blocks.
+                window = by_name[here[0]]
+                slot = torch.where(positions > ends - window, slot, PAD_SLOT_ID)
                 slots.update(dict.fromkeys(here, slot))
                 metadata.update(dict.fromkeys(here, rows))
-
-
-def _stored_from(piece: Piece) -> int:
-    """The first position that layers which slide store."""
-    state = piece.chunk.state
-    assert state.selection is not None
-    return state.settles_at - state.selection.last
