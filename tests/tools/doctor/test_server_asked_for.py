@@ -130,6 +130,13 @@ def test_a_hybrid_says_what_share_of_its_kv_a_policy_can_save(doctor, tmp_path: 
     assert any("keeps 25% there saves 63% of it" in line for line in found)
     # The pool counts the same: (2048 + 384) / (512 + 384).
     assert any(f"{(2048 + 384) / (512 + 384):.2f}x" in line for line in found)
+    # Above a cut the layers that slide are in stages of their own: of 1,024 tokens 64 go on.
+    policy = "speed-4:anchors=0,tail=64"
+    asked = doctor(policy, model=tmp_path, serve_args=ON_CPU, prompt_len=1024, gpu_memory=8)
+    found = [each.says for each in asked("model", "flags", "policy")]
+    groups = "stages of 1 + 1 + 3 + 3 layers in 1 + 1 + 3 + 3 KV groups of 1 layers, 0 padding"
+    assert any(f"{groups} layers; the last 2 of these" in line for line in found)
+    assert any(f"{(2048 + 384) / (1024 + 64 + 384):.2f}x" in line for line in found)
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's code of it imports that")
