@@ -63,6 +63,16 @@ def is_mixed(model_config: "ModelConfig") -> bool:
     return model_config.is_hybrid or 0 < count < model_config.get_total_num_hidden_layers()
 
 
+def shares_keys(text_config: Any) -> bool:
+    """Whether a configuration says that layers with full attention read an earlier one's keys.
+
+    They are among the last ones, as Gemma 3n's and some of Gemma 4's.
+    """
+    count = getattr(text_config, "num_kv_shared_layers", None) or 0
+    kinds = layer_kinds(text_config) or ["full_attention"]
+    return bool(count) and any(map(is_full, kinds[-count:]))
+
+
 def is_full(kind: str) -> bool:
     """Whether a configuration that says `kind` of a layer means one with full attention."""
     return kind in _FULL

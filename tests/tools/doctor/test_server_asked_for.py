@@ -25,6 +25,7 @@ from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.validate import identity_of
 from vllm_kvx.tools.doctor import asked as asked_for
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request
+from vllm_kvx.tools.doctor.model_limits import FULL_ALONE, NO_POLICY, NO_PROPAGATION, limits_of
 from vllm_kvx.tools.doctor.plan import rows_of
 from vllm_kvx.tools.doctor.sizes import GIB, Pool, Sizes
 from vllm_kvx.tools.doctor.weights import weights_bytes
@@ -98,6 +99,31 @@ def test_a_model_that_policies_do_not_run(doctor, tmp_path: Path) -> None:
     (problem,) = asked("flags")
     # The server's own words.
     assert "every layer of this model slides over a window" in problem.says
+
+
+KINDS = ["sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "remain"),
+    [
+        ("LlamaForCausalLM", {}, []),
+        ("DeepseekV2ForCausalLM", {"kv_lora_rank": 64}, [FULL_ALONE]),
+        ("Gemma3nForCausalLM", {"num_kv_shared_layers": 1, "layer_types": KINDS}, [FULL_ALONE]),
+        (
+            "Gemma3nForCausalLM",
+            {"num_kv_shared_layers": 0, "layer_types": KINDS, "sliding_window": 64},
+            [NO_PROPAGATION, NO_PROPAGATION],
+        ),
+        ("SolarForCausalLM", {"bskcn_tv": [0.9, 0.8]}, [NO_PROPAGATION]),
+        ("ChatGLMModel", {"multi_query_group_num": 2}, [NO_PROPAGATION]),
+        ("BertModel", {}, [NO_POLICY]),
+    ],
+)
+def test_what_remains_by_a_configuration(
+    architecture: str, fields: dict[str, Any], remain: list[str]
+) -> None:
+    assert [each.remain for each in limits_of(architecture, fields)] == remain
 
 
 def test_a_model_whose_attention_caps_its_logits(doctor, tmp_path: Path) -> None:

@@ -26,7 +26,12 @@ from vllm_kvx.records.tuned_weights import read as read_tuned
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.server.start_checks import HEAD_DIMS
 from vllm_kvx.tools.checkpoint.loading import load_config
-from vllm_kvx.tools.doctor.model_limits import BESIDE_WINDOWS, FULL_ALONE, limits_of
+from vllm_kvx.tools.doctor.model_limits import (
+    BESIDE_WINDOWS,
+    FULL_ALONE,
+    NO_POLICY,
+    limits_of,
+)
 from vllm_kvx.tools.doctor.weights import quantized_bytes
 from vllm_kvx.tools.engine import on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate.engine import NotStarted, own_engine
@@ -188,8 +193,8 @@ def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> Mode
     """
     limits = []
     for limit in limits_of(str(architecture_of(text_config)), text_config):
-        if limit.remain == FULL_ALONE:
-            raise ToolError(f"this model runs full alone: {limit.reason}")
+        if limit.remain in (FULL_ALONE, NO_POLICY):
+            raise ToolError(f"this model runs {limit.remain}: {limit.reason}")
         # What is beside windows is asked of each policy.
         if limit.remain != BESIDE_WINDOWS:
             limits.append((limit.reason, True))
