@@ -102,6 +102,7 @@ def test_a_model_that_policies_do_not_run(doctor, tmp_path: Path) -> None:
 
 
 KINDS = ["sliding_attention", "full_attention"] * 2
+STATES = ["linear_attention"] * 3 + ["full_attention"]
 
 
 @pytest.mark.parametrize(
@@ -118,12 +119,16 @@ KINDS = ["sliding_attention", "full_attention"] * 2
         ("SolarForCausalLM", {"bskcn_tv": [0.9, 0.8]}, [NO_PROPAGATION]),
         ("ChatGLMModel", {"multi_query_group_num": 2}, [NO_PROPAGATION]),
         ("BertModel", {}, [NO_POLICY]),
+        ("Qwen3NextForCausalLM", {"layer_types": STATES}, [NO_PROPAGATION]),
     ],
 )
 def test_what_remains_by_a_configuration(
     architecture: str, fields: dict[str, Any], remain: list[str]
 ) -> None:
-    assert [each.remain for each in limits_of(architecture, fields)] == remain
+    found = list(limits_of(architecture, fields))
+    assert [each.remain for each in found] == remain
+    if fields.get("layer_types") is STATES:
+        assert "layer 2: tokens could leave in the 1 layer above it alone" in found[0].reason
 
 
 def test_a_model_whose_attention_caps_its_logits(doctor, tmp_path: Path) -> None:

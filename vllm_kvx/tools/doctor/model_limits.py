@@ -91,7 +91,11 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
             yield Limit("it takes no text alone", FULL_ALONE)
             return
         if info.is_hybrid:
-            yield Limit("some of its layers keep a state in the place of keys", NO_PROPAGATION)
+            yield Limit(
+                "some of its layers keep a state in the place of keys"
+                f"{_last_state(layer_kinds(SimpleNamespace(**text_config)))}",
+                NO_PROPAGATION,
+            )
             return
         if full < len(kinds):
             remain = BESIDE_WINDOWS if info.supports_pp else NO_PROPAGATION
@@ -101,6 +105,18 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
         for name, said in _NO_RANGES.items():
             if text_config.get(name):
                 yield Limit(f"{said} ({name})", NO_PROPAGATION)
+
+
+def _last_state(kinds: list[str]) -> str:
+    """Where tokens could leave such a model, in words, if its configuration lists its layers."""
+    states = [i for i, kind in enumerate(kinds) if not (is_full(kind) or "sliding" in kind)]
+    if not states or kinds[-1] == "hybrid":
+        return ""
+    above = len(kinds) - 1 - states[-1]
+    return (
+        f" (the last of them is layer {states[-1]}: tokens could leave in the {above} "
+        f"layer{'s' * (above != 1)} above it alone, which is not served)"
+    )
 
 
 def reads_media(architecture: str) -> bool:
