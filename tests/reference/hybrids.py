@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .models import OUT_SCALE
+from .models import OUT_SCALE, QK_SCALE
 from .zoo import EXPERTS, HEAD_DIM, HEADS, LAYERS, Entry, write
 
 WINDOW = 64
@@ -81,6 +81,14 @@ def _draw_gpt_oss(name: str, noise: Tensor) -> Tensor | None:
     return None
 
 
+def _draw_gemma4(name: str, noise: Tensor) -> Tensor | None:
+    """Norms of queries and keys that make up for the scale of their products, which is 1."""
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        scale = QK_SCALE / noise.shape[0] ** 0.25
+        return scale * (1 + 0.2 * noise.clamp(-2, 2))
+    return None
+
+
 # By transformers' model type.
 HYBRIDS: dict[str, Entry] = {
     "gemma3_text": Entry(
@@ -106,6 +114,20 @@ HYBRIDS: dict[str, Entry] = {
         _ONE_IN_TWO
         | {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": 64},
         draw=_draw_gpt_oss,
+    ),
+    # Heads of full layers are larger and fewer, and their values are their keys.
+    "gemma4_text": Entry(
+        _ONE_IN_FOUR
+        | {
+            "global_head_dim": 2 * HEAD_DIM,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        },
+        tied=True,
+        logits_scaling=0.5,
+        draw=_draw_gemma4,
     ),
     # Full layers without rotary embeddings, sublayers in parallel.
     "cohere2": Entry(

@@ -159,8 +159,13 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
 
 def _values_differ(text_config: object) -> bool:
     """Whether a configuration says that values are smaller or larger than keys."""
-    sizes = [getattr(text_config, name, None) for name in ("head_dim", "v_head_dim")]
-    return None not in sizes and sizes[0] != sizes[1]
+    # Where layers differ, as Gemma 4's, transformers refuses to say one size for all.
+    layers = getattr(text_config, "per_layer_config", None)
+    for each in [text_config] if layers is None else layers:
+        sizes = [getattr(each, name, None) for name in ("head_dim", "v_head_dim")]
+        if None not in sizes and sizes[0] != sizes[1]:
+            return True
+    return False
 
 
 def beside_sliding_layers(settings: "KVSettings") -> list[str]:
