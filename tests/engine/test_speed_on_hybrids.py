@@ -17,7 +17,14 @@ from support.parity import ask, assert_parity, assert_parity_preempted, in_turn,
 from support.prompts import prompts_of
 
 # By model, a cut with layers of both kinds on either side.
-CUTS = {"gemma3_text": 5, "gemma2": 3, "gpt_oss": 4, "cohere2": 4, "exaone4": 6}
+CUTS = {
+    "gemma3_text": 5,
+    "gemma2": 3,
+    "gemma4_text": 5,
+    "gpt_oss": 4,
+    "cohere2": 4,
+    "exaone4": 6,
+}
 names = list(CUTS)
 every = by_day(names, {names.index("gemma3_text")})
 
