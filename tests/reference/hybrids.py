@@ -8,13 +8,21 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
-from .models import OUT_SCALE, QK_SCALE
-from .zoo import EXPERTS, HEAD_DIM, HEADS, LAYERS, Entry, write
+from .models import BOS, EOS, OUT_SCALE, QK_SCALE
+from .zoo import EXPERTS, HEAD_DIM, HEADS, LAYERS, Entry, draw, write
 
 WINDOW = 64
+# The model type of the one that `wrap_gemma4` writes.
+WRAPPED = "gemma4"
 
 
 def pattern(sliding: int, other: str = "sliding_attention") -> list[str]:
@@ -214,6 +222,35 @@ def build(path: str | Path, name: str, *, seed: int = 0, **overrides: Any) -> Pa
     `overrides` go to the config class as they are. Raises KeyError for an unknown name.
     """
     return write(path, name, HYBRIDS[name], seed=seed, **overrides)
+
+
+def wrap_gemma4(path: Path, *, seed: int = 0) -> Path:
+    """Write a Gemma 4 that also reads images, with experts, to `path` and return it.
+
+    It has no image processor. What stands for an image is a token that no test asks.
+    """
+    plain = build(
+        path / "plain",
+        "gemma4_text",
+        enable_moe_block=True,
+        num_experts=EXPERTS,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+    )
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    config = AutoConfig.for_model(
+        WRAPPED,
+        text_config=AutoConfig.from_pretrained(plain).to_dict(),
+        vision_config=vision | {"num_attention_heads": 2, "num_key_value_heads": 2},
+        audio_config=None,
+        dtype="float32",
+        **{f"{each}_token_id": 2 for each in ("image", "boi", "eoi", "audio", "boa", "video")},
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    draw(model, HYBRIDS["gemma4_text"], seed)
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=0)
+    model.save_pretrained(path)
+    return path
 
 
 def widen(model: PreTrainedModel) -> PreTrainedModel:
