@@ -12,6 +12,7 @@ from vllm_kvx.cache.group_size import (
     group_by_vllm,
     group_layers,
 )
+from vllm_kvx.config.policy_layers import num_kv_heads
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import storage_of, stored_len
@@ -69,7 +70,7 @@ class Sizes:
         entry = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
         sizes = cls(
             layers=model.get_total_num_hidden_layers(),
-            kv_heads=model.get_num_kv_heads(config.parallel_config),
+            kv_heads=max(num_kv_heads(model) // config.parallel_config.tensor_parallel_size, 1),
             head_dim=model.get_head_size(),
             hidden=model.get_hidden_size(),
             entry_bytes=entry.itemsize,
@@ -185,6 +186,7 @@ class Pool:
         """The same where policies propagate and some layers slide, in stages as all others are."""
         assert sizes.kv_layers is not None
         window, size, count = sizes.kv_layers.window, sizes.block_size, sizes.layers
+        large = sizes.kv_layers.window_entry
         stages = layout.stages
         # The layers that slide below the first cut are vLLM's own, behind all stages.
         layers = [0] * (len(stages) + 1)
@@ -194,12 +196,15 @@ class Pool:
             layers[len(stages) if stage is None else stage] += 1
         settled = prompt_len + policy.num_generated
         held = [
-            min(storage_of(policy, prompt_len, stage.start, size, count, slides=True).kept, window)
+            large
+            * min(
+                storage_of(policy, prompt_len, stage.start, size, count, slides=True).kept, window
+            )
             if stage.slides
             else stored_len(policy, prompt_len, settled, stage.start, size, count)
             for stage in stages
         ]
-        held.append(min(prompt_len, window))
+        held.append(large * min(prompt_len, window))
         found = [each for each in zip(layers, held, strict=True) if each[0]]
         choice = group_by_vllm([each for each, _ in found])
         stored = sum(
