@@ -15,7 +15,7 @@ from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from support.cpu_hybrids import complete_cpu_hybrids
 from support.expected import FULL, Policy, Read
-from support.nightly import by_day, nightly
+from support.nightly import by_day
 from support.parity import (
     assert_parity_and_again,
     assert_parity_preempted,
@@ -45,12 +45,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     models: dict[str, Path] = {}
 
     def of(name: str) -> Path:
-        if name == "qwen3_5_text":
-            pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it")
-        if name == hybrids.WRAPPED and name not in models:
-            models[name] = hybrids.wrap_gemma4(tmp_path_factory.mktemp(name))
+        if name == "qwen3_5_text" or name in hybrids.WRAPPED:
+            pytest.importorskip("torchvision", reason="vLLM's module of it imports that")
         if name not in models:
-            models[name] = hybrids.build(tmp_path_factory.mktemp(name), name)
+            make = hybrids.wrap if name in hybrids.WRAPPED else hybrids.build
+            models[name] = make(tmp_path_factory.mktemp(name), name)
         return models[name]
 
     return of
@@ -61,10 +60,10 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
     assert_parity_and_again(made(name), LENGTHS, POLICIES)
 
 
-@nightly
-def test_experts_in_a_wrapper(made: Callable[[str], Path]) -> None:
-    """Gemma 4 as most of its checkpoints are: a model that reads images too, with experts."""
-    assert_parity_and_again(made(hybrids.WRAPPED), LENGTHS, POLICIES)
+@pytest.mark.parametrize("name", by_day(list(hybrids.WRAPPED), ()))
+def test_wrapped(made: Callable[[str], Path], name: str) -> None:
+    """As checkpoints are: in models that also read images, one with experts."""
+    assert_parity_and_again(made(name), LENGTHS, POLICIES)
 
 
 @pytest.mark.parametrize("name", by_day(names, ()))

@@ -18,11 +18,9 @@ from transformers import (
 )
 
 from .models import BOS, EOS, OUT_SCALE, QK_SCALE
-from .zoo import EXPERTS, HEAD_DIM, HEADS, LAYERS, Entry, draw, write
+from .zoo import EXPERTS, HEAD_DIM, HEADS, LAYERS, VOCAB, Entry, draw, write
 
 WINDOW = 64
-# The model type of the one that `wrap_gemma4` writes.
-WRAPPED = "gemma4"
 
 
 def pattern(sliding: int, other: str = "sliding_attention") -> list[str]:
@@ -37,7 +35,7 @@ _ROPES = {
 }
 _ONE_IN_FOUR = {"layer_types": pattern(3), "sliding_window": WINDOW}
 _ONE_IN_TWO = {"layer_types": pattern(1), "sliding_window": WINDOW}
-_DELTA_RULE = {
+_DELTA_RULE: dict[str, Any] = {
     "layer_types": pattern(3, "linear_attention"),
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 32,
@@ -216,6 +214,56 @@ HYBRIDS: dict[str, Entry] = {
 }
 
 
+# Models that also read images, by transformers' model type: the language model, what it has
+# besides, and the fields of the whole.
+WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma4": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": EXPERTS,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+            },
+            "audio_config": None,
+            **{f"{each}_token_id": 2 for each in ("image", "boi", "eoi", "audio", "boa", "video")},
+        },
+    ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "rope_parameters": {
+                **_DELTA_RULE["rope_parameters"],
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            }
+        },
+        {
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            },
+            "image_token_id": VOCAB - 4,
+            "video_token_id": VOCAB - 3,
+            "vision_start_token_id": VOCAB - 2,
+            "vision_end_token_id": VOCAB - 1,
+        },
+    ),
+}
+
+
 def build(path: str | Path, name: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write the float32 model of HYBRIDS entry `name` to `path` and return it.
 
@@ -224,30 +272,22 @@ def build(path: str | Path, name: str, *, seed: int = 0, **overrides: Any) -> Pa
     return write(path, name, HYBRIDS[name], seed=seed, **overrides)
 
 
-def wrap_gemma4(path: Path, *, seed: int = 0) -> Path:
-    """Write a Gemma 4 that also reads images, with experts, to `path` and return it.
+def wrap(path: Path, name: str, *, seed: int = 0) -> Path:
+    """Write the WRAPPED model `name`, which also reads images, to `path` and return it.
 
-    It has no image processor. What stands for an image is a token that no test asks.
+    It has no image processor. What stands for an image in a Gemma 4 is a token that no test asks.
     """
-    plain = build(
-        path / "plain",
-        "gemma4_text",
-        enable_moe_block=True,
-        num_experts=EXPERTS,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-    )
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    inner, text, others = WRAPPED[name]
+    plain = AutoConfig.from_pretrained(build(path / "plain", inner, **text))
     config = AutoConfig.for_model(
-        WRAPPED,
-        text_config=AutoConfig.from_pretrained(plain).to_dict(),
-        vision_config=vision | {"num_attention_heads": 2, "num_key_value_heads": 2},
-        audio_config=None,
+        name,
+        text_config=plain.to_dict(),
+        tie_word_embeddings=plain.tie_word_embeddings,
         dtype="float32",
-        **{f"{each}_token_id": 2 for each in ("image", "boi", "eoi", "audio", "boa", "video")},
+        **others,
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    draw(model, HYBRIDS["gemma4_text"], seed)
+    draw(model, HYBRIDS[inner], seed)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(path)
     return path
