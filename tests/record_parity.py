@@ -31,6 +31,10 @@ SITUATIONS: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("test_hybrids.py", "test_parity"): ("chunks, mixed batches, prefix hits", ""),
     ("test_hybrids.py", "test_preempted"): ("preempted", ""),
+    ("test_hybrids.py", "test_wrapped"): (
+        "chunks, mixed batches, prefix hits, text in a wrapper",
+        "",
+    ),
     ("test_speed_on_hybrids.py", "test_parity"): ("chunks, mixed batches", ""),
     ("test_speed_on_hybrids.py", "test_preempted"): ("preempted", ""),
     ("test_selection_on_hybrids.py", "test_parity"): ("chunks, mixed batches", ""),

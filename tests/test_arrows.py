@@ -110,7 +110,7 @@ RULES = {
     "tools.evaluate": Rule(
         (
             *("policy", "records", "config", "errors", "server.measured_layers"),
-            *("tools.checkpoint.dense_decoder", "tools.engine", "tools.kv_layers"),
+            *("tools.checkpoint.loading", "tools.engine", "tools.kv_layers"),
             *("tools.plots", "tools.tasks", "tools.time_left"),
         ),
         "asks engines from outside, as a user does; the rest is counting",
@@ -128,7 +128,7 @@ RULES = {
     "tools.recommend": Rule(
         (
             *("policy", "records", "config", "errors"),
-            *("server.measured_layers", "server.start_checks", "tools.checkpoint.dense_decoder"),
+            *("server.measured_layers", "server.start_checks", "tools.checkpoint.loading"),
             *("tools.doctor.model_limits", "tools.doctor.weights", "tools.engine"),
             *("tools.evaluate", "tools.ideal", "tools.tasks"),
         ),
@@ -143,7 +143,8 @@ RULES = {
     "tools.tune_speed": Rule(
         (
             *("policy", "config", "errors", "records"),
-            *("tools.checkpoint.dense_decoder", "tools.engine", "tools.plots"),
+            *("tools.checkpoint.dense_decoder", "tools.checkpoint.loading"),
+            *("tools.engine", "tools.plots"),
         ),
         "makes weights for a policy, with transformers; a record beside them says which",
     ),

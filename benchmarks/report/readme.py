@@ -257,14 +257,14 @@ def _label(row: Row, gain: Gain, gpu: str | None) -> str:
     return f"{row.policy}{tuned}{_elsewhere(gain, gpu)}"
 
 
-def with_table(readme: str, lines: Sequence[str]) -> str:
-    """README.md with the table as it has to be.
+def with_table(page: str, lines: Sequence[str], begin: str = BEGIN, end: str = END) -> str:
+    """A page with its table as it has to be, between the lines `begin` and `end`.
 
     Raises:
-        ValueError: its lines are not there, or not once.
+        ValueError: these lines are not there, or not once.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"no place for the table of policies: give the lines {BEGIN} and {END}")
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{after}"])
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"no place for a table: give the lines {begin} and {end}")
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return "\n".join([f"{before}{begin}", "", *lines, "", f"{end}{after}"])

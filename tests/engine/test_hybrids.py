@@ -45,10 +45,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     models: dict[str, Path] = {}
 
     def of(name: str) -> Path:
-        if name == "qwen3_5_text":
-            pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it")
+        if name == "qwen3_5_text" or name in hybrids.WRAPPED:
+            pytest.importorskip("torchvision", reason="vLLM's module of it imports that")
         if name not in models:
-            models[name] = hybrids.build(tmp_path_factory.mktemp(name), name)
+            make = hybrids.wrap if name in hybrids.WRAPPED else hybrids.build
+            models[name] = make(tmp_path_factory.mktemp(name), name)
         return models[name]
 
     return of
@@ -56,6 +57,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", every)
 def test_parity(made: Callable[[str], Path], name: str) -> None:
+    assert_parity_and_again(made(name), LENGTHS, POLICIES)
+
+
+@pytest.mark.parametrize("name", by_day(list(hybrids.WRAPPED), ()))
+def test_wrapped(made: Callable[[str], Path], name: str) -> None:
+    """As checkpoints are: in models that also read images, one with experts."""
     assert_parity_and_again(made(name), LENGTHS, POLICIES)
 
 

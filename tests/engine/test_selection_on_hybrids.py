@@ -25,6 +25,7 @@ from support.prompts import prompts_of
 SELECTS = {
     "gemma3_text": (3, 7),
     "gemma2": (3, 5),
+    "gemma4_text": (3, 7),
     "gpt_oss": (3, 5),
     "cohere2": (3, 7),
     "exaone4": (3, 7),

@@ -17,7 +17,14 @@ from support.parity import ask, assert_parity, assert_parity_preempted, in_turn,
 from support.prompts import prompts_of
 
 # By model, a cut with layers of both kinds on either side.
-CUTS = {"gemma3_text": 5, "gemma2": 3, "gpt_oss": 4, "cohere2": 4, "exaone4": 6}
+CUTS = {
+    "gemma3_text": 5,
+    "gemma2": 3,
+    "gemma4_text": 5,
+    "gpt_oss": 4,
+    "cohere2": 4,
+    "exaone4": 6,
+}
 # By prompt of `test_parity`, the policy under which it comes again, longer by three tokens. Its
 # anchors are there if the policy before had them, or computed the layers above, too.
 READERS = {0: 2, 1: 6, 2: 2, 3: 2, 4: 0, 5: 2, 10: 2, 11: 0, 12: 2}

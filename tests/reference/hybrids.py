@@ -8,11 +8,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
-from .models import OUT_SCALE
-from .zoo import EXPERTS, HEAD_DIM, HEADS, LAYERS, Entry, write
+from .models import BOS, EOS, OUT_SCALE, QK_SCALE
+from .zoo import EXPERTS, HEAD_DIM, HEADS, LAYERS, VOCAB, Entry, draw, write
 
 WINDOW = 64
 
@@ -29,7 +35,7 @@ _ROPES = {
 }
 _ONE_IN_FOUR = {"layer_types": pattern(3), "sliding_window": WINDOW}
 _ONE_IN_TWO = {"layer_types": pattern(1), "sliding_window": WINDOW}
-_DELTA_RULE = {
+_DELTA_RULE: dict[str, Any] = {
     "layer_types": pattern(3, "linear_attention"),
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 32,
@@ -81,6 +87,14 @@ def _draw_gpt_oss(name: str, noise: Tensor) -> Tensor | None:
     return None
 
 
+def _draw_gemma4(name: str, noise: Tensor) -> Tensor | None:
+    """Norms of queries and keys that make up for the scale of their products, which is 1."""
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        scale = QK_SCALE / noise.shape[0] ** 0.25
+        return scale * (1 + 0.2 * noise.clamp(-2, 2))
+    return None
+
+
 # By transformers' model type.
 HYBRIDS: dict[str, Entry] = {
     "gemma3_text": Entry(
@@ -106,6 +120,20 @@ HYBRIDS: dict[str, Entry] = {
         _ONE_IN_TWO
         | {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": 64},
         draw=_draw_gpt_oss,
+    ),
+    # Heads of full layers are larger and fewer, and their values are their keys.
+    "gemma4_text": Entry(
+        _ONE_IN_FOUR
+        | {
+            "global_head_dim": 2 * HEAD_DIM,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        },
+        tied=True,
+        logits_scaling=0.5,
+        draw=_draw_gemma4,
     ),
     # Full layers without rotary embeddings, sublayers in parallel.
     "cohere2": Entry(
@@ -186,12 +214,83 @@ HYBRIDS: dict[str, Entry] = {
 }
 
 
+# Models that also read images, by transformers' model type: the language model, what it has
+# besides, and the fields of the whole.
+WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma4": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": EXPERTS,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+            },
+            "audio_config": None,
+            **{f"{each}_token_id": 2 for each in ("image", "boi", "eoi", "audio", "boa", "video")},
+        },
+    ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "rope_parameters": {
+                **_DELTA_RULE["rope_parameters"],
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            }
+        },
+        {
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            },
+            "image_token_id": VOCAB - 4,
+            "video_token_id": VOCAB - 3,
+            "vision_start_token_id": VOCAB - 2,
+            "vision_end_token_id": VOCAB - 1,
+        },
+    ),
+}
+
+
 def build(path: str | Path, name: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write the float32 model of HYBRIDS entry `name` to `path` and return it.
 
     `overrides` go to the config class as they are. Raises KeyError for an unknown name.
     """
     return write(path, name, HYBRIDS[name], seed=seed, **overrides)
+
+
+def wrap(path: Path, name: str, *, seed: int = 0) -> Path:
+    """Write the WRAPPED model `name`, which also reads images, to `path` and return it.
+
+    It has no image processor. What stands for an image in a Gemma 4 is a token that no test asks.
+    """
+    inner, text, others = WRAPPED[name]
+    plain = AutoConfig.from_pretrained(build(path / "plain", inner, **text))
+    config = AutoConfig.for_model(
+        name,
+        text_config=plain.to_dict(),
+        tie_word_embeddings=plain.tie_word_embeddings,
+        dtype="float32",
+        **others,
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    draw(model, HYBRIDS[inner], seed)
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=0)
+    model.save_pretrained(path)
+    return path
 
 
 def widen(model: PreTrainedModel) -> PreTrainedModel:

@@ -4,12 +4,18 @@ Their language models have weights as those of the zoo. Tokens that stand for im
 vocabulary, as in released checkpoints: a text may hold them, and they are tokens like others there.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from .models import BOS, EOS
 from .zoo import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Entry, draw
@@ -81,7 +87,9 @@ WRAPPERS: dict[str, Callable[[int], tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def build(path: str | Path, name: str, *, head_dim: int = HEAD_DIM, seed: int = 0) -> Path:
+def build(
+    path: str | Path, name: str, *, head_dim: int = HEAD_DIM, layers: int = LAYERS, seed: int = 0
+) -> Path:
     """Write the float32 model of WRAPPERS entry `name` to `path` and return it.
 
     It has no image processor. Raises KeyError for a name that is not in WRAPPERS.
@@ -90,7 +98,7 @@ def build(path: str | Path, name: str, *, head_dim: int = HEAD_DIM, seed: int = 
     tokens = _TOKENS if name.startswith("qwen") else {}
     config = AutoConfig.for_model(
         name,
-        text_config=_TEXT | text,
+        text_config=_TEXT | text | {"num_hidden_layers": layers},
         tie_word_embeddings=False,
         dtype="float32",
         **tokens,
@@ -101,3 +109,24 @@ def build(path: str | Path, name: str, *, head_dim: int = HEAD_DIM, seed: int = 
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(path)
     return Path(path)
+
+
+def wrap(path: Path, model: Path) -> Path:
+    """Write `model`, of Llama's or Mistral's kind, as the language model of a Mistral 3 to `path`.
+
+    It has the tokenizer of `model`, and no image processor.
+    """
+    inner: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    text = {**inner.config.to_dict(), "model_type": "mistral", "sliding_window": None}
+    text["architectures"] = ["MistralForCausalLM"]
+    tied = inner.config.tie_word_embeddings
+    _, others = _mistral3(inner.config.head_dim)
+    config = AutoConfig.for_model("mistral3", text_config=text, tie_word_embeddings=tied, **others)
+    made: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    made.model.language_model.load_state_dict(inner.model.state_dict())
+    made.lm_head.load_state_dict(inner.lm_head.state_dict())
+    made.generation_config = inner.generation_config
+    made.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, path)
+    return path

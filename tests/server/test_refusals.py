@@ -86,7 +86,8 @@ CASES = [
     ("model_config.is_multimodal_raw_input_only_model", True, "no text alone"),
     ("model_config.is_encoder_decoder", True, "encoder-decoder"),
     ("model_config.enable_prompt_embeds", True, "--enable-prompt-embeds"),
-    ("model_config.use_mla", True, "latent attention"),
+    ("model_config.use_mla", True, "latent attention is not supported yet, and full alone remains"),
+    ("model_config.hf_text_config.num_kv_shared_layers", 2, "num_kv_shared_layers"),
     ("model_config.is_attention_free", True, "keeps states"),
     ("model_config.uses_alibi", True, "ALiBi"),
     ("aux_output_config", SimpleNamespace(enabled=True), "--enable-return-routed-experts"),
@@ -1137,6 +1138,20 @@ def test_ways_out_lead_out(stock, monkeypatch) -> None:
         assert not reasons(TABLES, changed(stock, "attention_config.backend", backend))
     for dtype in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"):
         assert not reasons(TABLES, changed(stock, "cache_config.cache_dtype", dtype))
+
+
+def test_kv_heads_are_those_of_full_layers(make_config, model_dir) -> None:
+    """Gemma 4's layers that slide have others, and heads of another size."""
+    gemma4: dict[str, Any] = {"sliding_window": 64, "attention_k_eq_v": True}
+    gemma4 |= {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1}
+    path = model_dir(**model("Gemma4", model_type="gemma4_text", **gemma4))
+    config = make_config("snapkv:kv_rate=0.1", model=path, dtype="float32")
+    assert config.model_config.get_total_num_kv_heads() > 1
+    (reason,) = reasons(WITH_RETENTION, changed(config, "parallel_config.tensor_parallel_size", 2))
+    assert "--tensor-parallel-size to at most the number of KV heads" in reason
+    sharing = model_dir(**model("Gemma4", model_type="gemma4_text", num_kv_shared_layers=2))
+    with pytest.raises(ValueError, match="num_kv_shared_layers"):
+        make_config("snapkv:kv_rate=0.1", model=sharing, dtype="float32")
 
 
 def test_a_disabled_window_works(make_config, model_dir) -> None:

@@ -18,6 +18,15 @@ def test_a_layer_that_slides_holds_its_window() -> None:
     assert layers.share(32_768) == pytest.approx(32_768 / (32_768 + 5 * 512))
 
 
+def test_entries_of_other_sizes() -> None:
+    """As Gemma 4 31B's: 4 heads of 512 in full layers, 16 of 256 in the others."""
+    own = {"5": {"head_dim": 512, "num_key_value_heads": 4}}
+    heads = {"head_dim": 256, "num_key_value_heads": 16, "per_layer_config": own}
+    layers = KVLayers.of(SLIDING | heads)
+    assert layers is not None and layers.window_entry == 2
+    assert layers.share(512) == pytest.approx(1 / 11)
+
+
 def test_what_a_policy_saves_is_of_that_share() -> None:
     layers = KVLayers.of(SimpleNamespace(**SLIDING))
     assert layers is not None

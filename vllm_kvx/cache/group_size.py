@@ -87,6 +87,11 @@ def group_layers(stage_sizes: Sequence[int]) -> GroupChoice:
     """The KV groups that vLLM forms for these stages, with the buckets given to it."""
     if buckets_of(stage_sizes) is not None:
         return choose_group_size(stage_sizes)
+    return group_by_vllm(stage_sizes)
+
+
+def group_by_vllm(stage_sizes: Sequence[int]) -> GroupChoice:
+    """The KV groups that vLLM forms by itself, of all layers that it stores alike."""
     return grouped(stage_sizes, _vllm_group_size(stage_sizes))
 
 

@@ -28,6 +28,24 @@ def num_policy_layers(model_config: "ModelConfig") -> int:
     return sum(map(is_full, kinds))
 
 
+def num_kv_heads(model_config: "ModelConfig") -> int:
+    """KV heads of a layer with full attention, of all ranks; the fewest where such layers differ.
+
+    Gemma 4's have fewer than its layers that slide, which vLLM counts.
+    """
+    total = model_config.get_total_num_kv_heads()
+    layers = getattr(model_config.hf_text_config, "per_layer_config", None)
+    if layers is None:
+        return total
+    kinds = layer_kinds(model_config.hf_text_config)
+    of_full = (
+        layer.num_key_value_heads
+        for layer, kind in zip(layers, kinds, strict=False)
+        if is_full(kind)
+    )
+    return min(of_full, default=total)
+
+
 def sliding_layers(model_config: "ModelConfig") -> tuple[int, ...]:
     """The layers that slide over a window, where all others have full attention; else none."""
     if model_config.get_sliding_window() is None or model_config.is_hybrid:
@@ -61,6 +79,16 @@ def is_mixed(model_config: "ModelConfig") -> bool:
     """Whether some layers are policy layers and some are not, or keep a state beside."""
     count = num_policy_layers(model_config)
     return model_config.is_hybrid or 0 < count < model_config.get_total_num_hidden_layers()
+
+
+def shares_keys(text_config: Any) -> bool:
+    """Whether a configuration says that layers with full attention read an earlier one's keys.
+
+    They are among the last ones, as Gemma 3n's and some of Gemma 4's.
+    """
+    count = getattr(text_config, "num_kv_shared_layers", None) or 0
+    kinds = layer_kinds(text_config) or ["full_attention"]
+    return bool(count) and any(map(is_full, kinds[-count:]))
 
 
 def is_full(kind: str) -> bool:

@@ -72,7 +72,8 @@ def every_layer(
     if sorted(found) != list(range(num_layers)):
         raise _cannot(
             f"{len(found)} of its {num_layers} layers have full attention or slide over a window, "
-            "and policies that propagate need one of these in every layer"
+            "and policies that propagate need one of these in every layer",
+            "Those that only retain or retrieve (snapkv, fier and others) remain",
         )
     return [found[number] for number in range(num_layers)]
 
@@ -119,7 +120,8 @@ def check_softmax(layers: Sequence[Attention], computes: bool, moves: bool) -> N
         if computes and layer.has_sink and getattr(impl, "sinks", None) is None:
             raise _cannot(
                 f"its attention has sinks, and attention backend {layer.attn_backend.get_name()} "
-                "keeps them where they are not found: set --attention-backend TRITON_ATTN"
+                "keeps them where they are not found",
+                "Set --attention-backend TRITON_ATTN",
             )
 
 
@@ -145,11 +147,12 @@ def output_projections(model: nn.Module, layers: Sequence[Attention]) -> list[nn
         if len(linear) != 1 or linear[0].input_size_per_partition != size:
             raise _cannot(
                 "the projection of its attention's output is not known, by whose weights "
-                "score=critical (criticalkv's) rates values"
+                "score=critical (criticalkv's) rates values",
+                "All others remain",
             )
         found += linear
     return found
 
 
-def _cannot(reason: str) -> ValueError:
-    return ValueError(f"this model cannot run under the server's KV policies: {reason}")
+def _cannot(reason: str, way_out: str = "full alone remains") -> ValueError:
+    return ValueError(f"this model cannot run under the server's KV policies: {reason}. {way_out}")

@@ -57,6 +57,21 @@ DENSE_MLPS = (
     "Qwen3ForCausalLM",
 )
 CALIBRATED = (*DENSE_MLPS, "MixtralForCausalLM", "Qwen3MoeForCausalLM")
+# Models that also read images and wrap such a language model, by its `model_type`. On a text their
+# three rows of rotary positions are equal, which makes them one.
+WRAPPERS = {
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+}
+
+
+def is_calibrated(architecture: str, text_model_type: str) -> bool:
+    """Whether `vllm-kvx calibrate` runs the model.
+
+    architecture: of the whole model. text_model_type: of what reads text in it.
+    """
+    return architecture in CALIBRATED or WRAPPERS.get(architecture) == text_model_type
 
 
 def record_path(method: str, key: str, root: Path | None = None) -> Path:

@@ -17,7 +17,14 @@ from vllm_kvx.policy.axes import WINDOW_REDUCTIONS, Method
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.records.layers import CALIBRATED, SETTINGS, load, record_path
+from vllm_kvx.records.layers import (
+    CALIBRATED,
+    SETTINGS,
+    WRAPPERS,
+    is_calibrated,
+    load,
+    record_path,
+)
 from vllm_kvx.records.model_key import ModelIdentity, architecture_of
 from vllm_kvx.server import measure_at_start as at_start
 
@@ -277,14 +284,17 @@ def _layer(
 
 def cannot_be_measured(vllm_config: "VllmConfig") -> str | None:
     """Why `vllm-kvx calibrate` cannot run this model; None if it can."""
+    model_config = vllm_config.model_config
     # The whole model's architecture: one that wraps a language model is loaded in another way.
-    names = vllm_config.model_config.hf_config.architectures
+    names = model_config.hf_config.architectures
     architecture = names[0] if names else "none"
-    if architecture in CALIBRATED:
+    inner = model_config.hf_text_config.model_type
+    if is_calibrated(architecture, inner):
         return None
+    found = f"{architecture} of a {inner}" if architecture in WRAPPERS else architecture
     return (
-        f"`vllm-kvx calibrate`, which runs {', '.join(CALIBRATED)}, cannot measure it "
-        f"(architecture: {architecture})"
+        f"`vllm-kvx calibrate`, which runs {', '.join((*CALIBRATED, *WRAPPERS))}, cannot measure "
+        f"it (architecture: {found})"
     )
 
 

@@ -5,7 +5,12 @@ What only shows once a model is loaded, ``models/attention`` and ``models/layer_
 
 from typing import TYPE_CHECKING
 
-from vllm_kvx.config.policy_layers import is_mixed, num_policy_layers, sliding_layers
+from vllm_kvx.config.policy_layers import (
+    is_mixed,
+    num_policy_layers,
+    shares_keys,
+    sliding_layers,
+)
 from vllm_kvx.policy.beside_windows import beside_windows
 from vllm_kvx.server.pipeline_checks import has_rank_without_policy_layers
 from vllm_kvx.server.start_refusal import (
@@ -46,7 +51,14 @@ OF_MODEL: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.model_config.use_mla,
-        "multi-head latent attention is not supported yet: serve another model",
+        "multi-head latent attention is not supported yet, and full alone remains: serve another "
+        "model, or drop the KV policy",
+        MODEL,
+    ),
+    Refusal(
+        lambda c: shares_keys(c.model_config.hf_text_config),
+        "its last layers read the keys and values of earlier ones (num_kv_shared_layers), and full "
+        "alone remains: serve another model, or drop the KV policy",
         MODEL,
     ),
     Refusal(
@@ -147,8 +159,13 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
 
 def _values_differ(text_config: object) -> bool:
     """Whether a configuration says that values are smaller or larger than keys."""
-    sizes = [getattr(text_config, name, None) for name in ("head_dim", "v_head_dim")]
-    return None not in sizes and sizes[0] != sizes[1]
+    # Where layers differ, as Gemma 4's, transformers refuses to say one size for all.
+    layers = getattr(text_config, "per_layer_config", None)
+    for each in [text_config] if layers is None else layers:
+        sizes = [getattr(each, name, None) for name in ("head_dim", "v_head_dim")]
+        if None not in sizes and sizes[0] != sizes[1]:
+            return True
+    return False
 
 
 def beside_sliding_layers(settings: "KVSettings") -> list[str]:

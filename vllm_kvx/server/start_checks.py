@@ -6,7 +6,7 @@ A request's refusals, its 400s, are in ``request_check``, which asks ``policy/``
 import os
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvx.config.policy_layers import is_mixed
+from vllm_kvx.config.policy_layers import is_mixed, num_kv_heads
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, UNSCALED
 from vllm_kvx.server.connector_checks import BESIDE_CONNECTORS, RETRIEVAL_BESIDE_CONNECTORS
@@ -197,7 +197,7 @@ WITH_RETENTION: tuple[Refusal, ...] = (
         CACHE_DTYPE,
     ),
     Refusal(
-        lambda c: c.parallel_config.tensor_parallel_size > c.model_config.get_total_num_kv_heads(),
+        lambda c: c.parallel_config.tensor_parallel_size > num_kv_heads(c.model_config),
         "with more ranks than KV heads, two ranks would choose different entries of one head: set "
         "--tensor-parallel-size to at most the number of KV heads",
         MODEL,

@@ -18,9 +18,8 @@ class KVLayers:
     total: layers. full: those with full attention, which policies are about. sliding: those that
     hold the last `window` tokens. recurrent: those that keep a state, whatever the prompt, alone or
     beside full attention. state_entries: what one request's states take in all of these together,
-    in the bytes of a token in one layer; None if that is not known.
-
-    The entries of all layers count as equally large.
+    in the bytes of a token in one layer; None if that is not known. window_entry: how large an
+    entry of a layer that slides is, over one of a layer with full attention.
     """
 
     total: int
@@ -29,6 +28,7 @@ class KVLayers:
     recurrent: int
     window: int
     state_entries: float | None = None
+    window_entry: float = 1
 
     @classmethod
     def of(cls, text_config: Any, state_entries: float | None = None) -> "KVLayers | None":
@@ -47,11 +47,16 @@ class KVLayers:
         if not full or (full == len(kinds) and not recurrent):
             return None
         window = getattr(text_config, "sliding_window", None) or 0
-        return cls(len(kinds), full, sliding, recurrent, window, state_entries)
+        sizes = [_values(text_config, layer) for layer in range(len(kinds))]
+        of_full = next(size for size, kind in zip(sizes, kinds, strict=True) if is_full(kind))
+        of_sliding = [size for size, kind in zip(sizes, kinds, strict=True) if "sliding" in kind]
+        ratio = of_sliding[0] / of_full if of_sliding and of_full else 1
+        return cls(len(kinds), full, sliding, recurrent, window, state_entries, ratio)
 
     def other_entries(self, prompt_len: int) -> float:
         """What the others hold of such a prompt, in tokens of one layer; known states included."""
-        return self.sliding * min(prompt_len, self.window) + (self.state_entries or 0)
+        windows = self.sliding * min(prompt_len, self.window) * self.window_entry
+        return windows + (self.state_entries or 0)
 
     def share(self, prompt_len: int) -> float:
         """The share of the KV of such a prompt that layers with full attention hold, in [0, 1]."""
@@ -84,3 +89,19 @@ class KVLayers:
     def _left_out(self) -> str:
         counted = not self.recurrent or self.state_entries is not None
         return "" if counted else " (the states of the others are not counted)"
+
+
+def _values(text_config: Any, layer: int) -> int:
+    """Numbers of a key in the cache of a layer; the same of all, where layers are not told apart.
+
+    Where they are, as Gemma 4's, config.json has what differs, and transformers a configuration of
+    each.
+    """
+    own = getattr(text_config, "per_layer_config", None)
+    if own is None:
+        return 1
+    if isinstance(own, Mapping):
+        found = {**vars(text_config), **own.get(str(layer), {})}
+    else:
+        found = own[layer].to_dict()
+    return int(found["num_key_value_heads"] * found["head_dim"])

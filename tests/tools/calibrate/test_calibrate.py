@@ -10,12 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import zoo
+from reference import wrappers, zoo
 from reference.models import ARCHS, add_tokenizer, build_model
 from support import inside
 from support.models import LOOKUP
+from support.nightly import by_day
 from support.prompts import VOCAB, prompt_of
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.cli import main
@@ -25,7 +31,7 @@ from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import tsp_layer as calibrate
 from vllm_kvx.tools.calibrate.tsp_layer import choose_max_layer, distances
-from vllm_kvx.tools.checkpoint import dense_decoder as dense
+from vllm_kvx.tools.checkpoint import loading
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder
 from vllm_kvx.tools.checkpoint.prompts import read_prompts, shorten, tokenize
 
@@ -34,6 +40,7 @@ POLICY = FastKV(tsp_rate=0.3, window=4, kernel=5)
 
 
 EXPERTS = ("qwen3_moe", "mixtral")
+WRAPPERS = list(wrappers.WRAPPERS)
 
 
 @pytest.fixture(
@@ -65,14 +72,16 @@ def write_prompts(path: Path, *prompts: list[int] | str) -> Path:
 @torch.no_grad()
 def brute_force(path: Path, prompt: list[int], policy: FastKV, max_layer: int) -> list[float]:
     """Eq. 3 with transformers' own layers over every row, and masks that hide what was dropped."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    is_wrapper = "text_config" in json.loads((path / "config.json").read_text())
+    loader = AutoModelForImageTextToText if is_wrapper else AutoModelForCausalLM
+    model: Any = loader.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     total, window = len(prompt), policy.window
     ids = torch.tensor([prompt])
-    full = model.model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
-    wanted = full.last_hidden_state[0, -1].double()
-    rotary = model.model.rotary_emb(full.hidden_states[0], torch.arange(total)[None])
+    # A wrapper's own states are those of its language model.
+    full = model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
+    decoder = model.eval().model.language_model if is_wrapper else model.eval().model
+    wanted = full.hidden_states[-1][0, -1].double()
+    rotary = decoder.rotary_emb(full.hidden_states[0], torch.arange(total)[None])
     count = max(int(total * policy.token_rate), window)
     result = []
     for candidate in range(max_layer + 1):
@@ -92,10 +101,10 @@ def brute_force(path: Path, prompt: list[int], policy: FastKV, max_layer: int) -
         # A hidden row may see itself, so that it is finite; nobody reads it.
         mask.fill_diagonal_(0)
         hidden = full.hidden_states[candidate + 1]
-        for layer in model.model.layers[candidate + 1 :]:
+        for layer in decoder.layers[candidate + 1 :]:
             out = layer(hidden, attention_mask=mask[None, None], position_embeddings=rotary)
             hidden = out[0] if isinstance(out, tuple) else out
-        state = model.model.norm(hidden)[0, -1].double()
+        state = decoder.norm(hidden)[0, -1].double()
         result.append(float(((wanted - state) ** 2).sum() / (wanted**2).sum()))
     return result
 
@@ -113,6 +122,16 @@ def test_distances_are_brute_force(
         expected = brute_force(path, prompt, policy, LAYERS - 2)
         assert actual == pytest.approx(expected, rel=1e-3, abs=1e-8)
         assert all(distance > 1e-4 for distance in actual)
+
+
+@pytest.mark.parametrize("name", by_day(WRAPPERS, {WRAPPERS.index("qwen3_vl")}))
+def test_distances_in_models_that_also_read_images(name: str, tmp_path: Path, device: str) -> None:
+    path = wrappers.build(tmp_path / name, name, layers=LAYERS)
+    prompt = prompt_of(40)
+    actual = distances(DenseDecoder.load(str(path), device, "float32"), prompt, POLICY, LAYERS - 2)
+    assert actual == pytest.approx(
+        brute_force(path, prompt, POLICY, LAYERS - 2), rel=1e-3, abs=1e-8
+    )
 
 
 def test_layers_are_the_models(tiny: Path) -> None:
@@ -384,6 +403,15 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda m: edit_config(m, architectures=["GPT2LMHeadModel"], model_type="gpt2"),
         "GPT2LMHeadModel; supported: LlamaForCausalLM, MistralForCausalLM",
     ),
+    "another language model": (
+        lambda m: edit_config(
+            m,
+            architectures=["Mistral3ForConditionalGeneration"],
+            model_type="mistral3",
+            text_config={"model_type": "ministral3"},
+        ),
+        "has Mistral3ForConditionalGeneration of a ministral3; supported in it: mistral",
+    ),
     "no architecture": (lambda m: edit_config(m, architectures=None), "has no architecture"),
     "no weights": (without_weights, "cannot load the weights"),
     "cut weights": (cut_weights, "cannot load the weights"),
@@ -427,7 +455,7 @@ def test_models_that_are_nowhere(
     def offline(*_: Any, **__: Any) -> None:
         raise OSError("no-such is not a model.\nLong advice\nfollows.")
 
-    monkeypatch.setattr(dense.AutoConfig, "from_pretrained", offline)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", offline)
     line = failure(command("nobody/no-such"), capsys)
     assert line.endswith("cannot read the configuration of nobody/no-such: no-such is not a model.")
 

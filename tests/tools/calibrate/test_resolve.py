@@ -5,13 +5,16 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.wrappers import wrap
 from safetensors.torch import load_file, save_file
 from support.models import LOOKUP
+from support.nightly import nightly
 
 from vllm_kvx.cli import main
 from vllm_kvx.config.settings import KVSettings
@@ -23,6 +26,7 @@ from vllm_kvx.server.measured_layers import find_measured
 from vllm_kvx.server.validate import identity_of
 from vllm_kvx.tools.calibrate import by_answers
 from vllm_kvx.tools.checkpoint import questions
+from vllm_kvx.tools.evaluate.original import models_of
 
 TOOL = [sys.executable, "-m", "vllm_kvx.cli"]
 # As the tests have time for.
@@ -192,6 +196,21 @@ def test_another_model_is_measured_too(
     for each in (model, fewer, tmp_path / "renamed"):
         assert find(each)[0]["kv_measured"]["pivot"] == record_of(each)[1]["pivot"]
     assert len(tool.ran) == 3
+
+
+@nightly
+def test_a_model_that_also_reads_images_is_measured_too(
+    tool: Tool, find: Callable[..., Any], tmp_path: Path, cache: Path
+) -> None:
+    """Its language model is, and every tool finds the record that a server finds."""
+    pytest.importorskip("torchvision", reason="vLLM's modules of such models import it")
+    wrapper = wrap(tmp_path / "wrapper", LOOKUP)
+    config, _ = find(wrapper)
+    [path] = cache.rglob("*.json")
+    assert config["kv_measured"]["pivot"] == json.loads(path.read_text())["pivot"]
+    asked = Namespace(model=str(wrapper), revision=None, policies=["snapkv"], original=None)
+    [model] = models_of(asked)
+    assert path.name == f"structkv-{model.key}.json"
 
 
 @pytest.mark.parametrize("change", [{"layers": 6, "pivot": 1}, {"pivot": 8}, {"key": "0"}, "{"])

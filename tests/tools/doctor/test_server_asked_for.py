@@ -25,6 +25,7 @@ from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.validate import identity_of
 from vllm_kvx.tools.doctor import asked as asked_for
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request
+from vllm_kvx.tools.doctor.model_limits import FULL_ALONE, NO_POLICY, NO_PROPAGATION, limits_of
 from vllm_kvx.tools.doctor.plan import rows_of
 from vllm_kvx.tools.doctor.sizes import GIB, Pool, Sizes
 from vllm_kvx.tools.doctor.weights import weights_bytes
@@ -100,6 +101,36 @@ def test_a_model_that_policies_do_not_run(doctor, tmp_path: Path) -> None:
     assert "every layer of this model slides over a window" in problem.says
 
 
+KINDS = ["sliding_attention", "full_attention"] * 2
+STATES = ["linear_attention"] * 3 + ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "remain"),
+    [
+        ("LlamaForCausalLM", {}, []),
+        ("DeepseekV2ForCausalLM", {"kv_lora_rank": 64}, [FULL_ALONE]),
+        ("Gemma3nForCausalLM", {"num_kv_shared_layers": 1, "layer_types": KINDS}, [FULL_ALONE]),
+        (
+            "Gemma3nForCausalLM",
+            {"num_kv_shared_layers": 0, "layer_types": KINDS, "sliding_window": 64},
+            [NO_PROPAGATION, NO_PROPAGATION],
+        ),
+        ("SolarForCausalLM", {"bskcn_tv": [0.9, 0.8]}, [NO_PROPAGATION]),
+        ("ChatGLMModel", {"multi_query_group_num": 2}, [NO_PROPAGATION]),
+        ("BertModel", {}, [NO_POLICY]),
+        ("Qwen3NextForCausalLM", {"layer_types": STATES}, [NO_PROPAGATION]),
+    ],
+)
+def test_what_remains_by_a_configuration(
+    architecture: str, fields: dict[str, Any], remain: list[str]
+) -> None:
+    found = list(limits_of(architecture, fields))
+    assert [each.remain for each in found] == remain
+    if fields.get("layer_types") is STATES:
+        assert "layer 2: tokens could leave in the 1 layer above it alone" in found[0].reason
+
+
 def test_a_model_whose_attention_caps_its_logits(doctor, tmp_path: Path) -> None:
     write_config(
         tmp_path,
@@ -130,6 +161,13 @@ def test_a_hybrid_says_what_share_of_its_kv_a_policy_can_save(doctor, tmp_path: 
     assert any("keeps 25% there saves 63% of it" in line for line in found)
     # The pool counts the same: (2048 + 384) / (512 + 384).
     assert any(f"{(2048 + 384) / (512 + 384):.2f}x" in line for line in found)
+    # Above a cut the layers that slide are in stages of their own: of 1,024 tokens 64 go on.
+    policy = "speed-4:anchors=0,tail=64"
+    asked = doctor(policy, model=tmp_path, serve_args=ON_CPU, prompt_len=1024, gpu_memory=8)
+    found = [each.says for each in asked("model", "flags", "policy")]
+    groups = "stages of 1 + 1 + 3 + 3 layers in 1 + 1 + 3 + 3 KV groups of 1 layers, 0 padding"
+    assert any(f"{groups} layers; the last 2 of these" in line for line in found)
+    assert any(f"{(2048 + 384) / (1024 + 64 + 384):.2f}x" in line for line in found)
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's code of it imports that")

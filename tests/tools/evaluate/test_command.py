@@ -17,7 +17,7 @@ from vllm_kvx.cli import main
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import evaluation as records
 from vllm_kvx.records.model_key import model_key
-from vllm_kvx.tools.checkpoint.dense_decoder import load_config
+from vllm_kvx.tools.checkpoint.loading import load_config
 from vllm_kvx.tools.evaluate import command, perplexity
 from vllm_kvx.tools.evaluate.engine import Answered, NotStarted, Prompt
 from vllm_kvx.tools.evaluate.groups import read_policies

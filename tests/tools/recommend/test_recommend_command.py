@@ -12,7 +12,7 @@ from vllm_kvx.policy.auto import Auto
 from vllm_kvx.records import recommendation as records
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.auto_policy import choose
-from vllm_kvx.tools.checkpoint.dense_decoder import load_config
+from vllm_kvx.tools.checkpoint.loading import load_config
 
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 512}
 KEEPS, LOSES = "snapkv:kv_rate=0.9,kv_floor=0", "streamingllm:sinks=1,recent=9"

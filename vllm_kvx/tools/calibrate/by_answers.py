@@ -47,7 +47,8 @@ from vllm_kvx.tools.checkpoint.answers import (
     look,
     mean_scores,
 )
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config, sliding_layers
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, sliding_layers
+from vllm_kvx.tools.checkpoint.loading import load_config
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
 from vllm_kvx.tools.checkpoint.questions import CALIBRATION, load_tokenizer, lookups, own
 from vllm_kvx.tools.checkpoint.report import (

@@ -31,7 +31,8 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.structkv import StructKV, paper_limits
 from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.tools.calibrate import figures
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config, refuse_windows
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, refuse_windows
+from vllm_kvx.tools.checkpoint.loading import load_config
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
 from vllm_kvx.tools.checkpoint.report import (
     Progress,

@@ -9,18 +9,17 @@ queries are ever materialised.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_kvx.equations.saliency import window_attention
 from vllm_kvx.errors import ToolError
-from vllm_kvx.records.layers import CALIBRATED
+from vllm_kvx.tools.checkpoint.loading import LanguageModel, load_weights
 from vllm_kvx.tools.checkpoint.placement import place
 
 # Rows that projections and the MLP take at once: it bounds their intermediate values.
@@ -83,29 +82,6 @@ class Cache:
         return Cache(list(self.layers))
 
 
-def load_config(
-    name: str, revision: str | None = None, supported: Sequence[str] | None = CALIBRATED
-) -> PretrainedConfig:
-    """The configuration of the model in a directory, or of that name on the Hugging Face hub.
-
-    supported: the architectures that will do; None for all.
-
-    Raises:
-        ToolError: there is none, or its architecture is none of the `supported` ones.
-    """
-    path = Path(name)
-    if not path.is_dir() and (path.exists() or name[0] in "./~" or name.count("/") > 1):
-        raise ToolError(f"no model at {name}: give a directory with config.json, or a hub name")
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
-    except Exception as error:  # transformers and the hub raise what they like
-        raise ToolError(f"cannot read the configuration of {name}: {_line(error)}") from error
-    found = (getattr(config, "architectures", None) or ["no architecture"])[0]
-    if supported is not None and found not in supported:
-        raise ToolError(f"{name} has {found}; supported: {', '.join(supported)}")
-    return config
-
-
 def sliding_window(config: PretrainedConfig) -> int | None:
     """The longest prompt, in tokens, that every layer sees in full; None without a limit."""
     layer_types = getattr(config, "layer_types", None)
@@ -131,19 +107,21 @@ def refuse_windows(config: PretrainedConfig) -> None:
 
 
 class DenseDecoder:
-    """The layers of a model of one of ``CALIBRATED``, to be run one after the other.
+    """The layers of a model that `load_config` takes, to be run one after the other.
 
     Sliding windows are not applied: prompts are to be no longer than `sliding_window(config)`.
     A layer's rows, keys and values are on its device; all else that is returned is on `device`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, devices: Sequence[torch.device] | None = None
+        self,
+        model: PreTrainedModel | LanguageModel,
+        devices: Sequence[torch.device] | None = None,
     ) -> None:
         """devices: of each layer, if they are on several; the first one has all else."""
         self._model: Any = model.eval()
         self.num_layers = len(self._model.model.layers)
-        self.num_kv_heads: int = model.config.num_key_value_heads
+        self.num_kv_heads: int = self._model.config.num_key_value_heads
         self.device = devices[0] if devices else model.device
         self._devices = list(devices or [self.device] * self.num_layers)
         self.stop_tokens = _stop_tokens(model)
@@ -294,25 +272,6 @@ class DenseDecoder:
         return replace(rows, hidden=_finish(layer, rows.hidden, mixed)), attention
 
 
-def load_weights(name: str, revision: str | None, dtype: torch.dtype | str, **options: Any) -> Any:
-    """The model of a directory or hub name, on the CPU; `options` are transformers' own.
-
-    Raises:
-        ToolError: the weights cannot be loaded or are not all there.
-    """
-    loader: Any = AutoModelForCausalLM  # its type knows nothing of the report
-    try:
-        model, report = loader.from_pretrained(
-            name, revision=revision, dtype=dtype, output_loading_info=True, **options
-        )
-    except Exception as error:  # transformers and the hub raise what they like
-        raise ToolError(f"cannot load the weights of {name}: {_line(error)}") from error
-    if missing := sorted(report["missing_keys"]):
-        # transformers draws these at random and goes on.
-        raise ToolError(f"{name} lacks {len(missing)} of its weights: {missing[0]}, ...")
-    return model
-
-
 def choose_device(name: str) -> torch.device:
     """The device that `name` means; ToolError if it is not there."""
     if name == "auto":
@@ -370,8 +329,3 @@ def _finish(layer: Any, before: Tensor, mixed: Tensor) -> Tensor:
 def _slices(count: int) -> Iterator[slice]:
     for begin in range(0, count, _SLICE):
         yield slice(begin, min(begin + _SLICE, count))
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return next((line for line in str(error).splitlines() if line), type(error).__name__)

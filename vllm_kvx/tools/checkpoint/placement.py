@@ -36,7 +36,7 @@ def shares(layers: Sequence[int], rest: int, free: Sequence[int]) -> list[int] |
 
 
 def place(model: Any, target: torch.device, spread: bool) -> list[torch.device]:
-    """Move a model of one of ``CALIBRATED`` to `target`; the device of each layer.
+    """Move a model, as `load_weights` gives it, to `target`; the device of each layer.
 
     spread: whether further GPUs may be used, where one is too small.
 

@@ -60,7 +60,8 @@ from vllm_kvx.tools.calibrate.pivot import (
     record_of,
     window_attentions,
 )
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder
+from vllm_kvx.tools.checkpoint.loading import load_config
 from vllm_kvx.tools.checkpoint.prompts import load_prompts
 from vllm_kvx.tools.checkpoint.report import Progress, facts, measuring, progress_of, prompts_line
 from vllm_kvx.tools.diagnose import figures

@@ -15,7 +15,8 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.methods.speed import Speed
 from vllm_kvx.records.folder import check_writable
 from vllm_kvx.records.model_key import ModelIdentity, model_name
-from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder, load_config
+from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder
+from vllm_kvx.tools.checkpoint.loading import load_config
 from vllm_kvx.tools.checkpoint.questions import FAMILIES, load_tokenizer
 from vllm_kvx.tools.checkpoint.report import counter_of, facts, measuring, progress_of
 from vllm_kvx.tools.diagnose import figures

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_kvx.records.model_key import architecture_of, model_dir, weight_files
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
-from vllm_kvx.tools.doctor.model_limits import FULL_ALONE, limits_of, reads_media
+from vllm_kvx.tools.doctor.model_limits import FULL_ALONE, NO_POLICY, limits_of, reads_media
 
 
 def model(context: Context) -> Iterator[Finding]:
@@ -71,7 +71,9 @@ def _architecture(context: Context, architecture: str | None) -> Iterator[Findin
         yield ok(f"{architecture} of {layers} layers: every policy runs it")
     for limit in limits:
         yield note(f"{architecture}: {limit.reason}", f"name {limit.remain}")
-    if all(limit.remain != FULL_ALONE for limit in limits) and reads_media(architecture):
+    if not {FULL_ALONE, NO_POLICY} & {limit.remain for limit in limits} and reads_media(
+        architecture
+    ):
         yield note(
             f"{architecture} reads images or sound too: policies serve its text alone, and a "
             "server with one refuses the rest"

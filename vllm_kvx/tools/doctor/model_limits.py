@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from vllm_kvx.config.policy_layers import is_full, layer_kinds
+from vllm_kvx.config.policy_layers import is_full, layer_kinds, shares_keys
 
 FULL_ALONE = "full alone"
+NO_POLICY = "no KV policy"
 NO_PROPAGATION = "policies that retain or retrieve, such as snapkv or fier"
 BESIDE_WINDOWS = (
     f"speed-K, fastkv, structkv and gemfilter, each selecting at a layer with full attention, or "
@@ -24,6 +25,11 @@ _UNKNOWN = {
     "alibi": "its attention has ALiBi",
     "attention_chunk_size": "its attention stays within chunks",
     "dual_chunk_attention_config": "its attention is in dual chunks",
+}
+# Fields of models whose decoder does not run as a stage of a pipeline does: Solar's and ChatGLM's.
+_NO_RANGES = {
+    "bskcn_tv": "some of its layers add the states of layers far below",
+    "multi_query_group_num": "its layers are within another module of its decoder",
 }
 # Model types with compressed projections, whose attention vLLM runs as any other.
 _PLAIN_LATENT = ("minicpm3",)
@@ -51,6 +57,9 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
     if keys and values and keys != values:
         yield Limit(f"its keys have {keys} dimensions and its values {values}", FULL_ALONE)
         return
+    if shares_keys(SimpleNamespace(**text_config)):
+        yield Limit("its last layers read earlier ones' keys (num_kv_shared_layers)", FULL_ALONE)
+        return
     kinds = layer_kinds(SimpleNamespace(**text_config)) if _slides(text_config) else []
     full = sum(map(is_full, kinds))
     if _slides(text_config) and not full:
@@ -72,6 +81,9 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
             NO_PROPAGATION,
         )
     else:
+        if not info.is_text_generation_model:
+            yield Limit("it generates nothing", NO_POLICY)
+            return
         if info.is_attention_free:
             yield Limit("its layers keep a state in the place of keys", FULL_ALONE)
             return
@@ -79,12 +91,32 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
             yield Limit("it takes no text alone", FULL_ALONE)
             return
         if info.is_hybrid:
-            yield Limit("some of its layers keep a state in the place of keys", NO_PROPAGATION)
-        elif full < len(kinds):
+            yield Limit(
+                "some of its layers keep a state in the place of keys"
+                f"{_last_state(layer_kinds(SimpleNamespace(**text_config)))}",
+                NO_PROPAGATION,
+            )
+            return
+        if full < len(kinds):
             remain = BESIDE_WINDOWS if info.supports_pp else NO_PROPAGATION
             yield Limit(f"{len(kinds) - full} of its {len(kinds)} layers slide", remain)
-        elif not info.supports_pp:
+        if not info.supports_pp:
             yield Limit("its code does not support pipeline parallelism", NO_PROPAGATION)
+        for name, said in _NO_RANGES.items():
+            if text_config.get(name):
+                yield Limit(f"{said} ({name})", NO_PROPAGATION)
+
+
+def _last_state(kinds: list[str]) -> str:
+    """Where tokens could leave such a model, in words, if its configuration lists its layers."""
+    states = [i for i, kind in enumerate(kinds) if not (is_full(kind) or "sliding" in kind)]
+    if not states or kinds[-1] == "hybrid":
+        return ""
+    above = len(kinds) - 1 - states[-1]
+    return (
+        f" (the last of them is layer {states[-1]}: tokens could leave in the {above} "
+        f"layer{'s' * (above != 1)} above it alone, which is not served)"
+    )
 
 
 def reads_media(architecture: str) -> bool:

@@ -94,7 +94,7 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
     except (ImportError, ValueError) as error:
         yield note(f"its bytes are not told: {reason(error)}")
         return
-    yield ok(pool.choice.says(pool.stage_sizes))
+    yield ok(pool.says())
     yield ok(
         f"KV of such a prompt: {pool.token_bytes / 1024:.2f} KiB a token"
         f"{' and GPU' if sizes.ranks > 1 else ''}, stock {pool.stock_token_bytes / 1024:.2f} KiB"

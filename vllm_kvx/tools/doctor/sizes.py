@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_kvx.cache.group_size import GroupChoice, blocks_per_token, group_layers
+from vllm_kvx.cache.group_size import (
+    GroupChoice,
+    blocks_per_token,
+    group_by_vllm,
+    group_layers,
+)
+from vllm_kvx.config.policy_layers import num_kv_heads
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import storage_of, stored_len
 from vllm_kvx.tools.doctor.findings import Context, Request
 from vllm_kvx.tools.doctor.weights import element_bytes, weights_bytes
 from vllm_kvx.tools.kv_layers import KVLayers
@@ -63,7 +70,7 @@ class Sizes:
         entry = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
         sizes = cls(
             layers=model.get_total_num_hidden_layers(),
-            kv_heads=model.get_num_kv_heads(config.parallel_config),
+            kv_heads=max(num_kv_heads(model) // config.parallel_config.tensor_parallel_size, 1),
             head_dim=model.get_head_size(),
             hidden=model.get_hidden_size(),
             entry_bytes=entry.itemsize,
@@ -130,15 +137,18 @@ class Sizes:
 class Pool:
     """A KV pool's arithmetic under a policy; bytes are those of one rank.
 
-    choice: how policy layers are shared out to KV groups. token_bytes: what a prompt token takes on
-    average, padding and sidecar included. stock_token_bytes: in stock vLLM. Both count what other
-    layers hold, as far as it is known.
+    choice: how layers are shared out to KV groups. stage_sizes: layers of each stage; of them the
+    last `sliding` slide over a window, where policies propagate beside such layers, and else only
+    policy layers are there. token_bytes: what a prompt token takes on average, padding and sidecar
+    included. stock_token_bytes: in stock vLLM. Both count what other layers hold, as far as it is
+    known.
     """
 
     choice: GroupChoice
     stage_sizes: Sequence[int]
     token_bytes: float
     stock_token_bytes: float
+    sliding: int = 0
 
     @classmethod
     def of(cls, policy: KVPolicy, layout: Layout, sizes: Sizes, prompt_len: int) -> "Pool":
@@ -147,6 +157,8 @@ class Pool:
         Raises:
             ImportError, ValueError: as ``Sizes.sidecar_bytes``.
         """
+        if layout.windows is not None:
+            return cls._beside_windows(policy, layout, sizes, prompt_len)
         layers = sizes.policy_layers
         stages = layout.stage_sizes(layers)
         choice = group_layers(stages)
@@ -166,6 +178,52 @@ class Pool:
             blocks_per_token(policy, prompt_len, groups, layers) * block + others,
             layers * entry + others,
         )
+
+    @classmethod
+    def _beside_windows(
+        cls, policy: KVPolicy, layout: Layout, sizes: Sizes, prompt_len: int
+    ) -> "Pool":
+        """The same where policies propagate and some layers slide, in stages as all others are."""
+        assert sizes.kv_layers is not None
+        window, size, count = sizes.kv_layers.window, sizes.block_size, sizes.layers
+        large = sizes.kv_layers.window_entry
+        stages = layout.stages
+        # The layers that slide below the first cut are vLLM's own, behind all stages.
+        layers = [0] * (len(stages) + 1)
+        for layer in range(count):
+            slides = layer in layout.sliding
+            stage = layout.sliding_stage_of(layer) if slides else layout.stage_of(layer)
+            layers[len(stages) if stage is None else stage] += 1
+        settled = prompt_len + policy.num_generated
+        held = [
+            large
+            * min(
+                storage_of(policy, prompt_len, stage.start, size, count, slides=True).kept, window
+            )
+            if stage.slides
+            else stored_len(policy, prompt_len, settled, stage.start, size, count)
+            for stage in stages
+        ]
+        held.append(large * min(prompt_len, window))
+        found = [each for each in zip(layers, held, strict=True) if each[0]]
+        choice = group_by_vllm([each for each, _ in found])
+        stored = sum(
+            groups * each for groups, (_, each) in zip(choice.groups_per_stage, found, strict=True)
+        )
+        entry = sizes.page_bytes() / size
+        full = sum(not stage.slides for stage in stages)
+        return cls(
+            choice,
+            [each for each, _ in found],
+            choice.size * stored * entry / prompt_len,
+            (sizes.policy_layers + sizes.kv_layers.other_entries(prompt_len) / prompt_len) * entry,
+            sliding=sum(each > 0 for each in layers[full:]),
+        )
+
+    def says(self) -> str:
+        """How the layers are shared out, in words."""
+        last = f"; the last {self.sliding} of these stages slide over a window"
+        return self.choice.says(self.stage_sizes) + (last if self.sliding else "")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.records.model_key import ModelIdentity
-from vllm_kvx.tools.checkpoint.dense_decoder import load_config
+from vllm_kvx.tools.checkpoint.loading import load_config
 from vllm_kvx.tools.evaluate.groups import read_policies
 from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.tasks.base import Sample
@@ -24,24 +24,20 @@ _PROBE = Sample("In 1865, x_1 = 3.14159;\n\treturn {'naïve': [10**6]}  # 你好
 class Model:
     """A model that is asked.
 
-    source: directory or hub name. config: transformers' own, of any architecture: the engine says
-    which it serves. rows: the policies that it is asked under, by the report's rows.
+    source: directory or hub name. text_config: transformers' own of what reads text, of any
+    architecture: the engine says which it serves. rows: the policies that it is asked under, by the
+    report's rows.
     """
 
     source: str
     revision: str | None
-    config: Any
+    text_config: Any
     rows: Mapping[Row, KVPolicy]
-
-    @property
-    def text_config(self) -> Any:
-        """The configuration of what reads text, which a wrapper has inside its own."""
-        return self.config.get_text_config()
 
     @cached_property
     def identity(self) -> ModelIdentity:
         """What its records are found by."""
-        return ModelIdentity(self.source, self.config.to_dict(), self.revision)
+        return ModelIdentity(self.source, self.text_config.to_dict(), self.revision)
 
     @cached_property
     def key(self) -> str:
@@ -62,13 +58,13 @@ def models_of(args: argparse.Namespace) -> list[Model]:
         PolicyError: a policy cannot run on them.
     """
     config = load_config(args.model, args.revision, supported=None)
-    layers = config.get_text_config().num_hidden_layers
+    layers = config.num_hidden_layers
     policies = read_policies(args.policies, layers)
     model = Model(args.model, args.revision, config, policies)
     if args.original is None:
         return [model]
     config = load_config(args.original, args.original_revision, supported=None)
-    if (found := config.get_text_config().num_hidden_layers) != layers:
+    if (found := config.num_hidden_layers) != layers:
         raise ToolError(
             f"{args.original} has {found} layers and {args.model} {layers}: "
             "--original is the model whose weights were tuned"

@@ -25,8 +25,13 @@ from vllm_kvx.records.model_key import ModelIdentity, architecture_of, model_nam
 from vllm_kvx.records.tuned_weights import read as read_tuned
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.server.start_checks import HEAD_DIMS
-from vllm_kvx.tools.checkpoint.dense_decoder import load_config
-from vllm_kvx.tools.doctor.model_limits import BESIDE_WINDOWS, FULL_ALONE, limits_of
+from vllm_kvx.tools.checkpoint.loading import load_config
+from vllm_kvx.tools.doctor.model_limits import (
+    BESIDE_WINDOWS,
+    FULL_ALONE,
+    NO_POLICY,
+    limits_of,
+)
 from vllm_kvx.tools.doctor.weights import quantized_bytes
 from vllm_kvx.tools.engine import on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate.engine import NotStarted, own_engine
@@ -72,10 +77,7 @@ def run(args: argparse.Namespace) -> None:
     own = OwnPrompts(Path(args.prompts)) if args.prompts else None
     clock = Clock(args.time_limit or (ON_CPU_MINUTES if on_cpu() else None))
     prepare_environment()
-    config = load_config(args.model, args.revision, supported=None)
-    text_config = config.get_text_config().to_dict()
-    text_config["architectures"] = text_config.get("architectures") or config.architectures
-    # As a server has it, where the language model is in a wrapper.
+    text_config = load_config(args.model, args.revision, supported=None).to_dict()
     identity = ModelIdentity(args.model, text_config, args.revision)
     results = Path(args.results or f"recommend-{Path(args.model).name}")
     check_writable(results, "choose another --results")
@@ -191,8 +193,8 @@ def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> Mode
     """
     limits = []
     for limit in limits_of(str(architecture_of(text_config)), text_config):
-        if limit.remain == FULL_ALONE:
-            raise ToolError(f"this model runs full alone: {limit.reason}")
+        if limit.remain in (FULL_ALONE, NO_POLICY):
+            raise ToolError(f"this model runs {limit.remain}: {limit.reason}")
         # What is beside windows is asked of each policy.
         if limit.remain != BESIDE_WINDOWS:
             limits.append((limit.reason, True))

@@ -27,7 +27,8 @@ from vllm_kvx.records.folder import check_writable
 from vllm_kvx.records.layers import DENSE_MLPS
 from vllm_kvx.records.model_key import ModelIdentity, model_dir
 from vllm_kvx.records.tuned_weights import TunedRecord
-from vllm_kvx.tools.checkpoint.dense_decoder import choose_device, load_config
+from vllm_kvx.tools.checkpoint.dense_decoder import choose_device
+from vllm_kvx.tools.checkpoint.loading import load_config
 from vllm_kvx.tools.tune_speed import figures, merge, sources
 from vllm_kvx.tools.tune_speed.job import FILE, Job, check_same
 from vllm_kvx.tools.tune_speed.plan import Plan

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kvx.tools.checkpoint.dense_decoder import choose_device, load_weights
+from vllm_kvx.tools.checkpoint.dense_decoder import choose_device
+from vllm_kvx.tools.checkpoint.loading import load_weights
 from vllm_kvx.tools.tune_speed import packed_attention
 from vllm_kvx.tools.tune_speed.job import Job
 from vllm_kvx.tools.tune_speed.loss import (
