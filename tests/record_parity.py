@@ -35,13 +35,14 @@ SITUATIONS: dict[tuple[str, str], tuple[str, str]] = {
         "chunks, mixed batches, prefix hits, text in a wrapper",
         "",
     ),
-    ("test_speed_on_hybrids.py", "test_parity"): ("chunks, mixed batches", ""),
+    ("test_hybrids.py", "test_wrapped"): ("chunks, mixed batches, prefix hits, in a wrapper", ""),
+    ("test_speed_on_hybrids.py", "test_parity"): ("chunks, mixed batches, prefix hits", ""),
     ("test_speed_on_hybrids.py", "test_preempted"): ("preempted", ""),
-    ("test_selection_on_hybrids.py", "test_parity"): ("chunks, mixed batches", ""),
+    ("test_selection_on_hybrids.py", "test_parity"): ("chunks, mixed batches, prefix hits", ""),
     ("test_selection_on_hybrids.py", "test_preempted"): ("preempted", ""),
     ("test_tensor_parallel.py", "test_tp2_of_other_architectures"): ("TP 2", ""),
     ("test_tensor_parallel.py", "test_tp2_of_a_hybrid"): ("TP 2, prefix hits", "gemma2"),
-    ("test_wrappers.py", "test_parity"): ("chunks, mixed batches, text in a wrapper", ""),
+    ("test_wrappers.py", "test_parity"): ("chunks, mixed batches, prefix hits, in a wrapper", ""),
 }
 
 
