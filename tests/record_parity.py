@@ -35,7 +35,6 @@ SITUATIONS: dict[tuple[str, str], tuple[str, str]] = {
         "chunks, mixed batches, prefix hits, text in a wrapper",
         "",
     ),
-    ("test_hybrids.py", "test_wrapped"): ("chunks, mixed batches, prefix hits, in a wrapper", ""),
     ("test_speed_on_hybrids.py", "test_parity"): ("chunks, mixed batches, prefix hits", ""),
     ("test_speed_on_hybrids.py", "test_preempted"): ("preempted", ""),
     ("test_selection_on_hybrids.py", "test_parity"): ("chunks, mixed batches, prefix hits", ""),
