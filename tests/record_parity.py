@@ -41,7 +41,10 @@ SITUATIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("test_selection_on_hybrids.py", "test_preempted"): ("preempted", ""),
     ("test_tensor_parallel.py", "test_tp2_of_other_architectures"): ("TP 2", ""),
     ("test_tensor_parallel.py", "test_tp2_of_a_hybrid"): ("TP 2, prefix hits", "gemma2"),
-    ("test_wrappers.py", "test_parity"): ("chunks, mixed batches, prefix hits, in a wrapper", ""),
+    ("test_wrappers.py", "test_parity"): (
+        "chunks, mixed batches, prefix hits, text in a wrapper",
+        "",
+    ),
 }
 
 
