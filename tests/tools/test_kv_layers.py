@@ -20,7 +20,7 @@ def test_a_layer_that_slides_holds_its_window() -> None:
 
 def test_entries_of_other_sizes() -> None:
     """As Gemma 4 31B's: 4 heads of 512 in full layers, 16 of 256 in the others."""
-    own = {"5": {"head_dim": 512, "num_key_value_heads": 4}}
+    own = {"05": {"head_dim": 512, "num_key_value_heads": 4}}
     heads = {"head_dim": 256, "num_key_value_heads": 16, "per_layer_config": own}
     layers = KVLayers.of(SLIDING | heads)
     assert layers is not None and layers.window_entry == 2

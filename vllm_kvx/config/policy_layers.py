@@ -4,6 +4,7 @@ Those with full attention over the paged cache: *policy layers*. Layers that sli
 and layers that keep a state, hold the same amount whatever the context, and stay vLLM's business.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvx.policy.windows import Windows
@@ -34,7 +35,7 @@ def num_kv_heads(model_config: "ModelConfig") -> int:
     Gemma 4's have fewer than its layers that slide, which vLLM counts.
     """
     total = model_config.get_total_num_kv_heads()
-    layers = getattr(model_config.hf_text_config, "per_layer_config", None)
+    layers = own_configs(model_config.hf_text_config)
     if layers is None:
         return total
     kinds = layer_kinds(model_config.hf_text_config)
@@ -79,6 +80,17 @@ def is_mixed(model_config: "ModelConfig") -> bool:
     """Whether some layers are policy layers and some are not, or keep a state beside."""
     count = num_policy_layers(model_config)
     return model_config.is_hybrid or 0 < count < model_config.get_total_num_hidden_layers()
+
+
+def own_configs(text_config: Any) -> Sequence[Any] | None:
+    """A configuration of each layer, where transformers has layers of different sizes; else None.
+
+    It refuses to say one size for all then, as of Gemma 4.
+    """
+    if not getattr(text_config, "is_heterogeneous", False):
+        return None
+    found: Sequence[Any] = text_config.per_layer_config
+    return found
 
 
 def shares_keys(text_config: Any) -> bool:

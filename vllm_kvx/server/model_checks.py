@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_kvx.config.policy_layers import (
     is_mixed,
     num_policy_layers,
+    own_configs,
     shares_keys,
     sliding_layers,
 )
@@ -159,9 +160,7 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
 
 def _values_differ(text_config: object) -> bool:
     """Whether a configuration says that values are smaller or larger than keys."""
-    # Where layers differ, as Gemma 4's, transformers refuses to say one size for all.
-    layers = getattr(text_config, "per_layer_config", None)
-    for each in [text_config] if layers is None else layers:
+    for each in own_configs(text_config) or [text_config]:
         sizes = [getattr(each, name, None) for name in ("head_dim", "v_head_dim")]
         if None not in sizes and sizes[0] != sizes[1]:
             return True

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_kvx.config.policy_layers import is_full, layer_kinds
+from vllm_kvx.config.policy_layers import is_full, layer_kinds, own_configs
 
 # What configurations call layers that hold nothing of a prompt.
 _NOTHING = ("mlp", "moe")
@@ -97,11 +97,12 @@ def _values(text_config: Any, layer: int) -> int:
     Where they are, as Gemma 4's, config.json has what differs, and transformers a configuration of
     each.
     """
-    own = getattr(text_config, "per_layer_config", None)
-    if own is None:
-        return 1
-    if isinstance(own, Mapping):
-        found = {**vars(text_config), **own.get(str(layer), {})}
+    if (configs := own_configs(text_config)) is not None:
+        found = configs[layer].to_dict()
+    elif isinstance(own := getattr(text_config, "per_layer_config", None), Mapping):
+        # Keys are numbers with zeros before them.
+        mine = (fields for key, fields in own.items() if int(key) == layer)
+        found = {**vars(text_config), **next(mine, {})}
     else:
-        found = own[layer].to_dict()
+        return 1
     return int(found["num_key_value_heads"] * found["head_dim"])
