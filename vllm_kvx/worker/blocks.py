@@ -5,8 +5,10 @@ cache.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
@@ -15,6 +17,21 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm_kvx.cache.messages import PrivateBlocks
 from vllm_kvx.cache.pool_capacity import VLLMS_OWN
 from vllm_kvx.policy.storage import Storage
+
+
+def show_by_slots(tables: BlockTables, groups: Sequence[int]) -> None:
+    """Has vLLM gather all blocks of these KV groups, those of stages.
+
+    From 0.33 on it leaves out what the window of a token's position has passed. Where layers slide
+    above a cut, slots follow stored entries, and these blocks may be the first ones.
+    """
+    reach: list[int] | None = getattr(tables, "_sliding_window_reach", None)
+    if reach is None:
+        return
+    for group in groups:
+        reach[group] = 0
+    on_device: Any = tables.sliding_window_reach  # type: ignore[attr-defined]
+    on_device.copy_(torch.tensor(reach, dtype=torch.int32))
 
 
 def cut_tables(

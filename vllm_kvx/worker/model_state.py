@@ -33,7 +33,7 @@ from vllm_kvx.models.passes import AttnMetadata, StepPlan
 from vllm_kvx.ops.slots import map_slots
 from vllm_kvx.worker.adapters import Adapters
 from vllm_kvx.worker.attn_metadata import StepAttention
-from vllm_kvx.worker.blocks import cut_tables, relink, take_private
+from vllm_kvx.worker.blocks import cut_tables, relink, show_by_slots, take_private
 from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass, graph_modes
 from vllm_kvx.worker.layer_hooks import LayerHooks
@@ -133,6 +133,7 @@ class PolicyModelState(DefaultModelState):
         self.shared = SharedAttnMetadata(groups, super().prepare_attn)
         self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
         ours = [g for g, stage in enumerate(self.group_stages) if stage != VLLMS_OWN]
+        show_by_slots(block_tables, ours)
         self._vllms_own = [g for g in range(len(groups)) if g not in ours]
         self._first_group, stages = ours[0], [self.group_stages[g] for g in ours]
         self._groups = torch.tensor(ours, dtype=torch.int32, device=self.device)
