@@ -90,27 +90,30 @@ def measure(operator: Call, repeats: int, captured: bool = True, before: Call = 
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's shape: query heads, KV heads, and channels of a head."""
+    """A layer's shape: query heads, KV heads, and channels of a head; and entries of a block."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    block_size: int = BLOCK_SIZE
 
     def __str__(self) -> str:
         return f"{self.heads}/{self.kv_heads}x{self.head_dim}"
 
     @property
     def page_shape(self) -> PageShape:
-        return PageShape(self.kv_heads, BLOCK_SIZE, self.head_dim, GROUP)
+        return PageShape(self.kv_heads, self.block_size, self.head_dim, GROUP)
 
 
 LLAMA_8B = Heads(32, 8, 128)
+# vLLM makes its blocks so long, beside layers that keep a state.
+QWEN3_NEXT = Heads(16, 2, 256, block_size=544)
 
 
 def block_bytes(shape: Heads, kv_dtype: torch.dtype = DTYPE) -> int:
     """Bytes of a block of one layer, its sidecar included."""
     entry = 2 * shape.head_dim * kv_dtype.itemsize
-    return shape.kv_heads * BLOCK_SIZE * entry + INDEX.page_bytes(shape.page_shape)
+    return shape.kv_heads * shape.block_size * entry + INDEX.page_bytes(shape.page_shape)
 
 
 class Layer:
@@ -131,14 +134,14 @@ class Layer:
         self.shape, self.length, self.batch = shape, length, batch
         self.entry_bytes = entry = 2 * shape.head_dim * kv_dtype.itemsize
         stride = block_bytes(shape, kv_dtype)
-        per_request = -(-length // BLOCK_SIZE)
+        per_request = -(-length // shape.block_size)
         blocks = min(per_request * batch, max(MAX_CACHE_BYTES // stride, per_request))
         self.shared = blocks < per_request * batch
         raw = torch.empty(blocks * stride, dtype=torch.uint8, device=DEVICE)
         # As FlashAttention's cache lies in memory: the heads of an entry side by side.
         cache = torch.as_strided(
             raw,
-            (blocks, shape.kv_heads, BLOCK_SIZE, entry),
+            (blocks, shape.kv_heads, shape.block_size, entry),
             (stride, entry, shape.kv_heads * entry, 1),
         ).view(kv_dtype)
         for first in range(0, blocks, 4096):
@@ -177,7 +180,7 @@ class Layer:
 
         rows: of a CUDA graph that is for more requests; those that are over have nothing to do.
         """
-        per_request = -(-length // BLOCK_SIZE)
+        per_request = -(-length // self.shape.block_size)
         table = self.table
         if (length, batch) != (self.length, self.batch):
             table = table.flatten()[: batch * per_request].view(batch, per_request)
@@ -342,7 +345,7 @@ def stock_attention(step: Decode) -> Call:
         cache_seqlens=lens,
         qkv_dtype=step.layer.cache.dtype,
         cu_seqlens_q=starts,
-        page_size=BLOCK_SIZE,
+        page_size=shape.block_size,
         causal=True,
         window_size=(-1, -1),
         num_splits=splits,

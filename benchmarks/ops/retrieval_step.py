@@ -5,7 +5,7 @@ replays a graph of one operator, which adds what it takes to start a graph, some
 Here the layers of a step follow one another as they do in a server's graph, over caches of their
 own, so that L2 holds nothing of the next one's. `us` is the graph's time by its layers, the lower
 of two medians; `stock` is FlashAttention as vLLM calls it. 6of8x130000 is six requests in a graph
-for eight, as vLLM has no graph for six. Llama-3.1-8B's shape in bf16, blocks anywhere.
+for eight, as vLLM has no graph for six. Llama-3.1-8B's shape or another in bf16, blocks anywhere.
 """
 
 import argparse
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from benchmarks.ops.retrieval_layer import (
-    BLOCK_SIZE,
     LLAMA_8B,
     ON_GPU,
+    QWEN3_NEXT,
     Call,
     Decode,
+    Heads,
     Layer,
     block_bytes,
     head_of,
@@ -36,6 +37,7 @@ from benchmarks.ops.retrieval_layer import (
 from benchmarks.ops.saliency import bytes_per_us
 from vllm_kvx.ops.retrieval import retrieve
 
+SHAPES = {"llama-3.1-8b": LLAMA_8B, "qwen3-next": QWEN3_NEXT}
 CASES = ("1x32768", "16x32768", "1x130000", "6x130000", "6of8x130000")
 # The graph goes over its layers several times. What retrieval reads of them all is several times
 # what L2 holds.
@@ -82,13 +84,13 @@ def _retrieve(scratch: retrieve.Scratch, step: Decode) -> Call:
     return partial(step.made_with, retrieve.retrieve, scratch)
 
 
-def case(size: Case, budget: int, repeats: int, bandwidth: float) -> dict[str, Any]:
+def case(shape: Heads, size: Case, budget: int, repeats: int, bandwidth: float) -> dict[str, Any]:
     """Microseconds of a layer, of stock and of each variant."""
     length, batch = size.length, size.batch
-    of_layer = -(-length // BLOCK_SIZE) * batch * block_bytes(LLAMA_8B)
+    of_layer = -(-length // shape.block_size) * batch * block_bytes(shape)
 
     def layer() -> Decode:
-        return Layer(LLAMA_8B, length, batch).decode(length, batch, budget, size.rows)
+        return Layer(shape, length, batch).decode(length, batch, budget, size.rows)
 
     steps = [layer()]
     count = max(4, int(OTHERS_BYTES // steps[0].bytes_of("all")))
@@ -116,6 +118,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     cases = [Case.of(name) for name in CASES]
     parser.add_argument("--cases", nargs="+", type=Case.of, default=cases, help="such as 6x130000")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the layers")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
@@ -129,9 +132,9 @@ def main() -> None:
     what = "A layer as a step has it, several in one CUDA graph: retrieval beside stock attention."
     report = head_of(what, "benchmarks.ops.retrieval_step", args.commit)
     bandwidth = bytes_per_us(torch.cuda.get_device_name())
-    report |= {"budget": args.budget, "bytes_per_us": bandwidth, "cases": {}}
+    report |= {"shape": args.shape, "budget": args.budget, "bytes_per_us": bandwidth, "cases": {}}
     for each in args.cases:
-        found = case(each, args.budget, args.repeats, bandwidth)
+        found = case(SHAPES[args.shape], each, args.budget, args.repeats, bandwidth)
         report["cases"][each.name] = found
         print(each.name, json.dumps({k: v["us"] for k, v in found.items() if isinstance(v, dict)}))
         if args.output:

@@ -197,6 +197,7 @@ SHAPES: list[dict[str, Any]] = [
     dict(share=7, group=128, block_size=256, dtype=FP16),
     dict(share=6, group=256, block_size=256),
     dict(share=16, kv_heads=1),
+    dict(share=8, block_size=544, nhd=True),  # Qwen3-Next's
     dict(share=12, group=64, block_size=192, q_scale=300.0),
     dict(share=4, q_scale=1e-3, cache_dtype=E4M3),
 ]
@@ -465,7 +466,8 @@ def check_attention(
     ("dtype", "cache_dtype"), [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=str
 )
 @pytest.mark.parametrize(
-    ("unit", "splits", "block_size"), [(1, 1, 32), (1, 16, 64), (16, 3, 48), (64, 128, 64)]
+    ("unit", "splits", "block_size"),
+    [(1, 1, 32), (1, 16, 64), (1, 16, 544), (16, 3, 48), (64, 128, 64)],
 )
 def test_attend(
     head_dim: int,

@@ -10,6 +10,8 @@ from benchmarks.ops import retrieval_costs as fit
 from vllm_kvx.ops.retrieval.backends import BACKENDS
 from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, Begins, Costs, costs
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS, NEVER, crossover
+from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.worker.decode.step import Rules, retrieving_lens
 
 EVEN = Costs(whole=10, whole_entry=4, fixed=30, scored=1, read=2)
 
@@ -79,6 +81,28 @@ def test_a_batch_retrieves_earlier_than_one(shape: tuple[int, int]) -> None:
     found = costs("cuda", "max", *shape)
     assert found.pays_from(2048, 8) < one / 2 < NEVER
     assert found.pays_from(512, 8) < found.pays_from(2048, 8) < found.pays_from(2048, 2)
+
+
+def test_beside_layers_that_keep_a_state_a_batch_alone_pays() -> None:
+    """Qwen3-Next's shape, as it was measured: one request of 130,000 lost, 64 of 32,768 gained."""
+    shape = 2, 1024
+    assert crossover("cuda", "max", *shape) < 130_000
+    assert crossover("cuda", "max", *shape, keeps_state=True) == NEVER
+    machine = costs("cuda", "max", *shape, keeps_state=True)
+    begins = Begins.of(FIER(2048).floor(NEVER), FIER(2048).floor(0), 2048, machine, 64)
+    assert begins.alone == NEVER and begins.batch < 32_768
+    assert str(begins).startswith("of no length alone, from ")
+    never, least, budget = [NEVER], [2049], [2048]
+    for requests, entries, retrieve in ((1, 130_000, False), (1, 262_144, False),
+                                        (8, 32_768, False), (64, 32_768, True)):  # fmt: skip
+        rules = Rules(*(np.array(each * requests) for each in (budget, least, never)), unit=1)
+        stored = np.full((1, requests), entries)
+        found = retrieving_lens(rules, machine, np.ones(requests, dtype=bool), stored)
+        assert (found > 0).all() == (found > 0).any() == retrieve, (requests, entries)
+    # What a policy names itself holds, and a CPU's ops gain nothing anyway.
+    assert FIER(2048, dense_below=4096).floor(NEVER) == 4096
+    assert crossover("torch", "max", *shape, keeps_state=True) == 0
+    assert costs("torch", "max", *shape, keeps_state=True) == costs("torch", "max", *shape)
 
 
 def test_no_batch_pays_where_answers_may_not_depend_on_it() -> None:

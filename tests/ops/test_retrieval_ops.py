@@ -192,6 +192,8 @@ SHAPES = [
     Shape((200, 65), heads=8, kv_heads=1, head_dim=64, group=64, block_size=64, has_codes=False,
           dtype=torch.bfloat16, layout="nhd"),
     Shape((513, 256), heads=4, kv_heads=1, head_dim=64, group=256, block_size=256, layout="nhd"),
+    # Blocks as vLLM makes them beside layers that keep a state: of 17 groups.
+    Shape((600, 544), heads=8, kv_heads=1, head_dim=64, block_size=544, layout="nhd", spare=96),
 ]  # fmt: skip
 FP8 = replace(SHAPES[4], cache_dtype=torch.float8_e4m3fn)
 

@@ -34,7 +34,9 @@ CROSSOVERS: dict[str, dict[tuple[int, int], int]] = {
 }
 
 
-def crossover(backend: str, reduction: str, kv_heads: int, head_bytes: int) -> int:
+def crossover(
+    backend: str, reduction: str, kv_heads: int, head_bytes: int, *, keeps_state: bool = False
+) -> int:
     """Entries from which on one request's step is faster; NEVER if at no length, 0 for all.
 
     A shape that was not measured is taken for the nearest one with fewer KV heads or bytes, where
@@ -46,10 +48,14 @@ def crossover(backend: str, reduction: str, kv_heads: int, head_bytes: int) -> i
         backend: that scores and selects, one of ``backends.BACKENDS``.
         reduction: see ``equations.retrieval``.
         kv_heads: of this rank. head_bytes: of a key and a value of one head in the cache.
+        keeps_state: whether other layers of the model keep a state. One request of such a model
+            was slower at 130,000 entries: `costs.BESIDE_STATES_US`.
     """
     measured = CROSSOVERS[backend]
     if not measured:
         return 0
+    if keeps_state:
+        return NEVER
     # Softmax in Triton takes two passes over the units. By kernels of before they alone took longer
     # than stock attention at every length (h200-retrieval-ops.json); today's were not measured.
     if backend == "triton" and reduction == "softmax":

@@ -34,8 +34,10 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     head_bytes = 2 * sizes.head_dim * sizes.entry_bytes
     machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
     num_reqs = context.vllm_config.scheduler_config.max_num_seqs
-    alone, least = retrieve.floor(crossover(*machine)), retrieve.floor(0)
-    taken = costs(*machine, invariant=envs.VLLM_BATCH_INVARIANT)
+    states = model.is_hybrid
+    alone = retrieve.floor(crossover(*machine, keeps_state=states))
+    least = retrieve.floor(0)
+    taken = costs(*machine, keeps_state=states, invariant=envs.VLLM_BATCH_INVARIANT)
     begins = Begins.of(alone, least, retrieve.budget, taken, num_reqs)
     by = f"(dense_below={retrieve.dense_below}; ops: {backends}, {backends.reason})"
     if begins.batch <= sizes.longest:

@@ -113,8 +113,9 @@ class Retrieval:
             impl.num_kv_heads,
             2 * impl.head_size * dtype.itemsize,
         )
-        self.crossover = crossover(*machine)
-        self.costs = costs(*machine, invariant=envs.VLLM_BATCH_INVARIANT)
+        states = model.is_hybrid
+        self.crossover = crossover(*machine, keeps_state=states)
+        self.costs = costs(*machine, keeps_state=states, invariant=envs.VLLM_BATCH_INVARIANT)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
         self.begins = Begins.of(
