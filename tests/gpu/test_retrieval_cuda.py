@@ -233,6 +233,14 @@ def test_ctas_that_score_cover_all_rows(lengths: list[int], programs: int) -> No
     check_scores(case, scores, "max", pages=False)
 
 
+def test_one_long_row_in_blocks_of_17_groups() -> None:
+    """Qwen3-Next's layer: its blocks have 544 tokens."""
+    case = make_case([70_000], share=8, head_dim=256, block_size=544, nhd=True)
+    scores = Scores.of([70_000], case.num_kv_heads)
+    run_score(case, scores, "max", 264)
+    check_scores(case, scores, "max", pages=False)
+
+
 @pytest.mark.parametrize("factor", [0.0, 2.0**-9, 2.0**-5, 100.0, 3000.0])
 def test_scales_of_any_size(factor: float) -> None:
     case = make_case(LENGTHS, group=64, block_size=64)

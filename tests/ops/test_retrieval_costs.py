@@ -8,7 +8,15 @@ import pytest
 
 from benchmarks.ops import retrieval_costs as fit
 from vllm_kvx.ops.retrieval.backends import BACKENDS
-from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, Begins, Costs, costs
+from vllm_kvx.ops.retrieval.costs import (
+    BESIDE_STATES_US,
+    COSTS,
+    IN_ENGINE_US,
+    KI,
+    Begins,
+    Costs,
+    costs,
+)
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS, NEVER, crossover
 from vllm_kvx.policy.methods.fier import FIER
 from vllm_kvx.worker.decode.step import Rules, retrieving_lens
@@ -92,9 +100,20 @@ def test_beside_layers_that_keep_a_state_a_batch_alone_pays() -> None:
     begins = Begins.of(FIER(2048).floor(NEVER), FIER(2048).floor(0), 2048, machine, 64)
     assert begins.alone == NEVER and begins.batch < 32_768
     assert str(begins).startswith("of no length alone, from ")
+    # What it loses is what these costs are off by for one, and less than what 64 gained.
+    lost_us, gained_us, by_budget = 786, 1072, np.array([2048])
+    without = replace(machine, fixed=machine.fixed - BESIDE_STATES_US)
+    saved = without.gain(np.array([130_000]), by_budget).sum() + without.whole - without.fixed
+    assert abs(lost_us + saved - BESIDE_STATES_US) < 1
+    saved = 64 * without.gain(np.array([32_768]), by_budget).sum() + without.whole - without.fixed
+    assert BESIDE_STATES_US < saved < gained_us
     never, least, budget = [NEVER], [2049], [2048]
-    for requests, entries, retrieve in ((1, 130_000, False), (1, 262_144, False),
-                                        (8, 32_768, False), (64, 32_768, True)):  # fmt: skip
+    for requests, entries, retrieve in (
+        (1, 130_000, False),
+        (1, 262_144, False),
+        (8, 32_768, False),
+        (64, 32_768, True),
+    ):
         rules = Rules(*(np.array(each * requests) for each in (budget, least, never)), unit=1)
         stored = np.full((1, requests), entries)
         found = retrieving_lens(rules, machine, np.ones(requests, dtype=bool), stored)

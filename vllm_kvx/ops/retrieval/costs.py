@@ -74,12 +74,12 @@ class Begins:
 # Computed from TPOT at 12,288 tokens, whole and with `dense_below=0` (h200-fier.json: 8 KV heads of
 # 128 channels, CUDA ops), and taken for all shapes and ops.
 IN_ENGINE_US = 4.28
-# What a layer that retrieves has to save besides where other layers of the model keep a state. On
+# What a layer that retrieves takes longer besides, where other layers of the model keep a state. On
 # Qwen3-Next's shape (2 KV heads of 256 channels, blocks of 544, an H100) one request of 130,000
-# entries lost 786 us in each such layer, where the fit says that it saves 14. Nothing in the ops
-# goes by blocks, so what it is has yet to be found. 64 of 32,768 gained what their bytes say; the
-# fit has them save 459. This stands between the two, nearer to what was measured to gain.
-BESIDE_STATES_US = 300.0
+# entries lost 786 us in each such layer, where these costs have it save 43. Nothing in the ops goes
+# by blocks, so what it is has yet to be found. A batch may hide it: 64 of 32,768 gained 1,072 us,
+# where these costs have them save 888. So a batch retrieves if it saves more than was ever lost.
+BESIDE_STATES_US = 829.0
 # By the backend that scores and selects, and by (KV heads of the rank, bytes of a key and a value
 # of one head): fitted to h200-retrieval-crossover.json and, for Triton,
 # h200-retrieval-crossover-triton.json by `python -m benchmarks.ops.retrieval_costs`.
@@ -120,7 +120,8 @@ def costs(
 
     A shape that was not measured is taken for the largest one that has no more KV heads and bytes,
     where stock attention reads less. Where none is as small, stock attention is taken to read as
-    many more entries in the same time as they are smaller, and retrieval to take the same.
+    many more entries in the same time as they are smaller, and retrieval to take the same. Where
+    other layers keep a state, what goes by entries is taken by their bytes instead.
 
     Args: see ``crossover.crossover``.
         invariant: whether answers may not depend on the batch (vLLM's VLLM_BATCH_INVARIANT): none
@@ -136,7 +137,10 @@ def costs(
         return _NEVER
     no_larger = [shape for shape in measured if shape[0] <= kv_heads and shape[1] <= head_bytes]
     if no_larger:
-        found = measured[max(no_larger, key=lambda shape: shape[0] * shape[1])]
+        heads, size = max(no_larger, key=lambda shape: shape[0] * shape[1])
+        found = measured[heads, size]
+        if keeps_state:
+            found = _of_larger(found, kv_heads * head_bytes / (heads * size))
     else:
         heads, size = min(measured, key=lambda shape: shape[0] * shape[1])
         smaller = max(heads * size / (kv_heads * head_bytes), 1)
@@ -144,3 +148,13 @@ def costs(
         found = replace(found, whole_entry=found.whole_entry / smaller)
     besides = IN_ENGINE_US + (BESIDE_STATES_US if keeps_state else 0.0)
     return replace(found, fixed=found.fixed + besides)
+
+
+def _of_larger(found: Costs, times: float) -> Costs:
+    """Those of entries that have `times` as many bytes."""
+    return replace(
+        found,
+        whole_entry=found.whole_entry * times,
+        scored=found.scored * times,
+        read=found.read * times,
+    )
