@@ -75,10 +75,11 @@ class Begins:
 # 128 channels, CUDA ops), and taken for all shapes and ops.
 IN_ENGINE_US = 4.28
 # What a layer that retrieves takes longer besides, where other layers of the model keep a state. On
-# Qwen3-Next's shape (2 KV heads of 256 channels, blocks of 544, an H100) one request of 130,000
-# entries lost 786 us in each such layer, where these costs have it save 43. Nothing in the ops goes
-# by blocks, so what it is has yet to be found. A batch may hide it: 64 of 32,768 gained 1,072 us,
-# where these costs have them save 888. So a batch retrieves if it saves more than was ever lost.
+# Qwen3-Next's shape (h100-qwen3-next.json: 2 KV heads of 256 channels, blocks of 544) one request
+# of 130,000 entries lost 786 us in each such layer, where these costs have it save 43. Nothing in
+# the ops goes by blocks, so what it is has yet to be found. A batch may hide it: 64 of 32,768
+# gained 1,072 us, where these costs have them save 888. So a batch retrieves if it saves more than
+# was ever lost.
 BESIDE_STATES_US = 829.0
 # By the backend that scores and selects, and by (KV heads of the rank, bytes of a key and a value
 # of one head): fitted to h200-retrieval-crossover.json and, for Triton,
