@@ -95,6 +95,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-k", default="", help="of these tests alone, as pytest takes it")
     parser.add_argument("--add", action="store_true", help="to the rows that --out has")
     args = parser.parse_args(argv)
+    before: list[dict[str, Any]] = []
+    if args.add:
+        if not args.out.is_file():
+            parser.error(f"--add: there is no {args.out} to add to")
+        before = json.loads(args.out.read_text())["rows"]
     recorder = Recorder()
     tests = [f"{ROOT}/tests/engine/{file}::{test}" for file, test in SITUATIONS]
     chosen = ["-k", args.k] if args.k else []
@@ -103,7 +108,11 @@ def main(argv: list[str]) -> int:
         "Every model that is compared with a dense reference on transformers' modules, in float32 "
         "on tiny random checkpoints: the policies of its server, by situation."
     )
-    before = json.loads(args.out.read_text())["rows"] if args.add else []
+    if not recorder.rows:
+        print(f"no test ran, and {args.out} stays as it is", file=sys.stderr)
+        return int(code) or 1
+    keys = [(row["model"], row["situation"], row["policies"]) for row in recorder.rows]
+    before = [r for r in before if (r["model"], r["situation"], r["policies"]) not in keys]
     rows = sorted(
         [*before, *recorder.rows], key=lambda row: (row["model"], row["situation"], row["policies"])
     )

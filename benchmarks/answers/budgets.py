@@ -216,6 +216,12 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if len(set(args.tasks)) < 2:
         parser.error("--tasks: name two at least; a layer's share is measured on the other tasks")
+    if args.prompts < len(args.tasks):
+        parser.error(
+            f"--prompts {args.prompts}: give one for each of {len(args.tasks)} tasks at least"
+        )
+    if args.after < 0:
+        parser.error("--after must be at least 0")
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Recorded(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -18,6 +18,7 @@ and some steps in which all requests decode are recorded (``common.decode_steps`
 import argparse
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import time
@@ -165,7 +166,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="records some steps of each server")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for server in args.servers:
+        _, drafts, what = server.partition("/")
+        if drafts and not re.fullmatch(r".+x[1-9]\d*", what):
+            parser.error(
+                f"--servers {server}: behind / stands what drafts, x and how many, as ngramx4"
+            )
+    if args.tokens < 2 or args.repeats < 1:
+        parser.error("--tokens must be at least 2, --repeats at least 1")
+    return args
 
 
 def main(argv: Sequence[str]) -> None:

@@ -68,5 +68,7 @@ def test_wrapped(made: Callable[[str], Path], name: str) -> None:
 
 @pytest.mark.parametrize("name", by_day(names, ()))
 def test_preempted(made: Callable[[str], Path], name: str) -> None:
-    options = {"num_gpu_blocks_override": 66, "max_model_len": 288, "max_num_seqs": 6}
+    # Cohere 2's layers with full attention, two of eight, hold little: more requests fill the pool.
+    blocks, count = (50, 9) if name == "cohere2" else (66, 6)
+    options = {"num_gpu_blocks_override": blocks, "max_model_len": 288, "max_num_seqs": count}
     assert_parity_preempted(made(name), POLICIES, **options)

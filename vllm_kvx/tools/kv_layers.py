@@ -8,7 +8,7 @@ from typing import Any
 from vllm_kvx.config.policy_layers import is_full, layer_kinds, own_configs
 
 # What configurations call layers that hold nothing of a prompt.
-_NOTHING = ("mlp", "moe")
+NOTHING = ("mlp", "moe")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class KVLayers:
         full = sum(map(is_full, kinds))
         sliding = sum("sliding" in kind for kind in kinds)
         others = [kind for kind in kinds if not is_full(kind) and "sliding" not in kind]
-        recurrent = sum(kind not in _NOTHING for kind in others) + kinds.count("hybrid")
+        recurrent = sum(kind not in NOTHING for kind in others) + kinds.count("hybrid")
         if not full or (full == len(kinds) and not recurrent):
             return None
         window = getattr(text_config, "sliding_window", None) or 0

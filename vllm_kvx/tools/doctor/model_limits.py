@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from vllm_kvx.config.policy_layers import is_full, layer_kinds, shares_keys
+from vllm_kvx.tools.kv_layers import NOTHING
 
 FULL_ALONE = "full alone"
 NO_POLICY = "no KV policy"
@@ -109,14 +110,18 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
 
 def _last_state(kinds: list[str]) -> str:
     """Where tokens could leave such a model, in words, if its configuration lists its layers."""
-    states = [i for i, kind in enumerate(kinds) if not (is_full(kind) or "sliding" in kind)]
+    states = [
+        i
+        for i, kind in enumerate(kinds)
+        if not (is_full(kind) or "sliding" in kind or kind in NOTHING)
+    ]
     if not states or kinds[-1] == "hybrid":
         return ""
     above = len(kinds) - 1 - states[-1]
-    return (
-        f" (the last of them is layer {states[-1]}: tokens could leave in the {above} "
-        f"layer{'s' * (above != 1)} above it alone, which is not served)"
-    )
+    where = f"in the {above} layer{'s' * (above != 1)} above it alone, which is not served"
+    if not above:
+        where = "nowhere"
+    return f" (the last of them is layer {states[-1]}: tokens could leave {where})"
 
 
 def reads_media(architecture: str) -> bool:
