@@ -16,12 +16,8 @@ def add(parser: pytest.Parser) -> None:
     group.addoption("--seeds", type=int, metavar="N", help="of each server of the simulation")
     group.addoption("--turns", type=int, metavar="N", help="of sessions, simulated or on an engine")
     group.addoption("--requests", type=int, metavar="N", help="of the soak (default: 120)")
-    group.addoption(
-        "--soak-adapters", type=int, metavar="N", help="LoRA adapters in the soak's mix"
-    )
-    group.addoption(
-        "--soak-drafts", type=int, metavar="K", help="tokens that the soak drafts a step"
-    )
+    group.addoption("--soak-adapters", type=int, metavar="N", help="LoRA adapters of the soak")
+    group.addoption("--soak-drafts", type=int, metavar="K", help="tokens the soak drafts a step")
     group.addoption("--soak-output", metavar="FILE", help="where the soak writes its figures")
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-# What a head's own positions are not: they have one row, whatever the wrapper's have.
-_POSITIONS = ("rope_parameters", "rope_scaling")
+# A head's own positions have one row, whatever the wrapper's have, and it has its own layers.
+_OTHERS = ("rope_parameters", "rope_scaling", "layer_types")
 
 
 def text_of(wrapper: Path, folder: Path) -> Path:
@@ -16,7 +16,7 @@ def text_of(wrapper: Path, folder: Path) -> Path:
     """
     folder.mkdir()
     text = json.loads((wrapper / "config.json").read_text())["text_config"]
-    config = {name: value for name, value in text.items() if name not in _POSITIONS}
+    config = {name: value for name, value in text.items() if name not in _OTHERS}
     config |= {"model_type": "llama", "rope_theta": 10000.0, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(wrapper / "model.safetensors")
