@@ -31,8 +31,8 @@ class EveryLogit:
     """Maps every logit of a step to its request's adapter.
 
     vLLM maps one for each request, which is all that there is without drafts: a step that verifies
-    some has a logit for each of them and one more. On a GPU those behind the first ones got the
-    adapter of another request's output layer, and on a CPU the step failed.
+    some has a logit for each of them and one more. On a GPU those behind the first ones would go by
+    what an earlier step has left in the mapping, and on a CPU the step fails.
 
     drafts: by request, what the step to come verifies.
     """
@@ -40,13 +40,12 @@ class EveryLogit:
     def __init__(self, lora_state: Any) -> None:
         """lora_state: vLLM's of a runner, which asks this one from now on."""
         self.drafts: Mapping[str, Sequence[int]] = {}
-        self._stock = lora_state.make_lora_inputs
-        lora_state.make_lora_inputs = self.make_lora_inputs
+        stock = lora_state.make_lora_inputs
 
-    def make_lora_inputs(
-        self, req_ids: list[str], idx_mapping: np.ndarray, num_scheduled_tokens: np.ndarray
-    ) -> tuple[tuple[int, ...], tuple[int, ...], set[Any]]:
-        """vLLM's numbers of adapters by logit and by token, and the adapters."""
-        requests, tokens, active = self._stock(req_ids, idx_mapping, num_scheduled_tokens)
-        counts = [1 + len(self.drafts.get(request, ())) for request in req_ids]
-        return tuple(np.repeat(requests, counts)), tokens, active
+        def make_lora_inputs(req_ids: list[str], *args: Any) -> tuple[Any, Any, Any]:
+            # Numbers of adapters by what has a logit and by token, and the adapters.
+            requests, tokens, active = stock(req_ids, *args)
+            counts = [1 + len(self.drafts.get(request, ())) for request in req_ids]
+            return tuple(np.repeat(requests, counts)), tokens, active
+
+        lora_state.make_lora_inputs = make_lora_inputs
