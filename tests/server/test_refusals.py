@@ -471,6 +471,11 @@ def test_rows_where_tokens_are_drafted(stock) -> None:
     assert reasons(WITH_DRAFTS, changed(state, "speculative_config", ngram)) == [
         WITH_DRAFTS[4].reason
     ]
+    rows = changed(in_time, "model_config.uses_mrope", True)
+    by_layers = changed(rows, "speculative_config", drafted_by("mtp"))
+    assert reasons(WITH_DRAFTS, by_layers) == [WITH_DRAFTS[7].reason]
+    for method in ("ngram", "draft_model", "eagle", "eagle3"):
+        assert not reasons(WITH_DRAFTS, changed(rows, "speculative_config", drafted_by(method)))
     for method in ("draft_model", "eagle3", "mtp"):
         beside = changed(state, "speculative_config", drafted_by(method))
         assert WITH_DRAFTS[3].reason in reasons(WITH_DRAFTS, beside), method
@@ -685,6 +690,7 @@ def test_adapters_and_events(make_config, policy: str, unequal: bool, reads_weig
         ("quest-64", "ExampleConnector", None),
         ("fier-64", "NixlConnector", None),
         ("fier-64", "LMCacheConnectorV1", "policies know OffloadingConnector, ExampleConnector"),
+        ("snapkv:kv_rate=0.1", "LMCacheConnectorV1", "fier and quest from the KV policy"),
         ("snapkv:kv_rate=0.1", "OffloadingConnector", "copy blocks of whole prompts"),
         ("snapkv:kv_rate=0.1", "NixlConnector", "copy blocks of whole prompts"),
         ("speed-4", "OffloadingConnector", "copy blocks of whole prompts"),

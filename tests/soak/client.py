@@ -17,7 +17,8 @@ QUICK = [name for name in POLICIES if "_rate=" not in name]
 
 
 def body(turn: Turn, salt: str | None = None) -> dict[str, Any]:
-    found = {"model": MODEL, "prompt": turn.prompt, "temperature": 0, "ignore_eos": True}
+    name = MODEL if turn.adapter is None else f"adapter-{turn.adapter}"
+    found = {"model": name, "prompt": turn.prompt, "temperature": 0, "ignore_eos": True}
     found |= {"max_tokens": turn.max_tokens, "return_token_ids": True, "logprobs": 2}
     found |= {"vllm_xargs": {"kv_policy": turn.policy}}
     return found | ({} if salt is None else {"cache_salt": salt})

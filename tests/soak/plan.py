@@ -6,7 +6,12 @@ it, so it is known once each request was run alone.
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from support import options
+from support.adapters import RANK, make_adapter
+from support.configs import speculative
 from support.models import LOOKUP
 from transformers import AutoTokenizer
 
@@ -34,10 +39,30 @@ POLICIES = (
 SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
 
 
+def adapters_of(folder: Path) -> list[Path]:
+    """Writes the run's LoRA adapters of the checkpoint to `folder`; none unless told."""
+    count = options.soak_adapters()
+    return [make_adapter(LOOKUP, folder / f"adapter-{seed}", seed) for seed in range(count)]
+
+
+def with_adapters() -> dict[str, Any]:
+    """An engine's options, by which its adapters take turns in one slot."""
+    if not options.soak_adapters():
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": RANK}
+
+
+def with_drafts() -> dict[str, Any]:
+    """An engine's options under load; alone, requests have no drafts."""
+    count = options.soak_drafts()
+    return {"speculative_config": speculative(count)} if count else {}
+
+
 @dataclass
 class Turn:
     """One request.
 
+    adapter: by number, of those that the run has; None: the base model.
     adds: tokens that follow what was said before. policy: by name. max_tokens: of the answer.
     abort_after: engine steps, or answer tokens of a client, after which it is given up; None to
     wait for the answer.
@@ -49,6 +74,7 @@ class Turn:
     policy: str
     max_tokens: int
     abort_after: int | None
+    adapter: int | None = None
     prompt: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -59,6 +85,8 @@ def conversations(count: int, seed: int) -> list[list[Turn]]:
 
     Half of them begin with the same document, which a prefix cache shares.
     """
+    # Adapters are drawn apart: a run without them asks for the same.
+    adapters, of_talks = options.soak_adapters(), random.Random(seed)
     rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(LOOKUP)
     document = tokenizer(make_prompt(0, 140, tokenizer)[0]).input_ids
     found: list[list[Turn]] = []
@@ -71,6 +99,7 @@ def conversations(count: int, seed: int) -> list[list[Turn]]:
         begin = document if rng.random() < 0.5 else []
         lengths[0] = min(lengths[0], LONGEST_PROMPT - len(begin))
         policy = rng.choice(POLICIES)
+        adapter = of_talks.choice([None, *range(adapters)])
         talk: list[Turn] = []
         for length in lengths:
             text, _ = make_prompt(rng.randrange(1 << 30), max(length, 48), tokenizer)
@@ -80,7 +109,7 @@ def conversations(count: int, seed: int) -> list[list[Turn]]:
             abort = rng.randint(0, 12) if rng.random() < 0.2 else None
             # Most answers are short; the others grow into further blocks.
             most = rng.randint(1, 8) if rng.random() < 0.85 else rng.randint(9, 32)
-            talk.append(Turn(ids, name, most, abort))
+            talk.append(Turn(ids, name, most, abort, adapter))
         found.append(talk)
     return found
 

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ from soak.plan import (
     SERVER_POLICY,
     Comparison,
     Turn,
+    adapters_of,
     conversations,
+    with_adapters,
+    with_drafts,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
@@ -48,11 +52,12 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     inside.use_dense_ops(monkeypatch)
 
 
-def run_alone(talks: list[list[Turn]]) -> None:
+def run_alone(talks: list[list[Turn]], adapters: list[Path]) -> None:
     """Fills in prompts and answers: one request at a time, nothing shared, room for all."""
     from vllm.inputs import TokensPrompt
 
-    with running(LOOKUP, SERVER_POLICY, max_num_seqs=1, **OPTIONS) as engine:
+    alone = OPTIONS | with_adapters()
+    with running(LOOKUP, SERVER_POLICY, max_num_seqs=1, **alone) as engine:
         for depth in range(max(map(len, talks))):
             turns = []
             for talk in talks:
@@ -65,6 +70,10 @@ def run_alone(talks: list[list[Turn]]) -> None:
                 [TokensPrompt(prompt_token_ids=turn.prompt) for turn in turns],
                 [greedy(turn.max_tokens, turn.policy, logprobs=2) for turn in turns],
                 use_tqdm=False,
+                lora_request=[
+                    engine.lora_request(None if turn.adapter is None else adapters[turn.adapter])
+                    for turn in turns
+                ],
             )
             for turn, output in zip(turns, outputs, strict=True):
                 (choice,) = output.outputs
@@ -83,10 +92,10 @@ def give_back() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def test_answers_are_those_of_requests_alone() -> None:
+def test_answers_are_those_of_requests_alone(tmp_path: Path) -> None:
     count = options.requests()
-    talks = conversations(count, SEED)
-    run_alone(talks)
+    talks, adapters = conversations(count, SEED), adapters_of(tmp_path)
+    run_alone(talks, adapters)
     began = time.monotonic()
     with running(
         LOOKUP,
@@ -95,10 +104,10 @@ def test_answers_are_those_of_requests_alone() -> None:
         enable_prefix_caching=True,
         scheduler_reserve_full_isl=False,  # Prompts begin that the pool cannot hold to their end.
         num_gpu_blocks_override=BLOCKS,
-        **OPTIONS,
+        **(OPTIONS | with_adapters() | with_drafts()),
     ) as engine:
         memory = Series(count, ["self"], give_back)
-        done, aborted = under_load(engine, talks, memory)
+        done, aborted = under_load(engine, talks, adapters, memory)
         preempted, stats = engine.preemptions(), engine.stats()
         blocks = engine.pool.num_gpu_blocks
     compared = Comparison()
@@ -110,6 +119,9 @@ def test_answers_are_those_of_requests_alone() -> None:
         "engine",
         requests=count,
         policies=len({turn.policy for talk in talks for turn in talk}),
+        adapters=len(adapters),
+        drafted=sum(each["tokens_drafted"] for each in counters),
+        accepted=sum(each["tokens_accepted"] for each in counters),
         pool_blocks=blocks,
         aborts=aborted,
         preemptions=preempted,
@@ -130,7 +142,7 @@ def test_answers_are_those_of_requests_alone() -> None:
 
 
 def under_load(
-    engine: Engine, talks: list[list[Turn]], memory: Series
+    engine: Engine, talks: list[list[Turn]], adapters: list[Path], memory: Series
 ) -> tuple[list[tuple[Turn, list[int]]], int]:
     """Runs all; the answers, and how many requests were aborted."""
     rng = random.Random(SEED)
@@ -143,7 +155,8 @@ def under_load(
         while waiting and len(open_talks) < IN_FLIGHT and rng.random() < 0.6:
             talk = waiting.pop()
             turn, *rest = talk
-            (name,) = engine.submit([turn.prompt], turn.max_tokens, [turn.policy])
+            adapter = None if turn.adapter is None else adapters[turn.adapter]
+            (name,) = engine.submit([turn.prompt], turn.max_tokens, [turn.policy], [adapter])
             open_talks[name] = (turn, rest, steps)
         if open_talks:
             engine.step()

@@ -32,7 +32,10 @@ from soak.plan import (
     SERVER_POLICY,
     Comparison,
     Turn,
+    adapters_of,
     conversations,
+    with_adapters,
+    with_drafts,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
@@ -75,7 +78,14 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(log: Path) -> Iterator[str]:
-    with serving(FLAGS, log, cpu_environment(), timeout_s=500.0) as url:
+    flags, more = list(FLAGS), with_adapters() | with_drafts()
+    if adapters := adapters_of(log.parent):
+        flags += ["--enable-lora", "--max-loras", str(more["max_loras"])]
+        flags += ["--max-lora-rank", str(more["max_lora_rank"]), "--lora-modules"]
+        flags += [f"{adapter.name}={adapter}" for adapter in adapters]
+    if "speculative_config" in more:
+        flags += ["--speculative-config", json.dumps(more["speculative_config"])]
+    with serving(flags, log, cpu_environment(), timeout_s=500.0) as url:
         yield url
 
 

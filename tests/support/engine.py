@@ -104,7 +104,7 @@ class Engine:
             salts = repeat(cache_salt) if isinstance(cache_salt, str) else cache_salt
             for item, salt in zip(inputs, salts, strict=False):
                 item["cache_salt"] = salt
-        named = adapters and [self._lora_request(adapter) for adapter in adapters]
+        named = adapters and [self.lora_request(adapter) for adapter in adapters]
         outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=named)
         return [
             Answer(
@@ -142,11 +142,11 @@ class Engine:
                 ids[-1],
                 TokensPrompt(prompt_token_ids=prompt),
                 greedy(max_tokens, name),
-                lora_request=self._lora_request(adapter),
+                lora_request=self.lora_request(adapter),
             )
         return ids
 
-    def _lora_request(self, adapter: Path | None) -> Any:
+    def lora_request(self, adapter: Path | None) -> Any:
         """vLLM's name of an adapter: its folder's, and a number of this engine's own."""
         from vllm.lora.request import LoRARequest
 

@@ -16,12 +16,15 @@ def add(parser: pytest.Parser) -> None:
     group.addoption("--seeds", type=int, metavar="N", help="of each server of the simulation")
     group.addoption("--turns", type=int, metavar="N", help="of sessions, simulated or on an engine")
     group.addoption("--requests", type=int, metavar="N", help="of the soak (default: 120)")
+    group.addoption("--soak-adapters", type=int, metavar="N", help="LoRA adapters of the soak")
+    group.addoption("--soak-drafts", type=int, metavar="K", help="tokens the soak drafts a step")
     group.addoption("--soak-output", metavar="FILE", help="where the soak writes its figures")
 
 
 def read(config: pytest.Config) -> None:
     """Keeps what `config` was called with."""
-    for name in ("nightly", "seeds", "turns", "requests", "soak_output"):
+    soak = ("soak_adapters", "soak_drafts", "soak_output")
+    for name in ("nightly", "seeds", "turns", "requests", *soak):
         _given[name] = config.getoption(name)
 
 
@@ -47,6 +50,19 @@ def requests() -> int:
     """How many requests the soak sends, 120 unless told: two minutes of one core."""
     found: int | None = _given.get("requests")
     return 120 if found is None else found
+
+
+def soak_adapters() -> int:
+    """How many LoRA adapters the soak's conversations have, beside the base model; 0 unless told.
+
+    Those of an engine then take turns in one slot for their weights.
+    """
+    return _given.get("soak_adapters") or 0
+
+
+def soak_drafts() -> int:
+    """How many tokens ``ngram`` drafts a step of the soak's load; 0 unless told."""
+    return _given.get("soak_drafts") or 0
 
 
 def soak_output() -> str | None:

@@ -331,6 +331,8 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
             return
         if kv.publishes is not None:
             num_tokens = min(num_tokens, kv.publishes)
+        # From vLLM 0.33 on, beside a head, the hash of a block waits for the token behind it.
+        num_tokens = min(num_tokens, len(request.block_hashes) * self.block_pool.hash_block_size)
         published = self.num_cached_block.get(request.request_id, 0)
         full = num_tokens // self.block_size
         if published < full:

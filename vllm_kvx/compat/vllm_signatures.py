@@ -86,6 +86,7 @@ REPLACED = {
         "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output",
         "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.capture",
         "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.run_fullgraph",
+        "vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache",
     ),

@@ -66,7 +66,8 @@ WITHOUT_WHOLE_PROMPTS: tuple[Refusal, ...] = (
         lambda c: asked_connector(c),
         "KV connectors and KV offloading copy blocks of whole prompts, which policies that retain "
         "or propagate do not leave: drop --kv-transfer-config and --kv-offloading-size, or all "
-        "policies but full, fier and quest from the KV policy and kv_layout",
+        f"policies but full, fier and quest from the KV policy and kv_layout, which know "
+        f"{', '.join(CONNECTORS)}",
         CONNECTOR,
     ),
 )

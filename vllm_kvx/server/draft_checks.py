@@ -35,6 +35,14 @@ def _drafts_otherwise(c: "VllmConfig") -> bool:
     )
 
 
+def _has_mtp_by_rows(c: "VllmConfig") -> bool:
+    """Whether the model's own MTP layers draft, and its positions have several rows."""
+    drafter = c.speculative_config
+    is_mtp = drafter is not None and drafter.method == "mtp"
+    # Hybrids are refused whatever their positions are.
+    return is_mtp and c.model_config.uses_mrope and not is_mixed(c.model_config)
+
+
 # Where tokens are drafted (``Layout.drafts``).
 WITH_DRAFTS: tuple[Refusal, ...] = (
     Refusal(
@@ -82,6 +90,12 @@ WITH_DRAFTS: tuple[Refusal, ...] = (
         lambda c: c.speculative_config and asked_connector(c),
         "no test drafts tokens beside a KV connector: drop --speculative-config, or "
         "--kv-transfer-config and --kv-offloading-size",
+    ),
+    Refusal(
+        _has_mtp_by_rows,
+        "positions of this model have several parts (M-RoPE), with which no test drafts by the "
+        "model's own MTP layers: set the method of --speculative-config to ngram, or drop it",
+        MODEL,
     ),
 )
 

@@ -16,6 +16,7 @@ from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.models.hooked import Build
 from vllm_kvx.models.registry import use_policy_model
 from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
+from vllm_kvx.worker.adapters import EveryLogit
 from vllm_kvx.worker.attention_backend import choosing_usable
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.draft_room import widen_compiled_range
@@ -47,6 +48,8 @@ class _PolicyWorking(_Base):
     _kept_blocks: dict[str, dict[int, np.ndarray]]
     _sleeping: SleepingBuffers
     _asleep_stats: dict[str, Any] | None
+    # Where steps verify drafts beside LoRA adapters.
+    _every_logit: EveryLogit | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         check_engine(type(self))
@@ -95,6 +98,8 @@ class _PolicyWorking(_Base):
             capture_row_graphs(runner, settings)
         if settings.drafts is not None:
             runner.speculator = SelfDrafter(runner, settings.drafts)
+        if config.lora_config is not None and config.speculative_config is not None:
+            self._every_logit = EveryLogit(runner.lora_state)
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         self._save_buffers()
@@ -150,6 +155,8 @@ class _PolicyWorking(_Base):
         state.memory.private = step.private
         state.prefix_states.in_step = step.states
         state.draft = None
+        if self._every_logit is not None:
+            self._every_logit.drafts = scheduler_output.scheduled_spec_decode_tokens
         output = super().execute_model(scheduler_output, *args, **kwargs)
         if state.draft is not None:
             self._run_draft(state.draft)
