@@ -66,9 +66,9 @@ def test_wrapped(made: Callable[[str], Path], name: str) -> None:
     assert_parity_and_again(made(name), LENGTHS, POLICIES)
 
 
-@pytest.mark.parametrize("name", by_day(names, ()))
+# A pool that a server starts with holds all of these prompts of Cohere 2, two of whose layers have
+# full attention: test_speed_on_hybrids and test_selection_on_hybrids preempt it.
+@pytest.mark.parametrize("name", by_day([name for name in names if name != "cohere2"], ()))
 def test_preempted(made: Callable[[str], Path], name: str) -> None:
-    # Cohere 2's layers with full attention, two of eight, hold little: more requests fill the pool.
-    blocks, count = (50, 9) if name == "cohere2" else (66, 6)
-    options = {"num_gpu_blocks_override": blocks, "max_model_len": 288, "max_num_seqs": count}
+    options = {"num_gpu_blocks_override": 66, "max_model_len": 288, "max_num_seqs": 6}
     assert_parity_preempted(made(name), POLICIES, **options)
