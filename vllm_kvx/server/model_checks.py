@@ -120,8 +120,8 @@ WITH_PROPAGATION: tuple[Refusal, ...] = (
     Refusal(
         lambda c: is_mixed(c.model_config) and not sliding_layers(c.model_config),
         "some layers of this model keep a state, or its configuration does not say which slide "
-        "over a window, and tokens cannot be dropped without changing what these layers compute: "
-        f"{_OTHERS}",
+        "over a window, and tokens cannot be dropped without changing what these layers compute "
+        f"(`vllm-kvx doctor` says above which layer they could): {_OTHERS}",
         RANGES,
     ),
     Refusal(

@@ -25,7 +25,13 @@ from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.validate import identity_of
 from vllm_kvx.tools.doctor import asked as asked_for
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request
-from vllm_kvx.tools.doctor.model_limits import FULL_ALONE, NO_POLICY, NO_PROPAGATION, limits_of
+from vllm_kvx.tools.doctor.model_limits import (
+    FULL_ALONE,
+    NO_POLICY,
+    NO_PROPAGATION,
+    last_state,
+    limits_of,
+)
 from vllm_kvx.tools.doctor.plan import rows_of
 from vllm_kvx.tools.doctor.sizes import GIB, Pool, Sizes
 from vllm_kvx.tools.doctor.weights import weights_bytes
@@ -482,3 +488,21 @@ def test_auto_is_chosen_by_the_servers_flags(doctor) -> None:
     chosen, *_ = asked("policy")
     assert "serving fier-2048" in chosen.says
     assert not [each for each in asked("measured") if each.status == "problem"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (["full_attention"] * 3, ""),
+        (
+            ["conv", "full_attention", "full_attention"],
+            "layer 0: tokens could leave in the 2 layers",
+        ),
+        # What holds nothing of a prompt keeps no state either.
+        (["mamba", "mlp", "attention", "mamba", "mlp"], "layer 3: tokens could leave in the 1"),
+        (["full_attention", "conv"], "layer 1: tokens could leave nowhere"),
+    ],
+)
+def test_where_tokens_could_leave(kinds: list[str], said: str) -> None:
+    found = last_state(kinds)
+    assert said in found and bool(said) == bool(found)

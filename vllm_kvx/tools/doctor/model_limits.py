@@ -94,7 +94,7 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
         if info.is_hybrid:
             yield Limit(
                 "some of its layers keep a state in the place of keys"
-                f"{_last_state(layer_kinds(SimpleNamespace(**text_config)))}",
+                f"{last_state(layer_kinds(SimpleNamespace(**text_config)))}",
                 NO_PROPAGATION,
             )
             return
@@ -108,7 +108,7 @@ def limits_of(architecture: str, text_config: Mapping[str, Any]) -> Iterator[Lim
                 yield Limit(f"{said} ({name})", NO_PROPAGATION)
 
 
-def _last_state(kinds: list[str]) -> str:
+def last_state(kinds: list[str]) -> str:
     """Where tokens could leave such a model, in words, if its configuration lists its layers."""
     states = [
         i
