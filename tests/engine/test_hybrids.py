@@ -67,7 +67,7 @@ def test_wrapped(made: Callable[[str], Path], name: str) -> None:
 
 
 # A pool that a server starts with holds all of these prompts of Cohere 2, two of whose layers have
-# full attention: test_speed_on_hybrids and test_selection_on_hybrids preempt it.
+# full attention: test_speed_on_hybrids preempts it.
 @pytest.mark.parametrize("name", by_day([name for name in names if name != "cohere2"], ()))
 def test_preempted(made: Callable[[str], Path], name: str) -> None:
     options = {"num_gpu_blocks_override": 66, "max_model_len": 288, "max_num_seqs": 6}

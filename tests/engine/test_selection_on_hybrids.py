@@ -113,7 +113,8 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
     assert_parity(model, [*answers, *long, *again], [*each, *each[:3], *readers])
 
 
-@pytest.mark.parametrize("name", by_day(names, ()))
+# A pool that a server starts with holds all of these prompts of Cohere 2.
+@pytest.mark.parametrize("name", by_day([name for name in names if name != "cohere2"], ()))
 def test_preempted(made: Callable[[str], Path], name: str) -> None:
     options = {"num_gpu_blocks_override": 76, "max_model_len": 288, "max_num_seqs": 9}
     options["enable_prefix_caching"] = True  # Of what it had computed some is there still.
