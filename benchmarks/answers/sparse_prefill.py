@@ -38,10 +38,10 @@ Prompt = dict[str, Any]
 
 
 class Asked(NamedTuple):
-    """A prompt: its group in the report, the length or the file's name, and its task."""
+    """A prompt of a group, a length or a file, with its number there and its task."""
 
     group: str
-    index: int
+    number: int
     task: Task | FixedTask
     encoded: EncodedSample
 
@@ -73,7 +73,7 @@ def one_prompt(
     scores = [asked.task.score(text, asked.encoded.sample) for text in texts]
     found: Prompt = {
         "group": asked.group,
-        "index": asked.index,
+        "number": asked.number,
         "task": asked.task.name,
         "tokens": len(ids),
         "scores": {name: round(s, 4) for name, s in zip(every, scores, strict=True)},
@@ -202,9 +202,9 @@ def main(argv: list[str]) -> None:
             parser.error(f"{args.out} was made with other settings: name another --out")
         content["prompts"], content["seconds"] = earlier["prompts"], earlier["seconds"]
     before = content["seconds"]
-    done = {(prompt["group"], prompt["index"]) for prompt in content["prompts"]}
+    done = {(prompt["group"], prompt["number"]) for prompt in content["prompts"]}
     for asked in prompts_of(args, model.tokenizer, done):
-        found = one_prompt(model, asked, named, asked.index < args.recall_prompts)
+        found = one_prompt(model, asked, named, asked.number < args.recall_prompts)
         content["prompts"].append(found)
         elapsed = time.monotonic() - began
         content["rows"] = summarise(content["prompts"])
@@ -212,8 +212,8 @@ def main(argv: list[str]) -> None:
         write_json(args.out, content)
         right = sum(found["scores"].values()) / len(found["scores"])
         print(
-            f"{asked.group} {asked.index} {asked.task.name}: dense {found['scores']['dense']:.2f}, "
-            f"all {right:.2f}, {found['seconds']} s, {elapsed:.0f} s in all",
+            f"{asked.group} {asked.number} {asked.task.name}: "
+            f"dense {found['scores']['dense']:.2f}, mean {right:.2f}, {found['seconds']} s, {elapsed:.0f} s in all",
             file=sys.stderr,
         )
         if elapsed > args.time_limit:

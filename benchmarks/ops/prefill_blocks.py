@@ -14,7 +14,8 @@ positions `first` to m - 1 of m keys; Q blocks of these queries, K blocks of key
 beginning of a block.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,14 +73,14 @@ class Setting:
             ValueError: there is no such method or parameter, or no such value of it.
         """
         method, _, rest = text.partition(":")
-        kinds = {each.name: type(each.default) for each in fields(cls)[1:]}
-        given = {}
+        kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(cls)[1:]}
+        given: dict[str, Any] = {}
         for part in filter(None, rest.split(",")):
             name, _, value = part.partition("=")
             if name not in kinds:
                 raise ValueError(f"{text}: no parameter {name!r}; there are {', '.join(kinds)}")
             given[name] = kinds[name](value)
-        return replace(cls(method), **given)
+        return cls(method, **given)
 
 
 def read_blocks(

@@ -23,7 +23,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,24 @@ from torch import Tensor
 
 from benchmarks.common.about import about, command_line
 from benchmarks.common.files import write_json
-from benchmarks.ops.prefill_blocks import (
-    Setting,
-    attend,
-    causal_blocks,
-    cover,
-    estimate,
-    one_bit_keys,
-    read_blocks,
+from benchmarks.ops.prefill_blocks import Setting, attend, cover, estimate, one_bit_keys
+from benchmarks.ops.sparse_prefill_triton import Tiles, listed
+from benchmarks.ops.sparse_prefill_ways import (
+    BLOCK,
+    DEVICE,
+    ON_GPU,
+    Call,
+    Layer,
+    Part,
+    dense,
+    parts_of,
+    sparse_flash,
+    sparse_triton,
+    tables_of,
 )
-from benchmarks.ops.sparse_prefill_triton import Tiles, attend_blocks, listed
-from vllm_kvx.ops.paged import PagedKV
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-BLOCK, CHUNK = 128, 8192
+CHUNK = 8192
+WAYS = ("fa3 heads", "fa3 one", "triton")
 TILES = (
     Tiles(),
     Tiles(stages=2),
@@ -63,217 +66,8 @@ COSTS = (
     "one_bit:cover=0.95",
     "one_bit:cover=0.95,by=max",
 )
-Call = Callable[[], Any]
 Line = dict[str, Any]
-
-
-class Layer:
-    """One request's queries and paged cache.
-
-    query: (N, H, D). paged: its entries, `table` (pages,) int32 in random order.
-    """
-
-    def __init__(self, heads: int, kv_heads: int, dim: int, length: int, page: int) -> None:
-        self.length, self.page, self.scaling = length, page, dim**-0.5
-        pages = -(-length // page)
-        # As FlashAttention's cache lies in memory: the heads of an entry side by side.
-        cache = torch.randn(pages, page, kv_heads, 2 * dim, dtype=DTYPE, device=DEVICE)
-        self.paged = PagedKV.of(cache.transpose(1, 2), dim)
-        self.table = torch.randperm(pages, device=DEVICE).int()
-        self.query = torch.randn(length, heads, dim, dtype=DTYPE, device=DEVICE)
-        self.out = torch.empty_like(self.query)
-
-    @property
-    def kv_heads(self) -> int:
-        return self.paged.num_heads
-
-    def chunks(self, size: int) -> Iterator[tuple[int, int]]:
-        for first in range(0, self.length, size):
-            yield first, min(first + size, self.length)
-
-
-def random_reads(layer: Layer, first: int, end: int, share: float) -> Tensor:
-    """(G, Q, K) bool: of the blocks that each block of queries sees, the share, rounded up.
-
-    The first and the queries' own are among them, so the least is two.
-    """
-    blocks, seen = -(-(end - first) // BLOCK), -(-end // BLOCK)
-    own = first // BLOCK + torch.arange(blocks, device=DEVICE)[:, None]
-    index = torch.arange(seen, device=DEVICE)
-    chance = torch.rand(layer.kv_heads, blocks, seen, device=DEVICE)
-    chance.masked_fill_((index == 0) | (index == own), 2).masked_fill_(index > own, -1)
-    counts = (share * (own + 1)).ceil().clamp(min=2).long().minimum(own + 1)
-    return chance.argsort(dim=-1, descending=True).argsort(dim=-1) < counts
-
-
-def flash(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    longest: tuple[int, int],
-    out: Tensor,
-    splits: int = 1,
-) -> None:
-    """vLLM's paged FlashAttention 3; on a CPU, for the dry run, what it computes.
-
-    query, out: (rows, H, D), sequences one after the other, from `starts` (S + 1,) int32.
-    keys, values: (pages, page, G, D). table: (S, pages) int32. lens: (S,) int32, keys of each
-    sequence; the last query sees all of them. longest: the most queries and keys of a sequence.
-    splits: parts of a sequence's keys; 0 leaves them to FlashAttention, as vLLM does.
-    """
-    scaling = query.shape[-1] ** -0.5
-    if not ON_GPU:
-        for s, length in enumerate(lens.tolist()):
-            rows = slice(int(starts[s]), int(starts[s + 1]))
-            tokens = torch.arange(length)
-            pages = table[s, tokens // keys.shape[1]].long()
-            k, v = (x[pages, tokens % keys.shape[1]].transpose(0, 1) for x in (keys, values))
-            q = query[rows].transpose(0, 1)
-            k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
-            own = length - q.shape[1] + torch.arange(q.shape[1])[:, None]
-            logits = (q @ k.mT * scaling).masked_fill(tokens > own, -torch.inf)
-            out[rows] = (logits.softmax(dim=-1) @ v).transpose(0, 1)
-        return
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    flash_attn_varlen_func(
-        q=query,
-        k=keys,
-        v=values,
-        out=out,
-        cu_seqlens_q=starts,
-        max_seqlen_q=longest[0],
-        seqused_k=lens,
-        max_seqlen_k=longest[1],
-        softmax_scale=scaling,
-        causal=True,
-        block_table=table,
-        num_splits=splits,
-        fa_version=3,
-    )
-
-
-def dense(layer: Layer, size: int) -> Call:
-    """All chunks of `size` queries, as vLLM calls it."""
-    keys, values = (x.transpose(1, 2) for x in (layer.paged.keys, layer.paged.values))
-    parts = [
-        (slice(first, end), _int([0, end - first]), _int([end]), (end - first, end))
-        for first, end in layer.chunks(size)
-    ]
-
-    def run() -> None:
-        for rows, starts, lens, longest in parts:
-            query, out = layer.query[rows], layer.out[rows]
-            flash(query, keys, values, layer.table[None], starts, lens, longest, out, splits=0)
-
-    return run
-
-
-def tables_of(layer: Layer, chosen: Tensor, one: bool) -> Tensor:
-    """(G, Q, pages) int32: the pages of lists (G, Q, most) of blocks.
-
-    one: as pages of `overlapping`.
-    """
-    each = BLOCK // layer.page
-    index = (chosen[..., None] * each + torch.arange(each, device=DEVICE)).flatten(2)
-    # A last block may have fewer pages; they are not read.
-    pages = layer.table[index.clamp_(max=len(layer.table) - 1)]
-    if one:
-        keys = layer.paged.keys
-        heads = torch.arange(layer.kv_heads, device=DEVICE, dtype=torch.int32)
-        pages = pages * (keys.stride(0) // keys.stride(1)) + heads[:, None, None]
-    return pages
-
-
-def overlapping(cache: Tensor) -> Tensor:
-    """Keys or values (blocks, G, page, D) as (n, page, 1, D): one head's pages, which overlap.
-
-    That of block b and head g is the one with number b * (stride of blocks / stride of heads) + g.
-    """
-    blocks, heads, page, dim = cache.shape
-    step = cache.stride(1)
-    assert cache.stride(0) % step == 0, "a block's bytes are no multiple of an entry's"
-    count = (blocks - 1) * (cache.stride(0) // step) + heads
-    shape, strides = (count, page, 1, dim), (step, cache.stride(2), step, 1)
-    return cache.as_strided(shape, strides, cache.storage_offset())
-
-
-def sparse_flash(layer: Layer, parts: list[Line], one: bool) -> Call:
-    """FlashAttention over the blocks that are read; tables are made before."""
-    kv_heads = layer.kv_heads
-    each = layer.query.shape[1] // kv_heads
-    prepared: list[tuple[Any, ...]] = []
-    for part in parts:
-        rows, tables = part["rows"], tables_of(layer, part["chosen"], one)
-        count = rows.stop - rows.start
-        begins = torch.arange(0, count, BLOCK, device=DEVICE)
-        own = (count - begins).clamp(max=BLOCK)
-        lens = ((part["counts"] - 1) * BLOCK + own).int()
-        longest = BLOCK, int(lens.max())
-        if one:
-            heads = torch.arange(kv_heads, device=DEVICE)[:, None] * count
-            starts = torch.cat([(heads + begins).flatten(), _int([kv_heads * count])]).int()
-            prepared.append((rows, tables.flatten(0, 1), lens.flatten(), starts, longest))
-        else:
-            starts = torch.cat([begins, _int([count])]).int()
-            prepared.append((rows, tables, lens, starts, longest))
-    of_heads = [x.transpose(1, 2) for x in (layer.paged.keys, layer.paged.values)]
-    of_one = [overlapping(x) for x in (layer.paged.keys, layer.paged.values)]
-
-    def run_heads() -> None:
-        keys, values = of_heads
-        for rows, tables, lens, starts, longest in prepared:
-            for g in range(kv_heads):
-                mine = slice(g * each, (g + 1) * each)
-                query, out = layer.query[rows, mine], layer.out[rows, mine]
-                k, v = keys[:, :, g : g + 1], values[:, :, g : g + 1]
-                flash(query, k, v, tables[g], starts, lens[g], longest, out)
-
-    def run_one() -> None:
-        for rows, tables, lens, starts, longest in prepared:
-            query = layer.query[rows].unflatten(1, (kv_heads, each)).transpose(0, 1)
-            query = query.flatten(0, 1)  # A copy.
-            out = torch.empty_like(query)
-            flash(query, *of_one, tables, starts, lens, longest, out)
-            back = out.unflatten(0, (kv_heads, -1)).transpose(0, 1)
-            layer.out[rows].unflatten(1, (kv_heads, each)).copy_(back)
-
-    return run_one if one else run_heads
-
-
-def sparse_triton(layer: Layer, parts: list[Line], tiles: Tiles) -> Call:
-    def run() -> None:
-        for part in parts:
-            rows = part["rows"]
-            attend_blocks(
-                layer.query[rows],
-                layer.paged,
-                layer.table,
-                part["chosen"],
-                part["counts"],
-                rows.start,
-                BLOCK,
-                tiles,
-                layer.out[rows],
-            )
-
-    return run
-
-
-def parts_of(layer: Layer, size: int, share: float) -> list[Line]:
-    """By chunk its rows, and what they read: see `listed`."""
-    parts = []
-    for first, end in layer.chunks(size):
-        reads = random_reads(layer, first, end, share)
-        chosen, counts = listed(reads)
-        found = causal_blocks(reads, first, end, Setting("dense"))
-        parts.append(
-            {"rows": slice(first, end), "chosen": chosen, "counts": counts, "found": found}
-        )
-    return parts
+Shape = tuple[int, int, int]
 
 
 def milliseconds(call: Call, repeats: int) -> float:
@@ -303,120 +97,142 @@ def timed(line: Line, call: Callable[[], Call], repeats: int) -> Line:
         return line | {"error": str(error).splitlines()[0]}
 
 
-def errors(shape: tuple[int, int, int], page: int, tiles: tuple[Tiles, ...]) -> list[Line]:
-    """How far each way is from masked attention, over several chunks and a short last block."""
-    layer = Layer(*shape, 5 * BLOCK + 77, page)
-    dense_parts = [
-        x(layer.table, layer.length) for x in (layer.paged.dense_keys, layer.paged.dense_values)
-    ]
-    found = []
-    for size in (2 * BLOCK, 1 << 30):
+def expected(layer: Layer, parts: Sequence[Part]) -> Tensor:
+    """What every way has to write: (N, H, D), by masked attention."""
+    keys, values = (
+        of(layer.table, layer.length) for of in (layer.paged.dense_keys, layer.paged.dense_values)
+    )
+    out = torch.empty_like(layer.out)
+    for part in parts:
+        first, end = part.rows.start, part.rows.stop
+        index = torch.arange(-(-end // BLOCK), device=DEVICE)
+        live = torch.arange(part.chosen.shape[-1], device=DEVICE) < part.counts[..., None]
+        reads = ((part.chosen[..., None] == index) & live[..., None]).any(dim=2)
+        query = layer.query[part.rows].transpose(0, 1)
+        found = attend(
+            query, keys[:, :end], values[:, :end], reads, first, layer.scaling, Setting("dense")
+        )
+        out[part.rows] = found.transpose(0, 1)
+    return out
+
+
+def errors(
+    shape: Shape, page: int, tiles: Sequence[Tiles], names: tuple[str, ...]
+) -> Iterator[Line]:
+    """How far each of these ways is from masked attention, over several chunks and a short last block."""
+    layer = Layer(*shape, 3 * BLOCK + 77, page)
+    for size in (2 * BLOCK, 4 * BLOCK):
         parts = parts_of(layer, size, 0.5)
-        expected = torch.empty_like(layer.out)
-        for part in parts:
-            rows = part["rows"]
-            index = torch.arange(-(-rows.stop // BLOCK), device=DEVICE)
-            live = torch.arange(part["chosen"].shape[-1], device=DEVICE) < part["counts"][..., None]
-            reads = ((part["chosen"][..., None] == index) & live[..., None]).any(dim=2)
-            query = layer.query[rows].transpose(0, 1)
-            k, v = (x[:, : rows.stop] for x in dense_parts)
-            of_part = attend(query, k, v, reads, rows.start, layer.scaling, Setting("dense"))
-            expected[rows] = of_part.transpose(0, 1)
-        ways: dict[str, Call] = {
-            "fa3 heads": sparse_flash(layer, parts, one=False),
-            "fa3 one": sparse_flash(layer, parts, one=True),
-        } | {f"triton {each}": sparse_triton(layer, parts, each) for each in tiles}
+        right = expected(layer, parts).float()
+        ways = {f"triton {vars(each)}": sparse_triton(layer, parts, each) for each in tiles}
+        ways["fa3 heads"] = sparse_flash(layer, parts, one=False)
+        ways["fa3 one"] = sparse_flash(layer, parts, one=True)
         for name, run in ways.items():
+            if not name.startswith(names):
+                continue
+            line: Line = {"page": page, "way": name, "chunk": size}
             layer.out.fill_(torch.nan)
-            line: Line = {"page": page, "way": name, "chunk": min(size, layer.length)}
             try:
                 run()
-                off = (layer.out.float() - expected.float()).abs().max()
-                found.append(line | {"off_by": float(off)})
+                line["off_by"] = float((layer.out.float() - right).abs().max())
             except Exception as error:
-                found.append(line | {"error": str(error).splitlines()[0]})
-    return found
+                line["error"] = str(error).splitlines()[0]
+            yield line
 
 
-def cases(shape: tuple[int, int, int], args: argparse.Namespace, tiles: Tiles) -> Iterator[Line]:
+def tile_times(shape: Shape, args: argparse.Namespace, tiles: Sequence[Tiles]) -> Iterator[Line]:
+    """Triton's ways to cut the work, at the first length and page and the last share."""
+    layer = Layer(*shape, args.lengths[0], args.pages[0])
+    parts = parts_of(layer, args.chunk, args.shares[-1])
+    for each in tiles:
+        yield timed({"tiles": vars(each)}, partial(sparse_triton, layer, parts, each), 5)
+
+
+def cases(shape: Shape, args: argparse.Namespace, tiles: Tiles) -> Iterator[Line]:
     """A line for each length, page, chunk, share and way."""
     for length in args.lengths:
         for page in args.pages:
             layer = Layer(*shape, length, page)
-            for size in (args.chunk, length):
+            for size in dict.fromkeys((args.chunk, length)):
                 head = {"length": length, "page": page, "chunk": size}
-                base = timed(head | {"way": "fa3 dense"}, lambda: dense(layer, size), args.repeats)
+                base = timed(head | {"way": "fa3 dense"}, partial(dense, layer, size), args.repeats)
                 yield base
                 for share in args.shares:
-                    parts = parts_of(layer, size, share)
-                    read, causal = (sum(part["found"][i] for part in parts) for i in (0, 1))
-                    ways: dict[str, Callable[[], Call]] = {
-                        "fa3 heads": lambda: sparse_flash(layer, parts, one=False),
-                        "fa3 one": lambda: sparse_flash(layer, parts, one=True),
-                    }
-                    ways["triton"] = lambda: sparse_triton(layer, parts, tiles)
-                    for name, make in ways.items():
-                        line = head | {"asked": share, "share": round(read / causal, 4)}
-                        line = timed(line | {"way": name}, make, args.repeats)
-                        if "ms" in line and "ms" in base:
-                            line["to_dense"] = round(line["ms"] / base["ms"], 4)
-                            line["ideal_ms"] = round(base["ms"] * read / causal, 3)
-                        yield line
+                    yield from shared(layer, size, share, base, tiles, args)
 
 
-def tile_times(
-    shape: tuple[int, int, int], args: argparse.Namespace, tiles: tuple[Tiles, ...]
-) -> list[Line]:
-    """Triton's ways to cut the work at the first length and page and the last share."""
-    layer = Layer(*shape, args.lengths[0], args.pages[0])
-    parts = parts_of(layer, args.chunk, args.shares[-1])
-    return [
-        timed({"tiles": vars(each)}, lambda each=each: sparse_triton(layer, parts, each), 5)
-        for each in tiles
-    ]
+def shared(
+    layer: Layer, size: int, share: float, base: Line, tiles: Tiles, args: argparse.Namespace
+) -> Iterator[Line]:
+    """A line for each way at one share; base: that of dense attention."""
+    parts = parts_of(layer, size, share)
+    found = sum(part.read for part in parts) / sum(part.causal for part in parts)
+    ways: dict[str, Callable[[], Call]] = {
+        "fa3 heads": partial(sparse_flash, layer, parts, one=False),
+        "fa3 one": partial(sparse_flash, layer, parts, one=True),
+        "triton": partial(sparse_triton, layer, parts, tiles),
+    }
+    for name in args.ways:
+        line = {key: base[key] for key in ("length", "page", "chunk")}
+        line |= {"way": name, "asked": share, "share": round(found, 4)}
+        line = timed(line, ways[name], args.repeats)
+        if "ms" in line and "ms" in base:
+            line["to_dense"] = round(line["ms"] / base["ms"], 4)
+            line["ideal_ms"] = round(base["ms"] * found, 3)
+        yield line
 
 
-def costs(shape: tuple[int, int, int], args: argparse.Namespace) -> Iterator[Line]:
-    """What choosing costs, chunk by chunk, over all chunks of a prompt; and of tables."""
-    heads, kv_heads, dim = shape
+class Choice:
+    """The steps of choosing blocks, for all of a prompt's chunks, by one setting."""
+
+    def __init__(self, layer: Layer, size: int, setting: Setting) -> None:
+        self.layer, self.setting = layer, setting
+        self.chunks = list(layer.chunks(size))
+        self.query = layer.query.transpose(0, 1).contiguous()
+        self.keys = layer.paged.dense_keys(layer.table, layer.length).contiguous()
+        self.codes = one_bit_keys(self.keys)
+        self.shares: list[Tensor] = []
+        self.reads: list[Tensor] = []
+        self.lists: list[Tensor] = []
+
+    def estimate(self) -> None:
+        scaling = self.layer.scaling
+        self.shares = [
+            estimate(
+                self.query[:, first:end],
+                self.keys[:, :end],
+                self.codes,
+                first,
+                scaling,
+                self.setting,
+            )
+            for first, end in self.chunks
+        ]
+
+    def cover(self) -> None:
+        self.reads = [
+            cover(shares, len(self.keys), first, end, self.setting)
+            for shares, (first, end) in zip(self.shares, self.chunks, strict=True)
+        ]
+
+    def list_blocks(self) -> None:
+        self.lists = [listed(reads)[0] for reads in self.reads]
+
+    def make_tables(self) -> None:
+        for lists in self.lists:
+            tables_of(self.layer, lists, one=True)
+
+
+def costs(shape: Shape, args: argparse.Namespace) -> Iterator[Line]:
+    """What the steps of choosing cost, over all chunks of a prompt."""
     for length in args.lengths:
         layer = Layer(*shape, length, args.pages[0])
-        query = layer.query.transpose(0, 1).contiguous()
-        keys = layer.paged.dense_keys(layer.table, length).contiguous()
-        codes = one_bit_keys(keys)
-        chunks = list(layer.chunks(args.chunk))
         for text in args.costs:
-            setting = Setting.parse(text)
-            shares: dict[int, Tensor] = {}
-            reads: dict[int, Tensor] = {}
-            chosen: dict[int, Tensor] = {}
-
-            def estimates() -> None:
-                for first, end in chunks:
-                    part, seen = query[:, first:end], keys[:, :end]
-                    shares[first] = estimate(part, seen, codes, first, layer.scaling, setting)
-
-            def covers() -> None:
-                for first, end in chunks:
-                    reads[first] = cover(shares[first], kv_heads, first, end, setting)
-
-            def lists() -> None:
-                for first, _ in chunks:
-                    chosen[first] = listed(reads[first])[0]
-
-            def tables() -> None:
-                for first, _ in chunks:
-                    tables_of(layer, chosen[first], one=True)
-
+            choice = Choice(layer, args.chunk, Setting.parse(text))
             line: Line = {"length": length, "setting": text}
-            for name, call in (
-                ("estimate", estimates),
-                ("cover", covers),
-                ("lists", lists),
-                ("tables", tables),
-            ):
-                one = timed({}, lambda call=call: call, args.repeats)
-                line |= {f"{name}_{key}": value for key, value in one.items()}
+            for step in (choice.estimate, choice.cover, choice.list_blocks, choice.make_tables):
+                one = timed({}, lambda step=step: step, args.repeats)  # type: ignore[misc]
+                line |= {f"{step.__name__}_{key}": value for key, value in one.items()}
                 if "error" in one:
                     break
             yield line
@@ -433,10 +249,6 @@ def table(lines: list[Line]) -> str:
     return "\n".join(rows)
 
 
-def _int(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -446,6 +258,7 @@ def main(argv: list[str]) -> None:
     add("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.3, 0.2, 0.1])
     add("--costs", nargs="+", default=COSTS, help="settings whose choice is timed")
     add("--chunk", type=int, default=CHUNK)
+    add("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=", ".join(WAYS))
     add("--repeats", type=int, default=3)
     add("--dry", action="store_true", help="tiny sizes, also on a CPU")
     add("--time-limit", type=float, default=400, help="seconds; what is left is not timed")
@@ -453,7 +266,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if not (ON_GPU or args.dry):
         parser.error("times are those of a GPU, and there is none")
-    shape, tiles = (32, 8, 128), TILES
+    shape: Shape = (32, 8, 128)
+    tiles: Sequence[Tiles] = TILES
     if args.dry:
         shape, tiles = (4, 2, 16), TILES[:1]
         args.lengths, args.pages, args.shares, args.chunk = [300], [16], [0.5], 256
@@ -470,16 +284,13 @@ def main(argv: list[str]) -> None:
         "shape": dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True)),
         "block": BLOCK,
         "cut_off": False,
-        "errors": [line for page in args.pages for line in errors(shape, page, tiles)],
-        "tiles": tile_times(shape, args, tiles),
+        "errors": [],
+        "tiles": [],
         "costs": [],
-        "lines": [],
+        "cases": [],
     }
-    for line in (*content["errors"], *content["tiles"]):
-        print(json.dumps(line), flush=True)
-    best = min(content["tiles"], key=lambda line: line.get("ms", float("inf")))
-    fastest = Tiles(**best["tiles"])
-    for name, lines in (("costs", costs(shape, args)), ("lines", cases(shape, args, fastest))):
+
+    def add_lines(name: str, lines: Iterator[Line]) -> None:
         for line in lines:
             content[name].append(line)
             print(json.dumps(line), flush=True)
@@ -487,8 +298,15 @@ def main(argv: list[str]) -> None:
             if time.monotonic() > deadline:
                 content["cut_off"] = True
                 break
+
+    for page in args.pages:
+        add_lines("errors", errors(shape, page, tiles, tuple(args.ways)))
+    add_lines("tiles", tile_times(shape, args, tiles))
+    best = min(content["tiles"], key=lambda line: line.get("ms", float("inf")))
+    add_lines("costs", costs(shape, args))
+    add_lines("cases", cases(shape, args, Tiles(**best["tiles"])))
     write_json(args.output, content)
-    print(table(content["lines"]))
+    print(table(content["cases"]))
 
 
 if __name__ == "__main__":

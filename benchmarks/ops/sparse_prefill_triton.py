@@ -26,7 +26,7 @@ class Tiles:
 
 
 @triton.jit
-def _step(
+def _step(  # type: ignore[no-untyped-def]
     q,
     tokens,
     own,
@@ -66,7 +66,7 @@ def _step(
 
 
 @triton.jit
-def _attend(
+def _attend(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
