@@ -213,7 +213,8 @@ def main(argv: list[str]) -> None:
         right = sum(found["scores"].values()) / len(found["scores"])
         print(
             f"{asked.group} {asked.number} {asked.task.name}: "
-            f"dense {found['scores']['dense']:.2f}, mean {right:.2f}, {found['seconds']} s, {elapsed:.0f} s in all",
+            f"dense {found['scores']['dense']:.2f}, mean {right:.2f}, "
+            f"{found['seconds']} s, {elapsed:.0f} s in all",
             file=sys.stderr,
         )
         if elapsed > args.time_limit:

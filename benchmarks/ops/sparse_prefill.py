@@ -53,10 +53,10 @@ CHUNK = 8192
 WAYS = ("fa3 heads", "fa3 one", "triton")
 TILES = (
     Tiles(),
-    Tiles(stages=2),
-    Tiles(warps=8),
-    Tiles(keys=128, warps=8, stages=2),
-    Tiles(queries=64, warps=8),
+    Tiles(warps=4),
+    Tiles(keys=128),
+    Tiles(queries=64),
+    Tiles(queries=64, keys=128),
 )
 COSTS = (
     "antidiagonal:cover=0.95,stride=16",
@@ -119,7 +119,7 @@ def expected(layer: Layer, parts: Sequence[Part]) -> Tensor:
 def errors(
     shape: Shape, page: int, tiles: Sequence[Tiles], names: tuple[str, ...]
 ) -> Iterator[Line]:
-    """How far each of these ways is from masked attention, over several chunks and a short last block."""
+    """How far these ways are from masked attention, over chunks and with a short last block."""
     layer = Layer(*shape, 3 * BLOCK + 77, page)
     for size in (2 * BLOCK, 4 * BLOCK):
         parts = parts_of(layer, size, 0.5)

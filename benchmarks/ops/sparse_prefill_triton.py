@@ -21,7 +21,7 @@ class Tiles:
 
     queries: int = 32
     keys: int = 64
-    warps: int = 4
+    warps: int = 8
     stages: int = 3
 
 
