@@ -184,6 +184,14 @@ def causal_blocks(reads: Tensor, first: int, length: int, setting: Setting) -> t
     return int(reads.sum()), int(seen.sum()) * len(reads)
 
 
+def block_means(values: Tensor, unit: int) -> Tensor:
+    """Means of (..., N, D) over `unit` rows each, of those that there are, in the same dtype."""
+    sums = _cut(values, unit).sum(dim=-2, dtype=torch.float32)
+    counts = torch.full((sums.shape[-2], 1), float(unit), device=values.device)
+    counts[-1] -= -values.shape[-2] % unit
+    return (sums / counts).to(values.dtype)
+
+
 def _bounds(
     blocks: int, length: int, first: int, setting: Setting, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -209,14 +217,6 @@ def _earlier(
 def _cut(values: Tensor, unit: int) -> Tensor:
     """(..., N, D) -> (..., N / unit, unit, D), filled up with zeros."""
     return F.pad(values, (0, 0, 0, -values.shape[-2] % unit)).unflatten(-2, (-1, unit))
-
-
-def _means(values: Tensor, unit: int) -> Tensor:
-    """Means of (..., N, D) over `unit` rows each, of those that there are, in the same dtype."""
-    sums = _cut(values, unit).sum(dim=-2, dtype=torch.float32)
-    counts = torch.full((sums.shape[-2], 1), float(unit), device=values.device)
-    counts[-1] -= -values.shape[-2] % unit
-    return (sums / counts).to(values.dtype)
 
 
 def _products(query: Tensor, keys: Tensor) -> Tensor:
@@ -251,23 +251,23 @@ def _antidiagonal(
         logits = _products(rows[:, part], columns) * (scaling / counts[part])
         probs = logits.masked_fill_(later[part], -torch.inf).softmax(dim=-1)
         shares = _by_block(probs, setting.key_block // stride)
-        found.append(_means(shares, of_block))
+        found.append(block_means(shares, of_block))
     return torch.cat(found, dim=1)
 
 
 def _pooled(query: Tensor, keys: Tensor, first: int, scaling: float, setting: Setting) -> Tensor:
     """FlexPrefill: softmax over blocks of mean queries times mean keys."""
-    rows = _means(query, setting.pool)
-    logits = _products(rows, _means(keys, setting.key_block)) * scaling
+    rows = block_means(query, setting.pool)
+    logits = _products(rows, block_means(keys, setting.key_block)) * scaling
     ends = first + (torch.arange(rows.shape[1], device=query.device)[:, None] + 1) * setting.pool
     begins = torch.arange(logits.shape[-1], device=query.device) * setting.key_block
     probs = logits.masked_fill_(begins >= ends, -torch.inf).softmax(dim=-1)
-    return _means(probs, setting.block // setting.pool)
+    return block_means(probs, setting.block // setting.pool)
 
 
 def _one_bit(query: Tensor, codes: Tensor, first: int, scaling: float, setting: Setting) -> Tensor:
     """Softmax of mean queries times 1-bit keys, with retrieval's factor, summed by block."""
-    rows = _means(query, setting.pool)
+    rows = block_means(query, setting.pool)
     tokens = torch.arange(codes.shape[1], device=query.device)
     ends = first + (torch.arange(rows.shape[1], device=query.device)[:, None] + 1) * setting.pool
     of_block = setting.block // setting.pool
@@ -284,7 +284,7 @@ def _one_bit(query: Tensor, codes: Tensor, first: int, scaling: float, setting: 
             shares = best.softmax(dim=-1)
         else:
             shares = _by_block(logits.softmax(dim=-1), setting.key_block)
-        found.append(_means(shares, of_block))
+        found.append(block_means(shares, of_block))
     return torch.cat(found, dim=1)
 
 
@@ -300,7 +300,7 @@ def _oracle(query: Tensor, keys: Tensor, first: int, scaling: float, setting: Se
         logits.masked_fill_(positions[:end] > positions[first + rows.start : end, None], -torch.inf)
         shares = _by_block(logits.softmax(dim=-1), setting.key_block)
         shares = F.pad(shares, (0, -(-keys.shape[1] // setting.key_block) - shares.shape[-1]))
-        found.append(_means(shares, setting.block))
+        found.append(block_means(shares, setting.block))
     return torch.cat(found, dim=1)
 
 

@@ -14,8 +14,8 @@ of 128 queries and KV head: the first one, its own, and random others.
 - `triton`: ``sparse_prefill_triton``.
 
 `ideal` is the dense time by the products that are left. Also what it costs to choose the blocks:
-estimates (see ``prefill_blocks``), the cover, and lists and block tables, in plain torch. `--dry`
-tries everything at tiny sizes, also on a CPU.
+estimates (see ``prefill_blocks``) in torch, by 1-bit keys in Triton, too; the cover; and lists and
+block tables. `--dry` tries everything at tiny sizes, also on a CPU.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from torch import Tensor
 from benchmarks.common.about import about, command_line
 from benchmarks.common.files import write_json
 from benchmarks.ops.prefill_blocks import Setting, attend, cover, estimate, one_bit_keys
+from benchmarks.ops.prefill_scores_triton import one_bit_shares
 from benchmarks.ops.sparse_prefill_triton import Tiles, listed
 from benchmarks.ops.sparse_prefill_ways import (
     BLOCK,
@@ -183,10 +184,13 @@ def shared(
 
 
 class Choice:
-    """The steps of choosing blocks, for all of a prompt's chunks, by one setting."""
+    """The steps of choosing blocks, for all of a prompt's chunks, by one setting.
 
-    def __init__(self, layer: Layer, size: int, setting: Setting) -> None:
-        self.layer, self.setting = layer, setting
+    fused: whether estimates by 1-bit keys are made in Triton.
+    """
+
+    def __init__(self, layer: Layer, size: int, setting: Setting, fused: bool = False) -> None:
+        self.layer, self.setting, self.fused = layer, setting, fused
         self.chunks = list(layer.chunks(size))
         self.query = layer.query.transpose(0, 1).contiguous()
         self.keys = layer.paged.dense_keys(layer.table, layer.length).contiguous()
@@ -196,18 +200,15 @@ class Choice:
         self.lists: list[Tensor] = []
 
     def estimate(self) -> None:
-        scaling = self.layer.scaling
-        self.shares = [
-            estimate(
-                self.query[:, first:end],
-                self.keys[:, :end],
-                self.codes,
-                first,
-                scaling,
-                self.setting,
-            )
-            for first, end in self.chunks
-        ]
+        self.shares = []
+        for first, end in self.chunks:
+            query, codes = self.query[:, first:end], self.codes[:, :end]
+            scaling, setting = self.layer.scaling, self.setting
+            if self.fused:
+                found = one_bit_shares(query, codes, first, scaling, setting)
+            else:
+                found = estimate(query, self.keys[:, :end], codes, first, scaling, setting)
+            self.shares.append(found)
 
     def cover(self) -> None:
         self.reads = [
@@ -227,9 +228,14 @@ def costs(shape: Shape, args: argparse.Namespace) -> Iterator[Line]:
     """What the steps of choosing cost, over all chunks of a prompt."""
     for length in args.lengths:
         layer = Layer(*shape, length, args.pages[0])
-        for text in args.costs:
-            choice = Choice(layer, args.chunk, Setting.parse(text))
-            line: Line = {"length": length, "setting": text}
+        settings = [(text, Setting.parse(text)) for text in args.costs]
+        every = [(text, setting, False) for text, setting in settings]
+        every += [
+            (text, setting, True) for text, setting in settings if setting.method == "one_bit"
+        ]
+        for text, setting, fused in every:
+            choice = Choice(layer, args.chunk, setting, fused)
+            line: Line = {"length": length, "setting": text, "way": "triton" if fused else "torch"}
             for step in (choice.estimate, choice.cover, choice.list_blocks, choice.make_tables):
                 one = timed({}, lambda step=step: step, args.repeats)  # type: ignore[misc]
                 line |= {f"{step.__name__}_{key}": value for key, value in one.items()}

@@ -14,6 +14,7 @@ from benchmarks.common.files import ROOT
 from benchmarks.ops import prefill_blocks, sparse_prefill_ways
 from benchmarks.ops import sparse_prefill as speed
 from benchmarks.ops.prefill_blocks import Setting
+from benchmarks.ops.prefill_scores_triton import one_bit_shares
 from benchmarks.ops.sparse_prefill_triton import Tiles
 
 CHECKPOINT = ROOT / "tests/checkpoints/lookup-8l"
@@ -120,6 +121,18 @@ def test_estimates_are_shares(setting: Setting) -> None:
     shares = prefill_blocks.estimate(query, keys, codes, 0, DIM**-0.5, setting)
     assert shares.shape == (HEADS, 5, -(-300 // setting.key_block))
     assert shares.sum(dim=-1).allclose(torch.ones(HEADS, 5), atol=1e-5)
+
+
+@pytest.mark.parametrize("by", ["sum", "max"])
+def test_triton_estimates_what_torch_does(by: str) -> None:
+    setting = Setting("one_bit", by=by, **{**SIZES, "pool": 32})
+    query, keys, _ = layer(300)
+    codes = prefill_blocks.one_bit_keys(keys)
+    for first in (0, 128):
+        rows = query[:, first:]
+        expected = prefill_blocks.estimate(rows, keys, codes, first, DIM**-0.5, setting)
+        found = one_bit_shares(rows, codes, first, DIM**-0.5, setting)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_cover_takes_the_fewest_blocks() -> None:
