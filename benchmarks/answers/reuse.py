@@ -33,7 +33,6 @@ from benchmarks.answers.budgets import DEFAULT_TASKS, attention
 from benchmarks.answers.recall_attention import Model
 from benchmarks.common.about import about, command_line
 from benchmarks.common.files import write_json
-from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.tools.tasks.prompts import fitted
 from vllm_kvx.tools.tasks.table import TASKS
 
