@@ -10,6 +10,7 @@ several minutes a policy. The file is written again after each row.
 """
 
 import argparse
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -48,11 +49,12 @@ class Server(DraftingServer):
         self.llm: Any = LLM(
             str(args.model),
             additional_config={"kv_policy": "full"},
-            dtype="float32" if on_cpu() else "auto",
+            dtype=args.dtype or ("float32" if on_cpu() else "auto"),
             enforce_eager=on_cpu(),
             max_model_len=max(args.lengths) + TEXT_TOKENS,
             max_num_seqs=8,
             disable_log_stats=False,
+            **args.engine_args,
             **drafts,
         )
 
@@ -97,7 +99,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--policies", nargs="+", default=policies)
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--count", type=int, default=16, help="prompts of each length and task")
+    tasks = ["lookup", "text"]
+    parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks)
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--dtype", help="default: the checkpoint's, on a CPU float32")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="of vLLM's LLM, as JSON")
     parser.add_argument("--out", required=True, metavar="NAME")
     args = parser.parse_args(argv)
     prepare_environment()
@@ -108,6 +114,7 @@ def main(argv: Sequence[str]) -> None:
         (task, length): prompts
         for length in args.lengths
         for task, prompts in prompts_of(tokenizer, length, args.count).items()
+        if task in args.tasks
     }
     server = Server(args, None)
     without = {where: server.answer(prompts, where[0]) for where, prompts in asked.items()}

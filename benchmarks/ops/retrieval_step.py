@@ -80,12 +80,24 @@ def variants_of(scratch: retrieve.Scratch, rows: int) -> dict[str, retrieve.Scra
     return found
 
 
-def _retrieve(scratch: retrieve.Scratch, step: Decode) -> Call:
-    return partial(step.made_with, retrieve.retrieve, scratch)
+def _retrieve(scratch: retrieve.Scratch, step: Decode, chosen: bool = False) -> Call:
+    return partial(step.made_with, partial(retrieve.retrieve, chosen=chosen), scratch)
 
 
-def case(shape: Heads, size: Case, budget: int, repeats: int, bandwidth: float) -> dict[str, Any]:
-    """Microseconds of a layer, of stock and of each variant."""
+def _reuse(scratch: retrieve.Scratch, layers: int, index: int, step: Decode) -> Call:
+    """Of `layers` the first chooses."""
+    return _retrieve(scratch, step, index % layers != 0)
+
+
+def case(
+    shape: Heads,
+    size: Case,
+    budget: int,
+    repeats: int,
+    bandwidth: float,
+    only: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Microseconds of a layer, of stock and of each variant, or of those that `only` names."""
     length, batch = size.length, size.batch
     of_layer = -(-length // shape.block_size) * batch * block_bytes(shape)
 
@@ -99,16 +111,22 @@ def case(shape: Heads, size: Case, budget: int, repeats: int, bandwidth: float) 
     scratch = steps[0].scratch("cuda")
     report: dict[str, Any] = {"layers": count, "times": TIMES}
 
-    def time(name: str, op: str, make: Callable[[Decode], Call]) -> None:
-        calls = [make(step) for step in steps] * TIMES
+    def time(name: str, op: str, make: Callable[[int, Decode], Call]) -> None:
+        calls = [make(i, step) for i, step in enumerate(steps * TIMES)]
         us = min(measure(partial(run_all, calls), repeats) for _ in range(2)) / len(calls)
         ideal = steps[0].bytes_of(op) / bandwidth
         report[name] = {"us": round(us, 2), "ideal_us": round(ideal, 2)}
         report[name]["of_bandwidth"] = round(ideal / us, 3)
 
-    time("stock", "stock", stock_attention)
-    for name, variant in variants_of(scratch, size.rows).items():
-        time(name, "all", partial(_retrieve, variant))
+    time("stock", "stock", lambda _, step: stock_attention(step))
+    variants = variants_of(scratch, size.rows)
+    ways = {name: partial(_reuse, each, 1) for name, each in variants.items()}
+    ways |= {f"reuse_layers={n}": partial(_reuse, scratch, n) for n in (2, 3, 4, 8)}
+    for name, way in ways.items():
+        if only and name not in only:
+            continue
+        # Bytes are those of a layer that chooses.
+        time(name, "all", way)
         report[name]["stock_by_this"] = round(report["stock"]["us"] / report[name]["us"], 2)
     return report
 
@@ -121,6 +139,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the layers")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", nargs="+", default=[], help="names of variants")
     parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     return parser.parse_args(argv)
 
@@ -134,7 +153,7 @@ def main() -> None:
     bandwidth = bytes_per_us(torch.cuda.get_device_name())
     report |= {"shape": args.shape, "budget": args.budget, "bytes_per_us": bandwidth, "cases": {}}
     for each in args.cases:
-        found = case(SHAPES[args.shape], each, args.budget, args.repeats, bandwidth)
+        found = case(SHAPES[args.shape], each, args.budget, args.repeats, bandwidth, args.only)
         report["cases"][each.name] = found
         print(each.name, json.dumps({k: v["us"] for k, v in found.items() if isinstance(v, dict)}))
         if args.output:

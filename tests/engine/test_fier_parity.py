@@ -27,13 +27,17 @@ LENGTHS = (2, 33, 62, 63, 64, 65, 66, 95, 97, 98, 99, 101, 126, 127, 128, 129, 1
     by_day(
         [
             ("llama", {}, Retrieve(64)),
-            ("mistral", {"kv_heads": 4}, Retrieve(64, reduction="sum")),
+            ("mistral", {"kv_heads": 4}, Retrieve(64, reduction="sum", reuse_layers=2)),
             ("qwen2", {"kv_heads": 1}, Retrieve(64, reduction="softmax")),
             ("qwen3", {"head_dim": 64}, Retrieve(64, group=64)),
             ("llama", {}, Retrieve(32)),
             ("llama", {}, Retrieve(256, group=256)),
             ("qwen2", {}, Retrieve(32, group=32, pages=True)),
-            ("llama", {"kv_heads": 1, "heads": 8}, Retrieve(64, group=16, pages=True)),
+            (
+                "llama",
+                {"kv_heads": 1, "heads": 8},
+                Retrieve(64, group=16, pages=True, reuse_layers=3),
+            ),
         ],
         {1, 2, 3, 5, 7},
     ),

@@ -24,7 +24,10 @@ PAGES = {"block_size": 32}
     ("policy", "retrieve"),
     [
         ("fier-64:dense_below=0", fier.Retrieve(64)),
-        ("fier-96:reduction=softmax,dense_below=0", fier.Retrieve(96, reduction="softmax")),
+        (
+            "fier-96:reduction=softmax,dense_below=0,reuse_layers=2",
+            fier.Retrieve(96, reduction="softmax", reuse_layers=2),
+        ),
         ("quest-64:dense_below=0", fier.Retrieve(64, group=16, pages=True)),
     ],
 )

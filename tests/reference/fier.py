@@ -37,6 +37,7 @@ class Retrieve:
     reduction: str = "max"  # over the query heads of a KV head: max, sum or softmax
     dense_below: int = 0  # fewer stored entries than that are all read
     dense_layers: int = 2
+    reuse_layers: int = 1  # layers that read what the first of so many that retrieve chose
 
     def __post_init__(self) -> None:
         if self.reduction not in ("max", "sum", "softmax"):
@@ -198,6 +199,7 @@ class Store:
         at = torch.tensor([position])
         hidden = embed(model, [token], position)  # (1, hidden)
         self.choices.append([])
+        chosen: dict[int, Tensor] = {}
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             self.keys[index] = torch.cat([self.keys[index], key], dim=1)
@@ -207,7 +209,13 @@ class Store:
             for head, queries in enumerate(query[:, 0].chunk(key.shape[0])):
                 keys, values = self.keys[index][head], self.values[index][head]
                 budgeted = retrieve if index >= retrieve.dense_layers else None
-                read, margin, slack = choose(queries, keys, budgeted, scale)
+                above = index - retrieve.dense_layers
+                if above > 0 and above % retrieve.reuse_layers:
+                    # The margins of a choice count once, where it is made.
+                    read, margin, slack = chosen[head], float("inf"), float("inf")
+                else:
+                    read, margin, slack = choose(queries, keys, budgeted, scale)
+                    chosen[head] = read
                 of = self.slots[index][head] + list(range(position - start, position + 1))
                 positions = sorted(of[entry] for entry in read.tolist())
                 self.choices[-1][-1].append(Choice(read.tolist(), positions, margin, slack))

@@ -74,6 +74,17 @@ def test_dense_layers_are_the_models_first_ones() -> None:
         assert (ranks[0] + ranks[1])[:3].tolist() == whole[:3].tolist()
 
 
+def test_layers_that_read_by_anothers_choice_score_nothing() -> None:
+    """Of layers 2 to 7 by threes 2 and 5 choose; of a rank from layer 4 on its first one, too."""
+    seen, budgets = np.array([[100], [90]]), np.array([64])
+    for first, expected in ((0, 100 + 90), (4, 100 + 90)):
+        stats = PolicyStats((5, 3) if first == 0 else (1, 3), first_layer=first, reuse_layers=3)
+        row = stats.row_of(parse_policy("fier-64:dense_below=0,reuse_layers=3"))
+        stats.add_retrieval(np.array([row]), seen, seen, budgets)
+        assert stats.retrieval[row][1] == expected
+        assert stats.anew(stats.policies).reuse_layers == 3
+
+
 def test_each_drafted_token_that_retrieves_counts() -> None:
     """And so do the ones that read all; a request that resumes has counted its tokens before."""
     ends, counts = np.array([102, 200, 300]), np.array([4, 4, 4])

@@ -347,6 +347,7 @@ class Retrieve(Method, ABC):
     budget: tokens that a decode step reads for each KV head.
     reduction: how scores of the query heads that share a KV head become one.
     dense_below: contexts shorter than this are read whole; `auto` asks the machine and the batch.
+    reuse_layers: layers that read by one choice: the first of so many that retrieve makes it.
     index_name: the row of ``indexes/table.py``. index_words: what it keeps, for messages: what
         there is one of for so many tokens.
     """
@@ -354,6 +355,7 @@ class Retrieve(Method, ABC):
     budget: int
     reduction: str
     dense_below: int | str
+    reuse_layers: int
     index_name: ClassVar[str]
     index_words: ClassVar[str]
 
@@ -365,9 +367,13 @@ class Retrieve(Method, ABC):
     @classmethod
     @abstractmethod
     def of_index(
-        cls, group: int, budget: int, reduction: str, dense_below: int | str
+        cls, group: int, budget: int, reduction: str, dense_below: int | str, reuse_layers: int = 1
     ) -> "Retrieve":
         """The method of this class whose index has such groups."""
+
+    def chooses(self, layer: int) -> bool:
+        """Whether a layer that retrieves makes the choice that it reads by. layer: from 0."""
+        return (layer - DENSE_LAYERS) % self.reuse_layers == 0
 
     @property
     def budget_units(self) -> int:

@@ -21,6 +21,7 @@ class RetrievalLayout:
     index: the row of ``indexes/table.py``. group: tokens of a group, or a page.
     unit: tokens that are read together.
     reduction: see ``equations.retrieval``. max_units: units that a step may read at most.
+    reuse_layers: see ``Retrieve``.
     """
 
     index: str
@@ -28,15 +29,23 @@ class RetrievalLayout:
     unit: int
     reduction: str
     max_units: int
+    reuse_layers: int = 1
 
     @classmethod
     def of(cls, method: Retrieve) -> "RetrievalLayout":
         """The layout of pages and decode steps that `method` needs."""
         index = method.index
-        return cls(index.name, index.group, index.unit, method.reduction, method.budget_units)
+        return cls(
+            index.name,
+            index.group,
+            index.unit,
+            method.reduction,
+            method.budget_units,
+            method.reuse_layers,
+        )
 
     def is_like(self, other: "RetrievalLayout") -> bool:
-        """Whether pages and reduction are those of `other`; budgets may differ."""
+        """Whether pages, reduction and layers that choose are `other`'s; budgets may differ."""
         return replace(self, max_units=other.max_units) == other
 
     def fits(self, other: "RetrievalLayout | None") -> bool:
@@ -47,13 +56,15 @@ class RetrievalLayout:
         """What a server laid out like this can do in the place of `method`."""
         budget = min(max(method.budget, self.group), self.max_units * self.unit)
         near = self._method
-        return near.of_index(self.group, budget, self.reduction, method.dense_below)
+        return near.of_index(
+            self.group, budget, self.reduction, method.dense_below, self.reuse_layers
+        )
 
     @property
     def largest(self) -> Retrieve:
         """The policy of the largest budget that fits, which retrieves where that pays."""
         budget = self.max_units * self.unit
-        return self._method.of_index(self.group, budget, self.reduction, "auto")
+        return self._method.of_index(self.group, budget, self.reduction, "auto", self.reuse_layers)
 
     @property
     def _method(self) -> type[Retrieve]:
@@ -68,12 +79,14 @@ class RetrievalLayout:
             "group": self.group,
             "reduction": self.reduction,
             "max_units": self.max_units,
+            "reuse_layers": self.reuse_layers,
         }
 
     def __str__(self) -> str:
         what = self._method.index_words
         budget = self.max_units * self.unit
-        return f"{what} of {self.group} tokens ({self.reduction}, budgets of up to {budget})"
+        reuse = f", a choice for {self.reuse_layers} layers" if self.reuse_layers > 1 else ""
+        return f"{what} of {self.group} tokens ({self.reduction}, budgets of up to {budget}{reuse})"
 
 
 class Stage(NamedTuple):

@@ -111,6 +111,11 @@ class KVPolicy:
                 f"{retain} {does}, and was never tested beside another method: leave out {key}, or "
                 "the other method"
             )
+        if self.retrieve is not None and self.retrieve.reuse_layers > 1 and len(self.parts) > 1:
+            raise PolicyError(
+                f"{self.retrieve} reads in a layer what another one chose, and beside another "
+                "method layers may hold other tokens: leave out reuse_layers=, or the other method"
+            )
         if propagate is None:
             return
         if retain is not None:

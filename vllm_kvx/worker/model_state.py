@@ -84,7 +84,8 @@ class PolicyModelState(DefaultModelState):
         num_windows = num_split_windows(settings, vllm_config.scheduler_config)
         policies = settings.counted_policies()
         sizes = [stages.count(stage) for stage in range(len(self.starts))]
-        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first)
+        reuse = layout.sidecar.reuse_layers if layout.sidecar is not None else 1
+        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first, reuse)
         self.memory = PrefillBuffers(
             attention,
             num_windows,
@@ -388,8 +389,7 @@ class PolicyModelState(DefaultModelState):
 
     def reset_counters(self) -> None:
         """Forgets what was counted: vLLM's own requests, by which it warms up."""
-        sizes, policies = self.stats.stage_sizes.tolist(), self.settings.counted_policies()
-        self.stats = PolicyStats(sizes, policies, self.stats.num_layers, self.stats.first_layer)
+        self.stats = self.stats.anew(self.settings.counted_policies())
         self.memory.reset_counters()
         if self.retrieval is not None:
             self.retrieval.reset_counters()

@@ -36,11 +36,14 @@ class PolicyStats:
         policies: CountedPolicies | None = None,
         num_layers: int | None = None,
         first_layer: int = 0,
+        reuse_layers: int = 1,
     ) -> None:
         """stage_sizes: layers of every KV stage that this worker has.
 
         num_layers: that run, if others run as well. first_layer: the number of the first one.
+        reuse_layers: of the server's retrieval, see ``Retrieve``.
         """
+        self.reuse_layers = reuse_layers
         self.stage_sizes, self.first_layer = np.array(stage_sizes), first_layer
         self.num_layers = sum(stage_sizes) if num_layers is None else num_layers
         self.policies = policies if policies is not None else CountedPolicies()
@@ -59,6 +62,11 @@ class PolicyStats:
         self._retrieval = np.zeros((size, 5), dtype=np.int64)
         self._steps: list[tuple[np.ndarray, ...]] = []
         self.scheduler: Mapping[str, Any] = {}
+
+    def anew(self, policies: CountedPolicies) -> "PolicyStats":
+        """Of the same layers, with nothing counted yet."""
+        sizes = self.stage_sizes.tolist()
+        return PolicyStats(sizes, policies, self.num_layers, self.first_layer, self.reuse_layers)
 
     def row_of(self, policy: KVPolicy) -> int:
         """The policy's row in the counters."""
@@ -189,6 +197,10 @@ class PolicyStats:
         starts = np.cumsum(self.stage_sizes) - self.stage_sizes
         dense = np.clip(DENSE_LAYERS - self.first_layer - starts, 0, self.stage_sizes)
         layers = (self.stage_sizes - dense)[:, None]
+        number = self.first_layer + np.arange(self.stage_sizes.sum()) - DENSE_LAYERS
+        chooses = (number >= 0) & (number % self.reuse_layers == 0)
+        chooses |= number == max(self.first_layer - DENSE_LAYERS, 0)
+        choosing = np.array([part.sum() for part in np.split(chooses, starts[1:])])[:, None]
         seen = seen * (budgets > 0)
         has = seen.any(axis=0)
         retrieves = lens.any(axis=0)
@@ -196,7 +208,7 @@ class PolicyStats:
         totals = np.stack(
             [
                 self.stage_sizes @ seen,
-                (layers * lens).sum(axis=0),
+                (choosing * lens).sum(axis=0),
                 dense @ seen + (layers * per_layer).sum(axis=0),
                 retrieves,
                 has & ~retrieves,

@@ -176,6 +176,7 @@ def retrieve(
     value_scale: float,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    chosen: bool = False,
 ) -> None:
     """Attention of `rows` to the entries that they select; other rows of `out` stay as they are.
 
@@ -184,13 +185,14 @@ def retrieve(
         sidecar: of the layer, as `scratch.scorer` keeps it.
         scale: of the softmax. key_scale, value_scale: what an fp8 cache's entries stand for.
         soft_cap, sinks: of the softmax, see ``attend``. Scores, which only rank, know neither.
+        chosen: `scratch` has the choice of an earlier layer for these rows, which is read by.
     """
     if scratch.backends.score == "torch":
         where = (sidecar, block_table, rows, scratch, out)
         scales = (scale, key_scale, value_scale)
-        _retrieve_in_torch(query, paged, *where, *scales, soft_cap, sinks)
+        _retrieve_in_torch(query, paged, *where, *scales, soft_cap, sinks, chosen)
         return
-    for step in steps(
+    found = steps(
         query,
         paged,
         sidecar,
@@ -203,8 +205,11 @@ def retrieve(
         value_scale=value_scale,
         soft_cap=soft_cap,
         sinks=sinks,
-    ).values():
-        step()
+        chosen=chosen,
+    )
+    for name, step in found.items():
+        if not chosen or name == "attend":
+            step()
 
 
 def steps(
@@ -221,6 +226,7 @@ def steps(
     value_scale: float,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    chosen: bool = False,
 ) -> dict[str, Callable[[], None]]:
     """The three ops of ``retrieve`` by name, in the order in which they run."""
     num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
@@ -278,7 +284,7 @@ def steps(
             attend_splits,
             scratch.attend_programs,
             # What comes before it waits for the scores by itself.
-            overlap and scratch.backends.score == "cuda",
+            overlap and scratch.backends.score == "cuda" and not chosen,
             soft_cap,
             sinks,
         )
@@ -346,23 +352,28 @@ def _retrieve_in_torch(
     value_scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,
+    chosen: bool,
 ) -> None:
     unit, share = scratch.unit, query.shape[1] // paged.num_heads
     columns = (rows.tokens, rows.requests, rows.lens, rows.budgets)
     for r, (token, request, length, budget) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        scratch.counts[r] = 0
+        table = block_table[request]
+        if not chosen:
+            scratch.counts[r] = 0
         if not length:
             continue
-        table = block_table[request]
-        scores = scratch.scorer.score_in_torch(
-            query[token], sidecar, table, length, scratch.reduction, scale * key_scale
-        )
-        for g, of_head in enumerate(scores):
-            units = top_units_reference(of_head, budget)
-            scratch.counts[r, g] = len(units)
-            scratch.indices[r, g, : len(units)] = units.int()
+        if not chosen:
+            scores = scratch.scorer.score_in_torch(
+                query[token], sidecar, table, length, scratch.reduction, scale * key_scale
+            )
+            for g, of_head in enumerate(scores):
+                units = top_units_reference(of_head, budget)
+                scratch.counts[r, g] = len(units)
+                scratch.indices[r, g, : len(units)] = units.int()
+        for g in range(paged.num_heads):
+            units = scratch.indices[r, g, : int(scratch.counts[r, g])].long()
             entries = (units[:, None] * unit + torch.arange(unit, device=units.device)).flatten()
             heads = slice(g * share, (g + 1) * share)
             out[token, heads] = attend_reference(

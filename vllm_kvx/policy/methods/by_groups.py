@@ -8,6 +8,7 @@ from vllm_kvx.policy.parameters import PolicyError
 
 MIN_BUDGET = 32
 MAX_BUDGET = 8192
+MAX_REUSE = 8
 
 
 class RetrieveByGroups(Retrieve, ABC):
@@ -35,6 +36,8 @@ class RetrieveByGroups(Retrieve, ABC):
             )
 
     @classmethod
-    def of_index(cls, group: int, budget: int, reduction: str, dense_below: int | str) -> Self:
+    def of_index(
+        cls, group: int, budget: int, reduction: str, dense_below: int | str, reuse_layers: int = 1
+    ) -> Self:
         parameters = {"budget": budget, "reduction": reduction, "dense_below": dense_below}
-        return cls(**{cls.group_key: group, **parameters})
+        return cls(**{cls.group_key: group, **parameters, "reuse_layers": reuse_layers})

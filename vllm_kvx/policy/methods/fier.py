@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec
-from vllm_kvx.policy.methods.by_groups import MAX_BUDGET, MIN_BUDGET, RetrieveByGroups
+from vllm_kvx.policy.methods.by_groups import MAX_BUDGET, MAX_REUSE, MIN_BUDGET, RetrieveByGroups
 from vllm_kvx.policy.parameters import choice, integer
 
 GROUPS = (32, 64, 128, 256)
@@ -25,6 +25,8 @@ class FIER(RetrieveByGroups):
         `sum` or `softmax` (sum of softmax mass).
     dense_below: contexts shorter than this many tokens are read whole; `auto` (default) retrieves
         where that was measured to be faster than reading everything, for one request or a batch.
+    reuse_layers: layers that read by one choice, 1 to 8 (default 1): the first of so many that
+        retrieve makes it, and the others of these read the same entries, head by head.
     """
 
     name: ClassVar[str] = "fier"
@@ -39,6 +41,7 @@ class FIER(RetrieveByGroups):
     group: int = choice(32, GROUPS)
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
+    reuse_layers: int = integer(1, at_least=1, at_most=MAX_REUSE)
 
     @property
     def index(self) -> IndexSpec:

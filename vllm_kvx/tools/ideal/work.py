@@ -180,7 +180,7 @@ def _read(method: Retrieve | None, layer: int, entries: int) -> float:
 
 def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
     """The sidecar's share of `_read`."""
-    if method is None or not _retrieves(method, layer, entries):
+    if method is None or not _retrieves(method, layer, entries) or not method.chooses(layer):
         return 0
     index = method.index
     # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.

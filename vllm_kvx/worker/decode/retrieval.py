@@ -20,7 +20,7 @@ from vllm_kvx.ops.retrieval.costs import Begins, costs
 from vllm_kvx.ops.retrieval.crossover import crossover
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
-from vllm_kvx.policy.axes import Retrieve
+from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.announce import announce, known
@@ -106,18 +106,16 @@ class Retrieval:
             dtype=cast(torch.dtype, model.dtype),
         )
         self.backends = self.scratch.backends
-        dtype = layers[0].layer.kv_cache_torch_dtype
-        machine = (
-            self.backends.score,
-            layout.reduction,
-            impl.num_kv_heads,
-            2 * impl.head_size * dtype.itemsize,
-        )
+        entry = 2 * impl.head_size * layers[0].layer.kv_cache_torch_dtype.itemsize
+        machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry)
         states = model.is_hybrid
         self.crossover = crossover(*machine, keeps_state=states)
         self.costs = costs(*machine, keeps_state=states, invariant=envs.VLLM_BATCH_INVARIANT)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
+        # By place, whether a layer chooses; a worker's first one has nobody's choice to go by.
+        places, first = [each.index for each in layers], max(layers[0].index, DENSE_LAYERS)
+        self._chooses = [index <= first or self.policy.chooses(index) for index in places]
         self.begins = Begins.of(
             self.policy.floor(self.crossover),
             self.policy.floor(0),
@@ -133,7 +131,7 @@ class Retrieval:
 
     @property
     def replayed_modes(self) -> tuple[Modes, ...]:
-        """Those of `graph_modes` that have CUDA graphs; the last one fits any step with one."""
+        """Those of `graph_modes` with CUDA graphs; the last one fits any step that replays."""
         return self.graph_modes if self.replays else self.graph_modes[:1]
 
     def bind(self, spec: AttentionSpec, block_tables: BlockTables) -> None:
@@ -172,9 +170,7 @@ class Retrieval:
         stored_lens: IntArray,
     ) -> bool:
         """Whether a decode step cannot replay a graph: scores do not fit, recall is measured, or a
-        request that resumes may read what this very step computes. See also `replays`.
-
-        Args: see `plan`.
+        request that resumes may read what this very step computes. See also `replays`, and `plan`.
         """
         may = self.rules.budgets[requests] > 0
         if not may.any():
@@ -378,8 +374,10 @@ class Retrieval:
             self.sidecars.write_groups(now.full_groups, hook.place)
         elif now.writes:
             self.sidecars.write(hook.place)
-        table = now.block_tables[hook.group]
-        for rows in now.rows_of(hook):
+        table, batches = now.block_tables[hook.group], now.rows_of(hook)
+        # What an earlier layer chose is there for as many rows as are chosen for at once.
+        chosen = not self._chooses[hook.place] and len(batches) == 1
+        for rows in batches:
             retrieve(
                 query,
                 paged,
@@ -391,6 +389,7 @@ class Retrieval:
                 scale=layer.impl.scale,
                 soft_cap=hook.soft_cap,
                 sinks=hook.sinks,
+                chosen=chosen,
                 **scales,
             )
             if now.sampled is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec
-from vllm_kvx.policy.methods.by_groups import MAX_BUDGET, MIN_BUDGET, RetrieveByGroups
+from vllm_kvx.policy.methods.by_groups import MAX_BUDGET, MAX_REUSE, MIN_BUDGET, RetrieveByGroups
 from vllm_kvx.policy.parameters import choice, integer
 
 PAGES = (8, 16, 32, 64)
@@ -24,6 +24,8 @@ class Quest(RetrieveByGroups):
     reduction: how scores of the query heads that share a KV head become one; see FIER.
     dense_below: contexts shorter than this many tokens are read whole; `auto` (default) retrieves
         where that was measured to be faster than reading everything, for one request or a batch.
+    reuse_layers: layers that read by one choice, 1 to 8 (default 1): the first of so many that
+        retrieve makes it, and the others of these read the same entries, head by head.
     """
 
     name: ClassVar[str] = "quest"
@@ -38,6 +40,7 @@ class Quest(RetrieveByGroups):
     page: int = choice(16, PAGES)
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
+    reuse_layers: int = integer(1, at_least=1, at_most=MAX_REUSE)
 
     @property
     def index(self) -> IndexSpec:
