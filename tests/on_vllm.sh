@@ -28,7 +28,8 @@ SMOKE=(
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[pyramid]"
     tests/models/test_adapters.py
     tests/server/test_misplaced.py
-    tests/server/test_refusals.py
+    tests/server/test_*refusals.py
+    tests/server/test_start_settings.py
     "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[mixed]"
     "$ENGINES/test_speed_cache.py::test_prefix_hit_equals_cold"
     "$ENGINES/test_fastkv_parity.py::test_layers_and_rates"

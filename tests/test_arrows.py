@@ -388,4 +388,4 @@ def test_tests_reach_inside_through_support_alone() -> None:
                 ):
                     private.add(f"{target.id}.{name.value}")
         wrong |= {f"{relative}: {name}" for name in private}
-    assert not wrong, "go through tests/support/inside.py"
+    assert not wrong, "go through tests/support/inside"

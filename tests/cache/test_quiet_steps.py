@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from simulation.client import AMPLE, Client
-from simulation.servers import SERVERS, Server
+from simulation.server import Server
+from simulation.servers import SERVERS
 from simulation.traffic import VOCAB
 from support import inside
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from simulation.client import AMPLE, Client
-from simulation.servers import Server
+from simulation.server import Server
 from vllm.config import VllmConfig
 
 from vllm_kvx.policy.storage import STASH_PAGE

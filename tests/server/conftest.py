@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.configs import vllm_config, write_config
+from support.configs import engine_args, vllm_config, write_config
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +30,11 @@ def make_config(llama: str) -> Callable[..., Any]:
         return vllm_config(model, policy, **kwargs)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def stock(llama: str) -> Any:
+    """The configuration of a server without a policy, for ``support.refused.changed``."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**engine_args(llama)).create_engine_config()

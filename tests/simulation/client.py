@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from simulation.engine import Engine
-from simulation.servers import Case, Server
+from simulation.server import Case, Server
 from vllm_kvx.config.settings import POLICY_KEY
 
 # Of a server in which nothing is short.

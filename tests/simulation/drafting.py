@@ -6,7 +6,8 @@ A rejected token is as if it had never been, though its entries are in the cache
 from collections.abc import Mapping
 from dataclasses import replace
 
-from simulation.servers import SERVERS, Server, long
+from simulation.server import Server, long
+from simulation.servers import SERVERS
 
 # A gap that grows forgets the entry that a rejection brings back: `layout.beside_drafts`.
 _OVERWRITES = ("selfonly", "selffier")

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from simulation.blocks import check_blocks, check_windows
 from simulation.cache import Mismatch
 from simulation.queue import Queue
-from simulation.servers import Case, Server
+from simulation.server import Case, Server
 from simulation.worker import Worker
 from vllm_kvx.cache.scheduler import AsyncPolicyScheduler, PolicyScheduler
 

@@ -2,7 +2,8 @@
 
 from simulation.drafting import DRAFTING, drafting
 from simulation.other_layers import Others
-from simulation.servers import SERVERS, Server, long
+from simulation.server import Server, long
+from simulation.servers import SERVERS
 
 _SNAP = "snapkv:window=3,kernel=3,kv_floor=0"
 _FIER = "fier-64:dense_below=0"

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from simulation.cache import Mismatch
-from simulation.servers import NUM_LAYERS, Case, Server
+from simulation.server import NUM_LAYERS, Case, Server
 from vllm_kvx.config.settings import request_policy
 from vllm_kvx.policy.storage import stash_pages
 

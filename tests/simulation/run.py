@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.config import VllmConfig
 
 from simulation.engine import Engine
-from simulation.servers import Case, Server
+from simulation.server import Case, Server
 from simulation.traffic import Traffic
 
 # The chance of each in a step.

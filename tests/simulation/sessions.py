@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from simulation.cache import Mismatch
 from simulation.engine import Engine
-from simulation.servers import Case, Server
+from simulation.server import Case, Server
 from simulation.traffic import SALTS, VOCAB
 from vllm_kvx.config.settings import POLICY_KEY
 

@@ -9,7 +9,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from simulation.servers import Server
+from simulation.server import Server
 from vllm_kvx.config.settings import POLICY_KEY
 
 VOCAB = 3  # Few, so that prompts have prefixes in common by chance too.

@@ -24,7 +24,7 @@ from simulation.lookahead import run_draft
 from simulation.model import Batch, Model
 from simulation.other_layers import OtherLayers, Others
 from simulation.own_drafts import write_drafts
-from simulation.servers import Case
+from simulation.server import Case
 from simulation.sliding import SlidingLayers
 from simulation.state import (
     Decoder,
