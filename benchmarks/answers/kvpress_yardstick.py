@@ -19,6 +19,7 @@ import math
 import os
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -40,6 +41,7 @@ from benchmarks.answers.kvpress_presses import (
 )
 from benchmarks.common.about import about, command_line
 
+MODULE = "benchmarks.answers.kvpress_yardstick"
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
 LENGTHS = (4096, 16384)
 PACKAGES = ("kvpress", "transformers", "torch")
@@ -120,6 +122,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def run_at_once(args: argparse.Namespace) -> None:
+    """Several processes side by side, each with its part of the prompts and a file of its own."""
+    shards = [f"{number}/{args.at_once}" for number in range(1, args.at_once + 1)]
+    given = [sys.executable, "-m", MODULE, *sys.argv[1:], "--at-once", "1"]
+    outputs = [
+        args.output.with_stem(f"{args.output.stem}-{number}")
+        for number in range(1, args.at_once + 1)
+    ]
+    running = [
+        subprocess.Popen([*given, "--shard", shard, "--output", str(output)])
+        for shard, output in zip(shards, outputs, strict=True)
+    ]
+    failed = [process.wait() for process in running]
+    if any(failed):
+        sys.exit(f"of the processes for {', '.join(shards)} the exits were {failed}")
+
+
 def prompts_of(args: argparse.Namespace) -> dict[Any, Any]:
     """The prompts of `vllm-kvx evaluate` with the same options, by question: of each task one, then
     of each the next.
@@ -144,6 +163,11 @@ def run(args: argparse.Namespace) -> None:
 
     from vllm_kvx.tools.evaluate.questions import load_tokenizer
 
+    args.presses = args.presses or list(presses())
+    if unknown := set(args.presses) - set(presses()):
+        sys.exit(f"unknown presses {sorted(unknown)}; known are {', '.join(presses())}")
+    if args.at_once > 1:
+        return run_at_once(args)
     names = [cell_name(press, budget) for budget in args.budgets for press in args.presses]
     prompts = prompts_of(args)
     tokenizer = load_tokenizer(args.model, None)
@@ -171,7 +195,7 @@ def run(args: argparse.Namespace) -> None:
     }
     head = about(
         "kvpress's presses on the prompts of `vllm-kvx evaluate`.",
-        command_line("benchmarks.answers.kvpress_yardstick", sys.argv[1:]),
+        command_line(MODULE, sys.argv[1:]),
         args.commit,
         PACKAGES,
     )
@@ -212,7 +236,8 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.output, content)
         scores = content["prompts"][-1]["scores"]
         print(
-            f"{count}/{len(todo)} {question}: full {scores[FULL]:.2f}, presses "
+            f"{count}/{len(todo)} {question.length} {question.task} {question.index}: "
+            f"full {scores[FULL]:.2f}, presses "
             f"{statistics.fmean(scores.values()):.2f}, {content['prompts'][-1]['seconds']} s",
             flush=True,
         )
@@ -319,9 +344,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             raise ValueError
         return number, count
 
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.answers.kvpress_yardstick", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("run", help="answers of one model under every press")
     command.set_defaults(run=run)
@@ -337,6 +360,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budgets", type=numbers(float), default=list(BUDGETS))
     add("--time-limit", type=float, metavar="S", help="after which no prompt is begun")
     add("--shard", type=shard, default=(1, 1), metavar="I/N", help="every Nth prompt from the Ith")
+    add("--at-once", type=int, default=1, metavar="N", help="processes; each writes OUTPUT-I.json")
     add("--output", type=Path, required=True)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", default="bfloat16")
@@ -348,13 +372,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     command.add_argument(
         "--beside", type=Path, nargs="+", help="results of `vllm-kvx evaluate` to compare with"
     )
-    args = parser.parse_args(argv)
-    if args.command == "run":
-        known = presses()
-        args.presses = args.presses or list(known)
-        if unknown := set(args.presses) - set(known):
-            parser.error(f"unknown presses {sorted(unknown)}; known are {', '.join(known)}")
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

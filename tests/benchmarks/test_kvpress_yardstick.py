@@ -100,10 +100,22 @@ def test_merged_shards_have_every_prompt_once(tmp_path: Any) -> None:
         ]
         paths.append(tmp_path / f"{shard}.json")
         paths[-1].write_text(json.dumps({"settings": settings, "prompts": prompts}))
-    output = tmp_path / "all.json"
-    kvpress_yardstick.merge(SimpleNamespace(files=paths, output=output))
+    output, ours = tmp_path / "all.json", tmp_path / "ours.json"
+    scores = {"snapkv:kv_rate=0.1,after=32": 1, "snapkv:kv_rate=0.10": 0, "full": 1}
+    lines = [
+        {"policy": policy, "task": "t", "length": length, "scores": " ".join(f"{score}" * 9)}
+        for policy, score in scores.items()
+        for length in (32, 64)
+    ]
+    ours.write_text(json.dumps({"model": "m", "scores": lines}))
+    kvpress_yardstick.merge(SimpleNamespace(files=paths, output=output, beside=[ours]))
     merged = json.loads(output.read_text())["models"]["m"]
     assert sorted(prompt["index"] for prompt in merged["prompts"]) == list(range(8))
     full, snapkv = merged["cells"]
     assert (full["percent"], full["n"]) == (100.0, 8)
     assert (snapkv["percent"], snapkv["below_full"], snapkv["kept"]) == (50.0, 50.0, 0.1)
+    # Compared is what keeps as much, over the prompts that both answered.
+    full, snapkv = merged["beside"]
+    assert (full["policy"], full["by"][0], full["differ"]) == ("full", 0.0, 0)
+    assert (snapkv["policy"], snapkv["n"]) == ("snapkv:kv_rate=0.1,after=32", 8)
+    assert snapkv["by"][0] == -50.0 and snapkv["by"][2] < 0 and snapkv["differ"] == 4
