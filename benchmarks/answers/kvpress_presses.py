@@ -1,19 +1,22 @@
 """kvpress' presses on one prefill: what each keeps of a prompt, and what the model then answers.
 
-A press does not change what prefill computes: it chooses entries once a layer's attention is done.
-So each prompt is prefilled once, every press compresses the same keys and values, and the caches
-are decoded together as one batch. The presses are kvpress' own, but for those named `our-...`,
-which score as this project does: they tell a difference between two programs from one between two
-scores. kvpress' SnapKV takes means where ours takes maxima of neighbours and sums.
+A press does not change what prefill computes: it chooses entries once a layer's attention is done,
+or by further passes over the whole cache (KVzip). So each prompt is prefilled once, every press
+compresses the same keys and values, and the caches are decoded together as one batch. The presses
+are kvpress' own, but for those named `our-...`, which score as this project does: they tell a
+difference between two programs from one between two scores. kvpress' SnapKV takes means where ours
+takes maxima of neighbours and sums.
 """
 
 import importlib
+import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ def load_kvpress() -> ModuleType:
 
     kvpress imports `datasets` and `requests` for presses that fetch statistics.
     """
-    import transformers  # noqa: F401  # It looks for `datasets` and must not see the stand-in.
+    import transformers  # It looks for `datasets` and must not see the stand-in.
 
     stand_ins = []
     for name, attribute in (("datasets", "load_dataset"), ("requests", "get")):
@@ -40,7 +43,7 @@ def load_kvpress() -> ModuleType:
             setattr(sys.modules[name], attribute, None)
             stand_ins.append(name)
     try:
-        return importlib.import_module("kvpress")
+        kvpress = importlib.import_module("kvpress")
     except ImportError as error:
         sys.exit(
             f"kvpress cannot be imported: {error}\n"
@@ -49,6 +52,12 @@ def load_kvpress() -> ModuleType:
     finally:
         for name in stand_ins:
             del sys.modules[name]
+    logging.getLogger("kvpress").setLevel(logging.ERROR)  # Each KVzip press warns that it is slow.
+    # KVzip loads the tokenizer for every prompt.
+    load = cache(transformers.AutoTokenizer.from_pretrained)
+    kvzip: Any = importlib.import_module("kvpress.presses.kvzip_press")
+    kvzip.AutoTokenizer = SimpleNamespace(from_pretrained=load)
+    return kvpress
 
 
 # What makes a press. The budget is set for each prompt.
@@ -104,25 +113,56 @@ def presses() -> dict[str, Maker]:
         "snapkv-window-32": lambda: snapkv(32),
         "our-window-16": lambda: ours(16),
         "our-window-32": lambda: ours(32),
+        "tova": kv.TOVAPress,
+        # Epsilon as in kvpress' own evaluation of it.
+        "expected": lambda: kv.ExpectedAttentionPress(epsilon=1e-2),
+        "expected-ada": lambda: kv.AdaKVPress(kv.ExpectedAttentionPress(epsilon=1e-2)),
+        "kvzip": kv.KVzipPress,
+        "kvzip-plus": lambda: kv.KVzipPress(kvzip_plus_normalization=True),
+        "kvzip-layerwise": lambda: kv.KVzipPress(layerwise=True),
+        "kvgrad": kv.KVgradPress,
     }
+
+
+# Of a layer: keys and values, each [1, G, n, head size], and (batch, head, place) of the entries
+# that attention must not see, None for none.
+Layer = tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]
 
 
 @dataclass
 class Kept:
-    """What one press at one budget keeps of one prompt.
+    """What one press at one budget keeps of one prompt, layer by layer."""
 
-    layers: (keys, values) of every layer, each [1, G, n, head size].
-    masked: of every layer, the entries that presses with a budget per head hide from attention.
-    """
-
-    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    masked: list[tuple[Tensor, Tensor, Tensor] | None] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
 
     def entries(self) -> float:
         """Entries that attention reads, per layer and KV head on average."""
-        total = sum(keys.shape[1] * keys.shape[2] for keys, _ in self.layers)
-        hidden = sum(len(masked[0]) for masked in self.masked if masked is not None)
-        return (total - hidden) / sum(keys.shape[1] for keys, _ in self.layers)
+        total = sum(keys.shape[1] * keys.shape[2] for keys, _, _ in self.layers)
+        hidden = sum(len(masked[0]) for _, _, masked in self.layers if masked is not None)
+        return (total - hidden) / sum(keys.shape[1] for keys, _, _ in self.layers)
+
+
+def without_hidden(
+    keys: Tensor, values: Tensor, hidden: tuple[Tensor, Tensor, Tensor] | None
+) -> Layer:
+    """The entries of a layer that attention sees, in order, as many as the fullest head has.
+
+    hidden: `masked_key_indices` of kvpress: presses with a budget per head hide entries and remove
+    none. What other heads have fewer stays hidden.
+    """
+    if hidden is None:
+        return keys, values, None
+    _, heads, size, width = keys.shape
+    seen = torch.ones(heads, size, dtype=torch.bool, device=keys.device)
+    seen[hidden[1].to(keys.device), hidden[2].to(keys.device)] = False
+    counts = seen.sum(-1)
+    longest = int(counts.max())
+    order = seen.byte().argsort(dim=-1, descending=True, stable=True)[:, :longest]  # [G, longest]
+    taken = order[None, :, :, None].expand(-1, -1, -1, width)
+    unused = torch.arange(longest, device=keys.device) >= counts[:, None]
+    head, place = unused.nonzero(as_tuple=True)
+    masked = (torch.zeros_like(head), head, place) if len(head) else None
+    return keys.gather(2, taken), values.gather(2, taken), masked
 
 
 @contextmanager
@@ -135,11 +175,10 @@ def compressing(model: Any, cells: dict[str, Any]) -> Iterator[dict[str, Kept]]:
         for name, press in cells.items():
             module.masked_key_indices = None
             # Of the attention weights, sdpa returns none.
-            pair = press.compress(
+            keys, values = press.compress(
                 module, kwargs["hidden_states"], layer.keys, layer.values, None, kwargs
             )
-            kept[name].layers.append(pair)
-            kept[name].masked.append(module.masked_key_indices)
+            kept[name].layers.append(without_hidden(keys, values, module.masked_key_indices))
         module.masked_key_indices = None
 
     hooks = []
@@ -151,6 +190,38 @@ def compressing(model: Any, cells: dict[str, Any]) -> Iterator[dict[str, Kept]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def replaying(model: Any, ids: Tensor, past: Any, cells: dict[str, Any]) -> dict[str, Kept]:
+    """What presses keep that replay a prompt over its whole cache, as KVzip does.
+
+    ids: [1, N]. past: their cache, whole again afterwards. A press at several budgets replays once:
+    its scores do not depend on them.
+    """
+    kept = {name: Kept() for name in cells}
+    of_press: dict[str, list[str]] = defaultdict(list)
+    for name in cells:
+        of_press[name.rsplit(" ", 1)[0]].append(name)
+    for names in of_press.values():
+        press = cells[names[0]]
+        choose = press.compress_post
+
+        def every_budget(
+            model: Any, press: Any = press, choose: Any = choose, names: list[str] = names
+        ) -> None:
+            for name in names:
+                press.compression_ratio = cells[name].compression_ratio
+                choose(model)
+                for layer, cached in zip(model.model.layers, past.layers, strict=True):
+                    hidden = layer.self_attn.masked_key_indices
+                    kept[name].layers.append(without_hidden(cached.keys, cached.values, hidden))
+                    layer.self_attn.masked_key_indices = None
+
+        press.compress_post = every_budget
+        with press(model):
+            # What it would note of a prefill in here; the one that all presses share is over.
+            press._context_ids, press._cache = ids, past
+    return kept
 
 
 def batched(model: Any, batch: list[Kept]) -> Any:
@@ -167,11 +238,11 @@ def batched(model: Any, batch: list[Kept]) -> Any:
         filled: list[tuple[Tensor, Tensor]] = []
         masked: list[tuple[Tensor, ...]] = []
         for number, kept in enumerate(batch):
-            keys, values = kept.layers[index]
+            keys, values, found = kept.layers[index]
             _, heads, size, _ = keys.shape
             lack = longest - size
             filled.append((F.pad(keys, (0, 0, 0, lack)), F.pad(values, (0, 0, 0, lack))))
-            if (found := kept.masked[index]) is not None:
+            if found is not None:
                 masked.append((found[0] + number, found[1], found[2]))
             if lack:
                 of_head = torch.arange(heads).repeat_interleave(lack)
@@ -230,27 +301,26 @@ def answer_all(
     """What the model answers under every press and budget of `names`, and with all entries."""
     from transformers import DynamicCache
 
-    length, cells = len(token_ids), {}
+    kvzip = load_kvpress().KVzipPress
+    length = len(token_ids)
+    at_once, replays = dict[str, Any](), dict[str, Any]()
     for name in names:
-        press, budget = name.rsplit(" ", 1)
-        cells[name] = presses()[press]()
+        kind, budget = name.rsplit(" ", 1)
+        press = presses()[kind]()
         # The middle between two counts, so that kvpress' rounding gives int(N * rate), as ours.
-        cells[name].compression_ratio = 1 - (int(length * float(budget)) + 0.5) / length
+        press.compression_ratio = 1 - (int(length * float(budget)) + 0.5) / length
+        (replays if isinstance(press, kvzip) else at_once)[name] = press
     past: Any = DynamicCache()
-    with compressing(model, cells) as kept:
-        logits = model(
-            input_ids=torch.tensor([token_ids], device=model.device),
-            past_key_values=past,
-            logits_to_keep=1,
-        ).logits
+    ids = torch.tensor([token_ids], device=model.device)
+    with compressing(model, at_once) as kept:
+        logits = model(input_ids=ids, past_key_values=past, logits_to_keep=1).logits
     first = int(logits[0, -1].argmax())
-    whole = [(layer.keys, layer.values) for layer in past.layers]
-    kept[FULL] = Kept(whole, [None] * len(whole))
+    kept |= replaying(model, ids, past, replays)
+    kept[FULL] = Kept([(layer.keys, layer.values, None) for layer in past.layers])
     entries = {name: of_press.entries() for name, of_press in kept.items()}
-    # Presses with a budget per head hide entries and remove none.
-    removing = [name for name in kept if kept[name].layers[-1][0].shape[2] < length]
     answers: dict[str, list[int]] = {}
-    waiting = [removing, [name for name in kept if name not in removing]]
+    # All entries alone: the others have far fewer.
+    waiting = [[name for name in kept if name != FULL], [FULL]]
     while waiting:
         together = waiting.pop()
         if not together:

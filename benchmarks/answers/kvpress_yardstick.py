@@ -1,24 +1,30 @@
 """kvpress on the prompts and budgets of `vllm-kvx evaluate`: an outside yardstick for retention.
 
     python -m benchmarks.answers.kvpress_yardstick run MODEL --shard 1/4 --output shard-1.json
-    python -m benchmarks.answers.kvpress_yardstick merge shard-*.json --output yardstick.json
+    python -m benchmarks.answers.kvpress_yardstick merge shard-*.json --beside quality.json \\
+        --output yardstick.json
 
 kvpress (github.com/NVIDIA/kvpress) runs on transformers, with weights and cache in one process; it
 shares no code with this project. A press sees the whole prompt, question and chat template
 included, and decoding is greedy, as with our policies.
 
-The file is rewritten after every prompt; a run that finds it goes on from there.
+The file is rewritten after every prompt, one task after another, so that a run that is cut off has
+as many prompts of each; a run that finds it goes on from there. `--beside` takes result files of
+`vllm-kvx evaluate`, and compares policies and presses that keep as much, prompt by prompt.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,9 +41,12 @@ from benchmarks.answers.kvpress_presses import (
 )
 from benchmarks.common.about import about, command_line
 
+MODULE = "benchmarks.answers.kvpress_yardstick"
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
 LENGTHS = (4096, 16384)
 PACKAGES = ("kvpress", "transformers", "torch")
+# Tasks whose prompts come from files, each as long as it is.
+FILES = ("ruler_", "longbench_")
 TASKS = ("niah_multikey_1", "niah_multikey_2", "niah_multivalue", "several_words")
 
 
@@ -113,15 +122,55 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-@torch.inference_mode()
+def run_at_once(args: argparse.Namespace) -> None:
+    """Several processes side by side, each with its part of the prompts and a file of its own."""
+    shards = [f"{number}/{args.at_once}" for number in range(1, args.at_once + 1)]
+    given = [sys.executable, "-m", MODULE, *sys.argv[1:], "--at-once", "1"]
+    outputs = [
+        args.output.with_stem(f"{args.output.stem}-{number}")
+        for number in range(1, args.at_once + 1)
+    ]
+    running = [
+        subprocess.Popen([*given, "--shard", shard, "--output", str(output)])
+        for shard, output in zip(shards, outputs, strict=True)
+    ]
+    failed = [process.wait() for process in running]
+    if any(failed):
+        sys.exit(f"of the processes for {', '.join(shards)} the exits were {failed}")
+
+
+def prompts_of(args: argparse.Namespace) -> dict[Any, Any]:
+    """The prompts of `vllm-kvx evaluate` with the same options, by question: of each task one, then
+    of each the next.
+    """
+    from vllm_kvx.tools.evaluate.questions import Suite, load_tokenizer
+
+    suite = Suite.of(
+        args.tasks,
+        args.longbench,
+        args.ruler,
+        lengths=tuple(args.lengths),
+        samples=args.samples,
+        seed=args.seed,
+    )
+    prepared = suite.prepare(partial(load_tokenizer, args.model, None), lambda *_: None)
+    return dict(sorted(prepared.items(), key=lambda each: (each[0].length, each[0].index)))
+
+
+@torch.no_grad()  # Not inference mode: KVgrad takes gradients of the cached entries.
 def run(args: argparse.Namespace) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    from vllm_kvx.tools.tasks.prompts import fitted
-    from vllm_kvx.tools.tasks.table import TASKS as BY_NAME
+    from vllm_kvx.tools.evaluate.questions import load_tokenizer
 
+    args.presses = args.presses or list(presses())
+    if unknown := set(args.presses) - set(presses()):
+        sys.exit(f"unknown presses {sorted(unknown)}; known are {', '.join(presses())}")
+    if args.at_once > 1:
+        return run_at_once(args)
     names = [cell_name(press, budget) for budget in args.budgets for press in args.presses]
-    tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
+    prompts = prompts_of(args)
+    tokenizer = load_tokenizer(args.model, None)
     load_kvpress()  # Before the model: it replaces transformers' attention functions.
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa"
@@ -139,53 +188,56 @@ def run(args: argparse.Namespace) -> None:
         "window": WINDOW,
         "kernel": KERNEL,
         "seed": args.seed,
-        "max_tokens": args.max_tokens,
+        "samples": args.samples,
         "dtype": args.dtype,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         **{name: version(name) for name in PACKAGES},
     }
-    content: dict[str, Any] = {"settings": settings, "prompts": []}
+    head = about(
+        "kvpress's presses on the prompts of `vllm-kvx evaluate`.",
+        command_line(MODULE, sys.argv[1:]),
+        args.commit,
+        PACKAGES,
+    )
+    content: dict[str, Any] = {"about": head, "settings": settings, "prompts": []}
     if args.output.exists():
         content = json.loads(args.output.read_text())
         if content["settings"] != settings:
             sys.exit(f"{args.output} was made with other settings: name another --output")
     done = {(p["length"], p["task"], p["index"]) for p in content["prompts"]}
     shard, shards = args.shard
-    todo = [
-        (length, BY_NAME[args.tasks[number % len(args.tasks)]], number // len(args.tasks))
-        for length in args.lengths
-        for number in range(args.prompts)
-        if number % shards == shard - 1
-    ]
-    for count, (length, task, index) in enumerate(todo, 1):
-        if (length, task.name, index) in done:
+    todo = list(prompts.items())[shard - 1 :: shards]
+    end = time.monotonic() + (args.time_limit or math.inf)
+    for count, (question, prepared) in enumerate(todo, 1):
+        if (question.length, question.task, question.index) in done:
             continue
+        if time.monotonic() > end:
+            print(f"--time-limit: {len(todo) - count + 1} prompts are not asked")
+            break
         began = time.perf_counter()
-        prompt = fitted(task, f"{args.seed}-{task.name}-{index}", length, tokenizer)
-        max_tokens = min(args.max_tokens or task.max_tokens, task.max_tokens)
-        answers = answer_all(model, list(prompt.token_ids), names, max_tokens, stop)
+        token_ids = list(prepared.prompt.token_ids)
+        answers = answer_all(model, token_ids, names, prepared.prompt.max_tokens, stop)
         texts = {
-            name: tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            for name, answer in answers.items()
+            cell: tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            for cell, answer in answers.items()
         }
         content["prompts"].append(
             {
-                "length": length,
-                "task": task.name,
-                "index": index,
-                "tokens": len(prompt.token_ids),
+                "length": question.length,
+                "task": question.task,
+                "index": question.index,
+                "tokens": len(token_ids),
                 "seconds": round(time.perf_counter() - began, 2),
-                "kept": {name: round(answer.entries, 2) for name, answer in answers.items()},
-                "scores": {
-                    name: round(task.score(text, prompt.sample), 4) for name, text in texts.items()
-                },
+                "kept": {cell: round(answer.entries, 2) for cell, answer in answers.items()},
+                "scores": {cell: round(prepared.score(text, 0), 4) for cell, text in texts.items()},
                 "answers": texts,
             }
         )
         write_json(args.output, content)
         scores = content["prompts"][-1]["scores"]
         print(
-            f"{count}/{len(todo)} {length} {task.name} {index}: full {scores[FULL]:.2f}, presses "
+            f"{count}/{len(todo)} {question.length} {question.task} {question.index}: "
+            f"full {scores[FULL]:.2f}, presses "
             f"{statistics.fmean(scores.values()):.2f}, {content['prompts'][-1]['seconds']} s",
             flush=True,
         )
@@ -196,30 +248,90 @@ def run(args: argparse.Namespace) -> None:
 def merge(args: argparse.Namespace) -> None:
     """One file of all shards: each model's table, and each prompt's scores."""
     models: dict[str, Any] = {}
-    for path in args.files:
-        shard = json.loads(path.read_text())
+    shards = [json.loads(path.read_text()) for path in args.files]
+    for path, shard in zip(args.files, shards, strict=True):
         settings = shard["settings"]
         one = models.setdefault(settings["model"], {"settings": settings, "prompts": []})
         if one["settings"] != settings:
             sys.exit(f"{path} was made with other settings than the files before it")
-        for prompt in shard["prompts"]:
-            del prompt["answers"], prompt["kept"], prompt["seconds"]
-            one["prompts"].append(prompt)
+        one["prompts"] += shard["prompts"]
     for name, one in models.items():
-        shards = [json.loads(path.read_text()) for path in args.files]
-        every = [p for s in shards if s["settings"]["model"] == name for p in s["prompts"]]
-        one["cells"] = summary(every)
+        one["cells"] = summary(one["prompts"])
+        for prompt in one["prompts"]:
+            del prompt["answers"], prompt["kept"], prompt["seconds"]
         print(f"{name}\n{table(one['cells'])}")
+        if args.beside:
+            reports = [json.loads(path.read_text()) for path in args.beside]
+            one["beside"] = beside(one["prompts"], [r for r in reports if r["model"] == name])
+            print("\n".join(map(line_of, one["beside"])))
     if args.output:
-        commands = [
-            command_line("benchmarks.answers.kvpress_yardstick", ["run", name]) for name in models
-        ]
-        # What ran where and when is in the shards' settings.
-        last = next(reversed(models.values()))["settings"]
-        known = {"device": last.get("device"), "versions": {key: last.get(key) for key in PACKAGES}}
-        what = "kvpress's methods on the prompts of `vllm-kvx evaluate`."
-        head = about(what, commands, **known)
+        heads = [shard["about"] for shard in shards if "about" in shard]
+        known = {
+            key: heads[-1][key] if heads else None
+            for key in ("date", "commit", "device", "versions")
+        }
+        what = "kvpress's presses on the prompts of `vllm-kvx evaluate`."
+        head = about(what, [each["command"] for each in heads], **known)
         write_json(args.output, {"about": head, "models": models})
+
+
+def beside(prompts: list[dict[str, Any]], reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Presses against the policies that keep as much, over the prompts that both answered.
+
+    reports: results of `vllm-kvx evaluate`. by: the press's mean score less the policy's, in
+    points, with the interval of a paired bootstrap. differ: on how many prompts the two differ.
+    """
+    from vllm_kvx.tools.evaluate.intervals import of_difference
+
+    rows = []
+    for report in reports:
+        ours: dict[str, dict[tuple[str, int, int], float]] = defaultdict(dict)
+        for line in report["scores"]:
+            for index, score in enumerate(line["scores"].split()):
+                if score != "-":
+                    ours[line["policy"]][line["task"], line["length"], index] = float(score)
+        for length, name in dict.fromkeys((p["length"], n) for p in prompts for n in p["scores"]):
+            press, _, budget = name.partition(" ")
+            for policy, scores in ours.items():
+                parts = re.split("[:,+]", policy)
+                if FULL not in parts if name == FULL else f"kv_rate={budget}" not in parts:
+                    continue
+                pairs = [
+                    (prompt["scores"][name], scores[key])
+                    for prompt in prompts
+                    if prompt["length"] == length and name in prompt["scores"]
+                    # A file's prompts are as long as they are, whatever length had room for them.
+                    for key in scores
+                    if key[0] == prompt["task"]
+                    and key[2] == prompt["index"]
+                    and (key[1] == length or key[0].startswith(FILES))
+                ]
+                if pairs:
+                    by = of_difference(pairs)
+                    rows.append(
+                        {
+                            "length": length,
+                            "press": press,
+                            "budget": float(budget or 1),
+                            "policy": policy,
+                            "n": len(pairs),
+                            "differ": sum(theirs != own for theirs, own in pairs),
+                            "press_percent": round(100 * statistics.fmean(a for a, _ in pairs), 2),
+                            "policy_percent": round(100 * statistics.fmean(b for _, b in pairs), 2),
+                            "by": [round(100 * value, 2) for value in by],
+                        }
+                    )
+    return rows
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row of `beside` for a reader."""
+    value, low, high = row["by"]
+    return (
+        f"{row['length']} {row['press']} {row['budget']:g}: {row['press_percent']:.1f}, "
+        f"{row['policy']} {row['policy_percent']:.1f}: {value:+.1f} [{low:.1f} to {high:.1f}], "
+        f"n {row['n']}, {row['differ']} differ"
+    )
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -232,9 +344,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             raise ValueError
         return number, count
 
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.answers.kvpress_yardstick", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("run", help="answers of one model under every press")
     command.set_defaults(run=run)
@@ -243,25 +353,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=numbers(int), default=list(LENGTHS), help="tokens of a prompt")
     add("--seed", type=int, default=0, help="which questions")
     add("--tasks", type=numbers(str), default=list(TASKS))
-    add("--prompts", type=int, default=52, help="per length, spread over the tasks")
+    add("--samples", type=int, default=13, help="of each task")
+    add("--longbench", help="folder of LongBench's files, for tasks named longbench_...")
+    add("--ruler", help="folder of RULER's files, for tasks named ruler_...")
     add("--presses", type=numbers(str), help="default: all")
     add("--budgets", type=numbers(float), default=list(BUDGETS))
-    add("--max-tokens", type=int, help="of an answer; default: the task's")
+    add("--time-limit", type=float, metavar="S", help="after which no prompt is begun")
     add("--shard", type=shard, default=(1, 1), metavar="I/N", help="every Nth prompt from the Ith")
+    add("--at-once", type=int, default=1, metavar="N", help="processes; each writes OUTPUT-I.json")
     add("--output", type=Path, required=True)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", default="bfloat16")
+    add("--commit", help="of this code, where there is no checkout")
     command = commands.add_parser("merge", help="one file and its tables, of all shards")
     command.set_defaults(run=merge)
     command.add_argument("files", type=Path, nargs="+")
     command.add_argument("--output", type=Path)
-    args = parser.parse_args(argv)
-    if args.command == "run":
-        known = presses()
-        args.presses = args.presses or list(known)
-        if unknown := set(args.presses) - set(known):
-            parser.error(f"unknown presses {sorted(unknown)}; known are {', '.join(known)}")
-    return args
+    command.add_argument(
+        "--beside", type=Path, nargs="+", help="results of `vllm-kvx evaluate` to compare with"
+    )
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

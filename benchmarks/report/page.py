@@ -3,9 +3,10 @@
     python -m benchmarks.report
     python -m benchmarks.report --check
 
-Writes docs/results/report.md, its plots in docs/results/report/ and the table of policies in
-README.md. `--check` writes nothing, and fails when they are not what the files give. No figure is
-written by hand: a new file in benchmarks/results and this command are all that a new figure takes.
+Writes docs/results/report.md, its plots in docs/results/report/, answers-and-gains.md beside it and
+the table of policies in README.md. `--check` writes nothing, and fails when they are not what the
+files give. No figure is written by hand: a new file in benchmarks/results and this command are all
+that a new figure takes.
 """
 
 import argparse
@@ -18,12 +19,14 @@ from benchmarks.common.files import RESULTS, ROOT
 from benchmarks.common.names import STOCK
 from benchmarks.report import loads as under
 from benchmarks.report import plots as pictures
-from benchmarks.report import readme, tables
+from benchmarks.report import readme, tables, tradeoffs
 from benchmarks.report.files import File, Kept, Load, figures_of, kept_of, loads_of, read
 from benchmarks.report.plots import Plot
 
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results" / "report.md"
+# Beside the page.
+TRADEOFFS = "answers-and-gains.md"
 PUBLISHED = Path(__file__).resolve().parent / "published.json"
 
 _ABOUT = """
@@ -53,7 +56,8 @@ _ANSWERS = """
 "Not tuned" and "tuned" are about `speed-K`; all other policies take the weights as they are.
 Retrieval was on at every length (`dense_below=0`). In files dated before 2026-11-26, a
 name without `kv_floor` means `kv_floor=0`; from that day on a row named `snapkv:kv_floor=512` is
-today's `snapkv`. All policies and tasks: [quality.md](quality.md).
+today's `snapkv`. All policies and tasks: [quality.md](quality.md). Several task sets, and gains of
+the same settings beside them: [answers-and-gains.md](answers-and-gains.md).
 """
 _LOAD = """
 `vllm bench serve` against `vllm serve`, random prompts, no prefix cache. "At once" is the most
@@ -157,10 +161,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="its plots lie in a folder beside")
     parser.add_argument("--readme", type=Path, default=README, help="where the table stands")
     args = parser.parse_args(argv)
-    folder = args.page.with_suffix("")
+    folder, beside = args.page.with_suffix(""), args.page.with_name(TRADEOFFS)
     files, others = read(args.results)
     text, plots = page(files, others, folder.name)
     plots += readme.plots(files)
+    tradeoff = "\n".join(tradeoffs.page(files)) + "\n"
     old = args.readme.read_text(encoding="utf-8")
     try:
         new = readme.with_table(old, readme.table(files))
@@ -171,8 +176,9 @@ def main(argv: list[str]) -> int:
     if args.check:
         wrong = [plot.name for plot in plots if not pictures.is_drawn(plot, folder)]
         wrong += sorted(stale)
-        if not args.page.exists() or args.page.read_text(encoding="utf-8") != text:
-            wrong.append(args.page.name)
+        for path, wanted in ((args.page, text), (beside, tradeoff)):
+            if not path.exists() or path.read_text(encoding="utf-8") != wanted:
+                wrong.append(path.name)
         if old != new:
             wrong.append(args.readme.name)
         if wrong:
@@ -185,6 +191,7 @@ def main(argv: list[str]) -> int:
         if not pictures.is_drawn(plot, folder):
             pictures.draw(plot, folder)
     args.page.write_text(text, encoding="utf-8")
+    beside.write_text(tradeoff, encoding="utf-8")
     print(f"{args.page}: {len(plots)} plots")
     if new is None:
         return 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import LOOKUP
 
 from benchmarks.answers import kvpress_presses, kvpress_yardstick
 
@@ -22,7 +23,7 @@ def model(one_thread: None) -> Any:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=96,
+        vocab_size=2048,  # The tokenizer's of LOOKUP, which KVzip asks for its questions.
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,
@@ -33,10 +34,11 @@ def model(one_thread: None) -> Any:
     )
     config._attn_implementation = "sdpa"
     config.head_dim = 16
+    config.name_or_path = str(LOOKUP)
     return Qwen2ForCausalLM(config).eval()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def alone(model: Any, token_ids: list[int], press: Any) -> list[int]:
     """The answer as kvpress itself makes it: its hooks, one press, one sequence."""
     from transformers import DynamicCache
@@ -56,13 +58,15 @@ def alone(model: Any, token_ids: list[int], press: Any) -> list[int]:
 
 
 def test_every_press_answers_as_it_does_alone(model: Any) -> None:
-    token_ids = torch.randint(0, 96, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
+    token_ids = torch.randint(
+        0, 2048, (LENGTH,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     names = [
         kvpress_yardstick.cell_name(press, budget)
         for press in kvpress_presses.presses()
         for budget in (0.1, 0.5)
     ]
-    with torch.inference_mode():
+    with torch.no_grad():
         found = kvpress_presses.answer_all(model, token_ids, names, MAX_TOKENS, set())
     assert found.keys() == {kvpress_presses.FULL, *names}
     for name in names:
@@ -96,10 +100,22 @@ def test_merged_shards_have_every_prompt_once(tmp_path: Any) -> None:
         ]
         paths.append(tmp_path / f"{shard}.json")
         paths[-1].write_text(json.dumps({"settings": settings, "prompts": prompts}))
-    output = tmp_path / "all.json"
-    kvpress_yardstick.merge(SimpleNamespace(files=paths, output=output))
+    output, ours = tmp_path / "all.json", tmp_path / "ours.json"
+    scores = {"snapkv:kv_rate=0.1,after=32": 1, "snapkv:kv_rate=0.10": 0, "full": 1}
+    lines = [
+        {"policy": policy, "task": "t", "length": length, "scores": " ".join(f"{score}" * 9)}
+        for policy, score in scores.items()
+        for length in (32, 64)
+    ]
+    ours.write_text(json.dumps({"model": "m", "scores": lines}))
+    kvpress_yardstick.merge(SimpleNamespace(files=paths, output=output, beside=[ours]))
     merged = json.loads(output.read_text())["models"]["m"]
     assert sorted(prompt["index"] for prompt in merged["prompts"]) == list(range(8))
     full, snapkv = merged["cells"]
     assert (full["percent"], full["n"]) == (100.0, 8)
     assert (snapkv["percent"], snapkv["below_full"], snapkv["kept"]) == (50.0, 50.0, 0.1)
+    # Compared is what keeps as much, over the prompts that both answered.
+    full, snapkv = merged["beside"]
+    assert (full["policy"], full["by"][0], full["differ"]) == ("full", 0.0, 0)
+    assert (snapkv["policy"], snapkv["n"]) == ("snapkv:kv_rate=0.1,after=32", 8)
+    assert snapkv["by"][0] == -50.0 and snapkv["by"][2] < 0 and snapkv["differ"] == 4

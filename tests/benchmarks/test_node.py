@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.answers import kvpress_yardstick
 from benchmarks.common import node
 from benchmarks.common.node import PLANS, Step, check, main, read_plan
 from benchmarks.engine import compare, own_drafts
@@ -180,6 +181,8 @@ def test_plans_name_options_that_there_are(name: str) -> None:
             serving.parse_args(arguments)
         elif module == "benchmarks.serving.disaggregated":
             disaggregated.parse_args(arguments)
+        elif module == "benchmarks.answers.kvpress_yardstick":
+            kvpress_yardstick.parse_args(arguments)
         elif module == "benchmarks.ops.retrieval_step":
             retrieval_step.parse_args(arguments)
         elif module == "benchmarks.tuning.sweep":

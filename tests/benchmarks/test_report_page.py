@@ -13,6 +13,7 @@ from benchmarks.engine.shapes import SHAPES
 from benchmarks.report import page as report
 from benchmarks.report import readme, tables
 from benchmarks.report.files import File, read, same_method
+from vllm_kvx.tools.tasks.table import GROUPS
 
 NO_TABLE = f"# A project\n\n{readme.BEGIN}\n{readme.END}\n\nMore.\n"
 SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1", "4x8192/1024@2"]
@@ -185,6 +186,33 @@ def test_gains_over_stock_with_another_cache_stand_in_their_own_table(write: Any
     assert "2.000x" in row(page, "| `fastkv@fp8` | TTFT, 32,768 | 2.00 ms | 1.00 ms |")
     # Above, gains are over stock.
     assert page.count("`fastkv@fp8`") == 2 and "2.00x (" not in page
+
+
+def test_gains_stand_beside_answers_of_the_same_setting_alone(write: Any, tmp_path: Path) -> None:
+    model = {"model": "qwen2.5-coder-1.5b"}  # Of 28 layers; the shape's are 32.
+    asked = {"fastkv:tsp_layer=13": 0.6, "fastkv:tsp_layer=16": 0.7, "snapkv:kv_rate=0.1": 0.8}
+    asked |= {"snapkv:kv_rate=0.4": 0.9, "snapkv": 0.5, "fier-64": 0.3}
+    files = ["ruler_niah_multikey_3-4096", "longbench_multifieldqa_zh"]
+    write(
+        gains=compared(
+            {
+                "stock": {"ttft:32768": 8.0},
+                "fastkv:tsp_layer=15": {"ttft:32768": 4.0},
+                "snapkv": {"ttft:32768": 16.0},
+            }
+        ),
+        a=evaluated(asked, tasks=list(GROUPS["generated"]), **model),
+        b=evaluated(dict.fromkeys(list(asked)[:4], 0.2), tasks=files, **model),
+    )
+    page = (tmp_path / "docs" / "results" / "answers-and-gains.md").read_text()
+    line = row(page, "| `fastkv:tsp_layer=13` |")
+    assert "60.0 [50-70], n 40" in line and "20.0 [10-30], n 40" in line and "| 2.00x, H200" in line
+    # At another share of the depth, or another rate, it is another setting.
+    for name in ("fastkv:tsp_layer=16", "snapkv:kv_rate=0.4"):
+        assert "x, H200" not in row(page, f"| `{name}` |") and f"- `{name}`: all" in page
+    # Two names of one policy are one row; what has one set and no gain has none.
+    assert "| 0.50x, H200" in row(page, "| `snapkv", "x, H200")
+    assert "fier-64" not in page
 
 
 def test_of_equal_cutoffs_the_youngest_file_and_its_first_stand(write: Any) -> None:
