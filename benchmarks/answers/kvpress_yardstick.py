@@ -266,7 +266,7 @@ def merge(args: argparse.Namespace) -> None:
             print("\n".join(map(line_of, one["beside"])))
     if args.output:
         heads = [shard["about"] for shard in shards if "about" in shard]
-        known = {
+        known: dict[str, Any] = {
             key: heads[-1][key] if heads else None
             for key in ("date", "commit", "device", "versions")
         }
