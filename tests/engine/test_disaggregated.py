@@ -6,17 +6,21 @@ Without its package (`pip install nixl`) these tests are skipped.
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from reference.criticalkv import Critical
+from reference.fastkv import Keep
 from reference.fier import Retrieve
-from support.engine import BLOCK, keep_in_process, running
-from support.expected import FULL, Read
-from support.parity import ask, assert_close, assert_parity, room_for
-from support.prefiller import Prefiller, prefilling
-from support.prompts import prompts_of
+from reference.knorm import Norm
+from support.engine import BLOCK, Answer, Engine, keep_in_process, running
+from support.expected import FULL, Policy, Read, named
+from support.parity import ask, assert_close, assert_parity, in_turn, room_for
+from support.prefiller import PATIENT, Prefiller, prefilling
+from support.prompts import distinct_prompts, prompts_of
 
-from benchmarks.common.nixl import NIXL, PORT
+from benchmarks.common.nixl import PORT
 from benchmarks.common.server import free_port
 
 pytest.importorskip("nixl", reason="needs nixl, which hands KV blocks over")
@@ -55,7 +59,7 @@ def test_what_one_prefills_another_goes_on_with(
             model,
             "full",
             config=room_for(decode),
-            kv_transfer_config=NIXL,
+            kv_transfer_config=PATIENT,
             enable_prefix_caching=True,
             **options,
         ) as engine,
@@ -78,6 +82,120 @@ def test_what_one_prefills_another_goes_on_with(
         _wait_for_freed(prefiller)
 
 
+KEPT: list[Policy] = [
+    Keep(kv_rate=0.25),
+    Critical(kv_rate=0.3),
+    Norm(kv_budget=33),
+    Keep(sinks=4, recent=60),
+    Keep(kv_rate=0.1, kv_floor=90),
+    Read(Retrieve(64, dense_below=0), keep=Keep(kv_rate=0.5)),
+]
+# Of some all is kept, which is then handed over as under `full`.
+KEPT_LENGTHS = (200, 65, 128, 333, 1, 97, 64)
+
+
+def test_what_one_keeps_another_goes_on_with(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that one server compacts, in chunks, beside others; the other runs none of them."""
+    keep_in_process(monkeypatch)
+    monkeypatch.setenv(PORT, str(free_port()))
+    model = tiny()
+    options = {"max_model_len": 512, "max_num_batched_tokens": 128, "enable_prefix_caching": True}
+    config, policies = room_for(KEPT), in_turn(KEPT, len(KEPT_LENGTHS))
+    names = [named(policy) for policy in policies]
+    # No token comes twice in one: in layer 0 a token's keys have one norm.
+    prompts = distinct_prompts(KEPT_LENGTHS)
+    with (
+        prefilling(model, "full", config=config, **options) as prefiller,
+        running(
+            model,
+            "full",
+            config=config,
+            kv_transfer_config=PATIENT | {"kv_load_failure_policy": "recompute"},
+            **options,
+        ) as engine,
+    ):
+        computed = _watch_computed(engine)
+        ask(engine, prompts_of(KEPT_LENGTHS, seed=99), [FULL] * len(prompts), max_tokens=1)
+        computed.clear()
+        transfers = prefiller.prefill(prompts, names)
+        held = [len(transfer["remote_block_ids"][0]) for transfer in transfers]
+        assert sum(held) < sum(len(prompt) // BLOCK for prompt in prompts)
+        loaded = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
+        assert max(computed) <= len(prompts)  # Not one chunk of a prompt.
+        assert_parity(model, loaded, policies)
+        alone = ask(engine, prompts, policies, max_tokens=9)
+        assert_close(alone, loaded)
+        engine.assert_idle()
+        some = slice(3)
+        these = Handed(prompts[some], policies[some], names[some], loaded[some])
+        _end_with_the_first_token(engine, prefiller, these)
+        _preempt(engine, prefiller, these)
+        _fail_to_load_and_abort(engine, prefiller, these)
+        engine.assert_idle()
+        _wait_for_freed(prefiller)
+
+
+class Handed(NamedTuple):
+    """Prompts, their policies and these policies' names, and the answers that are right."""
+
+    prompts: list[list[int]]
+    policies: list[Policy]
+    names: list[str]
+    answers: list[Answer]
+
+
+def _end_with_the_first_token(engine: Engine, prefiller: Prefiller, these: Handed) -> None:
+    """Answers of one token, and one that the first token ends: nothing runs."""
+    computed = _watch_computed(engine)
+    transfers = prefiller.prefill(these.prompts, these.names)
+    for stops in (False, True):
+        name, first = these.names[stops], these.answers[stops].tokens[0]
+        sampling: dict[str, Any] = {"stop_token_ids": [first]} if stops else {}
+        (found,) = engine.generate(
+            [these.prompts[stops]],
+            9 if stops else 1,
+            [name],
+            transfers=[transfers[stops]],
+            **sampling,
+        )
+        assert found.tokens == [first]
+        assert torch.equal(found.logprobs, these.answers[stops].logprobs[:1])
+    assert not computed
+    # What is aborted before it was scheduled is fetched by nobody, and given back.
+    engine.abort(engine.submit(these.prompts[2:], 5, these.names[2:], transfers=transfers[2:]))
+
+
+def _preempt(engine: Engine, prefiller: Prefiller, these: Handed) -> None:
+    """Thrown out, they compute their prompts, and what they have answered after them."""
+    transfers = prefiller.prefill(these.prompts, these.names)
+    ids = engine.submit(these.prompts, 9, these.names, transfers=transfers)
+    while len(engine.scheduler.running) < len(ids):
+        engine.step()
+    engine.step(2)
+    engine.throw_out()
+    engine.finish()
+    assert [engine.answered[name] for name in ids] == [answer.tokens for answer in these.answers]
+
+
+def _fail_to_load_and_abort(engine: Engine, prefiller: Prefiller, these: Handed) -> None:
+    """Where a server cannot be reached the other one computes the prompts; then two are fetched
+    and one of them is given up meanwhile."""
+    transfers = prefiller.prefill(these.prompts, these.names)
+    gone = {"remote_engine_id": "gone", "remote_port": free_port()}
+    failed = engine.generate(
+        these.prompts, 9, these.names, transfers=[transfer | gone for transfer in transfers]
+    )
+    assert [answer.tokens for answer in failed] == [answer.tokens for answer in these.answers]
+    ids = engine.submit(these.prompts, 9, these.names, transfers=transfers)
+    engine.step()
+    engine.abort(ids[:1])
+    assert [engine.answered[name] for name in ids[1:]] == [
+        answer.tokens for answer in these.answers[1:]
+    ]
+
+
 def test_blocks_of_another_length(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +209,7 @@ def test_blocks_of_another_length(
             model,
             "full",
             config=room_for([FIER]),
-            kv_transfer_config=NIXL | {"kv_load_failure_policy": "recompute"},
+            kv_transfer_config=PATIENT | {"kv_load_failure_policy": "recompute"},
             block_size=2 * BLOCK,
             **options,
         ) as engine,

@@ -1,15 +1,16 @@
-"""What servers that retain are refused: types, windows, layers, the stash."""
+"""What servers that retain are refused: types, windows, layers, the stash, KV connectors."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.configs import GLM_AIR
-from support.refused import changed
+from support.refused import Connector, ThroughHost, changed
 from vllm.logger import init_logger
 
 from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.config.settings import KVSettings
+from vllm_kvx.server.connector_checks import KEPT_BESIDE_CONNECTORS
 from vllm_kvx.server.start_checks import WITH_RETENTION
 from vllm_kvx.server.start_refusal import reasons
 
@@ -114,3 +115,29 @@ def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> No
     assert settings is not None
     assert str(settings.policy) == "fastkv:tsp_layer=5" == str(settings.parse("fastkv:kv_rate=0.1"))
     assert settings.layout.later_starts == (6,)
+
+
+def test_rows_of_what_is_kept(stock) -> None:
+    """Where vLLM's own configuration would check the values, too."""
+    on_gpu = changed(stock, "device_config.device_type", "cuda")
+    nixl = ThroughHost()
+    nixl.kv_buffer_device = "cuda"
+    assert not reasons(KEPT_BESIDE_CONNECTORS, changed(on_gpu, "kv_transfer_config", nixl))
+    refused = []
+    for connector, says in (
+        (Connector(), "name it as kv_connector"),
+        (ThroughHost(bidirectional_kv_xfer=True), "drop bidirectional_kv_xfer"),
+        (ThroughHost(), "drop kv_buffer_device"),
+        (ThroughHost(enforce_handshake_compat=False), "drop enforce_handshake_compat"),
+    ):
+        if says != "drop kv_buffer_device":
+            connector.kv_buffer_device = "cuda"
+        config = changed(on_gpu, "kv_transfer_config", connector)
+        (found,) = reasons(KEPT_BESIDE_CONNECTORS, config)
+        assert says in found
+        refused.append(found)
+    masks = changed(on_gpu, "model_config.return_sampling_mask", True)
+    (found,) = reasons(KEPT_BESIDE_CONNECTORS, changed(masks, "kv_transfer_config", nixl))
+    assert "drop --return-sampling-mask" in found
+    refused.append(found)
+    assert refused == [row.reason for row in KEPT_BESIDE_CONNECTORS], "a row without a case"

@@ -132,10 +132,16 @@ def test_adapters_and_events(make_config, policy: str, unequal: bool, reads_weig
         ("fier-64", "NixlConnector", None),
         ("fier-64", "LMCacheConnectorV1", "policies know OffloadingConnector, ExampleConnector"),
         ("snapkv:kv_rate=0.1", "LMCacheConnectorV1", "fier and quest from the KV policy"),
-        ("snapkv:kv_rate=0.1", "OffloadingConnector", "copy blocks of whole prompts"),
-        ("snapkv:kv_rate=0.1", "NixlConnector", "copy blocks of whole prompts"),
+        ("snapkv:kv_rate=0.1", "OffloadingConnector", "hands over what is kept"),
+        ("snapkv:kv_rate=0.1", "NixlConnector", None),
+        ("pyramidkv:kv_rate=0.1", "NixlConnector", None),
+        ("snapkv:kv_rate=0.1+fier-64", "NixlConnector", None),
+        ("snapkv:kv_rate=0.1+fier-64", "ExampleConnector", "hands over what is kept"),
+        ("snapkv:kv_rate=0.1,after=16", "NixlConnector", "leave out after=, or drop"),
+        ("snapkv:kv_rate=0.1,lookahead=16", "NixlConnector", "leave out lookahead=, or drop"),
         ("speed-4", "OffloadingConnector", "copy blocks of whole prompts"),
-        ("snapkv:kv_rate=0.1+fier-64", "ExampleConnector", "copy blocks of whole prompts"),
+        ("fastkv:tsp_layer=3", "NixlConnector", "which policies that propagate do not leave"),
+        ("speed-4+snapkv:kv_rate=0.1", "NixlConnector", "which policies that propagate"),
     ],
 )
 def test_connectors(make_config, policy: str, connector: str, says: str | None) -> None:
@@ -154,9 +160,11 @@ def test_connectors(make_config, policy: str, connector: str, says: str | None) 
     [
         ("fier-64", "OffloadingConnector", "offload_prompt_only", False),
         ("quest-64", "NixlConnector", "bidirectional_kv_xfer", True),
+        ("snapkv:kv_rate=0.1", "NixlConnector", "bidirectional_kv_xfer", True),
+        ("knorm:kv_rate=0.1", "NixlConnector", "enforce_handshake_compat", False),
     ],
 )
-def test_generated_tokens_are_not_handed_on(
+def test_what_connectors_are_not_to_do(
     make_config, policy: str, connector: str, key: str, value: bool
 ) -> None:
     asked: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}

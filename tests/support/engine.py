@@ -129,19 +129,23 @@ class Engine:
         max_tokens: int,
         policies: Sequence[str | None] | None = None,
         adapters: Sequence[Path | None] | None = None,
+        transfers: Sequence[dict[str, Any]] | None = None,
     ) -> list[str]:
-        """Adds requests without running them; their ids."""
+        """Adds requests without running them; their ids. Arguments are those of `generate`."""
         from vllm.inputs import TokensPrompt
 
         ids, none = [], [None] * len(prompts)
-        each = zip(prompts, policies or none, adapters or none, strict=True)
-        for prompt, name, adapter in each:
+        each = zip(prompts, policies or none, adapters or none, transfers or none, strict=True)
+        for prompt, name, adapter, transfer in each:
             self._submitted += 1
             ids.append(f"submitted-{self._submitted}")
+            params = greedy(max_tokens, name)
+            if transfer is not None:
+                params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
             self.llm.llm_engine.add_request(
                 ids[-1],
                 TokensPrompt(prompt_token_ids=prompt),
-                greedy(max_tokens, name),
+                params,
                 lora_request=self.lora_request(adapter),
             )
         return ids

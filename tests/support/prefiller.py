@@ -13,6 +13,8 @@ from benchmarks.common.server import free_port
 from support.engine import Answer, Engine
 
 _WAIT = 0.02
+# Of both engines. On a busy machine minutes pass until the other one fetches a prompt.
+PATIENT = NIXL | {"kv_connector_extra_config": {"kv_lease_duration": 600}}
 
 
 class Prefiller:
@@ -73,7 +75,7 @@ def _serve(
     os.environ |= {PORT: str(free_port()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
-        engine = Engine(model, policy, kv_transfer_config=NIXL, **options)
+        engine = Engine(model, policy, kv_transfer_config=PATIENT, **options)
         connection.send(engine.pool.get_num_free_blocks())
         while True:
             # It is told that blocks were fetched while it steps.

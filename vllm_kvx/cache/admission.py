@@ -272,6 +272,11 @@ class PromptAdmission:
                 self.release(request_id)
                 self._seek(request_id)
 
+    def prompt_is_in(self, request_id: str) -> None:
+        """Another server has computed the request's prompt."""
+        self.coming.pop(request_id, None)
+        self._seekers.pop(request_id, None)
+
     def restart(self, request: Request) -> None:
         """A preempted request: its prompt comes in again."""
         request_id = request.request_id

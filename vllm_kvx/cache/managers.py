@@ -124,7 +124,7 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
             for name, other in self._compacting.items()
             if not other.has_moved
         ]
-        if kv is not None and kv.storage.compacts and not kv.by_block:
+        if kv is not None and kv.storage.compacts and not (kv.by_block or kv.is_compact):
             writers.append(joined[: self._num_kept(kv)])
         return copies_to_come(writers, self._leaving(), joined) if writers else 0
 
@@ -178,9 +178,22 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         )
         self._took(request_id, free)
 
-    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As many as entries come, where another server has compacted the prompt."""
+        kv = self.requests.get(request_id)
+        if kv is not None and kv.is_compact:
+            num_external_computed_tokens = kv.storage.stored_len(num_external_computed_tokens)
         before = len(self.req_to_blocks[request_id])
-        super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+        super().allocate_external_computed_blocks(
+            request_id, num_local_computed_tokens, num_external_computed_tokens, *args, **kwargs
+        )
         self._took(request_id, self.req_to_blocks[request_id][before:])
 
     def _num_evictable_beside(self, request_id: str) -> int:

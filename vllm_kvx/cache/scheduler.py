@@ -16,8 +16,9 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.decode_fast_path import DecodeFastPath
 from vllm_kvx.cache.draft_slots import reserve_slots
-from vllm_kvx.cache.dropped_blocks import give_back
+from vllm_kvx.cache.dropped_blocks import in_turn_to_free
 from vllm_kvx.cache.external_prefixes import limit_external_hits
+from vllm_kvx.cache.handed_over import HandedOverPrompts, is_to_hand_over, tell
 from vllm_kvx.cache.kv_cache_specs import DraftAttentionSpec
 from vllm_kvx.cache.kv_events import report_last_blocks_alone
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
@@ -78,8 +79,9 @@ class _PolicyScheduling(_Base):
         told = [*managers, *self._sliding_managers]
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, told, self.vllm_config)
         report_last_blocks_alone(self.kv_cache_manager.block_pool)
+        self.handed_over = HandedOverPrompts(managers)
         if self.connector is not None:
-            limit_external_hits(self.connector, self._policy_of)
+            limit_external_hits(self.connector, self._may_load)
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)
         self._to_shrink: list[Request] = []
         num_groups = len(self.kv_cache_config.kv_cache_groups)
@@ -116,6 +118,8 @@ class _PolicyScheduling(_Base):
         if request.request_id not in self.requests:
             policy = self._choose_policy(request)
             self._tell_managers(request, policy)
+            if self.connector is not None and self.handed_over.add_request(request, policy):
+                self.admission.prompt_is_in(request.request_id)
             if not request.resumable:  # A session's later prompts have no arrival of their own.
                 self.policy_stats.add_request(request, str(policy))
         super().add_request(request)
@@ -152,6 +156,9 @@ class _PolicyScheduling(_Base):
         """The policy of a request that has not ended."""
         return self.first_stage_managers[0].requests[request_id].policy
 
+    def _may_load(self, request: Request) -> bool:
+        return self.handed_over.may_load(request, self._policy_of(request.request_id))
+
     def _tell_managers(self, request: Request, policy: KVPolicy) -> None:
         row = self.policy_stats.row_of(str(policy))
         storages = self.sharing.add_request(request, policy, row)
@@ -163,6 +170,9 @@ class _PolicyScheduling(_Base):
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         """No longer than the policy may share, nor than 0.33's own limit, if it gives one."""
         manager: Any = self.kv_cache_manager
+        if self.handed_over.is_coming(request):
+            self.sharing.pass_up(request)
+            return manager.empty_kv_cache_blocks, 0, 0, False
         if not manager.prefix_cache_lookup_enabled(request):
             return super()._get_local_prefix_cache_hit(request, *max_cache_hit_length)
         policy = self._policy_of(request.request_id)
@@ -258,13 +268,23 @@ class _PolicyScheduling(_Base):
         ]
         self._give_back(request.request_id, dropped)
 
+    def _shrink_what_is_handed_over(self) -> None:
+        """Before a step's requests end, and the KV connector is told which blocks are theirs."""
+        for request in self._to_shrink if self.connector is not None else ():
+            if is_to_hand_over(request):
+                self._shrink(request)
+        self._to_shrink = [r for r in self._to_shrink if not is_to_hand_over(r)]
+
     def _give_back(self, request_id: str, dropped: list[Mapping[int, KVCacheBlock]]) -> None:
         """Frees blocks that a request no longer needs: by KV group and place."""
         kv = self.first_stage_managers[0].requests.get(request_id)
         stays = None if kv is None else kv.stays
-        give_back(self.kv_cache_manager.block_pool, dropped, stays)
+        blocks = in_turn_to_free(self.kv_cache_manager.block_pool, dropped, stays)
+        # At once, unless a KV connector could write to them before a step that runs has read them.
+        self._free_cow_retained_blocks(blocks, self.sched_step_seq)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
+        self._shrink_what_is_handed_over()
         result = result_of(output)
         for request_id, kept in result.kept.items() if result is not None else ():
             request = self.requests.get(request_id)
@@ -279,6 +299,12 @@ class _PolicyScheduling(_Base):
                 ]
                 self._give_back(request_id, dropped)
         by_client = super().update_from_output(scheduler_output, output)
+        if self.connector is not None:
+            outputs = chain.from_iterable(each.outputs for each in by_client.values())
+            tell(outputs, self.requests, self._policy_of)
+            self.handed_over.first_tokens(self, by_client)
+            for request in self.handed_over.failed(self):  # They compute their prompts themselves.
+                self.admission.restart(request)
         self.policy_stats.add_outputs(
             chain.from_iterable(each.outputs for each in by_client.values())
         )
@@ -317,6 +343,7 @@ class _PolicyScheduling(_Base):
         self._counted_unshared.discard(request.request_id)
         self.admission.remove_request(request.request_id)
         self.sharing.remove_request(request.request_id)
+        self.handed_over.remove_request(request.request_id)
         self._to_shrink = [r for r in self._to_shrink if r is not request]
         every = *self.first_stage_managers, *self.later_stage_managers, *self._sliding_managers
         for manager in every:

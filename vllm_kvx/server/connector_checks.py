@@ -9,12 +9,17 @@ from vllm_kvx.server.start_refusal import CONNECTOR, Refusal, asked_connector
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_kvx.policy.policy import KVPolicy
+
 # KV connectors that a policy was tried with, or whose code was read for what it copies.
-CONNECTORS = ("OffloadingConnector", "ExampleConnector", "NixlConnector")
+NIXL = "NixlConnector"
+CONNECTORS = ("OffloadingConnector", "ExampleConnector", NIXL)
 # Whether the former leaves generated tokens alone; it does unless told otherwise.
 _PROMPTS = "offload_prompt_only"
 # Whether NIXL hands blocks back from servers that decode; it does not unless told.
 _BACK = "bidirectional_kv_xfer"
+# Whether NIXL meets servers of the same kind alone; it does unless told otherwise.
+_MEETS = "enforce_handshake_compat"
 
 # Beside every policy but `full` alone.
 BESIDE_CONNECTORS: tuple[Refusal, ...] = (
@@ -53,24 +58,76 @@ RETRIEVAL_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         CONNECTOR,
     ),
     Refusal(
-        lambda c: asked_connector(c) == "NixlConnector" and _through_host(c),
+        lambda c: asked_connector(c) == NIXL and _through_host(c),
         "NIXL was never tried with buffers on the host: drop kv_buffer_device from "
         "--kv-transfer-config",
         CONNECTOR,
     ),
 )
 
-# Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``).
+# Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``),
+# and not by retention alone.
 WITHOUT_WHOLE_PROMPTS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: asked_connector(c),
-        "KV connectors and KV offloading copy blocks of whole prompts, which policies that retain "
-        "or propagate do not leave: drop --kv-transfer-config and --kv-offloading-size, or all "
-        f"policies but full, fier and quest from the KV policy and kv_layout, which know "
-        f"{', '.join(CONNECTORS)}",
+        "KV connectors and KV offloading copy blocks of whole prompts, which policies that "
+        "propagate do not leave: drop --kv-transfer-config and --kv-offloading-size, or all "
+        "policies from the KV policy and kv_layout but full, fier and quest, which know "
+        f"{', '.join(CONNECTORS)}, and those that only retain (snapkv, criticalkv), which know "
+        f"{NIXL}",
         CONNECTOR,
     ),
 )
+
+# Where retention alone leaves some entries of prompts (``Layout.hands_over_kept``).
+KEPT_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: asked_connector(c) not in (None, NIXL),
+        "KV connectors and KV offloading store blocks of whole prompts, which policies that retain "
+        f"do not leave, and only {NIXL} hands over what is kept: name it as kv_connector, drop "
+        "--kv-transfer-config and --kv-offloading-size, or drop all policies but full, fier and "
+        f"quest from the KV policy and kv_layout, which know {', '.join(CONNECTORS)}",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == NIXL and _hands_answers_back(c),
+        "a server that prefills cannot go on from what another has kept of a prompt: drop "
+        f"{_BACK} from --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == NIXL and _through_host(c),
+        "NIXL was never tried with buffers on the host: drop kv_buffer_device from "
+        "--kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == NIXL and _meets_all(c),
+        "servers without policies would take what is kept of a prompt for all of it, and NIXL's "
+        f"check keeps them apart: drop {_MEETS} from --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == NIXL and c.model_config.return_sampling_mask,
+        "what could have been sampled in the place of the first token is not handed over: drop "
+        "--return-sampling-mask, or --kv-transfer-config",
+    ),
+)
+
+
+def beside_connectors(policy: "KVPolicy") -> str | None:
+    """Why a server with a KV connector cannot run `policy`; None if it can."""
+    if policy.num_generated:
+        return (
+            f"{policy} waits for generated tokens, and a prompt is handed over before there are "
+            "any: leave out after=, or drop --kv-transfer-config"
+        )
+    if policy.lookahead:
+        return (
+            f"{policy} drafts tokens behind prompts, which was never tried beside a KV connector: "
+            "leave out lookahead=, or drop --kv-transfer-config"
+        )
+    return None
 
 
 def _stores_answers(c: "VllmConfig") -> bool:
@@ -83,6 +140,12 @@ def _hands_answers_back(c: "VllmConfig") -> bool:
     """Whether servers that prefill may fetch what servers that decode have generated."""
     config = c.kv_transfer_config
     return config is not None and bool(config.get_from_extra_config(_BACK, False))
+
+
+def _meets_all(c: "VllmConfig") -> bool:
+    """Whether NIXL was told to meet servers of any kind."""
+    config = c.kv_transfer_config
+    return config is not None and not config.get_from_extra_config(_MEETS, True)
 
 
 def _through_host(c: "VllmConfig") -> bool:

@@ -22,6 +22,7 @@ from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import check_served, parse_policy, servable
 from vllm_kvx.policy.windows import Windows
+from vllm_kvx.server.handed_over_check import check_handed_over
 from vllm_kvx.server.refusal_reasons import OnRefusal, Reason, RefusedError, count_for, refusing
 from vllm_kvx.server.request_keys import check_keys, check_policy_type
 
@@ -39,6 +40,7 @@ class RequestCheck(LogitsProcessor):
     settings: KVSettings
     model_name: str
     in_python: bool
+    hands_over: bool
 
     @classmethod
     def validate_params(cls, sampling_params: "SamplingParams") -> None:
@@ -50,7 +52,8 @@ class RequestCheck(LogitsProcessor):
                 answered correctly.
         """
         with worded(cls.in_python):
-            check_request(cls.settings, sampling_params, count_for(cls.model_name))
+            count = count_for(cls.model_name)
+            check_request(cls.settings, sampling_params, count, cls.hands_over)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         return False  # Not one request of ours needs its logits processed.
@@ -60,9 +63,14 @@ class RequestCheck(LogitsProcessor):
 
 
 def check_request(
-    settings: KVSettings, sampling_params: "SamplingParams", on_refusal: OnRefusal
+    settings: KVSettings,
+    sampling_params: "SamplingParams",
+    on_refusal: OnRefusal,
+    hands_over: bool = False,
 ) -> None:
     """See ``RequestCheck.validate_params``; `on_refusal` is told the reason first.
+
+    hands_over: whether the server has a KV connector.
 
     Raises:
         PolicyError, ValueError: as there.
@@ -76,6 +84,9 @@ def check_request(
         raise
     name = extra.get(POLICY_KEY)
     policy = settings.policy if name is None else check_policy(settings, name, on_refusal)
+    if hands_over:
+        with refusing(Reason.HANDED_OVER, on_refusal):
+            check_handed_over(policy, sampling_params)
     if policy.propagate is None:
         return
     for parameter in ("prompt_logprobs", "prompt_logprob_token_ids"):
@@ -146,11 +157,14 @@ def _check_room(settings: KVSettings, policy: KVPolicy) -> None:
     check_fits(policy, settings.layout, settings.num_layers)
 
 
-def class_path(settings: KVSettings, model_name: str, in_python: bool = False) -> str:
+def class_path(
+    settings: KVSettings, model_name: str, in_python: bool = False, hands_over: bool = False
+) -> str:
     """The path by which vLLM finds the check of requests to a server with `settings`.
 
     model_name: the served one, which refusals are counted for.
     in_python: whether requests come from Python, whose words messages then use.
+    hands_over: whether the server has a KV connector.
     """
     facts = {
         "policy": str(settings.policy),
@@ -162,6 +176,7 @@ def class_path(settings: KVSettings, model_name: str, in_python: bool = False) -
         "stock": settings.stock,
         "model_name": model_name,
         "in_python": in_python,
+        "hands_over": hands_over,
     }
     return f"{__name__}:{_PREFIX}{json.dumps(facts).encode().hex()}"
 
@@ -186,7 +201,7 @@ def _class_of(name: str) -> type[RequestCheck]:
         measured=Measured.of(facts["measured"]),
     )
     own = {"settings": settings, "__module__": __name__}
-    own |= {name: facts[name] for name in ("model_name", "in_python")}
+    own |= {name: facts[name] for name in ("model_name", "in_python", "hands_over")}
     return type(name, (RequestCheck,), own)
 
 

@@ -32,7 +32,11 @@ from vllm_kvx.server.auto_policy import (
     line_of,
     with_choice,
 )
-from vllm_kvx.server.connector_checks import WITHOUT_WHOLE_PROMPTS
+from vllm_kvx.server.connector_checks import (
+    KEPT_BESIDE_CONNECTORS,
+    WITHOUT_WHOLE_PROMPTS,
+    beside_connectors,
+)
 from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
@@ -48,7 +52,7 @@ from vllm_kvx.server.start_checks import (
     WITH_SELECTION,
     WITH_VALUE_NORMS,
 )
-from vllm_kvx.server.start_refusal import Refusal, applying, told
+from vllm_kvx.server.start_refusal import Refusal, applying, asked_connector, told
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 
 if TYPE_CHECKING:
@@ -202,8 +206,12 @@ def _layout_problems(
         problems += where_rows_leave(vllm_config, settings)
     if not layout.shares_whole_prefixes:
         rows += applying(WITH_PARTIAL_PREFIXES, vllm_config)
-    if not layout.keeps_prompts:
+    if layout.hands_over_kept:
+        rows += applying(KEPT_BESIDE_CONNECTORS, vllm_config)
+    elif not layout.keeps_prompts:
         rows += applying(WITHOUT_WHOLE_PROMPTS, vllm_config)
+    if asked_connector(vllm_config):
+        problems += dict.fromkeys(filter(None, map(beside_connectors, settings.policies)))
     if layout.value_norms:
         rows += applying(WITH_VALUE_NORMS, vllm_config)
     if layout.drafts:
@@ -306,7 +314,8 @@ def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings, in_pytho
     from vllm_kvx.server.request_check import class_path
 
     model = vllm_config.model_config
-    check = class_path(settings, str(model.served_model_name), in_python)
+    hands_over = asked_connector(vllm_config) is not None
+    check = class_path(settings, str(model.served_model_name), in_python, hands_over)
     model.logits_processors = [*(model.logits_processors or []), check]
 
 

@@ -1,11 +1,15 @@
-"""What a KV connector that copies memory by address hands over of pages that end in a sidecar.
+"""What a KV connector that copies memory by address hands over, and to whom.
 
-NIXL registers memory by the KV cache specs, and one server reads another's. It is told the pages'
-keys and values alone: their length, with the whole page as the stride. So it reads from and for
-servers whose pages have another sidecar, or none, as the other connectors do. Sidecars are written
-again where a prompt arrives (``Sidecars.plan``).
+NIXL registers memory by the KV cache specs, and one server reads another's. Where pages end in a
+sidecar it is told of keys and values alone: their length, with the whole page as the stride. So it
+reads from and for servers whose pages have another sidecar, or none, as the other connectors do.
+Sidecars are written again where a prompt arrives (``Sidecars.plan``).
+
+Under policies that retain, what arrives is what was kept, which the scheduler knows to use
+(``cache/handed_over.py``). Servers without such policies do not, so the two do not meet.
 """
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +17,17 @@ from torch import Tensor
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
+from vllm_kvx.policy.layout import Layout
 
-def hand_over_entries_alone(runner: Any) -> None:
-    """Makes the connector of `runner`, vLLM's GPUModelRunner, leave sidecars out.
+# Of what retaining servers hand over, which both of them have to know.
+_FORMAT = "vllm-kvx, entries that are kept, 1"
 
-    Of connectors that go by tensors instead, which show keys and values alone, nothing changes.
+
+def hand_over_entries(runner: Any, layout: Layout) -> None:
+    """Makes the connector of `runner`, vLLM's GPUModelRunner, hand over what suits the policies.
+
+    layout: the server's. Of connectors that go by tensors, which show keys and values alone,
+    nothing changes.
     """
     transfer = runner.vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector != "NixlConnector":
@@ -25,24 +35,29 @@ def hand_over_entries_alone(runner: Any) -> None:
     stock = runner.initialize_kv_cache
 
     def initialize_kv_cache(*args: Any, **kwargs: Any) -> Any:
-        _leave_sidecars_out(get_kv_transfer_group())
+        _change(get_kv_transfer_group(), layout)
         return stock(*args, **kwargs)
 
     runner.initialize_kv_cache = initialize_kv_cache
 
 
-def _leave_sidecars_out(connector: Any) -> None:
+def _change(connector: Any, layout: Layout) -> None:
     worker: Any = connector.connector_worker
     # Not by a default: without them sidecars would travel, and pages be split where they are not.
     specs, _ = worker._layer_specs, worker.device_kv_caches
     stock = connector.register_kv_caches
 
     def register_kv_caches(kv_caches: dict[str, Tensor]) -> None:
-        worker._layer_specs = {name: _without_sidecar(spec) for name, spec in specs.items()}
-        stock({name: _pages(cache) for name, cache in kv_caches.items()})
-        # What it does to blocks that have come it does to entries.
-        worker.device_kv_caches = kv_caches
+        if layout.sidecar is None:
+            stock(kv_caches)
+        else:
+            worker._layer_specs = {name: _without_sidecar(spec) for name, spec in specs.items()}
+            stock({name: _pages(cache) for name, cache in kv_caches.items()})
+            # What it does to blocks that have come it does to entries.
+            worker.device_kv_caches = kv_caches
         _want_equal_blocks(worker.transfer_topo)
+        if layout.retain:
+            _meet_servers_that_retain(worker)
 
     connector.register_kv_caches = register_kv_caches
 
@@ -63,6 +78,29 @@ def _want_equal_blocks(topology: Any) -> None:
         return 1
 
     topology.block_size_ratio = block_size_ratio
+
+
+def _meet_servers_that_retain(worker: Any) -> None:
+    """Others would take what was kept for a whole prompt, or hand over one, and are not met.
+
+    NIXL compares hashes when it meets another server. It treats one that it does not meet as a
+    load that failed.
+    """
+    worker.compat_hash = hashlib.sha256(f"{worker.compat_hash} {_FORMAT}".encode()).hexdigest()
+    worker.xfer_handshake_metadata.compatibility_hash = worker.compat_hash
+    own = worker.transfer_topo.tp_size
+    add = worker.add_remote_agent
+
+    def add_remote_agent(metadata: Any, rank: int = 0, tp_size: int = 1, *more: Any) -> str:
+        if tp_size != own:
+            raise ValueError(
+                f"the server that prefills runs on {tp_size} ranks, and this one, whose KV "
+                f"policies retain, on {own}: start both with one --tensor-parallel-size"
+            )
+        found: str = add(metadata, rank, tp_size, *more)
+        return found
+
+    worker.add_remote_agent = add_remote_agent
 
 
 def _without_sidecar(spec: KVCacheSpec) -> KVCacheSpec:

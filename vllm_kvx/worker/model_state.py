@@ -163,11 +163,12 @@ class PolicyModelState(DefaultModelState):
         policy = request_policy(self.settings, new_req_data.sampling_params)
         prompt_len, req_id = new_req_data.prompt_len, new_req_data.req_id
         row, size = self.stats.row_of(policy), self.block_tables.block_sizes[self._first_group]
-        self.requests.add(req_index, req_id, policy, prompt_len, size, row)
+        done = new_req_data.num_computed_tokens
+        is_in = self.requests.add(req_index, req_id, policy, prompt_len, size, row, done)
         self.adapters.add_request(req_index, new_req_data.lora_request)
         if self.retrieval is not None:
             self.retrieval.add_request(req_index, policy.retrieve, row)
-        if len(new_req_data.prefill_token_ids or ()) == prompt_len:  # Not one that resumes.
+        if is_in or len(new_req_data.prefill_token_ids or ()) == prompt_len:  # It does not resume.
             self.stats.requests[row] += 1
 
     def remove_request(self, req_id: str) -> None:

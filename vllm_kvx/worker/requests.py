@@ -70,9 +70,20 @@ class Requests:
         self.free_windows = list(range(num_windows))
 
     def add(
-        self, index: int, req_id: str, policy: KVPolicy, prompt_len: int, block_size: int, row: int
-    ) -> None:
-        """row: the policy's in the counters. block_size: entries of a KV cache block."""
+        self,
+        index: int,
+        req_id: str,
+        policy: KVPolicy,
+        prompt_len: int,
+        block_size: int,
+        row: int,
+        num_computed: int = 0,
+    ) -> bool:
+        """Whether another server has compacted the prompt.
+
+        row: the policy's in the counters. block_size: entries of a KV cache block. num_computed:
+        tokens whose entries are there.
+        """
         storages = [
             storage_of(policy, prompt_len, start, block_size, self.num_layers, slides)
             for start, slides in self._stages
@@ -111,7 +122,11 @@ class Requests:
             self.num_layers,
             self._split_layers,
         )
-        if prompt is not None:
+        # Here a prompt that is compacted never begins behind its end.
+        is_in = prompt is not None and num_computed >= prompt.settles_at
+        if is_in:
+            self.compact(index, storages)
+        elif prompt is not None:
             prompt.stats_row = row
             self.prompts[index] = prompt
             if prompt.waits:
@@ -120,6 +135,7 @@ class Requests:
         self.prompt_lens[index] = prompt_len
         self.policy_rows[index] = row
         self.index[req_id] = index
+        return is_in
 
     def remove(self, req_id: str) -> None:
         index = self.index.pop(req_id, None)

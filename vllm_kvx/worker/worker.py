@@ -21,7 +21,7 @@ from vllm_kvx.worker.attention_backend import choosing_usable
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.draft_room import widen_compiled_range
 from vllm_kvx.worker.graph_sets import capture_sets
-from vllm_kvx.worker.handed_over import hand_over_entries_alone
+from vllm_kvx.worker.handed_over import hand_over_entries
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
 from vllm_kvx.worker.row_graphs import capture_row_graphs
@@ -92,8 +92,8 @@ class _PolicyWorking(_Base):
         hooks.scratch_bytes += sum(hook.carried_bytes for hook in hooks.windows)
         _keep_prompts_off_graphs(runner)
         capture_sets(runner, runner.model_state.retrieval, runner.model_state.waiting)
-        if runner.model_state.retrieval is not None:
-            hand_over_entries_alone(runner)
+        if runner.model_state.retrieval is not None or layout.retain:
+            hand_over_entries(runner, layout)
         if layout.lookahead or layout.own_drafts:
             capture_row_graphs(runner, settings)
         if settings.drafts is not None:

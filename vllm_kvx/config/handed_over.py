@@ -1,0 +1,108 @@
+"""What a server that prefills says of a prompt that it hands over under a policy that retains.
+
+vLLM's routers pass the ``kv_transfer_params`` of the first server's answer on to the second one.
+An object of ours lies in them, plain JSON. What is kept of a prompt cannot give the prompt's last
+state again, which saw all of it, so the first token travels along and is not computed anew.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+# Where vLLM keeps them among a request's ``extra_args``; and our object in them.
+TRANSFER, KEY = "kv_transfer_params", "kvx"
+# What vLLM's connectors are told: to hold the prompt's blocks for another server, or to fetch them.
+HOLDS, FETCHES = "do_remote_decode", "do_remote_prefill"
+# By which a first token is drawn: those of both requests must be equal.
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "logprobs"),
+)
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """A prompt that was computed elsewhere, of which its policy keeps some entries.
+
+    policy: its canonical name. token: the first one that was generated.
+    sampling: the `SAMPLING` parameters by which it was drawn.
+    logprob_ids, logprobs: of the sampled token and the likeliest, as vLLM lists them; empty where
+        none were asked for. rank: the sampled token's.
+    """
+
+    policy: str
+    token: int
+    sampling: Mapping[str, Any]
+    logprob_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    rank: int = 0
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> "HandedOver | None":
+        """What ``kv_transfer_params`` say; None if they have nothing of ours.
+
+        Raises:
+            ValueError: what they have is not what a server of ours writes.
+        """
+        told = params.get(KEY)
+        if told is None:
+            return None
+        try:
+            found = cls(
+                told["policy"],
+                told["token"],
+                told["sampling"],
+                tuple(map(int, told["logprob_ids"])),
+                tuple(map(float, told["logprobs"])),
+                int(told["rank"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            found = None
+        is_sound = (
+            found is not None
+            and isinstance(found.policy, str)
+            and type(found.token) is int
+            and found.token >= 0
+            and isinstance(found.sampling, Mapping)
+            and len(found.logprob_ids) == len(found.logprobs)
+        )
+        if found is None or not is_sound:
+            raise ValueError(
+                f"{KEY} in {TRANSFER} is not what a server that prefills has answered: pass its "
+                f"{TRANSFER} on as they are"
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The object in ``kv_transfer_params``."""
+        return {
+            "policy": self.policy,
+            "token": self.token,
+            "sampling": dict(self.sampling),
+            "logprob_ids": list(self.logprob_ids),
+            "logprobs": list(self.logprobs),
+            "rank": self.rank,
+        }
+
+
+def transfer_of(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A request's ``kv_transfer_params``; empty if it has none."""
+    params = (extra_args or {}).get(TRANSFER)
+    return params if isinstance(params, Mapping) else {}
+
+
+def sampling_of(params: "SamplingParams") -> dict[str, Any]:
+    """The `SAMPLING` parameters of a request, fit for JSON."""
+    return {name: _plain(getattr(params, name, None)) for name in SAMPLING}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as it comes back from JSON; what is empty is None."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()} or None
+    if isinstance(value, (list, tuple, set)):
+        return list(value) or None
+    return value
