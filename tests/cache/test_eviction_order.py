@@ -6,7 +6,7 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from vllm_kvx.cache.dropped_blocks import free_end_first
+from vllm_kvx.cache.dropped_blocks import in_turn_to_free
 from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec
 from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.request_kv import RequestKV
@@ -77,6 +77,6 @@ def test_what_is_written_over_takes_along_what_stands_behind_it() -> None:
     # Another request reads the first two.
     pool.touch(manager.req_to_blocks["a"][:2])
     grow(manager, 38)
-    free_end_first(pool, [manager.shrink("a", 38)])
+    pool.free_blocks(in_turn_to_free(pool, [manager.shrink("a", 38)], None))
     cached = [bool(pool.get_cached_block(name, [0])) for name in names]
     assert cached == [True] * 2 + [False] * 6

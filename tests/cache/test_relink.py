@@ -7,7 +7,7 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_kvx.cache.dropped_blocks import free_end_first
+from vllm_kvx.cache.dropped_blocks import in_turn_to_free
 from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager
@@ -60,11 +60,15 @@ class Blocks:
         return self.of(name)
 
     def shrink(self, num_tokens: int = PROMPT) -> None:
-        free_end_first(self.pool, [self.manager.shrink("a", num_tokens)])
+        self.pool.free_blocks(
+            in_turn_to_free(self.pool, [self.manager.shrink("a", num_tokens)], None)
+        )
         self.check()
 
     def relink(self, num_tokens: int = PROMPT) -> None:
-        free_end_first(self.pool, [self.manager.relink("a", num_tokens, KEPT)])
+        self.pool.free_blocks(
+            in_turn_to_free(self.pool, [self.manager.relink("a", num_tokens, KEPT)], None)
+        )
         self.check()
 
     def free(self, name: str = "a", *, is_over: bool = False) -> None:

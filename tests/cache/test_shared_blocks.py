@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_kvx.cache.dropped_blocks import free_end_first
+from vllm_kvx.cache.dropped_blocks import in_turn_to_free
 from vllm_kvx.cache.shared_blocks import copies_to_come
 
 
@@ -51,7 +51,7 @@ def test_ends_go_first_in_every_group() -> None:
     pool = BlockPool(11, enable_caching=False, hash_block_size=4)
     taken = pool.get_new_blocks(10)
     groups = [dict(enumerate(taken[:6])), {2: taken[6], 3: taken[7], 5: taken[8], 9: taken[9]}]
-    free_end_first(pool, groups)
+    pool.free_blocks(in_turn_to_free(pool, groups, None))
     first = [block.block_id for block in pool.get_new_blocks(10)]
     places = {block.block_id: place for group in groups for place, block in group.items()}
     assert [places[number] for number in first] == sorted(places.values(), reverse=True)

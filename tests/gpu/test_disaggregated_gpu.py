@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.criticalkv import Critical
+from reference.fastkv import Keep
 from reference.fier import Retrieve
+from reference.pyramidkv import Pyramid
 from support.engine import keep_in_process, running
 from support.expected import FULL, Policy, Read, named
 from support.gpu import EXACT
-from support.parity import ask, assert_parity, room_for
+from support.parity import ask, assert_parity, in_turn, room_for
 from support.prefiller import prefilling
-from support.prompts import prompts_of
+from support.prompts import distinct_prompts, prompts_of
 
 from benchmarks.common.nixl import NIXL, PORT
 from benchmarks.common.server import free_port
@@ -56,3 +59,40 @@ def test_what_one_prefills_another_goes_on_with(
             loaded = ask(engine, prompts, each, max_tokens=40, transfers=transfers)
             assert_parity(model, loaded, each)
             engine.assert_idle()
+
+
+KEPT: list[Policy] = [
+    Keep(kv_rate=0.25),
+    Critical(kv_rate=0.3),
+    Keep(sinks=4, recent=60),
+    Read(Retrieve(64, dense_below=0), keep=Keep(kv_rate=0.5)),
+]
+KEPT_LENGTHS = (200, 65, 128, 300, 1, 97, 400, 64)
+
+
+@pytest.mark.parametrize(
+    "policies", [KEPT, [Pyramid(kv_rate=0.3, groups=4)]], ids=["one-stage", "pyramid"]
+)
+def test_what_one_keeps_another_goes_on_with(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, policies: list[Policy]
+) -> None:
+    """And as one server answers, beside prompts that are compacted there."""
+    keep_in_process(monkeypatch)
+    monkeypatch.setenv(PORT, str(free_port()))
+    model = tiny(head_dim=64, hidden=256)
+    options = EXACT | dict(block_size=32, max_model_len=512, max_num_seqs=16)
+    options |= dict(max_num_batched_tokens=128, enable_prefix_caching=True)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    config, each = room_for(policies), in_turn(policies, len(KEPT_LENGTHS))
+    prompts, others = distinct_prompts(KEPT_LENGTHS), distinct_prompts(KEPT_LENGTHS, seed=1)
+    with (
+        prefilling(model, "full", gpus[1], config=config, **options) as prefiller,
+        running(model, "full", config=config, kv_transfer_config=NIXL, **options) as engine,
+    ):
+        transfers = prefiller.prefill(prompts, [named(policy) for policy in each])
+        transfers += [{}] * len(others)
+        loaded = ask(engine, [*prompts, *others], each * 2, max_tokens=40, transfers=transfers)
+        assert_parity(model, loaded, each * 2)
+        alone = ask(engine, prompts, each, max_tokens=40)
+        assert [a.tokens for a in alone] == [a.tokens for a in loaded[: len(prompts)]]
+        engine.assert_idle()

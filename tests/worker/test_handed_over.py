@@ -1,4 +1,4 @@
-"""What NIXL is told of pages that end in a sidecar: keys and values alone."""
+"""What NIXL is told of pages that end in a sidecar, and which servers it lets meet."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +7,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_kvx.policy.layout import layout_of
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.worker import handed_over
 
 BLOCKS, HEADS, BLOCK, WIDTH, MORE = 5, 2, 4, 6, 10
@@ -38,16 +40,29 @@ class Connector:
         )
         specs = dict.fromkeys(names, spec)
         self.connector_worker = SimpleNamespace(
-            _layer_specs=specs, device_kv_caches={}, transfer_topo=None
+            _layer_specs=specs,
+            device_kv_caches={},
+            transfer_topo=None,
+            compat_hash=None,
+            xfer_handshake_metadata=None,
+            add_remote_agent=lambda metadata, rank, tp_size, dcp_size: f"{metadata} {rank}",
         )
         self.registered: dict[str, torch.Tensor] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.registered = self.connector_worker.device_kv_caches = kv_caches
-        self.connector_worker.transfer_topo = SimpleNamespace(block_size=BLOCK)
+        worker = self.connector_worker
+        worker.transfer_topo = SimpleNamespace(block_size=BLOCK, tp_size=2)
+        worker.compat_hash = "stock"
+        worker.xfer_handshake_metadata = SimpleNamespace(compatibility_hash="stock")
 
 
-def start(connector: Any, monkeypatch: pytest.MonkeyPatch, caches: dict[str, Any]) -> None:
+def start(
+    connector: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caches: dict[str, Any],
+    policy: str = "fier-64",
+) -> None:
     """As a worker allocates its KV cache."""
     monkeypatch.setattr(handed_over, "get_kv_transfer_group", lambda: connector)
     transfer = SimpleNamespace(kv_connector="NixlConnector")
@@ -55,7 +70,7 @@ def start(connector: Any, monkeypatch: pytest.MonkeyPatch, caches: dict[str, Any
         vllm_config=SimpleNamespace(kv_transfer_config=transfer),
         initialize_kv_cache=lambda: connector.register_kv_caches(caches),
     )
-    handed_over.hand_over_entries_alone(runner)
+    handed_over.hand_over_entries(runner, layout_of([parse_policy(policy)], 8))
     runner.initialize_kv_cache()
 
 
@@ -84,6 +99,27 @@ def test_blocks_of_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
             topology.block_size_ratio(other)
 
 
+def test_servers_that_retain_meet_their_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = {}
+    for policy in ("fier-64", "snapkv:kv_rate=0.2", "knorm:kv_rate=0.3+fier-64"):
+        given, connector = caches(2), Connector(caches(2))
+        start(connector, monkeypatch, given, policy)
+        worker: Any = connector.connector_worker
+        hashes[policy] = worker.compat_hash
+        assert worker.xfer_handshake_metadata.compatibility_hash == worker.compat_hash
+        has_sidecar = "fier" in policy
+        assert (connector.registered is given) != has_sidecar
+        assert worker.add_remote_agent("theirs", 1, 2, 1) == "theirs 1"
+        if policy != "fier-64":
+            with pytest.raises(
+                ValueError, match=r"runs on 4 ranks.*on 2: .*--tensor-parallel-size"
+            ):
+                worker.add_remote_agent("theirs", 1, 4, 1)
+    assert hashes["fier-64"] == "stock"
+    # Whatever they retain by: the policy of each request travels with it.
+    assert len({*hashes.values()}) == 2
+
+
 def test_what_vllm_calls_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is registered that would hand sidecars over, too."""
     connector = SimpleNamespace(connector_worker=SimpleNamespace())
@@ -95,5 +131,5 @@ def test_what_vllm_calls_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_connectors(name: str | None) -> None:
     transfer = None if name is None else SimpleNamespace(kv_connector=name)
     runner = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
-    handed_over.hand_over_entries_alone(runner)
+    handed_over.hand_over_entries(runner, layout_of([parse_policy("fier-64")], 8))
     assert not hasattr(runner, "initialize_kv_cache")
