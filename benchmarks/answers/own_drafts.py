@@ -22,9 +22,19 @@ from benchmarks.common.about import about, command_line
 from benchmarks.common.drafts import DraftingServer
 from benchmarks.common.files import RESULTS, ROOT, write_json
 from vllm_kvx.tools.engine import on_cpu, prepare_environment
+from vllm_kvx.tools.tasks.prompts import fitted
+from vllm_kvx.tools.tasks.table import TASKS
 
 DEMO = ROOT / "tests" / "checkpoints" / "lookup-8l"
 TEXT_TOKENS, ANSWER_TOKENS, VALUES = 48, 16, 3
+# For answers, behind the longest prompts.
+ROOM = 512
+
+
+def asked_of(tokenizer: Any, task: str, length: int, count: int) -> list[list[int]]:
+    """Token ids of prompts of one of ``vllm_kvx.tools.tasks``, for any tokenizer."""
+    seeds = (f"own drafts {number} {task}" for number in range(count))
+    return [list(fitted(TASKS[task], seed, length, tokenizer).token_ids) for seed in seeds]
 
 
 def prompts_of(tokenizer: Any, length: int, count: int) -> dict[str, list[list[int]]]:
@@ -51,7 +61,7 @@ class Server(DraftingServer):
             additional_config={"kv_policy": "full"},
             dtype=args.dtype or ("float32" if on_cpu() else "auto"),
             enforce_eager=on_cpu(),
-            max_model_len=max(args.lengths) + TEXT_TOKENS,
+            max_model_len=max(args.lengths) + ROOM,
             max_num_seqs=8,
             disable_log_stats=False,
             **args.engine_args,
@@ -65,6 +75,8 @@ class Server(DraftingServer):
 
         is_text = task == "text"
         tokens = TEXT_TOKENS if is_text else ANSWER_TOKENS
+        if task in TASKS:
+            tokens = TASKS[task].max_tokens
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=is_text)
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
@@ -100,7 +112,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--count", type=int, default=16, help="prompts of each length and task")
     tasks = ["lookup", "text"]
-    parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks)
+    known = [*tasks, *sorted(TASKS)]
+    parser.add_argument("--tasks", nargs="+", choices=known, default=tasks, metavar="TASK")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--dtype", help="default: the checkpoint's, on a CPU float32")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="of vLLM's LLM, as JSON")
@@ -110,12 +123,13 @@ def main(argv: Sequence[str]) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    asked = {
-        (task, length): prompts
-        for length in args.lengths
-        for task, prompts in prompts_of(tokenizer, length, args.count).items()
-        if task in args.tasks
-    }
+    asked: dict[tuple[str, int], list[list[int]]] = {}
+    for length in args.lengths:
+        if set(args.tasks) - set(TASKS):
+            of_demo = prompts_of(tokenizer, length, args.count)
+            asked |= {(task, length): x for task, x in of_demo.items() if task in args.tasks}
+        for task in (task for task in args.tasks if task in TASKS):
+            asked[task, length] = asked_of(tokenizer, task, length, args.count)
     server = Server(args, None)
     without = {where: server.answer(prompts, where[0]) for where, prompts in asked.items()}
     server.close()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_kvx.policy.layout import Layout
@@ -35,7 +35,9 @@ def hand_over_entries(runner: Any, layout: Layout) -> None:
     stock = runner.initialize_kv_cache
 
     def initialize_kv_cache(*args: Any, **kwargs: Any) -> Any:
-        _change(get_kv_transfer_group(), layout)
+        # Not while vLLM measures what CUDA graphs take, over a cache that it throws away.
+        if has_kv_transfer_group():
+            _change(get_kv_transfer_group(), layout)
         return stock(*args, **kwargs)
 
     runner.initialize_kv_cache = initialize_kv_cache
