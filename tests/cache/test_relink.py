@@ -1,11 +1,13 @@
 """Blocks that retention sets aside, keeps and frees, without an engine."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_kvx.cache.dropped_blocks import in_turn_to_free
 from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec, LaterStageAttentionSpec
@@ -60,15 +62,13 @@ class Blocks:
         return self.of(name)
 
     def shrink(self, num_tokens: int = PROMPT) -> None:
-        self.pool.free_blocks(
-            in_turn_to_free(self.pool, [self.manager.shrink("a", num_tokens)], None)
-        )
-        self.check()
+        self._free(self.manager.shrink("a", num_tokens))
 
     def relink(self, num_tokens: int = PROMPT) -> None:
-        self.pool.free_blocks(
-            in_turn_to_free(self.pool, [self.manager.relink("a", num_tokens, KEPT)], None)
-        )
+        self._free(self.manager.relink("a", num_tokens, KEPT))
+
+    def _free(self, dropped: Mapping[int, KVCacheBlock]) -> None:
+        self.pool.free_blocks(in_turn_to_free(self.pool, [dropped], None))
         self.check()
 
     def free(self, name: str = "a", *, is_over: bool = False) -> None:

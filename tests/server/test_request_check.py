@@ -276,6 +276,7 @@ TOLD = {
     "policy": KEPT,
     "token": 7,
     "sampling": sampling_of(SamplingParams()),
+    "adapter": None,
     "logprob_ids": [],
     "logprobs": [],
     "rank": 0,

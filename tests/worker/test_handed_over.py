@@ -45,7 +45,6 @@ class Connector:
             transfer_topo=None,
             compat_hash=None,
             xfer_handshake_metadata=None,
-            add_remote_agent=lambda metadata, rank, tp_size, dcp_size: f"{metadata} {rank}",
         )
         self.registered: dict[str, torch.Tensor] = {}
 
@@ -109,12 +108,10 @@ def test_servers_that_retain_meet_their_like(monkeypatch: pytest.MonkeyPatch) ->
         assert worker.xfer_handshake_metadata.compatibility_hash == worker.compat_hash
         has_sidecar = "fier" in policy
         assert (connector.registered is given) != has_sidecar
-        assert worker.add_remote_agent("theirs", 1, 2, 1) == "theirs 1"
         if policy != "fier-64":
-            with pytest.raises(
-                ValueError, match=r"runs on 4 ranks.*on 2: .*--tensor-parallel-size"
-            ):
-                worker.add_remote_agent("theirs", 1, 4, 1)
+            assert worker.transfer_topo.tp_ratio(2) == 1
+            with pytest.raises(ValueError, match=r"on 4 ranks.*on 2: .*--tensor-parallel-size"):
+                worker.transfer_topo.tp_ratio(4)
     assert hashes["fier-64"] == "stock"
     # Whatever they retain by: the policy of each request travels with it.
     assert len({*hashes.values()}) == 2

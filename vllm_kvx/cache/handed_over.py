@@ -125,12 +125,16 @@ class HandedOverPrompts:
         except ValueError as error:
             logger.warning("%s", one_line(str(error)))
             return None
-        return told if told is not None and told.policy == str(policy) else None
+        if told is None or told.policy != str(policy) or told.adapter != _adapter_of(request):
+            return None
+        return told
 
     def _fits(self, request: Request) -> bool:
-        """Whether the other server has as many blocks as this request's entries take."""
-        by_group = (request.kv_transfer_params or {}).get("remote_block_ids") or ()
-        if len(by_group) != len(self._managers):
+        """Whether the other server has as many tokens, and as many blocks as entries take."""
+        params = request.kv_transfer_params or {}
+        by_group = params.get("remote_block_ids") or ()
+        is_same = params.get("remote_num_tokens") == request.num_prompt_tokens
+        if not is_same or len(by_group) != len(self._managers):
             return False
         for manager in self._managers:
             storage = manager.requests[request.request_id].storage
@@ -159,6 +163,7 @@ def tell(
             str(policy),
             int(request.output_token_ids[0]),
             sampling_of(request.sampling_params),
+            _adapter_of(request),
             *_as_lists(output.new_logprobs),
         )
         params[KEY] = told.as_json()
@@ -174,6 +179,10 @@ def _as_lists(found: LogprobsLists | None) -> tuple[tuple[int, ...], tuple[float
         tuple(float(each) for each in logprobs),
         int(found.sampled_token_ranks[0]),
     )
+
+
+def _adapter_of(request: Request) -> str | None:
+    return None if request.lora_request is None else request.lora_request.lora_name
 
 
 def _has_ended(scheduler: Any, request_id: str) -> bool:

@@ -71,6 +71,7 @@ REPLACED = {
     "engine": (
         "vllm.config.vllm:VllmConfig.num_lookahead_tokens",
         "vllm.distributed.kv_transfer.kv_connector.utils:TransferTopology.block_size_ratio",
+        "vllm.distributed.kv_transfer.kv_connector.utils:TransferTopology.tp_ratio",
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
         ".get_num_new_matched_tokens",
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.register_kv_caches",
@@ -109,6 +110,9 @@ CALLED = {
         "vllm.v1.core.kv_cache_manager:KVCacheManager.prefix_cache_lookup_enabled",
         "vllm.v1.core.kv_cache_utils:get_block_hash",
         "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.estimate_cached_tokens",
+        "vllm.v1.core.sched.scheduler:Scheduler._free_cow_retained_blocks",
+        "vllm.v1.core.sched.utils:check_stop",
         "vllm.v1.core.single_type_kv_cache_manager:"
         "SingleTypeKVCacheManager._get_num_evictable_blocks",
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.find_longest_cache_hit",

@@ -28,7 +28,7 @@ class HandedOver:
     """A prompt that was computed elsewhere, of which its policy keeps some entries.
 
     policy: its canonical name. token: the first one that was generated.
-    sampling: the `SAMPLING` parameters by which it was drawn.
+    sampling: the `SAMPLING` parameters by which it was drawn. adapter: the LoRA adapter's name.
     logprob_ids, logprobs: of the sampled token and the likeliest, as vLLM lists them; empty where
         none were asked for. rank: the sampled token's.
     """
@@ -36,6 +36,7 @@ class HandedOver:
     policy: str
     token: int
     sampling: Mapping[str, Any]
+    adapter: str | None = None
     logprob_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     rank: int = 0
@@ -55,6 +56,7 @@ class HandedOver:
                 told["policy"],
                 told["token"],
                 told["sampling"],
+                told["adapter"],
                 tuple(map(int, told["logprob_ids"])),
                 tuple(map(float, told["logprobs"])),
                 int(told["rank"]),
@@ -82,6 +84,7 @@ class HandedOver:
             "policy": self.policy,
             "token": self.token,
             "sampling": dict(self.sampling),
+            "adapter": self.adapter,
             "logprob_ids": list(self.logprob_ids),
             "logprobs": list(self.logprobs),
             "rank": self.rank,

@@ -90,19 +90,18 @@ def _meet_servers_that_retain(worker: Any) -> None:
     """
     worker.compat_hash = hashlib.sha256(f"{worker.compat_hash} {_FORMAT}".encode()).hexdigest()
     worker.xfer_handshake_metadata.compatibility_hash = worker.compat_hash
-    own = worker.transfer_topo.tp_size
-    add = worker.add_remote_agent
+    topology = worker.transfer_topo
+    own = topology.tp_size
 
-    def add_remote_agent(metadata: Any, rank: int = 0, tp_size: int = 1, *more: Any) -> str:
-        if tp_size != own:
+    def tp_ratio(remote: int) -> int:
+        if remote != own:
             raise ValueError(
-                f"the server that prefills runs on {tp_size} ranks, and this one, whose KV "
-                f"policies retain, on {own}: start both with one --tensor-parallel-size"
+                f"the server that prefills runs on {remote} ranks, and this one, whose KV policies "
+                f"retain, on {own}: start both with one --tensor-parallel-size"
             )
-        found: str = add(metadata, rank, tp_size, *more)
-        return found
+        return 1
 
-    worker.add_remote_agent = add_remote_agent
+    topology.tp_ratio = tp_ratio
 
 
 def _without_sidecar(spec: KVCacheSpec) -> KVCacheSpec:
