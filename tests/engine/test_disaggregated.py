@@ -196,8 +196,17 @@ def _fail_to_load_and_abort(engine: Engine, prefiller: Prefiller, these: Handed)
     ]
 
 
-def test_blocks_of_another_length(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("room", "policy", "block_size"),
+    [([FIER], FIER, 2 * BLOCK), ([KEPT[0]], FULL, BLOCK)],
+    ids=["blocks-of-another-length", "one-retains"],
+)
+def test_servers_that_do_not_meet(
+    tiny: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    room: list[Policy],
+    policy: Policy,
+    block_size: int,
 ) -> None:
     """Nothing is fetched, and vLLM does what it is told to do then: here it computes the prompt."""
     keep_in_process(monkeypatch)
@@ -208,15 +217,20 @@ def test_blocks_of_another_length(
         running(
             model,
             "full",
-            config=room_for([FIER]),
+            config=room_for(room),
             kv_transfer_config=PATIENT | {"kv_load_failure_policy": "recompute"},
-            block_size=2 * BLOCK,
+            block_size=block_size,
             **options,
         ) as engine,
     ):
-        prompts, policies = prompts_of(LENGTHS), [FIER] * len(LENGTHS)
+        prompts, policies = prompts_of(LENGTHS), [policy] * len(LENGTHS)
         transfers = prefiller.prefill(prompts, [None] * len(prompts))
-        answers = ask(engine, prompts, policies, max_tokens=TOKENS, transfers=transfers)
+        if policy == FULL:
+            with pytest.raises(ValueError, match="handed over a whole prompt"):
+                ask(engine, prompts[:1], room, transfers=transfers[:1])
+        computed = _watch_computed(engine)
+        answers = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
+        assert max(computed) > len(prompts)
         engine.assert_idle()
     assert_parity(model, answers, policies)
 
