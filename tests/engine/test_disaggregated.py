@@ -19,6 +19,7 @@ from support.expected import FULL, Policy, Read, named
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prefiller import PATIENT, Prefiller, prefilling
 from support.prompts import distinct_prompts, prompts_of
+from vllm.exceptions import VLLMValidationError
 
 from benchmarks.common.nixl import PORT
 from benchmarks.common.server import free_port
@@ -226,7 +227,7 @@ def test_servers_that_do_not_meet(
         prompts, policies = prompts_of(LENGTHS), [policy] * len(LENGTHS)
         transfers = prefiller.prefill(prompts, [None] * len(prompts))
         if policy == FULL:
-            with pytest.raises(ValueError, match="handed over a whole prompt"):
+            with pytest.raises(VLLMValidationError, match="handed over a whole prompt"):
                 ask(engine, prompts[:1], room, transfers=transfers[:1])
         computed = _watch_computed(engine)
         answers = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
