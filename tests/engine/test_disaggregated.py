@@ -132,6 +132,7 @@ def test_what_one_keeps_another_goes_on_with(
         some = slice(3)
         these = Handed(prompts[some], policies[some], names[some], loaded[some])
         _end_with_the_first_token(engine, prefiller, these)
+        _sample(engine, prefiller, these)
         _preempt(engine, prefiller, these)
         _fail_to_load_and_abort(engine, prefiller, these)
         engine.assert_idle()
@@ -166,6 +167,17 @@ def _end_with_the_first_token(engine: Engine, prefiller: Prefiller, these: Hande
     assert not computed
     # What is aborted before it was scheduled is fetched by nobody, and given back.
     engine.abort(engine.submit(these.prompts[2:], 5, these.names[2:], transfers=transfers[2:]))
+
+
+def _sample(engine: Engine, prefiller: Prefiller, these: Handed) -> None:
+    """Tokens that are drawn, the first one on the other server, are those of one server."""
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "seed": 11, "logprobs": 2}
+    transfers = prefiller.prefill(these.prompts, these.names, **sampling)
+    told = [transfer["kvx"] for transfer in transfers]
+    assert {len(each["logprobs"]) for each in told} == {3}
+    drawn = engine.generate(these.prompts, 5, these.names, transfers=transfers, **sampling)
+    assert_close(drawn, engine.generate(these.prompts, 5, these.names, **sampling))
+    assert [answer.tokens for answer in drawn] != [answer.tokens[:5] for answer in these.answers]
 
 
 def _preempt(engine: Engine, prefiller: Prefiller, these: Handed) -> None:

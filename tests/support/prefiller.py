@@ -25,10 +25,10 @@ class Prefiller:
         self.blocks = self._receive()
 
     def prefill(
-        self, prompts: Sequence[list[int]], policies: Sequence[str | None]
+        self, prompts: Sequence[list[int]], policies: Sequence[str | None], **sampling: Any
     ) -> list[dict[str, Any]]:
         """Computes the prompts; each one's ``kv_transfer_params`` for the other engine."""
-        self._connection.send((prompts, policies))
+        self._connection.send((prompts, policies, sampling))
         return self._receive()
 
     def free(self) -> int:
@@ -92,8 +92,8 @@ def _serve(
 def _answer(engine: Engine, job: Any) -> Any:
     if job is None:
         return engine.pool.get_num_free_blocks()
-    prompts, policies = job
+    prompts, policies, sampling = job
     answers: list[Answer] = engine.generate(
-        prompts, 1, policies, transfers=[dict(PREFILL) for _ in prompts]
+        prompts, 1, policies, transfers=[dict(PREFILL) for _ in prompts], **sampling
     )
     return [answer.transfer for answer in answers]
