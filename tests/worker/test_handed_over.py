@@ -64,6 +64,7 @@ def start(
 ) -> None:
     """As a worker allocates its KV cache."""
     monkeypatch.setattr(handed_over, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(handed_over, "has_kv_transfer_group", lambda: connector is not None)
     transfer = SimpleNamespace(kv_connector="NixlConnector")
     runner = SimpleNamespace(
         vllm_config=SimpleNamespace(kv_transfer_config=transfer),
@@ -115,6 +116,19 @@ def test_servers_that_retain_meet_their_like(monkeypatch: pytest.MonkeyPatch) ->
     assert hashes["fier-64"] == "stock"
     # Whatever they retain by: the policy of each request travels with it.
     assert len({*hashes.values()}) == 2
+
+
+def test_no_connector_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM allocates a cache before there is one, to measure what CUDA graphs take."""
+    monkeypatch.setattr(handed_over, "has_kv_transfer_group", lambda: False)
+    monkeypatch.setattr(handed_over, "get_kv_transfer_group", lambda: pytest.fail("there is none"))
+    transfer = SimpleNamespace(kv_connector="NixlConnector")
+    runner = SimpleNamespace(
+        vllm_config=SimpleNamespace(kv_transfer_config=transfer),
+        initialize_kv_cache=lambda: "allocated",
+    )
+    handed_over.hand_over_entries(runner, layout_of([parse_policy("fier-64")], 8))
+    assert runner.initialize_kv_cache() == "allocated"
 
 
 def test_what_vllm_calls_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
