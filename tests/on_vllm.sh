@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
 cd "$kvx_root"
 
-# The methods and routes that we depend on, our schedulers over random traffic, what is refused, and
+# The methods and routes that we depend on, kernels that the CPU mode stands in for, our schedulers over random traffic, what is refused, and
 # engines for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock
 # alone. What differs between our policies alone runs on .venv's vLLM. Long files first.
 ENGINES=tests/engine
@@ -22,6 +22,7 @@ SMOKE=(
     "$RANGES::test_segments_where_there_are_no_compiled_ranges"
     "$RANGES::test_ranges"
     tests/test_vllm_signatures.py
+    tests/test_quick_kernels.py
     tests/cache
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[fastkv]"
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[speed]"
