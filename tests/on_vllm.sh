@@ -11,9 +11,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
 cd "$kvx_root"
 
-# The methods and routes that we depend on, kernels that the CPU mode stands in for, our schedulers over random traffic, what is refused, and
-# engines for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock
-# alone. What differs between our policies alone runs on .venv's vLLM. Long files first.
+# The methods and routes that we depend on, kernels that the CPU mode stands in for, our schedulers
+# over random traffic, what is refused, and engines for each way into vLLM: prefix cache,
+# preemption, passes, sidecars, warm-up, and stock alone. What differs between our policies alone
+# runs on .venv's vLLM. Long files first.
 ENGINES=tests/engine
 RANGES="$ENGINES/test_compiled_ranges.py"
 SMOKE=(

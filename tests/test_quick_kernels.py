@@ -20,6 +20,7 @@ KERNELS = (
     block_table._compute_slot_mappings_kernel,
     block_table._gather_block_tables_kernel,
     buffer_utils._apply_write_kernel,
+    input_batch._prepare_prefill_inputs_kernel,
     input_batch._prepare_pos_seq_lens_kernel,
     input_batch._combine_sampled_and_draft_tokens_kernel,
     input_batch._get_num_sampled_and_rejected_kernel,
@@ -69,7 +70,13 @@ def batch_results(requests: list[int]) -> list[torch.Tensor]:
     positions = torch.full((MAX_TOKENS,), -7)
     lens = torch.full((MAX_REQUESTS,), 99, dtype=torch.int32)
     input_batch.prepare_pos_seq_lens(ints(*REQUESTS), starts, computed, positions, lens)
-    found = [positions, lens]
+    # The last chunk of a prompt, none, one that ends a token before its prompt, and the middle.
+    ids, ahead = torch.full((MAX_TOKENS,), -3, dtype=torch.int32), torch.full((2, MAX_REQUESTS), 7)
+    texts = torch.arange(MAX_REQUESTS * 400, dtype=torch.int32).view(MAX_REQUESTS, 400)
+    texts, prompts = texts % 91, ints(0, 300, 0, 95, 0, 17)
+    given = ids, ahead.int(), ints(*REQUESTS), starts, texts, prompts
+    input_batch.prepare_prefill_inputs(*given, computed)
+    found = [positions, lens, *given[:2]]
     for sizes, enabled in (((32,), None), ((16, 32, 64), [True, False, True])):
         made = tables(sizes, enabled)
         found += [each.gpu.clone() for each in made.block_tables]

@@ -186,6 +186,42 @@ def apply_write(
     return True
 
 
+def prepare_prefill_inputs(
+    grid: Sequence[int],
+    input_ids_ptr: Any,
+    next_prefill_tokens_ptr: Any,
+    next_prefill_tokens_stride: int,
+    num_lookahead: int,
+    idx_mapping_ptr: Any,
+    query_start_loc_ptr: Any,
+    all_token_ids_ptr: Any,
+    all_token_ids_stride: int,
+    prefill_lens_ptr: Any,
+    num_computed_tokens_ptr: Any,
+    BLOCK_SIZE: int,
+    LOOKAHEAD_BLOCK: int,
+) -> bool:
+    """Not where a row is of no request, nor of tokens beyond a request's row."""
+    requests, starts = idx_mapping_ptr.numpy()[: grid[0]], query_start_loc_ptr.tolist()
+    if len(requests) and requests.min() < 0:
+        return False
+    tokens, ids = all_token_ids_ptr.numpy(), input_ids_ptr.numpy()
+    begins = num_computed_tokens_ptr.numpy()[requests].tolist()
+    prompts = prefill_lens_ptr.numpy()[requests].tolist()
+    rows = [row for row in range(grid[0]) if begins[row] < prompts[row]]
+    ends = [begins[row] + starts[row + 1] - starts[row] for row in range(grid[0])]
+    if any(ends[row] > tokens.shape[1] for row in rows):
+        return False
+    ahead = next_prefill_tokens_ptr.numpy()
+    for row in rows:
+        request, end = requests[row], ends[row]
+        ids[starts[row] : starts[row + 1]] = tokens[request, begins[row] : end]
+        following = tokens[request, end : min(end + num_lookahead, prompts[row])]
+        ahead[:num_lookahead, request] = 0
+        ahead[: len(following), request] = following
+    return True
+
+
 def prepare_pos_seq_lens(
     grid: Sequence[int],
     pos_ptr: Any,

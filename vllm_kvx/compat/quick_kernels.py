@@ -26,6 +26,7 @@ _WHOLE: dict[tuple[str, str], tuple[Whole, ...]] = {
         quick_batch.gather_readable_block_tables,
     ),
     ("buffer_utils", "_apply_write"): (quick_batch.apply_write,),
+    ("input_batch", "_prepare_prefill_inputs"): (quick_batch.prepare_prefill_inputs,),
     ("input_batch", "_prepare_pos_seq_lens"): (quick_batch.prepare_pos_seq_lens,),
     ("input_batch", "_combine_sampled_and_draft_tokens"): (
         quick_batch.combine_sampled_and_draft_tokens,
