@@ -30,6 +30,7 @@ SMOKE=(
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[pyramid]"
     tests/models/test_adapters.py
     tests/server/test_misplaced.py
+    tests/server/test_media.py
     tests/server/test_*refusals.py
     tests/server/test_start_settings.py
     "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[mixed]"
