@@ -195,6 +195,19 @@ def test_what_is_left_to_the_interpreter() -> None:
         assert_same(quick, results())
 
 
+def test_a_batch_of_nothing_changes_nothing() -> None:
+    made, none = tables((16, 32)), torch.empty(0, dtype=torch.int32)
+    made.slot_mappings.fill_(5)
+    made.compute_slot_mappings(none, ints(0), none.long(), MAX_TOKENS)
+    assert (made.slot_mappings == -1).all(), "all of it is padding"
+    made.input_block_tables[0].fill_(3)
+    input_batch.prepare_pos_seq_lens(
+        none, ints(0), none, none.long(), made.input_block_tables[0][0]
+    )
+    assert (made.input_block_tables[0][0] == 0).all()
+    assert (made.input_block_tables[0][1:] == 3).all()
+
+
 def test_kernels_of_this_vllm_are_known() -> None:
     assert all(whole_of(kernel.fn) is not None for kernel in KERNELS)
     assert whole_of(buffer_utils._load_ptr.fn) is None

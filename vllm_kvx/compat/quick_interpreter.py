@@ -120,7 +120,7 @@ def _launch_at_once(function: Any, replace: Replace) -> None:
         if self.fn not in known:
             known[self.fn] = whole_of(self.fn)
         whole = known[self.fn]
-        if whole is not None and not warmup and not callable(grid):
+        if whole is not None and not warmup and not callable(grid) and all(grid):
             # Others are options of a launch, such as the number of warps.
             named = {name: value for name, value in kwargs.items() if name in self.arg_names}
             if whole(grid, **dict(zip(self.arg_names, args, strict=False)), **named):
