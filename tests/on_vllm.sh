@@ -11,9 +11,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
 cd "$kvx_root"
 
-# The methods and routes that we depend on, our schedulers over random traffic, what is refused, and
-# engines for each way into vLLM: prefix cache, preemption, passes, sidecars, warm-up, and stock
-# alone. What differs between our policies alone runs on .venv's vLLM. Long files first.
+# The methods and routes that we depend on, kernels that the CPU mode stands in for, our schedulers
+# over random traffic, what is refused, and engines for each way into vLLM: prefix cache,
+# preemption, passes, sidecars, warm-up, and stock alone. What differs between our policies alone
+# runs on .venv's vLLM. Long files first.
 ENGINES=tests/engine
 RANGES="$ENGINES/test_compiled_ranges.py"
 SMOKE=(
@@ -22,12 +23,14 @@ SMOKE=(
     "$RANGES::test_segments_where_there_are_no_compiled_ranges"
     "$RANGES::test_ranges"
     tests/test_vllm_signatures.py
+    tests/test_quick_kernels.py
     tests/cache
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[fastkv]"
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[speed]"
     "tests/simulation/test_simulation.py::test_all_read_what_they_should[pyramid]"
     tests/models/test_adapters.py
     tests/server/test_misplaced.py
+    tests/server/test_media.py
     tests/server/test_*refusals.py
     tests/server/test_start_settings.py
     "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[mixed]"

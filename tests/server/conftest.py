@@ -38,3 +38,22 @@ def stock(llama: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(**engine_args(llama)).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    """vLLM's routes and ours, as a server with a policy has them; no engine is behind them."""
+    from support.vllm_routes import routes
+
+    from vllm_kvx.server.route import KVPolicyEndpoint
+
+    (endpoint,) = KVPolicyEndpoint.for_tasks(("generate",))
+    return routes(endpoint)
+
+
+@pytest.fixture
+def post(app: Any) -> Callable[..., Any]:
+    """Posts a body to a route of `app`: post(path, json=...), an httpx.Response."""
+    from support.vllm_routes import poster
+
+    return poster(app)

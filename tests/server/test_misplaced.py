@@ -1,11 +1,8 @@
 """A policy that a body names in the wrong place is a 400, on every route of vLLM that generates."""
 
-import asyncio
 import json
 import re
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,76 +13,25 @@ import vllm
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
-from vllm.entrypoints.launchers.api_server.routers import register_api_routers
-from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from support.vllm_routes import (
+    BODIES,
+    CHAT,
+    COMPLETION,
+    GENERATE,
+    TAKE_NONE,
+    TAKE_XARGS,
+    poster,
+    routes,
+)
 
 from vllm_kvx.plugin import may_be_ours
 from vllm_kvx.server.answered import ANSWERING
 from vllm_kvx.server.body_check import STATUS
-from vllm_kvx.server.route import KVPolicyEndpoint
 from vllm_kvx.server.without_policy import StockEndpoint
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-COMPLETION = {"model": "m", "prompt": "hello"}
-GENERATE = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
-TAKE_XARGS = {
-    "/v1/chat/completions": CHAT,
-    "/v1/chat/completions/batch": {"model": "m", "messages": [CHAT["messages"]]},
-    "/v1/completions": COMPLETION,
-    "/v1/responses": {"model": "m", "input": "hello"},
-    "/v1/messages": {**CHAT, "max_tokens": 2},
-    "/invocations": COMPLETION,
-}
-TAKE_NONE = {
-    "/v1/systemone": {"state": "s", "questions": {}},
-    "/generative_scoring": {"model": "m"},
-}
-if find_spec("vllm.entrypoints.openai.decisions"):  # From 0.33 on.
-    TAKE_NONE["/v1/decisions"] = {
-        "model": "m",
-        "input": "hello",
-        "questions": [{"type": "predicate", "instructions": "is it so?"}],
-    }
-BODIES = {**TAKE_XARGS, **TAKE_NONE, "/inference/v1/generate": GENERATE}
 # Of vLLM's routes, those that answer without a step of the engine.
 GENERATE_NOTHING = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping")
 MANAGE = ("lora", "elastic", "scal", "profile", "render", "abort", "cancel", "fault")
-
-
-def routes(endpoint: Any) -> FastAPI:
-    """vLLM's own routes with what `endpoint` adds, and no engine behind them."""
-    app = FastAPI()
-    args = Namespace(
-        log_error_stack=False, enable_server_load_tracking=False, enable_scale_out=True
-    )
-    app.state.args = args
-    app.state.server_load_metrics = 0
-    register_api_routers(args, app, ("generate",))
-    endpoint.attach_router(app)
-    init_exception_handler(app)
-    return app
-
-
-@pytest.fixture(scope="module")
-def app() -> FastAPI:
-    """Those of a server with a policy."""
-    (endpoint,) = KVPolicyEndpoint.for_tasks(("generate",))
-    return routes(endpoint)
-
-
-def poster(app: FastAPI) -> Callable[..., httpx.Response]:
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-
-    async def ask(path: str, **kwargs: Any) -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await client.post(path, **kwargs)
-
-    return lambda path, **kwargs: asyncio.run(ask(path, **kwargs))
-
-
-@pytest.fixture
-def post(app: FastAPI) -> Iterator[Callable[..., httpx.Response]]:
-    yield poster(app)
 
 
 @pytest.fixture(scope="module")
@@ -356,64 +302,3 @@ def test_it_is_counted(app: FastAPI, post: Any, monkeypatch: pytest.MonkeyPatch)
     labels = {"model_name": "misplaced", "reason": "misplaced"}
     counted = REGISTRY.get_sample_value("vllm_kvx:requests_refused_total", labels)
     assert counted == len(BODIES)
-
-
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-HAVE_MEDIA = [
-    ("/v1/chat/completions", {"messages": [PICTURE]}, "image_url"),
-    ("/v1/chat/completions", {"messages": [{"input_audio": {"data": "A"}}]}, "input_audio"),
-    ("/v1/chat/completions/batch", {"messages": [PICTURE]}, "image_url"),
-    ("/v1/responses", {"input": [{"type": "input_image", "image_url": "A"}]}, "input_image"),
-    (
-        "/v1/responses",
-        {"input": [{"type": "function_call_output", "output": [{"type": "input_image"}]}]},
-        "input_image",
-    ),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"type": "text", "text": "", "uuid": "u", "image_url": {"url": "A"}}]},
-        "image_url",
-    ),
-    ("/v1/messages", {"messages": [{"type": "image", "source": {}}]}, "image"),
-    ("/v1/messages", {"messages": [{"type": "tool_result", "content": [PICTURE]}]}, "image_url"),
-    ("/inference/v1/generate", {"content_parts": [PICTURE]}, "image_url"),
-    ("/inference/v1/generate", {"features": {"mm_hashes": {}}}, "features"),
-]
-
-
-@pytest.mark.parametrize(("path", "parts", "named"), HAVE_MEDIA)
-def test_media_where_text_alone_is_served(
-    app: FastAPI, post: Any, monkeypatch: pytest.MonkeyPatch, path: str, parts: Any, named: str
-) -> None:
-    """In the place of vLLM's advice to allow them, on every route that takes them."""
-    ((key, values),) = parts.items()
-    if key in ("messages", "input"):
-        messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}, *values]}]
-        values = [messages] if path.endswith("batch") else messages
-    body = {**BODIES[path], key: values}
-    status = SimpleNamespace(model_name="m", is_text_alone=True)
-    monkeypatch.setattr(app.state, STATUS, status, raising=False)
-    response = post(path, json=body)
-    assert response.status_code == 400
-    message = response.json()["error"]["message"]
-    assert named in message and "serves text alone. Send the request without it" in message
-    assert "serves text alone" not in post(path, json=BODIES[path]).text
-    # Of a text model vLLM says so itself.
-    status.is_text_alone = False
-    assert "serves text alone" not in post(path, json=body).text
-
-
-def test_messages_that_only_look_like_media() -> None:
-    from vllm_kvx.server.text_alone import check_media
-
-    deep: Any = PICTURE
-    for _ in range(5000):
-        deep = {"content": [deep]}
-    for messages in (
-        [{"role": "assistant", "content": "hello", "audio": {"id": "a"}}],
-        [{"role": "user", "content": [{"type": "text", "text": "image_url"}, {"image_url": None}]}],
-        [{"role": "user", "content": ["image_url", 7, None]}, "image_url", None],
-        {"content": 7},
-        [deep],
-    ):
-        check_media({"messages": messages})

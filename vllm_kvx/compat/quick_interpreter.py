@@ -3,7 +3,8 @@
 Triton's interpreter sets the language up anew for every function that a kernel calls and undoes it
 after every launch, makes a table of types for every value, and works out a shape's constants again
 and again. Here the language is set up once for the process, and types and shapes are made once.
-What single operations do is in ``quick_semantics``. Nothing is compiled in the CPU mode, which
+What single operations do is in ``quick_semantics``, and what vLLM launches in every step is done
+for all rows at once, see ``quick_kernels``. Nothing is compiled in the CPU mode, which
 would need the language as it was.
 
 This goes by the inside of one release of Triton, `TRITON`. With another one its own interpreter
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_kvx.compat.quick_kernels import Whole, whole_of
 from vllm_kvx.compat.quick_semantics import Replace, replace_operations
 
 # vLLM's CPU build names no release of Triton: an installation takes the newest.
@@ -81,6 +83,7 @@ def _replace(interpreter: Any) -> _Replaced:
     _know_types(interpreter, replace)
     _know_shapes(interpreter.tl.core, replace)
     replace_operations(interpreter, replace)
+    _launch_at_once(interpreter.InterpretedFunction, replace)
     return replaced
 
 
@@ -107,6 +110,24 @@ def _set_up_once(interpreter: Any, replace: Replace, languages: list[Any]) -> No
         return interpreter._LangPatchScope()
 
     replace(interpreter, "_patch_lang", patch_lang)
+
+
+def _launch_at_once(function: Any, replace: Replace) -> None:
+    """Launches of some kernels do all of their programs at once."""
+    stock, known = function.run, dict[Any, Whole | None]()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if self.fn not in known:
+            known[self.fn] = whole_of(self.fn)
+        whole = known[self.fn]
+        if whole is not None and not warmup and not callable(grid) and all(grid):
+            # Others are options of a launch, such as the number of warps.
+            named = {name: value for name, value in kwargs.items() if name in self.arg_names}
+            if whole(grid, **dict(zip(self.arg_names, args, strict=False)), **named):
+                return None
+        return stock(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    replace(function, "run", run)
 
 
 def _know_types(interpreter: Any, replace: Replace) -> None:

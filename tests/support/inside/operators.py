@@ -28,8 +28,8 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     without this run them.
     """
     from vllm_kvx.ops.prompt import attention_metrics as metrics
-    from vllm_kvx.ops.prompt import move, pool, saliency, select, two_stages, value_norms
-    from vllm_kvx.scores import value_weighted_attention, window_attention
+    from vllm_kvx.ops.prompt import key_norms, move, pool, saliency, select, two_stages, value_norms
+    from vllm_kvx.scores import key_norm, value_weighted_attention, window_attention
     from vllm_kvx.worker.prefill import centrality, score_and_move
 
     def window_saliency(*args: Any, **options: Any) -> Tensor:
@@ -100,11 +100,15 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
     norms_of_values.__name__ = "value_norms"
 
+    def key_scores(*args: Any) -> Tensor:
+        return key_norms.key_scores_reference(*args[:4])
+
     def two_stage_scores(*args: Any, group: int) -> Tensor:
         return two_stages.two_stage_scores_reference(*args, group)
 
     kernels = (
         norms_of_values,
+        key_scores,
         two_stage_scores,
         window_saliency,
         window_metrics,
@@ -117,6 +121,7 @@ def use_dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (
             window_attention,
             value_weighted_attention,
+            key_norm,
             score_and_move,
             centrality,
         ):

@@ -218,14 +218,22 @@ class Decoders:
 
 
 def poison_free_blocks(engine: Any) -> None:
-    """From now on, what nobody holds and nobody may read is overwritten after every schedule."""
+    """From now on, blocks are overwritten once nobody holds them and nobody may read them.
+
+    After the schedule that finds them so: writing all idle blocks in every step takes longer than
+    the step.
+    """
     schedule, pool = engine.scheduler.schedule, engine.pool
+    overwritten: set[int] = set()
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
-        idle = [b.block_id for b in pool.blocks if not (b.ref_cnt or b.block_hash or b.is_null)]
-        for hook in model_state(engine).hooks.layers:
-            hook.layer.kv_cache[idle] = 1e4
+        idle = {b.block_id for b in pool.blocks if not (b.ref_cnt or b.block_hash or b.is_null)}
+        if found := list(idle - overwritten):
+            for hook in model_state(engine).hooks.layers:
+                hook.layer.kv_cache[found] = 1e4
+        overwritten.clear()
+        overwritten.update(idle)
         return output
 
     engine.scheduler.schedule = poisoned

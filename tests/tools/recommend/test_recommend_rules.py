@@ -1,7 +1,6 @@
-"""`vllm-kvx recommend`: when it stops, whom it asks, what is gained, what it refuses."""
+"""`vllm-kvx recommend`: whom it asks, what is gained, what it refuses."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,14 @@ from benchmarks.engine.shapes import SHAPES
 from vllm_kvx.cli import main
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import Method
-from vllm_kvx.tools.evaluate.intervals import Interval, of_kept
 from vllm_kvx.tools.evaluate.questions import Suite
 from vllm_kvx.tools.ideal.devices import device_of
-from vllm_kvx.tools.recommend.command import check_time, questions_of, text_of
+from vllm_kvx.tools.recommend.command import check_time, text_of
 from vllm_kvx.tools.recommend.gains import Gains, Workload, gains_of, server_of
 from vllm_kvx.tools.recommend.ladder import Candidate, ModelFacts, candidates, names_for
 from vllm_kvx.tools.recommend.questions import Questions
 from vllm_kvx.tools.recommend.rounds import Clock, Rounds
-from vllm_kvx.tools.recommend.stopping import (
-    Verdict,
-    least_questions,
-    level_of,
-    rounds_of,
-    verdict,
-)
+from vllm_kvx.tools.recommend.stopping import Verdict
 from vllm_kvx.tools.tasks.own_prompts import OwnPrompts
 
 LLAMA = SHAPES["llama-3.1-8b"].config()
@@ -37,91 +29,6 @@ WORKLOAD = Workload(32000, 1000, 16)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "cache"))
-
-
-# When it stops.
-
-
-def test_rounds_double() -> None:
-    assert rounds_of(512) == [16, 32, 64, 128, 256, 512]
-    assert rounds_of(100) == [16, 32, 64, 100]
-    assert rounds_of(5) == [5]
-
-
-def test_looks_share_the_error() -> None:
-    assert level_of(1) == pytest.approx(0.95)
-    assert 1 - level_of(5) == pytest.approx(0.01)
-    alike = [(1.0, 1.0)] * 60
-    (one, many) = (of_kept(alike, level_of(looks)) for looks in (1, 6))
-    assert one is not None and many is not None
-    assert one.value == many.value == one.high == many.high == 1
-    assert many.low < one.low == pytest.approx(60 / (60 + 1.96**2), abs=1e-3)
-
-
-def test_one_loss_proves_no_more_than_none() -> None:
-    level = level_of(6)
-    none, one = (of_kept([(1, 1)] * (60 - k) + [(0, 1)] * k, level) for k in (0, 1))
-    assert none is not None and one is not None and one.low < none.low
-    assert of_kept([(0.0, 0.0)] * 9, level) is None
-
-
-def test_an_interval_decides() -> None:
-    assert verdict(Interval(1.0, 0.98, 1.0), 0.97) is Verdict.KEPT
-    assert verdict(Interval(0.9, 0.8, 0.96), 0.97) is Verdict.LOST
-    assert verdict(Interval(0.98, 0.9, 1.0), 0.97) is Verdict.UNDECIDED
-    assert verdict(None, 0.97) is Verdict.UNDECIDED
-
-
-@pytest.mark.parametrize(("share", "wrong"), [(0.7, Verdict.KEPT), (0.9, Verdict.LOST)])
-def test_a_run_of_looks_rarely_errs(share: float, wrong: Verdict) -> None:
-    """Policies that keep too little, or enough, are looked at after every round."""
-    ends, keep, errors = rounds_of(64), 0.8, 0
-    for seed in range(40):
-        rng = random.Random(seed)
-        scores = [(float(rng.random() < share), 1.0) for _ in range(ends[-1])]
-        looks = (verdict(of_kept(scores[:end], level_of(len(ends))), keep) for end in ends)
-        decided = next((each for each in looks if each is not Verdict.UNDECIDED), None)
-        errors += decided is wrong
-    assert errors <= 1
-
-
-def test_how_many_answers_a_share_takes() -> None:
-    assert 200 < least_questions(0.97, 6) < 240
-    assert questions_of(0.97, None) == 512 and questions_of(0.99, None) > 1398
-    with pytest.raises(ToolError, match=r"--samples 100: .*97.0% by fewer than \d+ right ones"):
-        questions_of(0.97, 100)
-    with pytest.raises(ToolError, match="--keep 1: no number of answers"):
-        questions_of(1.0, None)
-
-
-class Quiet:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-def test_the_clock_knows_its_pace() -> None:
-    now, clock = Quiet(), None
-    clock = Clock(1, now)
-    row: Any = "row"
-    assert clock.has_time_for(row, 100)
-
-    def answer() -> None:
-        now.seconds += 20
-
-    clock.time(row, 4, answer)
-    assert clock.has_time_for(row, 7) and not clock.has_time_for(row, 8)
-    # The fastest of the others tells of one that nobody has asked.
-    other: Any = "other"
-    assert not clock.has_time_for(other, 8)
-    assert Clock(None, now).has_time_for(row, 10**9)
-
-
-# Whom it asks.
 
 
 def facts(layer: int | None = 20, **changes: Any) -> ModelFacts:
@@ -231,9 +138,6 @@ def test_who_cannot_beat_one_that_keeps_is_asked_no_more() -> None:
     assert rounds.open([]) == [] and rounds.standings[1].verdict is Verdict.UNDECIDED
 
 
-# What is gained.
-
-
 def test_gains_are_what_is_counted() -> None:
     server = server_of(LLAMA, "h100", None)
     assert server.cards == 1 and not server.assumed
@@ -273,9 +177,6 @@ def test_a_cpu_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
         check_time(Clock(10), questions, server_of(LLAMA, None, None))
     check_time(Clock(None), questions, server_of(LLAMA, None, None))
     check_time(Clock(10), questions, server_of(SHAPES["tiny"].config(), None, None))
-
-
-# What it asks.
 
 
 def tokenizer() -> Any:
@@ -326,9 +227,6 @@ def test_own_prompts_are_asked_in_an_order_of_the_seed(tmp_path: Path) -> None:
     several = {"prompt": "p", "answers": ["Paris", "Lutetia"]}
     task = OwnPrompts(own(tmp_path, several))
     assert task.score("lutetia!", task.samples()[0]) == 1
-
-
-# What it refuses, before any engine.
 
 
 @pytest.mark.parametrize(
