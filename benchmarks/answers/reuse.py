@@ -148,8 +148,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, required=True, help="the folder of a checkpoint")
     add("--out", type=Path, required=True)
@@ -158,7 +159,11 @@ def main(argv: list[str]) -> None:
     add("--prompts", type=int, default=10)
     add("--commit", help="what is measured, where the tree is no git checkout")
     add("--time-limit", type=float, default=600, help="seconds: prompts beyond them are left out")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(argv)
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Model(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
