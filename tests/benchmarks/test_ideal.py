@@ -233,6 +233,9 @@ def test_retrieval_saves_what_decode_reads(policy: str, sidecar: float) -> None:
     assert counted.prefill_ratio(LLAMA, policy, 131072) == counted.pool_ratio(LLAMA, policy) == 1
     ratio = counted.decode_ratio(LLAMA, policy, 131072)
     assert ratio is not None and ratio > 1
+    of_three = counted.work_of(f"{policy}{',' if ':' in policy else ':'}reuse_layers=3", 32, 131072)
+    chosen, others = (1024 + 131072 * sidecar,), (1024,) * 2
+    assert of_three is not None and of_three.read == (131072, 131072) + (chosen + others) * 10
     for short in (policy, "fier-64:dense_below=1001"):
         assert counted.work_of(short, 32, 1000) == counted.full_work(32, 1000)
 

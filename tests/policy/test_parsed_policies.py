@@ -160,6 +160,8 @@ COMPOSED = {
     ],
     "selfonly-4+knorm": ["drop knorm, or compose it with speed-4"],
     "speed-4+snapkv:lookahead=4": ["drafts tokens", "leave out lookahead=, or the other method"],
+    "speed-4+fier-64:reuse_layers=2": ["leave out reuse_layers=, or the other method"],
+    "snapkv+quest-64:reuse_layers=2": ["beside another method layers may hold other tokens"],
     "criticalkv:after=4+fier-64": ["waits for generated tokens", "leave out after="],
 }
 
