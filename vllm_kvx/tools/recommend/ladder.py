@@ -16,7 +16,7 @@ from vllm_kvx.tools.recommend.gains import Gains
 
 # Retention and retrieval, which any weights and any layers take.
 _WITHOUT_LAYERS = (
-    *("fier-2048", "fier-1024", "fier-512"),
+    *("fier-4096", "fier-2048", "fier-1024", "fier-512"),
     *("snapkv:kv_rate=0.4", "snapkv:kv_rate=0.2"),
     *("criticalkv:kv_rate=0.4", "criticalkv:kv_rate=0.2"),
     *("snapkv:kv_rate=0.2,after=32", "snapkv:kv_rate=0.1,after=32"),
