@@ -228,7 +228,7 @@ def test_answers_of_everything_are_the_dense_ones(
     assert "| 420, n = 2 | oracle:cover=1.0 | 100.0 | 100.0 (" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="was made with other settings"):
         sparse_prefill.main([*argv, "--prompts", "3", "--seed", "1"])
-    with pytest.raises(SystemExit, match="there is no file nowhere.jsonl"):
+    with pytest.raises(SystemExit, match=r"there is no file nowhere\.jsonl"):
         sparse_prefill.main([*argv, "--ruler", "nowhere.jsonl"])
 
 
