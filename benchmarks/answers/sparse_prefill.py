@@ -152,13 +152,16 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> None:
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """The command line; `tasks` without groups, and `named` has the settings by name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, required=True, help="the folder of a checkpoint")
     add("--out", type=Path, required=True)
     add("--lengths", type=int, nargs="*", default=[8192, 16384, 30720], help="of its prompts")
-    add("--tasks", nargs="+", choices=sorted(TASKS), default=GROUPS["lookups"], metavar="TASK")
+    choices = sorted([*TASKS, *(name for name, each in GROUPS.items() if TASKS.keys() >= {*each})])
+    what = f"tasks or groups of them: {', '.join(choices)}"
+    add("--tasks", nargs="+", choices=choices, default=["lookups"], metavar="TASK", help=what)
     add("--prompts", type=int, default=56, help="for each length")
     add("--ruler", type=Path, help="a file of RULER's prompts, named after its task")
     add("--ruler-prompts", type=int, default=100, help="the first of the file")
@@ -168,10 +171,19 @@ def main(argv: list[str]) -> None:
     add("--commit", help="what is measured, where the tree is no git checkout")
     add("--time-limit", type=float, default=540, help="seconds: prompts beyond them are left out")
     args = parser.parse_args(argv)
+    args.tasks = [task for name in args.tasks for task in GROUPS.get(name, (name,))]
     try:
-        named = {name: Setting.parse(name) for name in args.settings}
+        args.named = {name: Setting.parse(name) for name in args.settings}
     except ValueError as error:
         parser.error(f"--settings: {error}")
+    return args
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(argv)
+    named: dict[str, Setting] = args.named
+    if args.ruler and not args.ruler.is_file():
+        sys.exit(f"--ruler: there is no file {args.ruler}")
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # On a CPU, what runs is small.
@@ -199,7 +211,7 @@ def main(argv: list[str]) -> None:
         earlier = json.loads(args.out.read_text(encoding="utf-8"))
         same = ("model", "dtype", "settings", "seed")
         if any(earlier[key] != content[key] for key in same):
-            parser.error(f"{args.out} was made with other settings: name another --out")
+            sys.exit(f"{args.out} was made with other settings: name another --out")
         content["prompts"], content["seconds"] = earlier["prompts"], earlier["seconds"]
     before = content["seconds"]
     done = {(prompt["group"], prompt["number"]) for prompt in content["prompts"]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.answers import kvpress_yardstick, reuse
+from benchmarks.answers import kvpress_yardstick, reuse, sparse_prefill
 from benchmarks.common import node
 from benchmarks.common.node import PLANS, Step, check, main, read_plan
 from benchmarks.engine import compare, own_drafts
@@ -185,6 +185,8 @@ def test_plans_name_options_that_there_are(name: str) -> None:
             kvpress_yardstick.parse_args(arguments)
         elif module == "benchmarks.answers.reuse":
             reuse.parse_args(arguments)
+        elif module == "benchmarks.answers.sparse_prefill":
+            sparse_prefill.parse_args(arguments)
         elif module == "benchmarks.ops.retrieval_step":
             retrieval_step.parse_args(arguments)
         elif module == "benchmarks.tuning.sweep":

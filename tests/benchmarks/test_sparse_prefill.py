@@ -226,9 +226,22 @@ def test_answers_of_everything_are_the_dense_ones(
     assert whole["recall"]["mass"] == pytest.approx(1, abs=1e-3)
     assert 0.2 < least_row["recall"]["mass"] < 0.99
     assert "| 420, n = 2 | oracle:cover=1.0 | 100.0 | 100.0 (" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="was made with other settings"):
         sparse_prefill.main([*argv, "--prompts", "3", "--seed", "1"])
-    assert "was made with other settings" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"there is no file nowhere\.jsonl"):
+        sparse_prefill.main([*argv, "--ruler", "nowhere.jsonl"])
+
+
+def test_tasks_are_named_by_group_and_settings_are_checked_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["--model", "nowhere", "--out", "out.json"]
+    parsed = sparse_prefill.parse_args([*argv, "--tasks", "lookups", "notes", "--lengths"])
+    assert parsed.tasks == ["question_first", "several_words", "code_lookup", "notes"]
+    assert parsed.lengths == [] and list(parsed.named) == list(sparse_prefill.SETTINGS)
+    with pytest.raises(SystemExit):
+        sparse_prefill.parse_args([*argv, "--settings", "pooled:share=0.1"])
+    assert "no parameter 'share'" in capsys.readouterr().err
 
 
 def test_decode_of_several_settings_is_that_of_one() -> None:
