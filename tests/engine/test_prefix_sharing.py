@@ -212,6 +212,19 @@ def test_all_at_once(engine: Engine, request: pytest.FixtureRequest) -> None:
         engine.assert_idle()
 
 
+@pytest.mark.parametrize("engine", ["retain"], indirect=True)
+def test_nobody_to_hand_a_prompt_over_to(engine: Engine) -> None:
+    """vLLM passes over such a request's wish where there is no KV connector, and so does a policy:
+    what is dropped is freed, and further tokens find their blocks."""
+    names, prompts = [NAMES[0], NAMES[1]], prompts_of((200, 97), seed=60)
+    alone = cold(engine, prompts, names, max_tokens=40)
+    wishes = [{"do_remote_decode": True} for _ in prompts]
+    asked = engine.generate(prompts, policies=names, max_tokens=40, transfers=wishes)
+    assert_close(asked, alone)
+    assert not any(answer.transfer for answer in asked)
+    engine.assert_idle()
+
+
 def test_off(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `kv_share` requests that retain neither read nor publish; `full` ones still do."""
     keep_in_process(monkeypatch)

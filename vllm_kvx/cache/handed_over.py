@@ -40,9 +40,9 @@ def is_to_fetch(request: Request) -> bool:
 class HandedOverPrompts:
     """The requests of one scheduler whose compacted prompts come from another server."""
 
-    def __init__(self, managers: Sequence[PolicyKVCacheManager]) -> None:
-        """managers: of all KV groups."""
-        self._managers = managers
+    def __init__(self, managers: Sequence[PolicyKVCacheManager], vocab_size: int) -> None:
+        """managers: of all KV groups. vocab_size: of the model, which has no other token ids."""
+        self._managers, self._vocab_size = managers, vocab_size
         # Those whose entries are still to come, and which have not told their first token.
         self._coming: dict[str, HandedOver] = {}
 
@@ -127,7 +127,15 @@ class HandedOverPrompts:
             return None
         if told is None or told.policy != str(policy) or told.adapter != _adapter_of(request):
             return None
-        return told
+        params, size = request.sampling_params, self._vocab_size
+        assert params is not None
+        # With `min_tokens` this server never draws it. The request's check does not know yet which
+        # tokens end the model's answers.
+        if params.min_tokens > 0 and told.token in params.all_stop_token_ids:
+            return None
+        # A client may have written them. Ids that the model does not have would end the engine.
+        is_known = all(0 <= token < size for token in (told.token, *told.logprob_ids))
+        return told if is_known and 0 <= told.rank <= size else None
 
     def _fits(self, request: Request) -> bool:
         """Whether the other server has as many tokens, and as many blocks as entries take."""
@@ -164,16 +172,23 @@ def tell(
             int(request.output_token_ids[0]),
             sampling_of(request.sampling_params),
             _adapter_of(request),
-            *_as_lists(output.new_logprobs),
+            *_as_lists(output.new_logprobs, request.sampling_params.logprobs),
         )
         params[KEY] = told.as_json()
 
 
-def _as_lists(found: LogprobsLists | None) -> tuple[tuple[int, ...], tuple[float, ...], int]:
-    """Ids, logprobs and rank of one token; empty where there are none."""
-    if found is None:
+def _as_lists(
+    found: LogprobsLists | None, wanted: int | None
+) -> tuple[tuple[int, ...], tuple[float, ...], int]:
+    """Ids, logprobs and rank of one token; empty where there are none.
+
+    wanted: how many the request asked for beside the token's own, -1 for all. Others in the step
+        may have asked for more, which are in the lists then.
+    """
+    if found is None or wanted is None:
         return (), (), 0
-    ids, logprobs = found.logprob_token_ids[0], found.logprobs[0]
+    count = None if wanted == -1 else wanted + 1
+    ids, logprobs = found.logprob_token_ids[0][:count], found.logprobs[0][:count]
     return (
         tuple(int(each) for each in ids),
         tuple(float(each) for each in logprobs),

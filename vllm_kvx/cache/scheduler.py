@@ -79,7 +79,8 @@ class _PolicyScheduling(_Base):
         told = [*managers, *self._sliding_managers]
         self.sharing = PrefixSharing(settings, self.kv_cache_manager, told, self.vllm_config)
         report_last_blocks_alone(self.kv_cache_manager.block_pool)
-        self.handed_over = HandedOverPrompts(managers)
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        self.handed_over = HandedOverPrompts(managers, vocab_size)
         if self.connector is not None:
             limit_external_hits(self.connector, self._may_load)
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)
@@ -270,10 +271,11 @@ class _PolicyScheduling(_Base):
 
     def _shrink_what_is_handed_over(self) -> None:
         """Before a step's requests end, and the KV connector is told which blocks are theirs."""
+        # Without a connector nobody is told, whatever a request asks for.
         for request in self._to_shrink if self.connector is not None else ():
             if is_to_hand_over(request):
                 self._shrink(request)
-        self._to_shrink = [r for r in self._to_shrink if not is_to_hand_over(r)]
+                self._to_shrink = [r for r in self._to_shrink if r is not request]
 
     def _give_back(self, request_id: str, dropped: list[Mapping[int, KVCacheBlock]]) -> None:
         """Frees blocks that a request no longer needs: by KV group and place."""

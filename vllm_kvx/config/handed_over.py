@@ -5,6 +5,7 @@ An object of ours lies in them, plain JSON. What is kept of a prompt cannot give
 state again, which saw all of it, so the first token travels along and is not computed anew.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,10 +59,10 @@ class HandedOver:
                 told["sampling"],
                 told["adapter"],
                 tuple(map(int, told["logprob_ids"])),
-                tuple(map(float, told["logprobs"])),
+                tuple(-math.inf if each is None else float(each) for each in told["logprobs"]),
                 int(told["rank"]),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             found = None
         is_sound = (
             found is not None
@@ -86,7 +87,8 @@ class HandedOver:
             "sampling": dict(self.sampling),
             "adapter": self.adapter,
             "logprob_ids": list(self.logprob_ids),
-            "logprobs": list(self.logprobs),
+            # JSON has no infinity: a token that sampling rules out may be among the likeliest.
+            "logprobs": [each if math.isfinite(each) else None for each in self.logprobs],
             "rank": self.rank,
         }
 
