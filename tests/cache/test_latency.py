@@ -45,15 +45,20 @@ def test_histograms_are_cumulative() -> None:
 def test_first_and_later_tokens() -> None:
     clock = Clock()
     latencies = Latencies(clock)
-    slow, fast, aborted, short = (
-        request(name, at) for name, at in zip("sfax", (990.0, 999.8, 995.0, 999.0), strict=True)
+    slow, fast, aborted, short, untold = (
+        request(name, at)
+        for name, at in zip("sfaxu", (990.0, 999.8, 995.0, 999.0, 1.0), strict=True)
     )
-    for each, row in ((slow, FULL), (fast, SNAPKV), (aborted, FULL), (short, SNAPKV)):
+    each_row = (slow, FULL), (fast, SNAPKV), (aborted, FULL), (short, SNAPKV), (untold, SNAPKV)
+    for each, row in each_row:
         latencies.begin(each, row)
     assert latencies.add_step(outputs("s", "f")) and not latencies.add_step(outputs("s", "f"))
     # Its first token is its last: vLLM frees it before the step's outputs are looked at.
     short.num_output_tokens, short.status = 1, RequestStatus.FINISHED_STOPPED
     latencies.end(short)
+    # Another server drew its first token, and what was kept of its prompt did not come.
+    untold.num_output_tokens, untold.status = 1, RequestStatus.FINISHED_ERROR
+    latencies.end(untold, is_told=False)
     clock.now += 2.0
     slow.num_output_tokens, slow.status = 21, RequestStatus.FINISHED_LENGTH_CAPPED
     fast.num_output_tokens, fast.status = 9, RequestStatus.FINISHED_ABORTED

@@ -82,15 +82,19 @@ class Latencies:
             self._add_first(request_id, now)
         return bool(came)
 
-    def end(self, request: Request) -> None:
-        """A request ended, by itself or not."""
+    def end(self, request: Request, is_told: bool = True) -> None:
+        """A request ended, by itself or not.
+
+        is_told: whether the tokens that it has were given to anybody, or are about to be.
+        """
         request_id = request.request_id
         running = self._running.get(request_id)
         if running is None:
             return
         now, tokens = self._clock(), request.num_output_tokens
         is_whole = request.status != RequestStatus.FINISHED_ABORTED
-        if running.first is None and tokens:  # With its first token: vLLM frees it before it tells.
+        if running.first is None and tokens and is_told:
+            # With its first token: vLLM frees it before it tells.
             self._add_first(request_id, now)
         elif running.first is not None and tokens > 1 and is_whole:
             histogram = self._later.setdefault(running.row, Histogram(PER_TOKEN_BOUNDS))

@@ -341,7 +341,8 @@ class _PolicyScheduling(_Base):
 
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)
-        self.policy_stats.end_request(request)
+        # The first token of one whose entries have not come was told to nobody.
+        self.policy_stats.end_request(request, not self.handed_over.is_coming(request))
         self._counted_unshared.discard(request.request_id)
         self.admission.remove_request(request.request_id)
         self.sharing.remove_request(request.request_id)

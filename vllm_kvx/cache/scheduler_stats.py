@@ -110,9 +110,9 @@ class PolicySchedulerStats:
         """What a step gave its requests."""
         self._changed |= self._latencies.add_step(outputs)
 
-    def end_request(self, request: Request) -> None:
-        """A request ended, by itself or not."""
-        self._latencies.end(request)
+    def end_request(self, request: Request, is_told: bool = True) -> None:
+        """A request ended, by itself or not; `is_told` as of ``Latencies.end``."""
+        self._latencies.end(request, is_told)
         self._changed = True
 
     def news(self, requests: Mapping[str, Request]) -> dict[str, Any] | None:
