@@ -14,6 +14,7 @@ from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.knorm import Norm
+from reference.pyramidkv import Pyramid
 from support.engine import BLOCK, Answer, Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
@@ -135,6 +136,31 @@ def test_what_one_keeps_another_goes_on_with(
         _sample(engine, prefiller, these)
         _preempt(engine, prefiller, these)
         _fail_to_load_and_abort(engine, prefiller, these)
+        engine.assert_idle()
+        _wait_for_freed(prefiller)
+
+
+def test_layers_that_keep_different_shares(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyramidKV's: every KV group hands over blocks of its own number."""
+    keep_in_process(monkeypatch)
+    monkeypatch.setenv(PORT, str(free_port()))
+    model, policy = tiny(), Pyramid(kv_rate=0.3, groups=4)
+    options = {"max_model_len": 512, "max_num_batched_tokens": 128}
+    prompts, policies = prompts_of(LENGTHS), [policy] * len(LENGTHS)
+    with (
+        prefilling(model, named(policy), **options) as prefiller,
+        running(model, named(policy), kv_transfer_config=PATIENT, **options) as engine,
+    ):
+        computed = _watch_computed(engine)
+        transfers = prefiller.prefill(prompts, [None] * len(prompts))
+        held = [[len(group) for group in each["remote_block_ids"]] for each in transfers]
+        assert len(held[-1]) == 4 and held[-1] == sorted(held[-1], reverse=True)
+        assert held[-1][0] > held[-1][-1]
+        loaded = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
+        assert max(computed) <= len(prompts)
+        assert_parity(model, loaded, policies)
         engine.assert_idle()
         _wait_for_freed(prefiller)
 
