@@ -26,7 +26,7 @@ FULL = "full"
 MAX_MODEL_LEN = 2048
 ANSWER_TOKENS = 6
 # Long enough that the request is still running when its blocks are counted.
-HOLD_TOKENS = 96
+HOLD_TOKENS = 512
 # The server answers with what it read up to 0.25 s ago.
 STALE_S = 0.3
 
