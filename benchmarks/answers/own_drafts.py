@@ -74,9 +74,8 @@ class Server(DraftingServer):
         from vllm.inputs import TokensPrompt
 
         is_text = task == "text"
-        tokens = TEXT_TOKENS if is_text else ANSWER_TOKENS
-        if task in TASKS:
-            tokens = TASKS[task].max_tokens
+        of_demo = TEXT_TOKENS if is_text else ANSWER_TOKENS
+        tokens = TASKS[task].max_tokens if task in TASKS else of_demo
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=is_text)
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)

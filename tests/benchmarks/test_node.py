@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,28 +168,26 @@ def test_plans_are_sound(name: str) -> None:
                 json.loads(word)
 
 
+# What reads the command line of a step's module.
+PARSERS: dict[str, Callable[[list[str]], object]] = {
+    "benchmarks.answers.kvpress_yardstick": kvpress_yardstick.parse_args,
+    "benchmarks.answers.reuse": reuse.parse_args,
+    "benchmarks.answers.sparse_prefill": sparse_prefill.parse_args,
+    "benchmarks.engine.compare": compare.parse_args,
+    "benchmarks.engine.own_drafts": own_drafts.parse_args,
+    "benchmarks.ops.retrieval_step": retrieval_step.parse_args,
+    "benchmarks.serving": serving.parse_args,
+    "benchmarks.serving.disaggregated": disaggregated.parse_args,
+    "benchmarks.serving.turns": turns.parse_args,
+}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_name_options_that_there_are(name: str) -> None:
     for step in read_plan(name):
         module, *arguments = step.words(1200, VALUES)[2:]
-        if module == "benchmarks.serving.turns":
-            turns.parse_args(arguments)
-        elif module == "benchmarks.engine.compare":
-            compare.parse_args(arguments)
-        elif module == "benchmarks.engine.own_drafts":
-            own_drafts.parse_args(arguments)
-        elif module == "benchmarks.serving":
-            serving.parse_args(arguments)
-        elif module == "benchmarks.serving.disaggregated":
-            disaggregated.parse_args(arguments)
-        elif module == "benchmarks.answers.kvpress_yardstick":
-            kvpress_yardstick.parse_args(arguments)
-        elif module == "benchmarks.answers.reuse":
-            reuse.parse_args(arguments)
-        elif module == "benchmarks.answers.sparse_prefill":
-            sparse_prefill.parse_args(arguments)
-        elif module == "benchmarks.ops.retrieval_step":
-            retrieval_step.parse_args(arguments)
+        if module in PARSERS:
+            PARSERS[module](arguments)
         elif module == "benchmarks.tuning.sweep":
             args = speed_sweep.parse_args(arguments)
             runs = speed_sweep.runs_of(args)

@@ -341,6 +341,15 @@ class Retain(Method, ABC):
         return 0
 
 
+def layer_chooses(layer: int, reuse_layers: int, first: int = 0) -> bool:
+    """Whether a layer makes the choice that it reads by, where so many read by one.
+
+    first: of a pipeline's rank, whose first one has nobody's choice to go by.
+    """
+    above = layer - DENSE_LAYERS
+    return above >= 0 and (above % reuse_layers == 0 or layer == max(first, DENSE_LAYERS))
+
+
 class Retrieve(Method, ABC):
     """Which stored entries does this decode step read? Answered in every decode step.
 
@@ -370,10 +379,6 @@ class Retrieve(Method, ABC):
         cls, group: int, budget: int, reduction: str, dense_below: int | str, reuse_layers: int = 1
     ) -> "Retrieve":
         """The method of this class whose index has such groups."""
-
-    def chooses(self, layer: int) -> bool:
-        """Whether a layer that retrieves makes the choice that it reads by. layer: from 0."""
-        return (layer - DENSE_LAYERS) % self.reuse_layers == 0
 
     @property
     def budget_units(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
-from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.axes import DENSE_LAYERS, layer_chooses
 from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
@@ -45,6 +45,11 @@ class PolicyStats:
         """
         self.reuse_layers = reuse_layers
         self.stage_sizes, self.first_layer = np.array(stage_sizes), first_layer
+        numbers = range(first_layer, first_layer + sum(stage_sizes))
+        chooses = [layer_chooses(number, reuse_layers, first_layer) for number in numbers]
+        # Layers of every stage that choose what they and others read.
+        by_stage = np.split(np.array(chooses, dtype=int), np.cumsum(self.stage_sizes)[:-1])
+        self._choosing = np.array([part.sum() for part in by_stage])
         self.num_layers = sum(stage_sizes) if num_layers is None else num_layers
         self.policies = policies if policies is not None else CountedPolicies()
         size = self.policies.size
@@ -197,10 +202,6 @@ class PolicyStats:
         starts = np.cumsum(self.stage_sizes) - self.stage_sizes
         dense = np.clip(DENSE_LAYERS - self.first_layer - starts, 0, self.stage_sizes)
         layers = (self.stage_sizes - dense)[:, None]
-        number = self.first_layer + np.arange(self.stage_sizes.sum()) - DENSE_LAYERS
-        chooses = (number >= 0) & (number % self.reuse_layers == 0)
-        chooses |= number == max(self.first_layer - DENSE_LAYERS, 0)
-        choosing = np.array([part.sum() for part in np.split(chooses, starts[1:])])[:, None]
         seen = seen * (budgets > 0)
         has = seen.any(axis=0)
         retrieves = lens.any(axis=0)
@@ -208,7 +209,7 @@ class PolicyStats:
         totals = np.stack(
             [
                 self.stage_sizes @ seen,
-                (choosing * lens).sum(axis=0),
+                self._choosing @ lens,
                 dense @ seen + (layers * per_layer).sum(axis=0),
                 retrieves,
                 has & ~retrieves,

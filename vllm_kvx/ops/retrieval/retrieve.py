@@ -192,7 +192,7 @@ def retrieve(
         scales = (scale, key_scale, value_scale)
         _retrieve_in_torch(query, paged, *where, *scales, soft_cap, sinks, chosen)
         return
-    found = steps(
+    for step in steps(
         query,
         paged,
         sidecar,
@@ -206,10 +206,8 @@ def retrieve(
         soft_cap=soft_cap,
         sinks=sinks,
         chosen=chosen,
-    )
-    for name, step in found.items():
-        if not chosen or name == "attend":
-            step()
+    ).values():
+        step()
 
 
 def steps(
@@ -228,7 +226,7 @@ def steps(
     sinks: Tensor | None = None,
     chosen: bool = False,
 ) -> dict[str, Callable[[], None]]:
-    """The three ops of ``retrieve`` by name, in the order in which they run."""
+    """The ops of ``retrieve`` by name, as they run: three, or one if `chosen`."""
     num_rows, kv_heads, unit = rows.lens.shape[0], paged.num_heads, scratch.unit
     # One program merges the parts of a row: many small parts take it longer than few.
     most = MAX_SPLITS
@@ -331,11 +329,14 @@ def steps(
             sinks=sinks,
         )
 
+    attends = attend_in_cuda if scratch.backends.attend == "cuda" else attend_in_triton
+    if chosen:
+        return {"attend": attends}
     scores_in_cuda = scratch.backends.score == "cuda"
     return {
         "score": score_in_cuda if scores_in_cuda else score_in_triton,
         "select": select_in_cuda if scores_in_cuda else select_in_triton,
-        "attend": attend_in_cuda if scratch.backends.attend == "cuda" else attend_in_triton,
+        "attend": attends,
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve, layer_chooses
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
@@ -180,7 +180,9 @@ def _read(method: Retrieve | None, layer: int, entries: int) -> float:
 
 def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
     """The sidecar's share of `_read`."""
-    if method is None or not _retrieves(method, layer, entries) or not method.chooses(layer):
+    if method is None or not _retrieves(method, layer, entries):
+        return 0
+    if not layer_chooses(layer, method.reuse_layers):
         return 0
     index = method.index
     # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.

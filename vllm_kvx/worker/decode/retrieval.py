@@ -20,7 +20,7 @@ from vllm_kvx.ops.retrieval.costs import Begins, costs
 from vllm_kvx.ops.retrieval.crossover import crossover
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
-from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.axes import Retrieve, layer_chooses
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.announce import announce, known
@@ -113,9 +113,9 @@ class Retrieval:
         self.costs = costs(*machine, keeps_state=states, invariant=envs.VLLM_BATCH_INVARIANT)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
-        # By place, whether a layer chooses; a worker's first one has nobody's choice to go by.
-        places, first = [each.index for each in layers], max(layers[0].index, DENSE_LAYERS)
-        self._chooses = [index <= first or self.policy.chooses(index) for index in places]
+        # By place.
+        reuse, first = layout.reuse_layers, layers[0].index
+        self._chooses = [layer_chooses(layer.index, reuse, first) for layer in layers]
         self.begins = Begins.of(
             self.policy.floor(self.crossover),
             self.policy.floor(0),
