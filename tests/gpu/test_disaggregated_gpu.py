@@ -92,7 +92,7 @@ def test_what_one_keeps_another_goes_on_with(
         transfers = prefiller.prefill(prompts, [named(policy) for policy in each])
         transfers += [{}] * len(others)
         loaded = ask(engine, [*prompts, *others], each * 2, max_tokens=40, transfers=transfers)
-        assert_parity(model, loaded, each * 2)
+        assert_parity(model, loaded, each * 2, least=0.6)
         alone = ask(engine, prompts, each, max_tokens=40)
         assert [a.tokens for a in alone] == [a.tokens for a in loaded[: len(prompts)]]
         engine.assert_idle()
