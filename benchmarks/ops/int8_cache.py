@@ -8,8 +8,9 @@ and KV head, in two layouts, beside FIER's 1-bit keys (``int8_pages``).
 - `store`: a chunk's keys and values into pages, by vLLM's kernels, and the 1-bit codes; both in
   one kernel.
 - `prefill`: a chunk over an earlier context. In 8 bits the context is undone into scratch of 16
-  bits, whole or by slices whose attention is merged; then FlashAttention 3 reads it. `lost` is the
-  share of time lost to FlashAttention 3 over pages of 16 bits, by the median over turns in which
+  bits, whole or by slices whose attention is merged; then FlashAttention 3 reads it. Short chunks
+  share the undoing of a long context among few queries. vLLM's Triton attention needs none. `lost`
+  is the share of time lost to FlashAttention 3 over pages of 16 bits, the median over turns in which
   every way runs once; `ideal_ms` is that one's time and the bytes of undoing and merging.
 - `decode`: attention over chosen entries in Triton, 16 bits and 8, and the CUDA op for 16; and over
   all entries, as layers read that do not retrieve. `us` is a CUDA graph's time by its calls, none
@@ -65,7 +66,7 @@ from benchmarks.ops.retrieval_layer import (
 from benchmarks.ops.retrieval_step import Case
 from benchmarks.ops.saliency import bytes_per_us
 
-PARTS = ("checks", "prefill", "decode", "store", "accuracy")
+PARTS = ("checks", "prefill", "store", "accuracy", "decode")
 CASES = ("1x130000", "6x130000", "12x32768", "24x32768")
 # Programs that share attention over chosen entries; the fastest counts.
 PROGRAMS = (256, 512, 1024) if ON_GPU else (16,)
@@ -103,11 +104,13 @@ def in_turns(ways: dict[str, Call], repeats: int) -> dict[str, list[float]]:
 
 
 def prefill(shape: Heads, args: argparse.Namespace, bandwidth: float) -> Iterator[Line]:
-    """A line for each context and way."""
-    for context in args.contexts:
-        head = {"context": context, "chunk": args.chunk}
+    """A line for each context, chunk and way."""
+    pairs = [(context, args.chunk) for context in args.contexts]
+    pairs += [(args.contexts[-1], chunk) for chunk in args.short_chunks]
+    for context, chunk in pairs:
+        head = {"context": context, "chunk": chunk}
         try:
-            made = Prefill(shape, context, args.chunk)
+            made = Prefill(shape, context, chunk)
         except Exception as error:  # Such as: out of memory.
             yield head | {"error": what_went_wrong(error)}
             continue
@@ -118,6 +121,7 @@ def prefill(shape: Heads, args: argparse.Namespace, bandwidth: float) -> Iterato
         for layout in LAYOUTS:
             ways[f"whole, {layout}"] = partial(made.whole, layout)
             ways[f"undoing alone, {layout}"] = partial(made.undoing, layout)
+            ways[f"vLLM's Triton, {layout}"] = partial(made.unified, layout)
         ways["whole, apart, by table"] = partial(made.whole, "apart", by_table=True)
         ways["whole, apart, own exact"] = partial(made.whole, "apart", own="exact")
         for size in args.slices if context else ():
@@ -286,9 +290,10 @@ def free() -> None:
 
 def table_of(content: Line) -> str:
     """Markdown: what prefill loses, and what decode takes."""
-    rows = ["| context | way | ms | lost | ideal ms | scratch MB |", "|---" * 6 + "|"]
+    rows = ["| context | chunk | way | ms | lost | ideal ms | scratch MB |", "|---" * 7 + "|"]
     for line in content["prefill"]:
-        cells = [line["context"], line.get("way", "-"), line.get("ms", line.get("error"))]
+        cells = [line["context"], line["chunk"], line.get("way", "-")]
+        cells.append(line.get("ms", line.get("error")))
         cells += [line.get("lost", "-"), line.get("ideal_ms", "-")]
         cells.append(round(line.get("scratch_bytes", 0) / 1e6, 1))
         rows.append(f"| {' | '.join(map(str, cells))} |")
@@ -307,6 +312,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     add("--contexts", type=int, nargs="+", default=[0, 24576, 57344, 122880])
     add("--chunk", type=int, default=8192, help="prompt tokens that are prefilled at once")
+    add("--short-chunks", type=int, nargs="*", default=[2048, 512], help="over the last context")
     add("--slices", type=int, nargs="+", default=[8192, 32768], help="entries undone at a time")
     cases = [Case.of(name) for name in CASES]
     add("--cases", type=Case.of, nargs="+", default=cases, help="such as 6x130000")
@@ -321,7 +327,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--chunk {args.chunk}: give a multiple of {GROUP}, whole groups of 1-bit keys"
         )
     if args.dry:
-        args.contexts, args.chunk, args.slices = [0, 96], 64, [64]
+        args.contexts, args.chunk, args.short_chunks, args.slices = [0, 96], 64, [32], [64]
         args.cases, args.budgets, args.repeats = [Case.of("2x70")], [32], 1
     return args
 

@@ -115,6 +115,7 @@ def prefilled(shape: Heads) -> Iterator[Line]:
             ways[f"whole, {layout}"] = layout, False, partial(made.whole, layout)
             sliced = partial(made.sliced, layout, 2 * GROUP)
             ways[f"slices, {layout}"] = layout, True, sliced
+            ways[f"vLLM's Triton, {layout}"] = layout, False, partial(made.unified, layout)
         by_table = partial(made.whole, "apart", by_table=True)
         ways["whole, apart, by table"] = "apart", False, by_table
         ways["whole, apart, own exact"] = "apart", True, partial(made.whole, "apart", own="exact")

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from benchmarks.ops.int8_pages import (
     LAYOUTS,
-    Int8Pages,
     copied,
     entry_bytes,
     sectors_of_an_entry,
 )
 from benchmarks.ops.int8_read_triton import attend
+from benchmarks.ops.int8_unified import unified
 from benchmarks.ops.retrieval_layer import (
     DEVICE,
     DTYPE,
@@ -31,10 +31,6 @@ from vllm_kvx.ops.retrieval import retrieve
 from vllm_kvx.ops.retrieval.attend import MAX_SPLITS
 from vllm_kvx.ops.retrieval.attend import attend as attend_16_bits
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
-
-# Parts of a context that vLLM's Triton attention gives a program each, and how many requests of 8
-# KV heads have such parts: what its backend sets.
-_PARTS, _WITH_PARTS = 16, 16
 
 
 class Step:
@@ -159,52 +155,11 @@ class Step:
         return self._call(attend, pages, table, indices, pages.block_size, programs)
 
     def unified(self, layout: str, table: Tensor) -> Call:
-        """vLLM's Triton attention over all entries, as its backend calls it in a decode step.
-
-        layout: `16 bits`, or that of 8.
-        """
-        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-        from vllm.v1.kv_cache_interface import KVQuantMode
-
-        shape = self.shape
-        of: Any = self.layer.paged if layout == "16 bits" else self.pages[layout]
-        scales: dict[str, Any] = {}
-        if isinstance(of, Int8Pages):
-            scales = {
-                "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD,
-                "k_scale_cache": of.key_scales.transpose(1, 2),
-                "v_scale_cache": of.value_scales.transpose(1, 2),
-            }
-        parts = _WITH_PARTS, shape.heads, _PARTS
-
-        def floats(*size: int) -> Tensor:
-            return torch.empty(size, dtype=torch.float32, device=DEVICE)
-
-        return partial(
-            unified_attention,
-            q=self.query,
-            k=of.keys.transpose(1, 2),
-            v=of.values.transpose(1, 2),
-            out=self.out,
-            cu_seqlens_q=torch.arange(self.batch + 1, dtype=torch.int32, device=DEVICE),
-            max_seqlen_q=1,
-            seqused_k=self.rows.lens,
-            max_seqlen_k=self.length,
-            softmax_scale=self.scale,
-            causal=True,
-            window_size=(-1, -1),
-            block_table=table,
-            softcap=0.0,
-            q_descale=None,
-            k_descale=None,
-            v_descale=None,
-            seq_threshold_3D=_WITH_PARTS,
-            num_par_softmax_segments=_PARTS,
-            softmax_segm_output=floats(*parts, shape.head_dim),
-            softmax_segm_max=floats(*parts),
-            softmax_segm_expsum=floats(*parts),
-            **scales,
-        )
+        """vLLM's Triton attention over all entries. layout: `16 bits`, or that of 8."""
+        of = self.layer.paged if layout == "16 bits" else self.pages[layout]
+        starts = torch.arange(self.batch + 1, dtype=torch.int32, device=DEVICE)
+        longest = 1, self.length
+        return unified(self.query, of, table, starts, self.rows.lens, longest, self.out)
 
     def bytes_of(self, layout: str, entries: int) -> tuple[float, float]:
         """Bytes of so many entries a request and KV head; and in whole sectors, each on its own.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from benchmarks.ops.int8_pages import LAYOUTS, copied, entry_bytes
 from benchmarks.ops.int8_read_triton import undo
+from benchmarks.ops.int8_unified import unified
 from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, ON_GPU, Call, Heads, Layer
 from benchmarks.ops.sparse_prefill_ways import flash
 
@@ -124,6 +125,13 @@ class Prefill:
         """FlashAttention 3 over the pages of 16 bits, as vLLM calls it."""
         keys, values = (x.transpose(1, 2) for x in (self.layer.paged.keys, self.layer.paged.values))
         return Way(self._by_table(keys, values, self.table))
+
+    def unified(self, layout: str) -> Way:
+        """vLLM's Triton attention over the pages of 8 bits: without scratch."""
+        lens = torch.tensor([self.length], dtype=torch.int32, device=DEVICE)
+        longest, starts = (self.chunk, self.length), _starts(self.chunk)
+        where = (self.table[None], starts, lens, longest, self.out)
+        return Way(unified(self.query, self.pages[layout], *where))
 
     def _by_table(self, keys: Tensor, values: Tensor, table: Tensor) -> Call:
         """keys, values: (pages, page, G, D)."""

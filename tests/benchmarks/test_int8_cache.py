@@ -34,8 +34,8 @@ def test_kernels_compute_what_plain_torch_does() -> None:
         pytest.skip("a GPU's bfloat16 is measured by the benchmark itself")
     found = list(checks(bench.DRY))
     assert not [line for line in found if "error" in line]
-    # Five lines of stores for each layout, eight ways of prefill over two contexts, and decode.
-    assert len(found) == 10 + 16 + 8
+    # Five lines of stores for each layout, ten ways of prefill over two contexts, and decode.
+    assert len(found) == 10 + 20 + 8
     assert all(line["off_by"] < 1e-5 for line in found), found
     assert all(line.get("differ", 0) == line.get("beside", 0) == 0 for line in found)
     assert all(line.get("scales_off_by", 0) < 1e-6 for line in found)
@@ -170,5 +170,6 @@ def test_the_dry_run_measures_every_way(tmp_path: Path) -> None:
     lines = [line for part in bench.PARTS for line in report[part]]
     failed = {line["way"] for line in lines if "error" in line}
     assert failed == (set() if ON_GPU else {"16 bits, CUDA"})
-    assert {line["context"] for line in report["prefill"]} == {0, 96}
+    pairs = {(line["context"], line["chunk"]) for line in report["prefill"]}
+    assert pairs == {(0, 64), (96, 64), (96, 32)}
     assert {line["tokens"] for line in report["store"]} == {64, 24, 1}
