@@ -10,8 +10,8 @@ and KV head, in two layouts, beside FIER's 1-bit keys (``int8_pages``).
 - `prefill`: a chunk over an earlier context. In 8 bits the context is undone into scratch of 16
   bits, whole or by slices whose attention is merged; then FlashAttention 3 reads it. Short chunks
   share the undoing of a long context among few queries. vLLM's Triton attention needs none. `lost`
-  is the share of time lost to FlashAttention 3 over pages of 16 bits, the median over turns in which
-  every way runs once; `ideal_ms` is that one's time and the bytes of undoing and merging.
+  is the share of time lost to FlashAttention 3 over pages of 16 bits: the median over turns in
+  which every way runs once. `ideal_ms` is that one's time and the bytes of undoing and merging.
 - `decode`: attention over chosen entries in Triton, 16 bits and 8, and the CUDA op for 16; and over
   all entries, as layers read that do not retrieve. `us` is a CUDA graph's time by its calls, none
   of which reads what an earlier one left in L2.

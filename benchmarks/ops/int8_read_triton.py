@@ -150,12 +150,13 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         inside = inside & (index < length)
         block = tl.load(table + index // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slot = index % BLOCK_SIZE
-        at = (block * stride_b + head * stride_h + slot * stride_t)[:, None] + channel[None, :]
-        key = tl.load(keys + at, mask=inside[:, None], other=0).to(q.dtype)
-        value = tl.load(values + at, mask=inside[:, None], other=0).to(q.dtype)
-        at = block * scale_b + head * scale_h + slot * scale_t
-        key_scale = tl.load(key_scales + at, mask=inside, other=0.0)
-        value_scale = tl.load(value_scales + at, mask=inside, other=0.0)
+        begins = (block * stride_b + head * stride_h + slot * stride_t)[:, None]
+        place_in = begins + channel[None, :]
+        key = tl.load(keys + place_in, mask=inside[:, None], other=0).to(q.dtype)
+        value = tl.load(values + place_in, mask=inside[:, None], other=0).to(q.dtype)
+        of_scale = block * scale_b + head * scale_h + slot * scale_t
+        key_scale = tl.load(key_scales + of_scale, mask=inside, other=0.0)
+        value_scale = tl.load(value_scales + of_scale, mask=inside, other=0.0)
         # 16 bits hold whole numbers up to 127, so scales are left to the products.
         s = tl.dot(q, tl.trans(key), input_precision="ieee") * (scale * key_scale)[None, :]
         s = tl.where(inside[None, :], s, float("-inf"))
