@@ -1,6 +1,9 @@
 """A layer's cache in 8 bits: its pages, the kernels over them, and the benchmark's way through."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import torch
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
+from benchmarks.common.files import ROOT
 from benchmarks.ops import int8_accuracy, int8_pages
 from benchmarks.ops import int8_cache as bench
 from benchmarks.ops.int8_checks import checks
@@ -173,3 +177,22 @@ def test_the_dry_run_measures_every_way(tmp_path: Path) -> None:
     pairs = {(line["context"], line["chunk"]) for line in report["prefill"]}
     assert pairs == {(0, 64), (96, 64), (96, 32)}
     assert {line["tokens"] for line in report["store"]} == {64, 24, 1}
+
+
+@pytest.mark.nightly
+def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and vLLM's, in a process of its own: the tests' Triton interprets kernels."""
+    for variable in ("TRITON_INTERPRET", "KVX_CPU"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    run = [sys.executable, "-m", "support.int8_compiles"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    by_layout = json.loads(done.stdout.splitlines()[-1])
+    reads = ("_undo_kernel", "_attend_kernel", "kernel_unified_attention")
+    for layout, compiled in by_layout.items():
+        assert len(compiled) == 11
+        # Entries that begin every 264 bytes are read a byte at a time, by vLLM's kernel too.
+        by_byte = {name: count for name, count in compiled if name in reads}
+        assert set(by_byte) == set(reads)
+        assert all((count > 0) == (layout == "inline") for count in by_byte.values()), by_byte
