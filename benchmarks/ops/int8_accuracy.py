@@ -17,7 +17,7 @@ from vllm_kvx.equations.retrieval import quantize_keys, reduce_heads, token_scor
 
 # Standard deviation of the logits: attention to everything, and to few entries.
 SPREADS = (1.0, 4.0)
-KINDS = ("random", "heavy-tailed", "outlier channels")
+KINDS = ("random", "heavy-tailed", "outlier channels", "biased channels")
 _OUTLIERS, _FACTOR = 4, 20.0
 
 
@@ -25,7 +25,8 @@ def entries(kind: str, *size: int) -> Tensor:
     """(..., D) float32, rounded to bfloat16: what a cache of 16 bits holds.
 
     heavy-tailed: Student's t of two degrees. outlier channels: four of a head's are 20 times as
-    large, as in keys of models with a bias.
+    large. biased channels: to four is added 20, the same for all tokens, which a softmax does not
+    see: as models whose keys have a bias.
     """
     x = torch.randn(size, device=DEVICE)
     if kind == "heavy-tailed":
@@ -33,6 +34,8 @@ def entries(kind: str, *size: int) -> Tensor:
         x /= (squares / 2).sqrt()
     if kind == "outlier channels":
         x[..., :_OUTLIERS] *= _FACTOR
+    if kind == "biased channels":
+        x[..., :_OUTLIERS] += _FACTOR
     return x.bfloat16().float()
 
 
@@ -68,14 +71,15 @@ def selected(query: Tensor, keys: Tensor, budget: int) -> Tensor:
 
 
 def lines(shape: Heads, length: int, budget: int) -> Iterator[dict[str, Any]]:
-    """A line for each kind of keys, spread of logits, what is read, and rounding.
+    """A line for each kind of keys, spread of logits, what is read, and rounding; random values.
 
     cosine, least_cosine: over query heads. most: the largest error of a channel; of_most: over the
     largest channel of the output. chosen_again: share of the entries that FIER chooses by the exact
     keys and by rounded ones.
     """
     for kind in KINDS:
-        keys, values = (entries(kind, shape.kv_heads, length, shape.head_dim) for _ in range(2))
+        size = shape.kv_heads, length, shape.head_dim
+        keys, values = entries(kind, *size), entries("random", *size)
         asked = torch.randn(shape.heads, shape.head_dim, device=DEVICE)
         for spread in SPREADS:
             query = asked * (spread / logits_of(asked, keys).std())

@@ -124,14 +124,16 @@ def test_a_pool_of_8_bits_holds_less_than_twice_as_much() -> None:
 def test_8_bit_integers_keep_more_than_fp8() -> None:
     torch.manual_seed(0)
     found = list(int8_accuracy.lines(bench.DRY, 256, 64))
-    assert len(found) == 3 * 2 * 2 * 3
+    assert len(found) == 4 * 2 * 2 * 3
 
     def errors(rounding: str) -> list[float]:
+        """Not of tails that are heavier: there few numbers leave little to the others."""
         lines = (line for line in found if line["rounding"] == rounding)
-        return [1 - line["cosine"] for line in lines if line["keys"] == "random"]
+        keys = ("random", "biased channels")
+        return [1 - line["cosine"] for line in lines if line["keys"] in keys]
 
-    pairs = zip(errors("int8, fp32 scales"), errors("fp8, fp32 scales"), strict=True)
-    assert all(ours < 0.2 * theirs for ours, theirs in pairs)
+    pairs = list(zip(errors("int8, fp32 scales"), errors("fp8, fp32 scales"), strict=True))
+    assert len(pairs) == 8 and all(ours < 0.3 * theirs for ours, theirs in pairs), pairs
 
 
 def test_a_way_that_fails_leaves_the_others(tmp_path: Path) -> None:
