@@ -292,14 +292,14 @@ def table_of(content: Line) -> str:
     """Markdown: what prefill loses, and what decode takes."""
     rows = ["| context | chunk | way | ms | lost | ideal ms | scratch MB |", "|---" * 7 + "|"]
     for line in content["prefill"]:
-        cells = [line["context"], line["chunk"], line.get("way", "-")]
+        cells = [line.get("context", "-"), line.get("chunk", "-"), line.get("way", "-")]
         cells.append(line.get("ms", line.get("error")))
         cells += [line.get("lost", "-"), line.get("ideal_ms", "-")]
         cells.append(round(line.get("scratch_bytes", 0) / 1e6, 1))
         rows.append(f"| {' | '.join(map(str, cells))} |")
     rows += ["", "| case | entries | way | us | ideal us |", "|---" * 5 + "|"]
     for line in content["decode"]:
-        cells = [line["case"], line.get("budget", "-"), line.get("way", "-")]
+        cells = [line.get("case", "-"), line.get("budget", "-"), line.get("way", "-")]
         cells += [line.get("us", line.get("error")), line.get("ideal_us", "-")]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)

@@ -154,6 +154,22 @@ def test_a_way_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert "error" in lines[0] and "ms" in lines[1] and "lost" not in lines[1]
 
 
+def test_a_part_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*args: Any) -> Iterator[dict[str, Any]]:
+        yield {"context": 0, "chunk": 1, "error": "no room"}
+        raise RuntimeError
+
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(bench, "prefill", fails)
+    bench.main(["--dry", "--output", str(out), "--parts", "prefill", "accuracy"])
+    report = json.loads(out.read_text())
+    assert [line["error"] for line in report["prefill"]] == ["no room", "RuntimeError"]
+    assert len(report["accuracy"]) == 48 and not report["decode"]
+    assert "| 0 | 1 | - | no room | - | - | 0.0 |" in capsys.readouterr().out
+
+
 def test_what_there_is_no_time_for_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
