@@ -1,0 +1,190 @@
+"""How far the kernels over 8-bit pages are from plain torch, at a small size; ``int8_cache``."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.ops.int8_decode_ways import Step
+from benchmarks.ops.int8_pages import LAYOUTS, Int8Pages, quantized, slots_of, store
+from benchmarks.ops.int8_prefill_ways import Prefill, Way, attention
+from benchmarks.ops.int8_read_triton import undo
+from benchmarks.ops.int8_store_triton import store_with_codes, write_codes
+from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, GROUP, ON_GPU, Call, Heads
+
+Line = dict[str, Any]
+_GROUPS, _PROGRAMS = 3, 8
+
+
+def checks(shape: Heads) -> Iterator[Line]:
+    """A line for each kernel and layout.
+
+    off_by: the largest difference from the reference, of poisoned outputs; where numbers are
+    stored, that of numbers of 8 bits, of which the nearest two may be as near. differ: share of
+    1-bit codes that do.
+    """
+    for of in (stored, prefilled, decoded):
+        yield from of(shape)
+
+
+def guarded(line: Line, found: Callable[[], Line]) -> Line:
+    try:
+        return line | found()
+    except Exception as error:  # Such as: a shape that a kernel does not take.
+        return line | {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
+
+
+def off_by(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).abs().max())
+
+
+def stored(shape: Heads) -> Iterator[Line]:
+    """Three groups in pages anywhere, the first page being another request's."""
+    tokens = _GROUPS * GROUP
+    blocks = tokens // shape.block_size
+    size = tokens, shape.kv_heads, shape.head_dim
+    key, value = (torch.randn(size, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    table = (torch.randperm(blocks, device=DEVICE) + 1).int()
+    slots = slots_of(table, shape.block_size, 0, tokens)
+    for layout in LAYOUTS:
+        pages, other = (Int8Pages.empty(shape, blocks + 1, layout) for _ in range(2))
+        line: Line = {"layout": layout}
+        run: Call = partial(store, pages, key, value, slots)
+        yield guarded(
+            line | {"check": "vLLM's store"}, partial(_store, run, pages, slots, (key, value))
+        )
+        run = partial(store_with_codes, other, key, value, table, 0)
+        yield guarded(
+            line | {"check": "one store"}, partial(_store, run, other, slots, (key, value))
+        )
+        run = partial(write_codes, pages, table, 0, _GROUPS)
+        yield guarded(line | {"check": "codes"}, partial(_codes, run, pages, table))
+        yield guarded(line | {"check": "codes of one store"}, partial(_codes, None, other, table))
+        yield guarded(line | {"check": "undo"}, partial(_undo, pages, table, tokens - 7))
+
+
+def _store(run: Call, pages: Int8Pages, slots: Tensor, entries: tuple[Tensor, Tensor]) -> Line:
+    run()
+    at = slots // pages.block_size, slice(None), slots % pages.block_size
+    found = ((pages.keys, pages.key_scales), (pages.values, pages.value_scales))
+    numbers = scales = 0.0
+    for (of, of_scales), x in zip(found, entries, strict=True):
+        right, right_scales = quantized(x)
+        numbers = max(numbers, off_by(of[at], right))
+        ratio = of_scales[at] / right_scales
+        scales = max(scales, off_by(ratio, torch.ones_like(ratio)))
+    beside = float(pages.keys[0].float().abs().max() + pages.values[0].float().abs().max())
+    return {"off_by": numbers, "scales_off_by": scales, "beside": beside}
+
+
+def _codes(run: Call | None, pages: Int8Pages, table: Tensor) -> Line:
+    """What is there, or what `run` writes, against what the reference writes in its place."""
+    if run is not None:
+        run()
+    signs, *found = pages.sidecar.dense(table, _GROUPS)
+    pages.write_codes(table, 0, _GROUPS)
+    right, *expected = pages.sidecar.dense(table, _GROUPS)
+    assert signs is not None and right is not None
+    differ = float((signs != right).float().mean())
+    off = max(off_by(one, other) for one, other in zip(found, expected, strict=True))
+    return {"off_by": off, "differ": differ}
+
+
+def _undo(pages: Int8Pages, table: Tensor, end: int) -> Line:
+    """Of entries that begin and end within a page."""
+    first = 5
+    expected = pages.entries(table, first, end)
+    found = [torch.full_like(x, torch.nan, dtype=DTYPE) for x in expected]
+    undo(pages, table, first, end, *found)
+    pairs = zip(found, expected, strict=True)
+    # Rounded once: both are the same number in 16 bits.
+    return {"off_by": max(off_by(one, other.to(DTYPE)) for one, other in pairs)}
+
+
+def prefilled(shape: Heads) -> Iterator[Line]:
+    """A chunk alone, and behind a context of which the last slice is short."""
+    for context in (0, 3 * GROUP):
+        made = Prefill(shape, context, 2 * GROUP)
+        ways: dict[str, tuple[str, bool, Callable[[], Way]]] = {
+            "16 bits": ("", True, made.stock),
+            "16 bits, contiguous": ("", True, made.contiguous),
+        }
+        for layout in LAYOUTS:
+            ways[f"whole, {layout}"] = layout, False, partial(made.whole, layout)
+            sliced = partial(made.sliced, layout, 2 * GROUP)
+            ways[f"slices, {layout}"] = layout, True, sliced
+            ways[f"vLLM's Triton, {layout}"] = layout, False, partial(made.unified, layout)
+        by_table = partial(made.whole, "apart", by_table=True)
+        ways["whole, apart, by table"] = "apart", False, by_table
+        ways["whole, apart, own exact"] = "apart", True, partial(made.whole, "apart", own="exact")
+        for name, (layout, exact, make) in ways.items():
+            line = {"check": f"prefill: {name}", "context": context}
+            yield guarded(line, partial(_prefill, made, layout, exact, make))
+
+
+def _prefill(made: Prefill, layout: str, exact: bool, make: Callable[[], Way]) -> Line:
+    """layout: of the context, 16 bits without. exact: whether the chunk's own are of 16 bits."""
+    keys, values = made.exact()
+    if layout:
+        end = made.context if exact else made.length
+        found = made.pages[layout].entries(made.table, 0, end)
+        for to, of in zip((keys, values), found, strict=True):
+            to[:end] = of.to(DTYPE)
+    expected, _ = attention(made.query, keys, values, True)
+    made.out.fill_(torch.nan)
+    make().run()
+    return {"off_by": off_by(made.out, expected)}
+
+
+def decoded(shape: Heads) -> Iterator[Line]:
+    """Two requests whose last page is not full, in two layers."""
+    step = Step(shape, 3 * GROUP + 9, 2, 2)
+    table, picked = step.tables[1], step.selections(48, 1)[0]
+    index = torch.arange(step.length, device=DEVICE)
+    every = index.expand(step.batch, shape.kv_heads, -1)
+    ways: dict[str, tuple[str, Tensor, Callable[[], Call]]] = {
+        "chosen, 16 bits": (
+            "16 bits",
+            picked,
+            partial(step.chosen_16_bits, table, picked, _PROGRAMS),
+        ),
+        "all, 16 bits, vLLM's": ("16 bits", every, partial(step.unified, "16 bits", table)),
+    }
+    if ON_GPU:
+        ways["chosen, 16 bits, CUDA"] = "16 bits", picked, lambda: step.in_cuda(48)(table, picked)
+    for layout in LAYOUTS:
+        of = partial(step.chosen, layout, table, picked, _PROGRAMS)
+        ways[f"chosen, {layout}"] = layout, picked, of
+        ways[f"all, {layout}"] = layout, every, partial(step.all_of, layout, table, _PROGRAMS)
+        ways[f"all, {layout}, vLLM's"] = layout, every, partial(step.unified, layout, table)
+    for name, (layout, read, make) in ways.items():
+        yield guarded({"check": f"decode: {name}"}, partial(_decode, step, layout, read, make))
+
+
+def _decode(step: Step, layout: str, read: Tensor, make: Callable[[], Call]) -> Line:
+    paged = step.layer.paged
+    share, table = step.shape.heads // step.shape.kv_heads, step.tables[1]
+    step.out.fill_(torch.nan)
+    make()()
+    most = 0.0
+    for r in range(step.batch):
+        if layout == "16 bits":
+            keys, values = (
+                of(table[r], step.length) for of in (paged.dense_keys, paged.dense_values)
+            )
+        else:
+            found = step.pages[layout].entries(table[r], 0, step.length)
+            keys, values = (x.transpose(0, 1) for x in found)
+        for g in range(step.shape.kv_heads):
+            heads, of_head = slice(g * share, (g + 1) * share), read[r, g].long()
+            expected = _attended(step, r, heads, keys[g, of_head], values[g, of_head])
+            most = max(most, off_by(step.out[r, heads], expected))
+    return {"off_by": most}
+
+
+def _attended(step: Step, r: int, heads: slice, keys: Tensor, values: Tensor) -> Tensor:
+    """(H / G, D) float32 of one request and KV head."""
+    query = step.query[r, heads].float()
+    return (query @ keys.float().T * step.scale).softmax(dim=-1) @ values.float()
