@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reference.zoo import build
 from support import inside
 from support.engine import running
+from support.expected import Speed
+from support.parity import ask, assert_parity
 from support.prompts import prompt_of
 
 from vllm_kvx.policy.layout import Layout
@@ -69,6 +72,38 @@ def test_warm_up_is_not_counted(tiny: Callable[..., Path], monkeypatch: pytest.M
         }
         others = dict.fromkeys(("snapkv:kv_floor=0", ahead, "full"), (0, 0))
         assert counted_now == {policy: (1, 150), **others}
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_experts_run_on_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd numbers of rows, too, where rows are left behind; and nothing is changed by it."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    stock, seen = CPUWorker.compile_or_warm_up_model, []
+
+    @wraps(stock)
+    def as_on_a_gpu(worker: Any) -> Any:
+        times = stock(worker)
+        runner = worker.model_runner
+        forward = type(runner.model).forward
+
+        def watched(model: Any, input_ids: Any, *args: Any, **options: Any) -> Any:
+            seen.append(len(input_ids))
+            return forward(model, input_ids, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(runner.model), "forward", watched)
+            settings = runner.model_state.settings
+            warm_up(runner, worker.execute_model, worker.sample_tokens, settings)
+        return times
+
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu)
+    model = build(tmp_path / "model", "qwen3_moe")
+    with running(model, "speed-4", max_model_len=512, max_num_batched_tokens=96) as engine:
+        assert {1, 3, 4, 5, 9, 17, 18, 33, 65, 66} <= set(seen) and max(seen) == 96
+        answers = ask(engine, [prompt_of(150)], [Speed(4)], max_tokens=4)
+        engine.assert_idle()
+    assert_parity(model, answers, Speed(4))
 
 
 def test_ranks_of_experts_agree_on_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from reference.zoo import build
 from support.engine import running
 from support.gpu import COMPILED
 from support.prompts import prompts_of
@@ -103,3 +104,27 @@ def test_nothing_is_compiled_while_serving(
             engine.generate([prompt], 3, [name])
         engine.assert_idle()
     assert not late, late
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8_per_tensor"])
+def test_no_kernel_of_experts_is_compiled_while_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    """Above a cut there are any numbers of rows, odd ones too, beside decodes of any number."""
+    model = build(tmp_path / "model", "qwen3_moe", head_dim=64, hidden_size=256)
+    options = COMPILED | {
+        "dtype": "bfloat16",
+        "quantization": quantization,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 512,
+        "jit_monitor_mode": "error",
+    }
+    names = ["speed-4", "fastkv:tsp_layer=3,tsp_rate=0.3,kv_floor=0"]
+    with running(model, names[0], config={"kv_layout": names[1:]}, **options) as engine:
+        with monkeypatch.context() as lenient:
+            lenient.setattr("vllm.utils.jit_monitor._mode", "warn")
+            engine.generate(prompts_of((5,)), 2, ["full"])
+        for count in (1, 2, 7, 31):
+            prompts = prompts_of([17 + 23 * i % 501 for i in range(count)], seed=count)
+            engine.generate(prompts, 40, [names[i % 2] for i in range(count)])
+        engine.assert_idle()

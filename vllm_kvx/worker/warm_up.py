@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 from vllm.distributed.parallel_state import get_dp_group
+from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
@@ -41,6 +42,8 @@ def warm_up(
     runner: vLLM's GPUModelRunner. execute, sample: the worker's, through which steps go.
     Returns the policies that ran: those for which a step, the KV cache and the stash have room.
     """
+    if runner.model_config.is_moe and settings.layout.propagates:
+        _run_experts(runner)
     with _same_room(runner):
         return _warm_up(runner, execute, sample, settings)
 
@@ -89,6 +92,44 @@ def _warm_up(
             "No room to run %s before the first request, which will wait for its kernels.", missing
         )
     return ran
+
+
+def _run_experts(runner: Any) -> None:
+    """Runs the layers on odd and even numbers of rows, of every size that a step may have.
+
+    Where a policy propagates, as many rows as it leaves pass the upper layers. They are not padded
+    to a size whose graph was captured, as the rows of a whole step are.
+    """
+    if runner.parallel_config.pipeline_parallel_size > 1 or runner.lora_config is not None:
+        return  # These take more than tokens and positions.
+    most, began = runner.max_num_tokens, time.monotonic()
+    counts = _expert_rows(most)
+    rows_of_positions = (3,) if runner.model_config.uses_mrope else ()
+    ids = torch.zeros(most, dtype=torch.int32, device=runner.device)
+    positions = torch.zeros((*rows_of_positions, most), dtype=torch.int64, device=runner.device)
+    for rows in counts:
+        # Without metadata attention does nothing and writes nothing.
+        with torch.inference_mode(), set_forward_context(None, runner.vllm_config, num_tokens=rows):
+            runner.model(
+                input_ids=ids[:rows],
+                positions=positions[..., :rows],
+                inputs_embeds=None,
+                intermediate_tensors=None,
+            )
+    took = time.monotonic() - began
+    logger.info("Experts ran on up to %d rows, in %.1f s.", counts[-1], took)
+
+
+def _expert_rows(most: int) -> list[int]:
+    """Numbers of rows, at most `most`, for which experts' kernels may differ.
+
+    vLLM's tiles change beyond powers of two, and beyond half as many more. Triton compiles a kernel
+    anew where the pairs of rows and experts are no multiple of 16.
+    """
+    sizes = [2**power for power in range(most.bit_length())]
+    limits = {limit for size in sizes for limit in (size, size * 3 // 2)}
+    counts = {1} | {limit + more for limit in limits for more in (1, 2)}
+    return sorted(count for count in counts if count <= most)
 
 
 @contextmanager
