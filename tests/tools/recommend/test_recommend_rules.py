@@ -14,6 +14,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.tools.evaluate.questions import Suite
 from vllm_kvx.tools.ideal.devices import device_of
+from vllm_kvx.tools.ideal.work import decode_bytes, full_work, prefill_flops
 from vllm_kvx.tools.recommend.command import check_time, text_of
 from vllm_kvx.tools.recommend.gains import Gains, Workload, gains_of, server_of
 from vllm_kvx.tools.recommend.ladder import Candidate, ModelFacts, candidates, names_for
@@ -23,6 +24,8 @@ from vllm_kvx.tools.recommend.stopping import Verdict
 from vllm_kvx.tools.tasks.own_prompts import OwnPrompts
 
 LLAMA = SHAPES["llama-3.1-8b"].config()
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}
+KEEPS_STATES = {"layer_types": ["linear_attention", "full_attention"] * 16}
 WORKLOAD = Workload(32000, 1000, 16)
 
 
@@ -73,11 +76,34 @@ def test_those_that_gain_most_come_first() -> None:
         ("snapkv:kv_rate=1", {}, "what the others are compared with"),
         ("auto", {}, "a server chooses one"),
         ("snapkv:kv_rate=0.2,after=32", {}, "drops nothing before 32 tokens"),
+        ("snapkv:lookahead=32", {"config": LLAMA | MROPE}, "cannot look ahead"),
+        ("snapkv:lookahead=32", {"config": LLAMA | KEEPS_STATES}, "cannot look ahead"),
     ],
 )
 def test_what_is_left_out(name: str, changes: dict[str, Any], why: str) -> None:
     found, ((left, said),) = candidates([name], facts(**changes), 32, gains)
     assert not found and left == name and why in said
+
+
+def test_what_waits_and_what_is_drafted_is_counted() -> None:
+    """By hand: 32 of 1,000 tokens read all, or a prompt is read 32 times more, alone."""
+    plain, waits, drafts = map(
+        gains,
+        ("snapkv:kv_rate=0.2", "snapkv:kv_rate=0.2,after=32", "snapkv:kv_rate=0.2,lookahead=32"),
+    )
+    assert plain is not None and waits is not None and drafts is not None
+    share = 32 / WORKLOAD.output
+    assert waits.tpot == pytest.approx(
+        1 / (share + (1 - share) / plain.tpot), rel=0.01
+    )  # Of a few more entries.
+    assert waits.ttft == plain.ttft == 1 and drafts.tpot == plain.tpot
+    assert drafts.pool == plain.pool
+    server, length = server_of(LLAMA, "h100", None), WORKLOAD.input
+    full = full_work(server.shape.layers, length)
+    prompt = prefill_flops(server.shape, full) / server.device.flops
+    step = decode_bytes(server.shape, full) / server.device.bandwidth
+    assert drafts.ttft == pytest.approx(prompt / (prompt + 32 * step))
+    assert plain.requests > waits.requests > drafts.requests
 
 
 def test_short_prompts_save_nothing() -> None:

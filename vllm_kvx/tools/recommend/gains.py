@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.ideal.devices import DEVICES, Device, device_of
 from vllm_kvx.tools.ideal.shape import Shape
 from vllm_kvx.tools.ideal.work import (
@@ -127,31 +128,40 @@ def server_of(
 
 
 def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
-    """What a policy gains; None where its name leaves a layer to measurement."""
-    shape, length = server.shape, workload.input
+    """What a policy gains; None where its name leaves a layer to measurement.
+
+    With `after=n` the first n tokens of an answer read all entries. With `lookahead=n` a prompt is
+    read n times more before the first token, beside nothing else.
+    """
+    shape, length, output = server.shape, workload.input, workload.output
     work = work_in(shape, policy, length)
     if work is None:
         return None
     full = with_windows(full_work(shape.full_layers, length), shape, length)
-    kv = server.kv_bytes
+    parsed, kv = parse_policy(policy), server.kv_bytes
+    waits = min(parsed.num_generated, output)
 
-    def of_both(count: Any) -> float:
-        return float(count(full) / count(work))
+    def seconds_of(each: Work, batch: int, generated: float = 0) -> float:
+        """Of a decode step."""
+        read = decode_bytes(shape, each, batch, generated, server.weight_bytes, kv)
+        return read / server.device.bandwidth
 
-    def step(each: Work) -> float:
-        batch = batch_of(shape, full, workload.output, server.pool, workload.concurrency)
-        return decode_bytes(shape, each, int(batch), workload.output / 2, server.weight_bytes, kv)
-
-    def request(each: Work) -> float:
-        return least_time(
-            *(shape, each, workload.output, server.device, server.pool, workload.concurrency),
+    batch = int(batch_of(shape, full, output, server.pool, workload.concurrency))
+    whole, steps = (seconds_of(each, batch, output / 2) for each in (full, work))
+    prompts = [prefill_flops(shape, each, kv) / server.device.flops for each in (full, work)]
+    drafts = parsed.lookahead * seconds_of(full, 1)
+    requests = [
+        least_time(
+            *(shape, each, output, server.device, server.pool, workload.concurrency),
             weight_bytes=server.weight_bytes,
             kv_bytes=kv,
         )
-
+        for each in (full, work)
+    ]
+    waiting = waits * (seconds_of(full, 1) - seconds_of(work, 1))
     return Gains(
-        ttft=of_both(lambda each: prefill_flops(shape, each, kv)),
-        tpot=of_both(step),
-        pool=of_both(lambda each: sum(each.stored)),
-        requests=of_both(request),
+        ttft=prompts[0] / (prompts[1] + drafts),
+        tpot=whole * output / (waits * whole + (output - waits) * steps),
+        pool=sum(full.stored) / sum(work.stored),
+        requests=requests[0] / (requests[1] + waiting + drafts),
     )

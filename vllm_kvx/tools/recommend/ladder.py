@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from vllm_kvx.config.policy_layers import windows_by_config
+from vllm_kvx.config.policy_layers import is_full, layer_kinds, windows_by_config
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.beside_windows import beside_windows
 from vllm_kvx.policy.parameters import PolicyError
@@ -20,6 +20,7 @@ _WITHOUT_LAYERS = (
     *("snapkv:kv_rate=0.4", "snapkv:kv_rate=0.2"),
     *("criticalkv:kv_rate=0.4", "criticalkv:kv_rate=0.2"),
     *("snapkv:kv_rate=0.2,after=32", "snapkv:kv_rate=0.1,after=32"),
+    *("snapkv:kv_rate=0.2,lookahead=32", "snapkv:kv_rate=0.1,lookahead=32"),
     "snapkv:kv_rate=0.4+fier-512",
 )
 # With the layer and the rate of propagation that were calibrated.
@@ -156,10 +157,17 @@ def _problems(policy: KVPolicy, facts: ModelFacts, longest_answer: int) -> Itera
     if policy.retrieve is not None and facts.head_dim not in facts.head_dims:
         known = ", ".join(map(str, facts.head_dims))
         yield f"the model's heads have {facts.head_dim} dimensions, and retrieval knows {known}"
-    windows = windows_by_config(SimpleNamespace(**facts.config))
+    config = SimpleNamespace(**facts.config)
+    windows = windows_by_config(config)
     if windows is not None and policy.propagate is not None:
         why = beside_windows(policy, windows, facts.layers)
         yield from [] if why is None else [why]
+    if policy.lookahead:
+        if windows is not None or not all(map(is_full, layer_kinds(config))):
+            yield "some layers slide over a window or keep a state, with which it cannot look ahead"
+        rope = facts.config.get("rope_parameters") or facts.config.get("rope_scaling") or {}
+        if "mrope_section" in rope:
+            yield "positions have several parts (M-RoPE), with which it cannot look ahead"
 
 
 def that_may_win(remaining: Sequence[Candidate], kept: Candidate | None) -> list[Candidate]:
