@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
-from vllm_kvx.policy.axes import DENSE_LAYERS, layer_chooses
+from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.reuse import layer_chooses
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.step import Step
