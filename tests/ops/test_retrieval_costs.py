@@ -96,6 +96,23 @@ def test_what_was_measured_of_layers_that_share_a_choice() -> None:
             assert us == pytest.approx(case[f"reuse_layers={layers}"]["us"], rel=0.2), name
 
 
+def test_what_an_engine_saved_by_shared_choices() -> None:
+    """Llama-3.1-8B's shape, 30 layers of which retrieve."""
+    path = fit.RESULTS / "engine" / "h100-reuse-layers.json"
+    engines = json.loads(path.read_text())["engines"]
+    alone, shared = (engines[f"fier-2048{name}"]["cases"] for name in ("", ":reuse_layers=4"))
+    share = share_that_chooses(32, 4)
+    own, less = (costs("cuda", "max", 8, 512, choosing=each) for each in (1, share))
+    for name, batch, length in (
+        ("tpot:32768", 1, 32_768),
+        ("tpot:130000", 1, 130_000),
+        ("decode:12x32768", 12, 32_768),
+    ):
+        saved = own.fixed - less.fixed + (own.scored - less.scored) * batch * length / KI
+        measured = (alone[name]["median"] - shared[name]["median"]) * 1e3 / 30
+        assert saved == pytest.approx(measured, rel=0.25), name
+
+
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_shared_choices_pay_from_a_shorter_context(backend: str) -> None:
     for shape in COSTS[backend]:
