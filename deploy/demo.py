@@ -30,6 +30,8 @@ ANSWER_TOKENS = 6
 # Long enough that the request is still running when its blocks are counted, after which it is
 # aborted: steps take about 2 ms.
 HOLD_TOKENS = 2048
+# Steps after a request's first token by which its blocks have been told to whoever counts them.
+TOLD_AFTER = 8
 # The server answers with what it read up to 0.25 s ago.
 STALE_S = 0.3
 
@@ -144,8 +146,9 @@ def blocks_held(client: OpenAI, url: str, prompt: str, policies: Sequence[str]) 
             )
             for policy in policies
         ]
-        for answer in answers:
-            next(iter(answer))
+        for answer in map(iter, answers):
+            for _ in range(TOLD_AFTER):
+                next(answer)
         now = status(url)["counters"]
     counted = [now.get(policy, {}).get("blocks_held", 0) for policy in policies]
     if not all(counted):
