@@ -178,8 +178,12 @@ def run(
 def embed(model: PreTrainedModel, tokens: list[int], start: int = 0) -> Tensor:
     """(n, hidden) float32: what enters the lowest layer for tokens at `start` and above."""
     pictured = pictures.seen()
-    if pictured is not None and (known := pictured.embeds(start, len(tokens))) is not None:
-        return known
+    if pictured is not None and start < len(pictured.embedded):
+        known = pictured.embedded[start : start + len(tokens)]
+        generated = tokens[len(known) :]
+        return (
+            torch.cat([known, embed(model, generated, start + len(known))]) if generated else known
+        )
 
     def take(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         raise _Taken(hidden[0])

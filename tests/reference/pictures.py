@@ -2,8 +2,8 @@
 
 The references run a decoder's layers by hand. Of a prompt with images they need to know three
 things: what enters the lowest layer, where its tokens stand (M-RoPE counts an image's rows and
-columns), and what is added to tokens of images above some layers (Qwen3-VL). All three are caught in
-one forward pass of the model as transformers has it, with its own encoder.
+columns), and what is added to tokens of images above some layers (Qwen3-VL). All three are caught
+in one forward pass of the model as transformers has it, with its own encoder.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,6 @@ class Pictured(NamedTuple):
     embedded: Tensor
     rows: Tensor
     added: dict[int, Tensor]
-
-    def embeds(self, start: int, count: int) -> Tensor | None:
-        """(n, hidden) of tokens at `start` and above; None of those that are generated."""
-        if start >= len(self.embedded):
-            return None
-        assert start + count <= len(self.embedded), "some of these tokens are generated"
-        return self.embedded[start : start + count]
 
     def rows_of(self, positions: Tensor) -> Tensor:
         """(1 or 3, n) where the tokens at positions (n,) int64 stand."""

@@ -35,7 +35,13 @@ _TEXT = {
     "pad_token_id": 0,
     "dtype": "float32",
 }
-_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+}
 _TOKENS = {
     "image_token_id": VOCAB - 4,
     "video_token_id": VOCAB - 3,
@@ -128,7 +134,7 @@ def image_tokens(name: str) -> list[int]:
 
 
 def add_processor(path: Path, name: str) -> Path:
-    """Writes a tokenizer as `models.add_tokenizer` and a processor to the model `build` has made."""
+    """Writes a tokenizer as `models.add_tokenizer` does, and a processor, to what `build` made."""
     # They import torchvision.
     from transformers import (
         PixtralImageProcessor,
