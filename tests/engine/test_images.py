@@ -16,12 +16,14 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
-from reference.wrappers import WRAPPERS, add_processor, build
+from reference.wrappers import IMAGE, WRAPPERS, add_processor, build
 from support.engine import Answer, Engine, running
 from support.expected import FULL, Policy, Read, named
 from support.nightly import by_day
 from support.parity import room_for
 from support.pictures import Shown, ask, assert_parity_shown
+
+from vllm_kvx.cache.admission import SPLIT_WINDOWS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -100,12 +102,33 @@ def test_parity(wrapper: Callable[[str], Path], name: str) -> None:
     with serving(model, POLICIES) as engine:
         answers = ask(engine, [*shown, *texts], each, 6)
         again = ask(engine, [*shown, *texts], each, 4)
+        others = [one._replace(images=other_pixels(one)) for one in shown]
+        unlike = ask(engine, others, POLICIES, 2)
         assert_thrown_out(engine, shown, answers)
         engine.assert_idle()
+    assert_shared(again, unlike)
     options: dict[str, Any] = {}
     if name == "mistral3":  # The two encoders round differently.
         options["near_tie"] = 1e-4
-    assert_parity_shown(model, [*shown, *texts] * 2, [*answers, *again], each * 2, **options)
+    asked = [*shown, *texts] * 2 + others
+    assert_parity_shown(model, asked, [*answers, *again, *unlike], each * 2 + POLICIES, **options)
+
+
+def other_pixels(shown: Shown) -> tuple[tuple[int, int, int], ...]:
+    return tuple((rows, columns, seed + 50) for rows, columns, seed in shown.images)
+
+
+def assert_shared(again: list[Answer], unlike: list[Answer]) -> None:
+    """Prefixes end within images and behind them; other pixels behind the same text share none."""
+    within = behind = before = 0
+    for same, other in zip(again, unlike, strict=False):
+        assert same.prompt == other.prompt
+        at = [i for i, token in enumerate(same.prompt) if token == IMAGE]
+        within += at[0] < same.cached <= at[-1]
+        behind += same.cached > at[-1]
+        assert other.cached <= at[0]
+        before += other.cached > 0
+    assert within and behind and before
 
 
 def assert_thrown_out(engine: Engine, shown: list[Shown], answers: list[Answer]) -> None:
@@ -127,3 +150,31 @@ def assert_thrown_out(engine: Engine, shown: list[Shown], answers: list[Answer])
     assert any(0 < one.computed < one.prompt_len for one in engine.preempted)
     for request_id, answer in zip(ids, answers, strict=False):
         assert engine.answered[request_id] == answer.tokens
+
+
+def test_no_room_for_an_encoder_s_output(wrapper: Callable[[str], Path]) -> None:
+    """A step that ends before an image, since others fill the encoder's cache, splits no window.
+
+    More prompts wait within theirs than may at once.
+    """
+    name, policy = "qwen3_vl", Keep(kv_rate=0.5)
+    model = wrapper(name)
+    # The largest image that its processor makes: all that the cache holds.
+    shown = [Shown.of(name, 4, (16, 16, 0), 20, seed=1)]
+    shown += [Shown.of(name, 10, (1, 1, i), 2, seed=10 + i) for i in range(SPLIT_WINDOWS + 2)]
+    policies: list[Policy] = [policy] * len(shown)
+    with serving(model, policies, long_prefill_token_threshold=32) as engine:
+        free: list[int] = []
+        clip = engine.scheduler.admission.clip
+
+        def watched(*args: Any) -> int:
+            count = clip(*args)
+            free.append(engine.scheduler.admission.free_windows)
+            return count
+
+        engine.scheduler.admission.clip = watched
+        answers = ask(engine, shown, policies, 3)
+        del engine.scheduler.admission.clip
+        engine.assert_idle()
+    assert min(free) == 0
+    assert_parity_shown(model, shown, answers, policies)

@@ -119,18 +119,18 @@ def build(
     return Path(path)
 
 
-# By model type: the last words of the vocabulary, the first of which stands for an image.
+# By model type: the last words of the vocabulary.
 _WORDS = {"mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]")}
 _QWEN_WORDS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 # Pixels of a part of an image that the encoder returns, in each direction.
 PART = 28
-# Words of a text: those of images come behind.
-TEXT_VOCAB = VOCAB - 4
+# Words of a text: those of images come behind, the first of which stands for a part of one.
+TEXT_VOCAB = IMAGE = VOCAB - 4
 
 
 def image_tokens(name: str) -> list[int]:
     """What stands for an image in a prompt to model `name`, before its processor has seen it."""
-    return [VOCAB - 4] if name in _WORDS else [VOCAB - 2, VOCAB - 4, VOCAB - 1]
+    return [IMAGE] if name in _WORDS else [VOCAB - 2, IMAGE, VOCAB - 1]
 
 
 def add_processor(path: Path, name: str) -> Path:
