@@ -17,6 +17,7 @@ from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.wrappers import IMAGE, WRAPPERS, add_processor, build
+from support import inside
 from support.engine import Answer, Engine, running
 from support.expected import FULL, Policy, Read, named
 from support.nightly import by_day
@@ -164,17 +165,8 @@ def test_no_room_for_an_encoder_s_output(wrapper: Callable[[str], Path]) -> None
     shown += [Shown.of(name, 10, (1, 1, i), 2, seed=10 + i) for i in range(SPLIT_WINDOWS + 2)]
     policies: list[Policy] = [policy] * len(shown)
     with serving(model, policies, long_prefill_token_threshold=32) as engine:
-        free: list[int] = []
-        clip = engine.scheduler.admission.clip
-
-        def watched(*args: Any) -> int:
-            count = clip(*args)
-            free.append(engine.scheduler.admission.free_windows)
-            return count
-
-        engine.scheduler.admission.clip = watched
+        free = inside.watch_free_windows(engine)
         answers = ask(engine, shown, policies, 3)
-        del engine.scheduler.admission.clip
         engine.assert_idle()
     assert min(free) == 0
     assert_parity_shown(model, shown, answers, policies)

@@ -45,8 +45,8 @@ _BY_ARGUMENTS = (
     ),
     _Row(
         lambda args: any(p.lookahead for p in named_policies(args.additional_config)),
-        "lookahead= drafts tokens at the positions that follow a text: leave it out of the KV "
-        "policy and kv_layout to serve images",
+        "images were not tried beside tokens that lookahead= drafts: leave it out of the KV policy "
+        "and kv_layout to serve images",
     ),
     _Row(
         lambda args: args.speculative_config or _drafts_itself(args.additional_config),
