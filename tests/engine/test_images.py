@@ -18,10 +18,10 @@ from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.wrappers import IMAGE, WRAPPERS, add_processor, build
 from support import inside
-from support.engine import Answer, Engine, running
+from support.engine import Answer, Engine, running, schedule_ahead
 from support.expected import FULL, Policy, Read, named
-from support.nightly import by_day
-from support.parity import room_for
+from support.nightly import by_day, nightly
+from support.parity import assert_identical, room_for
 from support.pictures import Shown, ask, assert_parity_shown
 
 from vllm_kvx.cache.admission import SPLIT_WINDOWS
@@ -170,3 +170,46 @@ def test_no_room_for_an_encoder_s_output(wrapper: Callable[[str], Path]) -> None
         engine.assert_idle()
     assert min(free) == 0
     assert_parity_shown(model, shown, answers, policies)
+
+
+@every
+def test_full_is_stock(wrapper: Callable[[str], Path], name: str) -> None:
+    """Bit for bit, with images, beside policies."""
+    model, shown = wrapper(name), prompts_for(name)[:4]
+    each: list[Policy] = [FULL] * len(shown)
+    options: dict[str, Any] = {"skip_tokenizer_init": False, "max_model_len": 512}
+    with running(model, None, **options) as engine:
+        stock = [engine.generate([one.prompt], 6, images=[one.pixels()])[0] for one in shown]
+    with running(model, "full", config=room_for(POLICIES), **options) as engine:
+        ours = [ask(engine, [one], [FULL], 6)[0] for one in shown]
+        engine.assert_idle()
+    assert_identical(ours, stock)
+    assert_parity_shown(model, shown, ours, each)
+
+
+@nightly
+def test_pages(wrapper: Callable[[str], Path]) -> None:
+    """Quest, which has another sidecar."""
+    model, shown = wrapper("qwen2_5_vl"), prompts_for("qwen2_5_vl")
+    policies: list[Policy] = [Read(Retrieve(64, pages=True))]
+    policies.append(Read(Retrieve(64, pages=True), Keep(kv_rate=0.6)))
+    each = [policies[i % 2] for i in range(len(shown))]
+    with serving(model, policies) as engine:
+        answers = ask(engine, shown, each, 6)
+        engine.assert_idle()
+    assert_parity_shown(model, shown, answers, each)
+
+
+@nightly
+@pytest.mark.parametrize("is_async", [False, True])
+def test_preempted(
+    wrapper: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """A pool that is too small, with steps planned ahead and without."""
+    schedule_ahead(monkeypatch, is_async)
+    model, shown = wrapper("qwen3_vl"), prompts_for("qwen3_vl")
+    with serving(model, POLICIES, num_gpu_blocks_override=80) as engine:
+        answers = ask(engine, shown, POLICIES, 40)
+        assert engine.preempted, "the pool was meant to be too small"
+        engine.assert_idle()
+    assert_parity_shown(model, shown, answers, POLICIES)

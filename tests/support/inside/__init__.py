@@ -75,10 +75,10 @@ from support.inside.scheduler import (
     upper_managers,
     used_pages,
     used_stash_pages,
-    watch_free_windows,
     watch_blocks,
     watch_chunks,
     watch_evictions,
+    watch_free_windows,
     watch_quiet_steps,
     watch_stash,
 )
