@@ -14,6 +14,7 @@ from reference.fier import Retrieve
 from reference.wrappers import add_processor, build
 from support.engine import Answer
 from support.expected import Policy, Read, named
+from support.nightly import nightly
 from support.pictures import Shown, assert_parity_shown, pixels
 
 from benchmarks.common.server import cpu_environment, serving
@@ -30,6 +31,7 @@ IMAGE = (6, 7, 0)
 POLICIES: list[Policy] = [Keep(kv_rate=0.2), Read(Retrieve(64))]
 
 
+@nightly
 def test_a_chat_with_an_image(tmp_path: Path) -> None:
     """Under the policy of the server and under a named one; and an image that cannot be read."""
     model = add_processor(build(tmp_path / "model", "qwen2_5_vl", layers=4), "qwen2_5_vl")
