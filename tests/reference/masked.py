@@ -141,7 +141,7 @@ def forward(
 ) -> Tensor:
     """(last, V) float32 log-softmax of the last rows, all if 0, in one pass over all layers.
 
-    Of texts alone: images are seen by `embed` and `run_layer`.
+    Of texts alone: images are seen by the functions below.
 
     tokens: those at positions `start` and above; with a cache, it holds what is below.
     caught: gets an entry a layer, if given. Gradients flow where the caller lets them.
@@ -168,10 +168,13 @@ def run(
 
     attend: what heads read (H, n, D), asked of every layer that has attention, from the lowest.
     """
+    ids: Tensor | None = torch.tensor(tokens)
+    options: dict[str, Any] = {"logits_to_keep": last}
+    if (pictured := pictures.seen()) is not None:
+        assert not pictured.added, "what is added above layers is lost here"
+        ids, options["inputs_embeds"] = None, embed(model, tokens)[None]
     with _attending(model, attend, by_call=True):
-        logits = _call(
-            model, torch.tensor(tokens), torch.arange(len(tokens)), None, logits_to_keep=last
-        )
+        logits = _call(model, ids, torch.arange(len(tokens)), None, **options)
     return logits.log_softmax(dim=-1)
 
 
@@ -241,7 +244,11 @@ class _Taken(Exception):
 
 
 def _call(
-    model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Cache | None, **options: Any
+    model: PreTrainedModel,
+    tokens: Tensor | None,
+    positions: Tensor,
+    cache: Cache | None,
+    **options: Any,
 ) -> Tensor:
     """(n, V) logits of the model's own forward on tokens (n,) at positions (n,)."""
     at = positions[None]
@@ -249,7 +256,7 @@ def _call(
         rows = pictured.rows_of(positions)
         at = rows if len(rows) == 1 else rows[:, None]
     return model(
-        tokens[None],
+        None if tokens is None else tokens[None],
         position_ids=at,
         past_key_values=cache,
         use_cache=cache is not None,

@@ -173,7 +173,7 @@ def add_processor(path: Path, name: str) -> Path:
     else:
         sizes: Any = {"patch_size": PART // 2, "merge_size": 2}
         sizes |= {"min_pixels": PART**2, "max_pixels": 256 * PART**2}
-        make: Any = Qwen3VLProcessor if name == "qwen3_vl" else Qwen2_5_VLProcessor
+        make: Any = Qwen2_5_VLProcessor if name == "qwen2_5_vl" else Qwen3VLProcessor
         processor = make(
             image_processor=Qwen2VLImageProcessor(**sizes),
             tokenizer=tokenizer,
