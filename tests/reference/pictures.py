@@ -45,7 +45,7 @@ class Pictured(NamedTuple):
 
 
 # The prompt that the references see, if it has images.
-_seen: list[Pictured] = []
+_seen: list[Pictured | None] = []
 
 
 def seen() -> Pictured | None:
@@ -55,10 +55,7 @@ def seen() -> Pictured | None:
 
 @contextmanager
 def seeing(pictured: Pictured | None) -> Iterator[None]:
-    """Within, references take a prompt's tokens for those of `pictured`, if it is given."""
-    if pictured is None:
-        yield
-        return
+    """Within, references take a prompt's tokens for those of `pictured`; None is a text's."""
     _seen.append(pictured)
     try:
         yield
