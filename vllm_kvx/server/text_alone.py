@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # Why a user's own --language-model-only is obeyed.
 ASKED_FOR = "it was started with --language-model-only, which is to be dropped to serve images"
-_AS_STOCK = "drop the KV policy to serve images"
 
 
 class _Row(NamedTuple):
@@ -77,7 +76,7 @@ _BY_MODEL = (
     _Row(
         lambda model: model.is_mm_prefix_lm,
         "tokens of an image see those behind them in this model, which policies do not know: "
-        f"{_AS_STOCK}",
+        "drop the KV policy to serve images",
     ),
     _Row(
         lambda model: model.using_transformers_backend(),
