@@ -19,6 +19,7 @@ KEEP, SEVERAL = "snapkv:kv_rate=0.2", ("pyramidkv", "criticalkv", "knorm")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 SELF = {"method": "kvx", "policy": "fier-64", "num_speculative_tokens": 2}
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+KNOWN: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": False}
 # A policy and arguments, and what the reason names.
 TEXT_ALONE: list[tuple[str, dict[str, Any], str]] = [
     ("speed-4", {}, "drop them from the KV policy and kv_layout"),
@@ -31,6 +32,7 @@ TEXT_ALONE: list[tuple[str, dict[str, Any], str]] = [
     (KEEP, {"pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),
     ("fier-64", {"kv_transfer_config": CONNECTOR}, "drop --kv-transfer-config"),
     (KEEP, {"video_pruning_rate": 0.5}, "drop --video-pruning-rate"),
+    (KEEP, {"skip_tokenizer_init": True}, "drop --skip-tokenizer-init"),
     (KEEP, {"hf_overrides": {"is_mm_prefix_lm": True}}, "see those behind them"),
 ]
 SERVES_IMAGES: list[tuple[str | None, dict[str, Any]]] = [
@@ -74,7 +76,8 @@ def test_a_server_of_text_alone_says_why(
     """
     monkeypatch.setattr(logging.getLogger("vllm.kvx"), "handlers", [caplog.handler])
     model = wrappers[arguments.get("model", "qwen2_5_vl")]
-    config = make_config(policy, **arguments | {"model": model, "dtype": "float32"})
+    given = KNOWN | arguments | {"model": model}
+    config = make_config(policy, **given)
     assert not config.model_config.supports_multimodal_inputs
     why = why_text_alone(config)
     assert why is not None and named in why
@@ -85,13 +88,13 @@ def test_a_server_of_text_alone_says_why(
 def test_a_server_keeps_the_encoder(
     make_config: Callable[..., Any], wrapper: str, policy: str, arguments: dict[str, Any]
 ) -> None:
-    config = make_config(policy, model=wrapper, dtype="float32", **arguments)
+    config = make_config(policy, **KNOWN | {"model": wrapper} | arguments)
     assert config.model_config.supports_multimodal_inputs
     assert why_text_alone(config) is None
 
 
 def test_language_model_only_is_obeyed(make_config: Callable[..., Any], wrapper: str) -> None:
-    config = make_config(KEEP, model=wrapper, dtype="float32", language_model_only=True)
+    config = make_config(KEEP, **KNOWN | {"model": wrapper, "language_model_only": True})
     assert not config.model_config.supports_multimodal_inputs
     assert why_text_alone(config) == ASKED_FOR
 

@@ -69,6 +69,11 @@ _BY_ARGUMENTS = (
         "videos from which tokens are pruned were not tried: drop --video-pruning-rate to serve "
         "images",
     ),
+    _Row(
+        lambda args: args.skip_tokenizer_init,
+        "images are put into prompts by the tokenizer, too: drop --skip-tokenizer-init to serve "
+        "images",
+    ),
 )
 
 # By vLLM's ModelConfig.
