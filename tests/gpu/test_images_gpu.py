@@ -27,7 +27,7 @@ NEAR_TIE = 1e-4
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_parity_compiled(tmp_path: Path, name: str) -> None:
-    """In chunks, beside texts; a step of decodes replays a FULL graph, whatever the prompt showed."""
+    """In chunks, beside texts; steps of decodes replay FULL graphs, whatever prompts show."""
     model = add_processor(build(tmp_path / name, name, head_dim=64), name)
     shown = [
         Shown.of(name, 20, (7, 9, 0), 60, seed=1),
