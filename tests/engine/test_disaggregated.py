@@ -14,6 +14,7 @@ from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.knorm import Norm
+from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
 from support.engine import BLOCK, Answer, Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
@@ -161,6 +162,46 @@ def test_layers_that_keep_different_shares(
         loaded = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
         assert max(computed) <= len(prompts)
         assert_parity(model, loaded, policies)
+        engine.assert_idle()
+        _wait_for_freed(prefiller)
+
+
+# Of these some keep all of a short prompt, behind which nothing is drafted.
+DRAFTING: list[Policy] = [
+    Lookahead(Keep(kv_rate=0.2), 4),
+    Lookahead(Pyramid(kv_rate=0.3, groups=4), 40),
+    Lookahead(Critical(kv_rate=0.3), 6),
+]
+# The first two end in one step; drafts cross the ends of blocks.
+DRAFTING_LENGTHS = (60, 62, 200, 129, 300, 94, 5, 333, 97)
+
+
+def test_what_drafts_have_chosen(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first server drafts behind prompts and throws the drafts away, the other goes on."""
+    keep_in_process(monkeypatch)
+    monkeypatch.setenv(PORT, str(free_port()))
+    model, policies = tiny(), in_turn(DRAFTING, len(DRAFTING_LENGTHS))
+    options = {"max_model_len": 512, "max_num_batched_tokens": 128, "enable_prefix_caching": True}
+    options |= {"max_num_seqs": 16, "config": room_for(DRAFTING)}
+    names, prompts = [named(policy) for policy in policies], prompts_of(DRAFTING_LENGTHS)
+    with (
+        prefilling(model, "full", ahead=True, **options) as prefiller,
+        running(model, "full", kv_transfer_config=PATIENT, **options) as engine,
+    ):
+        # From then on the other server has these prompts in its prefix cache, too.
+        alone = ask(engine, prompts, policies, max_tokens=9)
+        computed = _watch_computed(engine)
+        interrupted = prefiller.prefill_interrupted(prompts, names)
+        assert interrupted[0] is None
+        for first, transfers in enumerate(
+            (prefiller.prefill(prompts, names), interrupted[1:])
+        ):
+            some = slice(first, None)
+            loaded = ask(engine, prompts[some], policies[some], max_tokens=9, transfers=transfers)
+            assert max(computed) <= len(prompts)  # Not one chunk of a prompt.
+            assert_close(loaded, alone[some])
+        assert_parity(model, alone, policies)
+        _preempt(engine, prefiller, Handed(prompts, policies, names, alone))
         engine.assert_idle()
         _wait_for_freed(prefiller)
 

@@ -272,6 +272,7 @@ def test_prompt_logprob_token_ids_too() -> None:
 
 
 KEPT, WAITS = "snapkv:kv_rate=0.2", "snapkv:kv_rate=0.2,window=4,after=2"
+DRAFTS = "snapkv:kv_rate=0.2,window=4,lookahead=4"
 TOLD = {
     "policy": KEPT,
     "token": 7,
@@ -285,7 +286,8 @@ TOLD = {
 
 def handed(policy: str, transfer: dict[str, Any], **kwargs: Any) -> None:
     """Asks a server with a KV connector."""
-    path = class_path(settings_of("full", KEPT, "knorm:kv_rate=0.2"), MODEL, hands_over=True)
+    room = "full", KEPT, DRAFTS, "knorm:kv_rate=0.2"
+    path = class_path(settings_of(*room), MODEL, hands_over=True)
     extra_args = {"kv_policy": policy, "kv_transfer_params": transfer}
     check = build_custom_logits_processors_params_validator([path])
     check(SamplingParams(extra_args=extra_args, **kwargs))
@@ -293,6 +295,7 @@ def handed(policy: str, transfer: dict[str, Any], **kwargs: Any) -> None:
 
 def test_prompts_that_are_handed_over_pass() -> None:
     handed(KEPT, {"do_remote_decode": True}, max_tokens=1)
+    handed(DRAFTS, {"do_remote_decode": True}, max_tokens=1)
     handed("full", {"do_remote_decode": True}, max_tokens=5, n=2)
     handed("full", {"do_remote_prefill": True}, n=2)
     handed(KEPT, {"do_remote_prefill": True, "kvx": TOLD}, max_tokens=1)
@@ -314,6 +317,7 @@ def test_prompts_that_are_handed_over_pass() -> None:
         (KEPT, {"policy": "snapkv:kv_rate=0.3"}, {}, "ask both servers under one KV policy"),
         ("full", {}, {}, "ask both servers under one KV policy"),
         ("knorm:kv_rate=0.2", {}, {}, "ask both servers under one KV policy"),
+        (DRAFTS, {}, {}, "ask both servers under one KV policy"),
         (KEPT, {"token": "7"}, {}, "pass its kv_transfer_params on as they are"),
         (KEPT, {"sampling": None}, {}, "pass its kv_transfer_params on as they are"),
         (KEPT, {"logprobs": [1.0]}, {}, "pass its kv_transfer_params on as they are"),

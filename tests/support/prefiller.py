@@ -8,9 +8,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.common.nixl import NIXL, PORT, PREFILL
 from benchmarks.common.server import free_port
-from support.engine import Answer, Engine
+from support.engine import Answer, Engine, schedule_ahead
 
 _WAIT = 0.02
 # Of both engines. On a busy machine minutes pass until the other one fetches a prompt.
@@ -28,7 +30,18 @@ class Prefiller:
         self, prompts: Sequence[list[int]], policies: Sequence[str | None], **sampling: Any
     ) -> list[dict[str, Any]]:
         """Computes the prompts; each one's ``kv_transfer_params`` for the other engine."""
-        self._connection.send((prompts, policies, sampling))
+        self._connection.send((prompts, policies, sampling, False))
+        return self._receive()
+
+    def prefill_interrupted(
+        self, prompts: Sequence[list[int]], policies: Sequence[str | None]
+    ) -> list[dict[str, Any] | None]:
+        """The same, of an engine that plans steps ahead.
+
+        While the first step is under way that ends a prompt, the first of the requests is aborted,
+        whose ``kv_transfer_params`` are None, and all others that run are preempted.
+        """
+        self._connection.send((prompts, policies, {}, True))
         return self._receive()
 
     def free(self) -> int:
@@ -44,15 +57,17 @@ class Prefiller:
 
 @contextmanager
 def prefilling(
-    model: Path, policy: str | None, gpu: str | None = None, **options: Any
+    model: Path, policy: str | None, gpu: str | None = None, ahead: bool = False, **options: Any
 ) -> Iterator[Prefiller]:
     """An engine in another process while the block runs; arguments as of ``running``.
 
-    gpu: the one that it runs on, as CUDA_VISIBLE_DEVICES names it.
+    gpu: the one that it runs on, as CUDA_VISIBLE_DEVICES names it. ahead: whether it plans a step
+        before the one before is done, on a CPU too.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(model, policy, gpu, options, there), daemon=True)
+    args = model, policy, gpu, ahead, options, there
+    process = context.Process(target=_serve, args=args, daemon=True)
     process.start()
     there.close()
     try:
@@ -67,6 +82,7 @@ def _serve(
     model: Path,
     policy: str | None,
     gpu: str | None,
+    ahead: bool,
     options: dict[str, Any],
     connection: Connection,
 ) -> None:
@@ -74,6 +90,8 @@ def _serve(
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     os.environ |= {PORT: str(free_port()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if ahead:
+        schedule_ahead(pytest.MonkeyPatch(), True)
     try:
         engine = Engine(model, policy, kv_transfer_config=PATIENT, **options)
         connection.send(engine.pool.get_num_free_blocks())
@@ -92,8 +110,22 @@ def _serve(
 def _answer(engine: Engine, job: Any) -> Any:
     if job is None:
         return engine.pool.get_num_free_blocks()
-    prompts, policies, sampling = job
-    answers: list[Answer] = engine.generate(
-        prompts, 1, policies, transfers=[dict(PREFILL) for _ in prompts], **sampling
-    )
+    prompts, policies, sampling, interrupted = job
+    transfers = [dict(PREFILL) for _ in prompts]
+    if interrupted:
+        return _interrupted(engine, engine.submit(prompts, 1, policies, transfers=transfers))
+    answers: list[Answer] = engine.generate(prompts, 1, policies, transfers=transfers, **sampling)
     return [answer.transfer for answer in answers]
+
+
+def _interrupted(engine: Engine, ids: list[str]) -> list[dict[str, Any] | None]:
+    scheduler, told = engine.scheduler, dict[str, dict[str, Any] | None]()
+    step = engine.llm.llm_engine.step
+    while not scheduler._to_shrink:
+        step()
+    assert {request.num_in_flight_tokens > 0 for request in scheduler._to_shrink} == {True}
+    engine.llm.llm_engine.abort_request(ids[:1])
+    engine.throw_out(drop_stale_output=scheduler.requires_kv_delivery)
+    while engine.llm.llm_engine.has_unfinished_requests():
+        told |= {each.request_id: each.kv_transfer_params for each in step() if each.finished}
+    return [told.get(name) for name in ids]

@@ -122,11 +122,6 @@ def beside_connectors(policy: "KVPolicy") -> str | None:
             f"{policy} waits for generated tokens, and a prompt is handed over before there are "
             "any: leave out after=, or drop --kv-transfer-config"
         )
-    if policy.lookahead:
-        return (
-            f"{policy} drafts tokens behind prompts, which was never tried beside a KV connector: "
-            "leave out lookahead=, or drop --kv-transfer-config"
-        )
     return None
 
 

@@ -84,7 +84,8 @@ def _check_first_token(told: HandedOver, sampling_params: "SamplingParams") -> N
 
 
 def _check_features(policy: KVPolicy, sampling_params: "SamplingParams") -> None:
-    instead = f"leave it out, or ask one server alone, without {TRANSFER}"
+    alone = f"ask one server alone, without {TRANSFER}"
+    instead = f"leave it out, or {alone}"
     if sampling_params.n != 1:
         raise ValueError(f"n={sampling_params.n}: one first token is handed over: {instead}")
     if sampling_params.structured_outputs is not None:
@@ -94,9 +95,8 @@ def _check_features(policy: KVPolicy, sampling_params: "SamplingParams") -> None
         )
     if getattr(sampling_params, "logprob_token_ids", None) is not None:
         raise ValueError(f"logprob_token_ids: those of the first token stay behind: {instead}")
-    if policy.num_generated or policy.lookahead:
-        key = "after=" if policy.num_generated else "lookahead="
+    if policy.num_generated:
         raise ValueError(
-            f"{policy}: {key} was never tried where one server prefills and another decodes: "
-            f"leave {key} out, or ask one server alone, without {TRANSFER}"
+            f"{policy} waits for generated tokens, and a prompt is handed over before there are any: "
+            f"leave after= out, or {alone}"
         )
