@@ -5,6 +5,7 @@ Without its package (`pip install nixl`) these tests are skipped.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
-from support.engine import BLOCK, Answer, Engine, keep_in_process, running
+from support import inside
+from support.engine import BLOCK, Answer, Engine, keep_in_process, running, schedule_ahead
 from support.expected import FULL, Policy, Read, named
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prefiller import PATIENT, Prefiller, prefilling
@@ -169,14 +171,17 @@ def test_layers_that_keep_different_shares(
 # Of these some keep all of a short prompt, behind which nothing is drafted.
 DRAFTING: list[Policy] = [
     Lookahead(Keep(kv_rate=0.2), 4),
-    Lookahead(Pyramid(kv_rate=0.3, groups=4), 40),
+    Lookahead(Pyramid(kv_rate=0.3, groups=4), 9),
     Lookahead(Critical(kv_rate=0.3), 6),
 ]
 # The first two end in one step; drafts cross the ends of blocks.
 DRAFTING_LENGTHS = (60, 62, 200, 129, 300, 94, 5, 333, 97)
 
 
-def test_what_drafts_have_chosen(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("dense_ops")
+def test_what_drafts_have_chosen(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first server drafts behind prompts and throws the drafts away, the other goes on."""
     keep_in_process(monkeypatch)
     monkeypatch.setenv(PORT, str(free_port()))
@@ -184,8 +189,9 @@ def test_what_drafts_have_chosen(tiny: Callable[..., Path], monkeypatch: pytest.
     options = {"max_model_len": 512, "max_num_batched_tokens": 128, "enable_prefix_caching": True}
     options |= {"max_num_seqs": 16, "config": room_for(DRAFTING)}
     names, prompts = [named(policy) for policy in policies], prompts_of(DRAFTING_LENGTHS)
+    patches = partial(schedule_ahead, is_async=True), inside.use_dense_ops
     with (
-        prefilling(model, "full", ahead=True, **options) as prefiller,
+        prefilling(model, "full", patches=patches, **options) as prefiller,
         running(model, "full", kv_transfer_config=PATIENT, **options) as engine,
     ):
         # From then on the other server has these prompts in its prefix cache, too.
@@ -193,9 +199,7 @@ def test_what_drafts_have_chosen(tiny: Callable[..., Path], monkeypatch: pytest.
         computed = _watch_computed(engine)
         interrupted = prefiller.prefill_interrupted(prompts, names)
         assert interrupted[0] is None
-        for first, transfers in enumerate(
-            (prefiller.prefill(prompts, names), interrupted[1:])
-        ):
+        for first, transfers in enumerate((prefiller.prefill(prompts, names), interrupted[1:])):
             some = slice(first, None)
             loaded = ask(engine, prompts[some], policies[some], max_tokens=9, transfers=transfers)
             assert max(computed) <= len(prompts)  # Not one chunk of a prompt.

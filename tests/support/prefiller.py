@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,7 +12,9 @@ import pytest
 
 from benchmarks.common.nixl import NIXL, PORT, PREFILL
 from benchmarks.common.server import free_port
-from support.engine import Answer, Engine, schedule_ahead
+from support.engine import Answer, Engine
+
+Patch = Callable[[pytest.MonkeyPatch], None]
 
 _WAIT = 0.02
 # Of both engines. On a busy machine minutes pass until the other one fetches a prompt.
@@ -57,16 +59,20 @@ class Prefiller:
 
 @contextmanager
 def prefilling(
-    model: Path, policy: str | None, gpu: str | None = None, ahead: bool = False, **options: Any
+    model: Path,
+    policy: str | None,
+    gpu: str | None = None,
+    patches: Sequence[Patch] = (),
+    **options: Any,
 ) -> Iterator[Prefiller]:
     """An engine in another process while the block runs; arguments as of ``running``.
 
-    gpu: the one that it runs on, as CUDA_VISIBLE_DEVICES names it. ahead: whether it plans a step
-        before the one before is done, on a CPU too.
+    gpu: the one that it runs on, as CUDA_VISIBLE_DEVICES names it. patches: what is changed there
+        before it starts.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    args = model, policy, gpu, ahead, options, there
+    args = model, policy, gpu, patches, options, there
     process = context.Process(target=_serve, args=args, daemon=True)
     process.start()
     there.close()
@@ -82,7 +88,7 @@ def _serve(
     model: Path,
     policy: str | None,
     gpu: str | None,
-    ahead: bool,
+    patches: Sequence[Patch],
     options: dict[str, Any],
     connection: Connection,
 ) -> None:
@@ -90,8 +96,8 @@ def _serve(
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     os.environ |= {PORT: str(free_port()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if ahead:
-        schedule_ahead(pytest.MonkeyPatch(), True)
+    for patch in patches:
+        patch(pytest.MonkeyPatch())
     try:
         engine = Engine(model, policy, kv_transfer_config=PATIENT, **options)
         connection.send(engine.pool.get_num_free_blocks())

@@ -97,6 +97,6 @@ def _check_features(policy: KVPolicy, sampling_params: "SamplingParams") -> None
         raise ValueError(f"logprob_token_ids: those of the first token stay behind: {instead}")
     if policy.num_generated:
         raise ValueError(
-            f"{policy} waits for generated tokens, and a prompt is handed over before there are any: "
-            f"leave after= out, or {alone}"
+            f"{policy} waits for generated tokens, and a prompt is handed over before there are "
+            f"any: leave after= out, or {alone}"
         )
