@@ -14,12 +14,14 @@ import torch
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
+from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
+from reference.structkv import Struct
 from support import inside
 from support.engine import BLOCK, Answer, Engine, keep_in_process, running, schedule_ahead
-from support.expected import FULL, Policy, Read, named
+from support.expected import FULL, Policy, Read, Speed, named
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prefiller import PATIENT, Prefiller, prefilling
 from support.prompts import distinct_prompts, prompts_of
@@ -204,6 +206,51 @@ def test_what_drafts_have_chosen(
             loaded = ask(engine, prompts[some], policies[some], max_tokens=9, transfers=transfers)
             assert max(computed) <= len(prompts)  # Not one chunk of a prompt.
             assert_close(loaded, alone[some])
+        assert_parity(model, alone, policies)
+        _preempt(engine, prefiller, Handed(prompts, policies, names, alone))
+        engine.assert_idle()
+        _wait_for_freed(prefiller)
+
+
+PROPAGATING: list[Policy] = [
+    Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.25),
+    # Layers above keep fewer entries than those below.
+    Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.5),
+    Keep(tsp_layer=3, tsp_rate=0.4),
+    Struct(3, kv_rate=0.3),
+    Struct(3, kv_rate=0.3, block_size=BLOCK),
+    Filter(3, rate=0.3),
+    Speed(4),
+    Keep(kv_rate=0.3),
+    Read(Retrieve(64, dense_below=0), keep=Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.5)),
+    FULL,
+]
+PROPAGATING_LENGTHS = (200, 300, 129, 180, 333, 97, 64, 65, 150, 90, 5, 1, 260)
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_what_propagates_and_what_is_kept(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers above keep the entries of chosen tokens, in KV groups of their own."""
+    keep_in_process(monkeypatch)
+    monkeypatch.setenv(PORT, str(free_port()))
+    model, policies = tiny(), in_turn(PROPAGATING, len(PROPAGATING_LENGTHS))
+    options = {"max_model_len": 512, "max_num_batched_tokens": 128, "enable_prefix_caching": True}
+    options |= {"max_num_seqs": 16, "config": room_for(PROPAGATING)}
+    names, prompts = [named(policy) for policy in policies], prompts_of(PROPAGATING_LENGTHS)
+    patches = partial(schedule_ahead, is_async=True), inside.use_dense_ops
+    with (
+        prefilling(model, "full", patches=patches, **options) as prefiller,
+        running(model, "full", kv_transfer_config=PATIENT, **options) as engine,
+    ):
+        alone = ask(engine, prompts, policies, max_tokens=9)
+        computed = _watch_computed(engine)
+        for _ in range(2):  # Then the other server has them in its prefix cache.
+            transfers = prefiller.prefill(prompts, names)
+            loaded = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
+            assert max(computed) <= len(prompts)  # Not one chunk of a prompt.
+            assert_close(loaded, alone)
         assert_parity(model, alone, policies)
         _preempt(engine, prefiller, Handed(prompts, policies, names, alone))
         engine.assert_idle()

@@ -30,7 +30,11 @@ def caches(layers: int) -> dict[str, torch.Tensor]:
 class Connector:
     """Remembers what vLLM's would register."""
 
-    def __init__(self, names: Any) -> None:
+    def __init__(self, names: Any, num_groups: int = 1) -> None:
+        layers = list(names)
+        groups = [
+            SimpleNamespace(layer_names=layers[first::num_groups]) for first in range(num_groups)
+        ]
         spec = FullAttentionSpec(
             block_size=BLOCK,
             num_kv_heads=HEADS,
@@ -43,6 +47,7 @@ class Connector:
             _layer_specs=specs,
             device_kv_caches={},
             transfer_topo=None,
+            kv_cache_config=SimpleNamespace(transfer_groups=groups),
             compat_hash=None,
             xfer_handshake_metadata=None,
         )
@@ -116,6 +121,18 @@ def test_servers_that_retain_meet_their_like(monkeypatch: pytest.MonkeyPatch) ->
     assert hashes["fier-64"] == "stock"
     # Whatever they retain by: the policy of each request travels with it.
     assert len({*hashes.values()}) == 2
+
+
+def test_servers_whose_groups_have_other_layers_do_not_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block of one would be read as if it held another's layers."""
+    hashes = set()
+    for num_groups in (1, 2, 3):
+        connector = Connector(caches(3), num_groups)
+        start(connector, monkeypatch, caches(3), "fastkv:tsp_layer=3")
+        hashes.add(connector.connector_worker.compat_hash)
+    assert len(hashes) == 3
 
 
 def test_no_connector_yet(monkeypatch: pytest.MonkeyPatch) -> None:

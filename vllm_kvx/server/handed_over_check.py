@@ -1,7 +1,7 @@
 """What a request may not ask for whose prompt one server computes and another goes on with.
 
-Under a policy that retains, what is handed over is what was kept of the prompt, together with the
-first token, which that cannot give again.
+Under a policy that retains or propagates, what is handed over is what was kept of the prompt,
+together with the first token, which that cannot give again.
 """
 
 from typing import TYPE_CHECKING
@@ -31,24 +31,24 @@ def check_handed_over(policy: KVPolicy, sampling_params: "SamplingParams") -> No
     params = transfer_of(sampling_params.extra_args)
     if not (params.get(HOLDS) or params.get(FETCHES)):
         return
-    retains = policy.retain is not None
+    leaves_part = not policy.keeps_prompts
     if params.get(FETCHES):
         told = HandedOver.of(params)
         _check_policies(policy, told)
         if told is not None:
             _check_first_token(told, sampling_params)
-    elif retains and sampling_params.max_tokens != 1:
+    elif leaves_part and sampling_params.max_tokens != 1:
         raise ValueError(
             f"max_tokens={sampling_params.max_tokens} with {HOLDS}: under {policy} a server that "
             "prefills hands a prompt over with one token, and no more: ask it with max_tokens=1"
         )
-    if retains:
+    if leaves_part:
         _check_features(policy, sampling_params)
 
 
 def _check_policies(policy: KVPolicy, told: HandedOver | None) -> None:
     if told is None:
-        if policy.retain is not None:
+        if not policy.keeps_prompts:
             raise ValueError(
                 f"the server that prefilled handed over a whole prompt, of which {policy} cannot "
                 "choose any more what to keep: start it with the same KV policy, and ask it under "
