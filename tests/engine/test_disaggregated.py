@@ -18,10 +18,12 @@ from reference.gemfilter import Filter
 from reference.knorm import Norm
 from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
+from reference.selfonly import Alone
 from reference.structkv import Struct
+from reference.swiftkv import Swift
 from support import inside
 from support.engine import BLOCK, Answer, Engine, keep_in_process, running, schedule_ahead
-from support.expected import FULL, Policy, Read, Speed, named
+from support.expected import FULL, Online, Policy, Read, Speed, named
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prefiller import PATIENT, Prefiller, prefilling
 from support.prompts import distinct_prompts, prompts_of
@@ -219,13 +221,17 @@ PROPAGATING: list[Policy] = [
     Keep(tsp_layer=3, tsp_rate=0.4),
     Struct(3, kv_rate=0.3),
     Struct(3, kv_rate=0.3, block_size=BLOCK),
+    Online(2, 4, Struct(0, kv_rate=0.2)),
     Filter(3, rate=0.3),
-    Speed(4),
-    Keep(kv_rate=0.3),
+    Speed(4, anchors=3, tail=4),
+    Alone(4),
+    # Its layers above have the entries of all tokens.
+    Swift(4),
+    Keep(cutoff=4, kv_rate=0.3),
     Read(Retrieve(64, dense_below=0), keep=Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.5)),
     FULL,
 ]
-PROPAGATING_LENGTHS = (200, 300, 129, 180, 333, 97, 64, 65, 150, 90, 5, 1, 260)
+PROPAGATING_LENGTHS = (200, 300, 129, 180, 333, 97, 64, 65, 150, 90, 260, 128, 66, 40, 5, 1)
 
 
 @pytest.mark.usefixtures("dense_ops")
@@ -242,17 +248,26 @@ def test_what_propagates_and_what_is_kept(
     patches = partial(schedule_ahead, is_async=True), inside.use_dense_ops
     with (
         prefilling(model, "full", patches=patches, **options) as prefiller,
-        running(model, "full", kv_transfer_config=PATIENT, **options) as engine,
+        running(
+            model,
+            "full",
+            kv_transfer_config=PATIENT | {"kv_load_failure_policy": "recompute"},
+            **options,
+        ) as engine,
     ):
         alone = ask(engine, prompts, policies, max_tokens=9)
         computed = _watch_computed(engine)
-        for _ in range(2):  # Then the other server has them in its prefix cache.
-            transfers = prefiller.prefill(prompts, names)
-            loaded = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
+        interrupted = prefiller.prefill_interrupted(prompts, names)
+        assert interrupted[0] is None
+        for first, transfers in enumerate((prefiller.prefill(prompts, names), interrupted[1:])):
+            some = slice(first, None)
+            loaded = ask(engine, prompts[some], policies[some], max_tokens=9, transfers=transfers)
             assert max(computed) <= len(prompts)  # Not one chunk of a prompt.
-            assert_close(loaded, alone)
+            assert_close(loaded, alone[some])
         assert_parity(model, alone, policies)
-        _preempt(engine, prefiller, Handed(prompts, policies, names, alone))
+        these = Handed(prompts, policies, names, alone)
+        _preempt(engine, prefiller, these)
+        _fail_to_load_and_abort(engine, prefiller, these)
         engine.assert_idle()
         _wait_for_freed(prefiller)
 
@@ -328,13 +343,24 @@ def _fail_to_load_and_abort(engine: Engine, prefiller: Prefiller, these: Handed)
 
 
 @pytest.mark.parametrize(
-    ("room", "policy", "block_size"),
-    [([FIER], FIER, 2 * BLOCK), ([KEPT[0]], FULL, BLOCK)],
-    ids=["blocks-of-another-length", "one-retains"],
+    ("first", "room", "policy", "block_size"),
+    [
+        (None, [FIER], FIER, 2 * BLOCK),
+        (None, [KEPT[0]], FULL, BLOCK),
+        # Both have three KV groups: of three, three and two layers, and of three, two and three.
+        (
+            [KEPT[0], Keep(tsp_layer=2, kv_rate=0.5)],
+            [Keep(tsp_layer=4, kv_rate=0.5)],
+            KEPT[0],
+            BLOCK,
+        ),
+    ],
+    ids=["blocks-of-another-length", "one-retains", "groups-of-other-layers"],
 )
 def test_servers_that_do_not_meet(
     tiny: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
+    first: list[Policy] | None,
     room: list[Policy],
     policy: Policy,
     block_size: int,
@@ -343,8 +369,9 @@ def test_servers_that_do_not_meet(
     keep_in_process(monkeypatch)
     monkeypatch.setenv(PORT, str(free_port()))
     model, options = tiny(), {"max_model_len": 512, "max_num_batched_tokens": 128}
+    of_first = {} if first is None else {"config": room_for(first)}
     with (
-        prefilling(model, None, **options) as prefiller,
+        prefilling(model, first and "full", **of_first, **options) as prefiller,
         running(
             model,
             "full",
@@ -355,7 +382,8 @@ def test_servers_that_do_not_meet(
         ) as engine,
     ):
         prompts, policies = prompts_of(LENGTHS), [policy] * len(LENGTHS)
-        transfers = prefiller.prefill(prompts, [None] * len(prompts))
+        asked = None if first is None else named(policy)
+        transfers = prefiller.prefill(prompts, [asked] * len(prompts))
         if policy == FULL:
             with pytest.raises(VLLMValidationError, match="handed over a whole prompt"):
                 ask(engine, prompts[:1], room, transfers=transfers[:1])

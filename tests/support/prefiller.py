@@ -124,12 +124,18 @@ def _answer(engine: Engine, job: Any) -> Any:
     return [answer.transfer for answer in answers]
 
 
+def _ends(request: Any) -> bool:
+    """Whether the step is under way that computes the last token of the request's prompt."""
+    return request.num_in_flight_tokens > 0 and (
+        request.num_computed_tokens >= request.num_prompt_tokens
+    )
+
+
 def _interrupted(engine: Engine, ids: list[str]) -> list[dict[str, Any] | None]:
     scheduler, told = engine.scheduler, dict[str, dict[str, Any] | None]()
     step = engine.llm.llm_engine.step
-    while not scheduler._to_shrink:
+    while not any(map(_ends, scheduler.running)):
         step()
-    assert {request.num_in_flight_tokens > 0 for request in scheduler._to_shrink} == {True}
     engine.llm.llm_engine.abort_request(ids[:1])
     engine.throw_out(drop_stale_output=scheduler.requires_kv_delivery)
     while engine.llm.llm_engine.has_unfinished_requests():

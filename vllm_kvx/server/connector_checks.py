@@ -109,12 +109,6 @@ def beside_connectors(policy: "KVPolicy") -> str | None:
             f"{policy} waits for generated tokens, and a prompt is handed over before there are "
             "any: leave out after=, or drop --kv-transfer-config"
         )
-    propagate = policy.propagate
-    if propagate is not None and (propagate.overwrites or propagate.projects_from is not None):
-        return (
-            f"{propagate} was never tried beside a KV connector: use another policy, or drop "
-            "--kv-transfer-config"
-        )
     return None
 
 
