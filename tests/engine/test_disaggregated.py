@@ -24,10 +24,12 @@ from reference.swiftkv import Swift
 from support import inside
 from support.engine import BLOCK, Answer, Engine, keep_in_process, running, schedule_ahead
 from support.expected import FULL, Online, Policy, Read, Speed, named
+from support.models import LOOKUP
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prefiller import PATIENT, Prefiller, prefilling
-from support.prompts import distinct_prompts, prompts_of
+from support.prompts import distinct_prompts, lookups, prompts_of
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.common.nixl import PORT
 from benchmarks.common.server import free_port
@@ -342,15 +344,72 @@ def _fail_to_load_and_abort(engine: Engine, prefiller: Prefiller, these: Handed)
     ]
 
 
+SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"const": 7}}}
+
+
+def test_grammars_go_on_behind_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structured outputs of the pair are those of one server."""
+    keep_in_process(monkeypatch)
+    inside.use_dense_ops(monkeypatch)
+    monkeypatch.setenv(PORT, str(free_port()))
+    prompts, words, read = lookups(3)
+    prompts = [prompt[:200] for prompt in prompts]
+    keep = Keep(kv_rate=0.2)
+    policies: list[Policy] = [keep, Lookahead(keep, 4), Keep(tsp_layer=3, tsp_rate=0.2)]
+    names = [named(policy) for policy in policies]
+    options: dict[str, Any] = {"skip_tokenizer_init": False, "config": room_for(policies)}
+    with (
+        prefilling(LOOKUP, "full", patches=[inside.use_dense_ops], **options) as prefiller,
+        running(
+            LOOKUP,
+            "full",
+            kv_transfer_config=PATIENT | {"kv_load_failure_policy": "recompute"},
+            **options,
+        ) as engine,
+    ):
+        for grammar in (
+            {"regex": "[0-9]{4}-[a-z]{9}"},
+            {"choice": [" nothing.", *words]},
+            {"json": SCHEMA},
+        ):
+            # A new one each time: vLLM changes some of them where it admits them.
+            asked = partial(StructuredOutputsParams, **grammar)
+            alone = engine.generate(prompts, 12, names, structured_outputs=asked())
+            computed = _watch_computed(engine)
+            transfers = prefiller.prefill(prompts, names, structured_outputs=asked())
+            for gone in ({}, {"remote_engine_id": "gone", "remote_port": free_port()}):
+                loaded = engine.generate(
+                    prompts,
+                    12,
+                    names,
+                    transfers=[transfer | gone for transfer in transfers],
+                    structured_outputs=asked(),
+                )
+                assert gone or max(computed) <= len(prompts)
+                assert_close(loaded, alone)
+            with pytest.raises(VLLMValidationError, match="structured_outputs: the server that"):
+                engine.generate(prompts[:1], 12, names[:1], transfers=transfers[:1])
+        assert {read(answer.tokens)[:1] for answer in alone} == {"{"}
+        # Another token than the first server's ends the request, as vLLM does with such tokens.
+        (transfer,) = prefiller.prefill(prompts[:1], names[:1], structured_outputs=asked())
+        transfer["kvx"] |= {"token": 5, "logprob_ids": [5]}
+        (ended,) = engine.generate(
+            prompts[:1], 12, names[:1], transfers=[transfer], structured_outputs=asked()
+        )
+        assert ended.tokens == [5]
+        engine.assert_idle()
+        _wait_for_freed(prefiller)
+
+
 @pytest.mark.parametrize(
     ("first", "room", "policy", "block_size"),
     [
         (None, [FIER], FIER, 2 * BLOCK),
         (None, [KEPT[0]], FULL, BLOCK),
-        # Both have three KV groups: of three, three and two layers, and of three, two and three.
+        # Both have four KV groups of two layers, which are not the same ones.
         (
-            [KEPT[0], Keep(tsp_layer=2, kv_rate=0.5)],
-            [Keep(tsp_layer=4, kv_rate=0.5)],
+            [KEPT[0], Keep(tsp_layer=1, tsp_rate=0.5)],
+            [KEPT[0], Keep(tsp_layer=5, tsp_rate=0.5)],
             KEPT[0],
             BLOCK,
         ),

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvx.cache.managers import PolicyKVCacheManager
 from vllm_kvx.config.handed_over import FETCHES, HOLDS, KEY, HandedOver, sampling_of
@@ -208,6 +208,15 @@ def _output_of(scheduler: Any, request: Request, told: HandedOver) -> EngineCore
     """The output of a request's first token, with which it may end."""
     waits = request.status
     has_ended = check_stop(request, scheduler.max_model_len)
+    # A request with a grammar is not fetched before this is there.
+    if not scheduler.structured_output_manager.accept_tokens(request, [told.token]):
+        logger.error(
+            "Request %s ends: its grammar does not allow the first token, %d, which another server "
+            "has drawn.",
+            quoted(request.request_id),
+            told.token,
+        )
+        request.status, has_ended = RequestStatus.FINISHED_ERROR, True
     status, request.status = request.status, waits
     logprobs = None
     if told.logprob_ids:

@@ -88,11 +88,6 @@ def _check_features(policy: KVPolicy, sampling_params: "SamplingParams") -> None
     instead = f"leave it out, or {alone}"
     if sampling_params.n != 1:
         raise ValueError(f"n={sampling_params.n}: one first token is handed over: {instead}")
-    if sampling_params.structured_outputs is not None:
-        raise ValueError(
-            "structured outputs: the grammar would not know of the first token, which the server "
-            f"that prefills has drawn under {policy}: {instead}"
-        )
     if getattr(sampling_params, "logprob_token_ids", None) is not None:
         raise ValueError(f"logprob_token_ids: those of the first token stay behind: {instead}")
     if policy.num_generated:
