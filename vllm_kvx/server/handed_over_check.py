@@ -50,9 +50,9 @@ def _check_policies(policy: KVPolicy, told: HandedOver | None) -> None:
     if told is None:
         if not policy.keeps_prompts:
             raise ValueError(
-                f"the server that prefilled handed over a whole prompt, of which {policy} cannot "
-                "choose any more what to keep: start it with the same KV policy, and ask it under "
-                f"the same; or ask this server alone, without {TRANSFER}"
+                f"the server that prefilled handed over a whole prompt, which {policy} cannot go "
+                "on from: start it with the same KV policy, and ask it under the same; or ask this "
+                f"server alone, without {TRANSFER}"
             )
     elif told.policy != str(policy):
         raise ValueError(
