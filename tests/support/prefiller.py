@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -141,3 +142,27 @@ def _interrupted(engine: Engine, ids: list[str]) -> list[dict[str, Any] | None]:
     while engine.llm.llm_engine.has_unfinished_requests():
         told |= {each.request_id: each.kv_transfer_params for each in step() if each.finished}
     return [told.get(name) for name in ids]
+
+
+def watch_computed(engine: Any) -> list[int]:
+    """Grows by the number of tokens of every step that has any."""
+    counts: list[int] = []
+    schedule = engine.scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        if output.total_num_scheduled_tokens:
+            counts.append(output.total_num_scheduled_tokens)
+        return output
+
+    engine.scheduler.schedule = watched
+    return counts
+
+
+def wait_for_freed(prefiller: Prefiller) -> None:
+    """Blocks are held until the other engine says that it has them."""
+    for _ in range(100):
+        if prefiller.free() == prefiller.blocks:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{prefiller.free()} of {prefiller.blocks} blocks are free")
