@@ -1,9 +1,9 @@
 """Prompts that one server computes and another goes on with, under policies that keep a part.
 
 The server that prefills hands over what is kept of the prompt, and its first token. The server that
-decodes knows the request as one whose prompt is in and compacted and that has one token: as a
-preempted one that finds all of its entries again. Where it cannot use what was handed over it
-computes the prompt itself, and takes nothing.
+decodes knows the request as one whose prompt is in, with what is kept of it, and that has one
+token: as a preempted one that finds all of its entries again. Where it cannot use what was handed
+over it computes the prompt itself, and takes nothing.
 """
 
 import time
@@ -38,7 +38,7 @@ def is_to_fetch(request: Request) -> bool:
 
 
 class HandedOverPrompts:
-    """The requests of one scheduler whose compacted prompts come from another server."""
+    """The requests of one scheduler of whose prompts another server has kept a part."""
 
     def __init__(self, managers: Sequence[PolicyKVCacheManager], vocab_size: int) -> None:
         """managers: of all KV groups. vocab_size: of the model, which has no other token ids."""

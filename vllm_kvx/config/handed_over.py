@@ -1,4 +1,4 @@
-"""What a server that prefills says of a prompt that it hands over under a policy that retains.
+"""What a server that prefills says of a prompt that it hands over under a policy that keeps a part.
 
 vLLM's routers pass the ``kv_transfer_params`` of the first server's answer on to the second one.
 An object of ours lies in them, plain JSON. What is kept of a prompt cannot give the prompt's last
