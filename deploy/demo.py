@@ -8,13 +8,15 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 from openai import OpenAI
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
 from benchmarks.checkpoint.prompts import QUESTION, make_prompt
 from benchmarks.common.server import CHECKPOINT, ServerError, cpu_environment, serving
@@ -23,12 +25,19 @@ from vllm_kvx.policy.spec import parse_policy, servable
 
 MODEL = "lookup-8l"
 FULL = "full"
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 4096
 ANSWER_TOKENS = 6
-# Long enough that the request is still running when its blocks are counted.
-HOLD_TOKENS = 512
+# Long enough that the request is still running when its blocks are counted, after which it is
+# aborted: steps take about 2 ms.
+HOLD_TOKENS = 2048
+# Steps after a request's first token by which its blocks have been told to whoever counts them.
+TOLD_AFTER = 8
 # The server answers with what it read up to 0.25 s ago.
 STALE_S = 0.3
+
+
+class DemoError(RuntimeError):
+    """What is shown could not be measured."""
 
 
 @dataclass
@@ -41,7 +50,6 @@ class Run:
     policy: str
     answer: str
     layer_tokens: int
-    blocks: int
     seconds: float
     read: int
     held: int
@@ -71,7 +79,8 @@ def main() -> int:
     args = parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    # Without transformers, whose import takes seconds.
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     # The first word of an answer comes with the prompt; decode steps are to look something up too.
     words = 3 if parse_policy(args.policy).retrieve else 1
     prompt, expected = make_prompt(args.seed, args.tokens, tokenizer, words)
@@ -89,28 +98,24 @@ def main() -> int:
         log = Path(directory) / "server.log"
         try:
             with serving(flags, log, cpu_environment()) as url:
+                client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
                 show_document(prompt, expected, args.tokens)
                 # Another document first: it takes what only a first request costs.
                 other, _ = make_prompt(args.seed + 1, args.tokens, tokenizer, words)
                 for question in (other, prompt):
-                    runs = [ask(url, question, policy) for policy in (args.policy, FULL)]
+                    runs = [ask(client, url, question, policy) for policy in (args.policy, FULL)]
+                blocks = blocks_held(client, url, prompt, (args.policy, FULL))
                 layout = status(url)["layout"]
-        except ServerError as error:
+        except (DemoError, ServerError) as error:
             say(str(error))
             return 1
-    return report(runs, expected, layout)
+    return report(runs, blocks, expected, layout)
 
 
-def ask(url: str, prompt: str, policy: str) -> Run:
-    """Asks under `policy`, then again with a long answer, to count blocks while it runs."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    options: dict[str, Any] = {"model": MODEL, "prompt": prompt, "temperature": 0, "stream": True}
-    # With a salt of its own: what one policy computed, the other shall not find in the cache.
-    xargs = {"vllm_xargs": {"kv_policy": policy}, "cache_salt": policy}
-
+def ask(client: OpenAI, url: str, prompt: str, policy: str) -> Run:
     before = counters(url, policy)
     begin, seconds, answer = time.perf_counter(), 0.0, ""
-    for chunk in client.completions.create(**options, max_tokens=ANSWER_TOKENS, extra_body=xargs):
+    for chunk in stream(client, prompt, policy, max_tokens=ANSWER_TOKENS):
         seconds = seconds or time.perf_counter() - begin
         answer += chunk.choices[0].text
     after = counters(url, policy)
@@ -118,19 +123,48 @@ def ask(url: str, prompt: str, policy: str) -> Run:
     def moved(field: str) -> int:
         return after[field] - before.get(field, 0)
 
-    holding = xargs | {"ignore_eos": True}
-    time.sleep(STALE_S)
-    with client.completions.create(**options, max_tokens=HOLD_TOKENS, extra_body=holding) as stream:
-        next(iter(stream))
-        blocks = status(url)["counters"][policy]["blocks_held"]
     return Run(
         policy=policy,
         answer=answer.strip(),
         layer_tokens=moved("layer_tokens_computed"),
-        blocks=blocks,
         seconds=seconds,
         read=moved("entries_read"),
         held=moved("entries_held_in_decode"),
+    )
+
+
+def blocks_held(client: OpenAI, url: str, prompt: str, policies: Sequence[str]) -> list[int]:
+    """KV blocks of one request under each policy, counted at one moment of their long answers.
+
+    Together they have answers of one length, give or take a few tokens.
+    """
+    time.sleep(STALE_S)
+    with ExitStack() as running:
+        answers = [
+            running.enter_context(
+                stream(client, prompt, policy, max_tokens=HOLD_TOKENS, ignore_eos=True)
+            )
+            for policy in policies
+        ]
+        for answer in map(iter, answers):
+            for _ in range(TOLD_AFTER):
+                next(answer)
+        now = status(url)["counters"]
+    counted = [now.get(policy, {}).get("blocks_held", 0) for policy in policies]
+    if not all(counted):
+        raise DemoError("A long answer ended before its KV blocks were counted.")
+    return counted
+
+
+def stream(client: OpenAI, prompt: str, policy: str, max_tokens: int, **options: Any) -> Any:
+    return client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        # With a salt of its own: what one policy computed, the other shall not find in the cache.
+        extra_body={"vllm_xargs": {"kv_policy": policy}, "cache_salt": policy, **options},
     )
 
 
@@ -140,7 +174,15 @@ def counters(url: str, policy: str) -> dict[str, int]:
 
 
 def status(url: str) -> dict[str, Any]:
-    return httpx.get(f"{url}/v1/kv_policy", timeout=30).raise_for_status().json()
+    """What the server tells of now: where it is busy, it may answer with what it read before."""
+    for _ in range(20):
+        told: dict[str, Any] = (
+            httpx.get(f"{url}/v1/kv_policy", timeout=30).raise_for_status().json()
+        )
+        if told["current"]:
+            return told
+        time.sleep(STALE_S)
+    raise DemoError("The server is too busy to tell what it has counted.")
 
 
 def show_document(prompt: str, expected: str, tokens: int) -> None:
@@ -155,17 +197,16 @@ def show_document(prompt: str, expected: str, tokens: int) -> None:
     say(f"\n{question}")
 
 
-def report(runs: list[Run], expected: str, layout: dict[str, Any]) -> int:
+def report(runs: list[Run], blocks: list[int], expected: str, layout: dict[str, Any]) -> int:
     """Prints answers and savings; 0 if every answer is right."""
-    policy, full = runs
+    policy = runs[0]
     right = {run.policy: run.answer == expected.strip() for run in runs}
     rows = [("", *right, "saved")]
     rows.append(("answer", *(run.answer for run in runs), ""))
     rows.append(("right", *("yes" if ok else "NO" for ok in right.values()), ""))
-    for label, field in (("layer-tokens computed", "layer_tokens"), ("KV blocks held", "blocks")):
-        spent, all_of_it = getattr(policy, field), getattr(full, field)
-        saved = f"{1 - spent / all_of_it:.1%}"
-        rows.append((label, f"{spent:,}", f"{all_of_it:,}", saved))
+    spent = [run.layer_tokens for run in runs]
+    for label, (some, whole) in (("layer-tokens computed", spent), ("KV blocks held", blocks)):
+        rows.append((label, f"{some:,}", f"{whole:,}", f"{1 - some / whole:.1%}"))
     if policy.held:
         saved = f"{1 - policy.read / policy.held:.1%}"
         reads = ("KV entries that decode steps read", f"{policy.read:,}", f"{policy.held:,}", saved)

@@ -20,7 +20,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Files of few tests that take minutes. They come first: last, one process would wait for the other.
 LONG = (
     *("soak/test_soak_server.py", "soak/test_soak_engine.py", "engine/test_tensor_parallel.py"),
-    *("server/test_serve.py", "tools/batch/test_batch_command.py"),
+    *("server/serve/test_serve.py", "server/serve/test_serve_status.py"),
+    "tools/batch/test_batch_command.py",
     *("engine/test_architectures.py", "simulation/test_simulation.py"),
     *("tools/evaluate/test_command.py", "engine/test_prefix_sharing.py"),
 )

@@ -211,8 +211,7 @@ def _with_policy(original: _Function) -> _Function:
         from vllm_kvx.compat.vllm_signatures import check_server, check_version
         from vllm_kvx.config.settings import policy_is_set
         from vllm_kvx.config.wording import worded
-        from vllm_kvx.server.text_alone import ask_for_text_alone, say_text_alone
-        from vllm_kvx.server.validate import is_full_alone
+        from vllm_kvx.server.text_alone import check_text_alone, with_text_alone
 
         in_python = _is_of_python(*args, **kwargs)
         with refusing(), worded(in_python):
@@ -220,15 +219,16 @@ def _with_policy(original: _Function) -> _Function:
             if is_set:
                 check_version()
                 check_server()
-                asks = not is_full_alone(self.additional_config) and ask_for_text_alone(self)
-        vllm_config = original(self, *args, **kwargs)
+                check_text_alone(self.additional_config)
         if not is_set:
+            vllm_config = original(self, *args, **kwargs)
             with _idle_on_untested():
                 _look_at_requests()
             return vllm_config
         from vllm_kvx.server.outputs import name_policies
         from vllm_kvx.server.validate import prepare_engine_config
 
+        vllm_config = with_text_alone(lambda: original(self, *args, **kwargs), self)
         _look_at_requests()
         if _usage(*args, **kwargs) == "OPENAI_BATCH_RUNNER":
             # Behind no HTTP server, and each line of the file is answered in a task of its own.
@@ -241,8 +241,6 @@ def _with_policy(original: _Function) -> _Function:
         _has_policy = True
         with refusing(), worded(in_python):
             prepare_engine_config(vllm_config, in_python)
-        if asks:
-            say_text_alone(vllm_config)
         if getattr(self, "_api_process_count", 1) > 1:
             # Further API servers are given these arguments: what was found need not be found again,
             # nor measured again where it could not be kept.

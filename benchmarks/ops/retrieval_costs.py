@@ -10,6 +10,7 @@ one is far ahead, an error decides nothing.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,12 @@ LAYERS = {
     "cuda": RESULTS / "ops" / "h200-retrieval-crossover.json",
     "triton": RESULTS / "ops" / "h200-retrieval-crossover-triton.json",
 }
+# The ops one by one.
+OPS = {
+    "cuda": RESULTS / "ops" / "h200-retrieval-ops.json",
+    "triton": RESULTS / "ops" / "h200-retrieval-variants.json",
+}
+OPS_SHAPE = (8, 512)
 ENGINE = RESULTS / "engine" / "h200-fier.json"
 NEAR = 2
 # What h200-fier.json measured both ways: Llama-3.1-8B with CUDA ops, 30 of its layers retrieve.
@@ -61,6 +68,17 @@ def table(reports: Mapping[str, dict[str, Any]]) -> Table:
     return found
 
 
+def attends(report: dict[str, Any], backend: str, costs: Costs) -> float:
+    """Attention's share of what a layer that retrieves takes, whatever its entries and budget.
+
+    report: of ``retrieval``. costs: of OPS_SHAPE, as fitted.
+    """
+    budget = costs.read * report["budget"] / KI
+    cases = (case for name, case in report["cases"].items() if name.startswith("1x"))
+    alone = [case[f"attend/{backend}"]["us"] - budget for case in cases]
+    return round(median(alone) / costs.fixed, 2)
+
+
 def in_engine(engines: dict[str, Any], costs: Costs) -> float:
     """Microseconds that a layer that retrieves takes longer in an engine than by itself.
 
@@ -79,6 +97,11 @@ def main() -> None:
     for backend, shapes in found.items():
         for shape, costs in shapes.items():
             print(f"{backend}: {shape}: Costs{astuple(costs)},")
+    of_ops = {
+        backend: attends(json.loads(file.read_text()), backend, found[backend][OPS_SHAPE])
+        for backend, file in OPS.items()
+    }
+    print(f"ATTENDS = {of_ops}")
     print(f"IN_ENGINE_US = {in_engine(engines, found['cuda'][ENGINE_SHAPE])}")
 
 

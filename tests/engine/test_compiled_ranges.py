@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import fastkv, hybrids, wrappers
+from reference.fier import Retrieve
+from support import pictures
 from support.cpu_hybrids import complete_cpu_hybrids
 from support.engine import Engine, running
-from support.expected import FULL, Policy, Speed
+from support.expected import FULL, Policy, Read, Speed
 from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import prompts_of
@@ -127,6 +129,22 @@ def test_parity_with_rows_of_positions(tmp_path: Path, name: str) -> None:
         assert ranges_of(engine) is not None
         engine.assert_idle()
     assert_parity(model, answers, policies, most=0)
+
+
+@nightly
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's code of it imports that")
+@pytest.mark.usefixtures("dense_ops")
+def test_images(tmp_path: Path) -> None:
+    """A whole compiled decoder takes the embeddings of images, and adds what these leave to it."""
+    name = "qwen3_vl"
+    kinds: list[Policy] = [fastkv.Keep(kv_rate=0.2), FULL, Read(Retrieve(64))]
+    model = wrappers.add_processor(wrappers.build(tmp_path / "model", name), name)
+    shown = [pictures.Shown.of(name, 20 + i, (7, 9, i), 60, seed=i) for i in range(3)]
+    options = COMPILED | {"max_model_len": 512, "skip_tokenizer_init": False}
+    with running(model, "full", config=room_for(kinds), **options) as engine:
+        answers = pictures.ask(engine, shown, kinds, 6)
+        engine.assert_idle()
+    pictures.assert_parity_shown(model, shown, answers, kinds)
 
 
 @nightly

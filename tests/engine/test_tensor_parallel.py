@@ -1,11 +1,12 @@
 """Two ranks select, store and answer what one does."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import hybrids, zoo
+from reference import hybrids, wrappers, zoo
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
@@ -17,7 +18,7 @@ from reference.selfonly import Alone
 from reference.structkv import Struct
 from reference.structsnap import StructSnap
 from reference.swiftkv import Swift
-from support import inside
+from support import inside, pictures
 from support.engine import running
 from support.expected import FULL, Policy, Read, Speed, is_served, named
 from support.nightly import nightly
@@ -181,3 +182,17 @@ def test_tp2_of_a_hybrid(tmp_path: Path) -> None:
     assert counters[0] == counters[1]
     assert any(answer.cached for answer in again)
     assert_parity(model, [*answers, *again], policies * 2)
+
+
+@nightly
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's code of it imports that")
+def test_tp2_with_images(tmp_path: Path) -> None:
+    """Each rank has its part of the encoder, and scores its own heads."""
+    name, policies = "qwen3_vl", [Keep(kv_rate=0.2), Read(Retrieve(64)), FULL]
+    model = wrappers.add_processor(wrappers.build(tmp_path / "model", name), name)
+    shown = [pictures.Shown.of(name, 20 + i, (7, 9, i), 60, seed=i) for i in range(3)]
+    options = TWO_RANKS | {"skip_tokenizer_init": False, "max_model_len": 512}
+    with running(model, "full", config=room_for(policies), **options) as engine:
+        answers = pictures.ask(engine, shown, policies, 6)
+        engine.assert_idle()
+    pictures.assert_parity_shown(model, shown, answers, policies)

@@ -9,16 +9,19 @@ import pytest
 from benchmarks.ops import retrieval_costs as fit
 from vllm_kvx.ops.retrieval.backends import BACKENDS
 from vllm_kvx.ops.retrieval.costs import (
+    ATTENDS,
     BESIDE_STATES_US,
     COSTS,
     IN_ENGINE_US,
     KI,
     Begins,
     Costs,
+    alone_from,
     costs,
 )
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS, NEVER, crossover
 from vllm_kvx.policy.methods.fier import FIER
+from vllm_kvx.policy.reuse import share_that_chooses
 from vllm_kvx.worker.decode.step import Rules, retrieving_lens
 
 EVEN = Costs(whole=10, whole_entry=4, fixed=30, scored=1, read=2)
@@ -33,6 +36,9 @@ def test_the_table_is_what_was_measured() -> None:
     assert found == {backend: COSTS[backend] for backend in found}
     engines = json.loads(fit.ENGINE.read_text())["engines"]
     assert fit.in_engine(engines, COSTS["cuda"][fit.ENGINE_SHAPE]) == IN_ENGINE_US
+    for backend, path in fit.OPS.items():
+        report = json.loads(path.read_text())
+        assert fit.attends(report, backend, found[backend][fit.OPS_SHAPE]) == ATTENDS[backend]
 
 
 @pytest.mark.parametrize(("backend", "most"), [("cuda", 1.125), ("triton", 1.2)])
@@ -60,6 +66,70 @@ def test_from_where_on_a_batch_retrieves() -> None:
     for entries, pays in ((n, True), (n - 1, False)):
         saved = EVEN.gain(np.full(8, entries), np.full(8, 1536)).sum()
         assert (saved + EVEN.whole > EVEN.fixed) == pays
+
+
+def test_the_share_of_layers_that_choose() -> None:
+    """The first two layers read everything, and the third chooses."""
+    assert share_that_chooses(32, 1) == 1 and share_that_chooses(32, 2) == 0.5
+    assert share_that_chooses(32, 4) == 8 / 30
+    assert share_that_chooses(3, 8) == share_that_chooses(2, 8) == 1
+
+
+def test_layers_that_read_what_others_chose_score_and_select_nothing() -> None:
+    shared = EVEN.shared(choosing=0.25, attends=0.4)
+    assert shared == Costs(whole=10, whole_entry=4, fixed=12 + 18 / 4, scored=0.25, read=2)
+    assert EVEN.shared(1, 0.4) == EVEN
+    # (4 - 0.25) n = 2 * budget + (16.5 - 10) * 1024
+    assert shared.pays_from(1536, 1) == int((3072 + 6.5 * 1024) / 3.75) + 1
+
+
+def test_what_was_measured_of_layers_that_share_a_choice() -> None:
+    """One layer's graph takes some 5 us longer than a layer's part of a step's."""
+    path = fit.RESULTS / "ops" / "h100-retrieval-reuse.json"
+    report = json.loads(path.read_text())
+    for name, case in report["cases"].items():
+        batch, length = map(int, name.split("x"))
+        for layers in (2, 4):
+            found = COSTS["cuda"][8, 512].shared(1 / layers, ATTENDS["cuda"])
+            entries, budgets = batch * length / KI, batch * report["budget"] / KI
+            us = found.fixed - 5 + found.scored * entries + found.read * budgets
+            assert us == pytest.approx(case[f"reuse_layers={layers}"]["us"], rel=0.2), name
+
+
+def test_what_an_engine_saved_by_shared_choices() -> None:
+    """Llama-3.1-8B's shape, 30 layers of which retrieve."""
+    path = fit.RESULTS / "engine" / "h100-reuse-layers.json"
+    engines = json.loads(path.read_text())["engines"]
+    alone, shared = (engines[f"fier-2048{name}"]["cases"] for name in ("", ":reuse_layers=4"))
+    share = share_that_chooses(32, 4)
+    own, less = (costs("cuda", "max", 8, 512, choosing=each) for each in (1, share))
+    for name, batch, length in (
+        ("tpot:32768", 1, 32_768),
+        ("tpot:130000", 1, 130_000),
+        ("decode:12x32768", 12, 32_768),
+    ):
+        saved = own.fixed - less.fixed + (own.scored - less.scored) * batch * length / KI
+        measured = (alone[name]["median"] - shared[name]["median"]) * 1e3 / 30
+        assert saved == pytest.approx(measured, rel=0.25), name
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_shared_choices_pay_from_a_shorter_context(backend: str) -> None:
+    for shape in COSTS[backend]:
+        machine = backend, "max", *shape
+        alone = [alone_from(*machine, choosing=share) for share in (1, 0.9, 0.5, 0.25)]
+        assert alone == sorted(alone, reverse=True) and alone[-1] < alone[0] / 2
+        assert alone[0] == crossover(*machine)
+        batch = [costs(*machine, choosing=share).pays_from(512, 8) for share in (1, 0.5, 0.25)]
+        assert batch == sorted(batch, reverse=True) and batch[-1] < batch[0]
+    # An engine loses as much as where each layer chooses.
+    shared = COSTS["cuda"][8, 512].shared(0.5, ATTENDS["cuda"])
+    expected = replace(shared, fixed=shared.fixed + IN_ENGINE_US)
+    assert costs("cuda", "max", 8, 512, choosing=0.5) == expected
+    # What never or always pays does so whoever chooses.
+    assert alone_from("torch", "max", 2, 256, choosing=0.5) == 0
+    assert alone_from("triton", "softmax", 8, 512, choosing=0.5) == NEVER
+    assert alone_from("cuda", "max", 2, 1024, keeps_state=True, choosing=0.5) == NEVER
 
 
 def test_never_and_always() -> None:

@@ -5,6 +5,7 @@ The forward pass is transformers' own, layer by layer, and shares no code with t
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from . import speed
+from .fier import Retrieve
 from .models import build_model
 from .params import MODELS
+from .structkv import Struct
 
+# Of models; a module of tests may have another number under this name.
 LAYERS, KV_HEADS, STEPS, VOCAB = 4, 2, 6, 512
 # Rounding between two orders of the same float32 sums; engine tests have 1e-4.
 ATOL = 1e-5
@@ -22,6 +26,10 @@ ATOL = 1e-5
 SAFE = 1e-4
 # The least change of a logprob that counts as a change: a hundred times what engine tests allow.
 CLEAR = 1e-2
+# The paper's form of retention, unpooled; tests that are about pooling name the kernel.
+paper = partial(Struct, kernel=1)
+FIER = Retrieve(budget=20, group=8)
+QUEST = Retrieve(budget=20, group=4, pages=True)
 # Whether a row sees a column in a layer and query head: (layer, head, row, column).
 Sees = Callable[[int, int, int, int], bool]
 
@@ -31,14 +39,16 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> PreTrainedModel:
     arch, kv_heads = request.param
-    path = tmp_path_factory.mktemp(arch)
-    return speed.load(build_model(path, arch=arch, kv_heads=kv_heads, layers=LAYERS))
+    path, layers = tmp_path_factory.mktemp(arch), getattr(request.module, "LAYERS", LAYERS)
+    return speed.load(build_model(path, arch=arch, kv_heads=kv_heads, layers=layers))
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    path = tmp_path_factory.mktemp("one")
-    return speed.load(build_model(path, arch="llama", kv_heads=KV_HEADS, layers=LAYERS))
+def llama(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> PreTrainedModel:
+    path, layers = tmp_path_factory.mktemp("one"), getattr(request.module, "LAYERS", LAYERS)
+    return speed.load(build_model(path, arch="llama", kv_heads=KV_HEADS, layers=layers))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

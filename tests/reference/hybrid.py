@@ -41,6 +41,7 @@ from .fastkv import Keep, KeptResult, load
 from .fier import Choice, ReadResult, Retrieve, choose, fill_holes
 from .knorm import Norm
 from .masked import Call, attention, causal, output_weight_of, run, text_config
+from .pictures import seeing
 from .pyramidkv import Pyramid
 from .speed import Result
 
@@ -61,7 +62,7 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
         found[call.layer] = call.window
         return torch.zeros_like(call.query)
 
-    with torch.no_grad():
+    with torch.no_grad(), seeing(None):
         run(model, [3], attend)
     return found
 

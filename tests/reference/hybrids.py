@@ -254,6 +254,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 "intermediate_size": 64,
                 "num_heads": 2,
                 "out_hidden_size": 64,
+                "patch_size": 14,
             },
             "image_token_id": VOCAB - 4,
             "video_token_id": VOCAB - 3,

@@ -23,6 +23,8 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from . import pictures
+
 NAME = "vllm_kvx_reference"
 # Layer index, query (H, n, D), key and value (G, t, D) and the scale of logits -> (H, n, D). There
 # are t > n keys only if the call has a transformers cache.
@@ -139,9 +141,13 @@ def forward(
 ) -> Tensor:
     """(last, V) float32 log-softmax of the last rows, all if 0, in one pass over all layers.
 
+    Of texts alone: images are seen by the functions below.
+
     tokens: those at positions `start` and above; with a cache, it holds what is below.
     caught: gets an entry a layer, if given. Gradients flow where the caller lets them.
     """
+
+    assert pictures.seen() is None
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         out, probs = attention(query, key, value, scale, sees(layer))
@@ -162,15 +168,25 @@ def run(
 
     attend: what heads read (H, n, D), asked of every layer that has attention, from the lowest.
     """
+    ids: Tensor | None = torch.tensor(tokens)
+    options: dict[str, Any] = {"logits_to_keep": last}
+    if (pictured := pictures.seen()) is not None:
+        assert not pictured.added, "what is added above layers is lost here"
+        ids, options["inputs_embeds"] = None, embed(model, tokens)[None]
     with _attending(model, attend, by_call=True):
-        logits = _call(
-            model, torch.tensor(tokens), torch.arange(len(tokens)), None, logits_to_keep=last
-        )
+        logits = _call(model, ids, torch.arange(len(tokens)), None, **options)
     return logits.log_softmax(dim=-1)
 
 
 def embed(model: PreTrainedModel, tokens: list[int], start: int = 0) -> Tensor:
     """(n, hidden) float32: what enters the lowest layer for tokens at `start` and above."""
+    pictured = pictures.seen()
+    if pictured is not None and start < len(pictured.embedded):
+        known = pictured.embedded[start : start + len(tokens)]
+        generated = tokens[len(known) :]
+        return (
+            torch.cat([known, embed(model, generated, start + len(known))]) if generated else known
+        )
 
     def take(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         raise _Taken(hidden[0])
@@ -194,7 +210,9 @@ def run_layer(
 
     def run(_embedded: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         after = stock(hidden[None], *args, **kwargs)
-        raise _Taken((after[0] if isinstance(after, tuple) else after)[0])
+        after = (after[0] if isinstance(after, tuple) else after)[0]
+        pictured = pictures.seen()
+        raise _Taken(after if pictured is None else pictured.after(index, after, positions))
 
     with (
         _attending(model, attend),
@@ -226,12 +244,20 @@ class _Taken(Exception):
 
 
 def _call(
-    model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Cache | None, **options: Any
+    model: PreTrainedModel,
+    tokens: Tensor | None,
+    positions: Tensor,
+    cache: Cache | None,
+    **options: Any,
 ) -> Tensor:
     """(n, V) logits of the model's own forward on tokens (n,) at positions (n,)."""
+    at = positions[None]
+    if (pictured := pictures.seen()) is not None:
+        rows = pictured.rows_of(positions)
+        at = rows if len(rows) == 1 else rows[:, None]
     return model(
-        tokens[None],
-        position_ids=positions[None],
+        None if tokens is None else tokens[None],
+        position_ids=at,
         past_key_values=cache,
         use_cache=cache is not None,
         **options,

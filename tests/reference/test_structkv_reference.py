@@ -1,59 +1,20 @@
 """The StructKV reference against brute force, against its siblings, and against its definition."""
 
 import math
-import random
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from . import fastkv, speed, structkv, structsnap
-from .conftest import pooled
+from .conftest import ATOL, CLEAR, LAYERS, SAFE, STEPS, change, paper, pooled, prompt_of
 from .fastkv import Keep
-from .models import build_model
-from .params import MODELS
-from .structkv import METRICS, WEIGHTS, Struct
+from .structkv import Struct
 
-LAYERS, KV_HEADS, STEPS, VOCAB = 4, 2, 6, 512
-# Rounding between two orders of the same float32 sums; engine tests have 1e-4.
-ATOL = 1e-5
-# A score gap that rounding cannot close: float64 moves scores by less than a tenth of it.
-SAFE = 1e-4
-# The least change of a logprob that counts as a change: a hundred times what engine tests allow.
-CLEAR = 1e-2
-# The paper's form of retention, unpooled; tests that are about pooling name the kernel.
-paper = partial(Struct, kernel=1)
 FULL = paper(pivot=0, struct_rate=1, kv_rate=1)
 TOKENS = paper(pivot=1, struct_rate=0.5, kv_rate=0.3, window=4)
 BLOCKS = replace(TOKENS, block_size=4)
-
-
-@pytest.fixture(scope="module", params=MODELS, ids=str)
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> PreTrainedModel:
-    arch, kv_heads = request.param
-    path = tmp_path_factory.mktemp(arch)
-    return speed.load(build_model(path, arch=arch, kv_heads=kv_heads, layers=LAYERS))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    path = tmp_path_factory.mktemp("one")
-    return speed.load(build_model(path, arch="llama", kv_heads=KV_HEADS, layers=LAYERS))
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-
-
-def change(a: speed.Result, b: speed.Result) -> torch.Tensor:
-    """(S,) float32: largest difference of a logprob at each step."""
-    return (a.logprobs - b.logprobs).abs().amax(dim=1)
 
 
 def rows_of(result: fastkv.KeptResult) -> list[list[int]]:
@@ -190,100 +151,6 @@ def test_brute_force(model: PreTrainedModel, struct: Struct) -> None:
     assert result.propagated == expected.propagated
     assert result.retained == expected.retained
     assert change(result, expected).max() < ATOL
-
-
-def test_saliency_by_hand() -> None:
-    """Queries of the window, keys outside it, all heads alike, and no pooling."""
-    probs = torch.zeros(2, 6, 6)
-    probs[0, 4] = torch.tensor([0.1, 0.0, 0.0, 0.2, 0.7, 0.0])
-    probs[0, 5] = torch.tensor([0.1, 0.0, 0.0, 0.0, 0.5, 0.4])
-    probs[1, 4] = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.5, 0.0])
-    probs[1, 5] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
-    probs[:, :4] = 9  # queries before the window have no say
-    expected = torch.tensor([0.2, 0.5, 0.0, 0.2], dtype=torch.float64)
-    torch.testing.assert_close(structkv.local_saliency(probs, window=2), expected)
-    for window in (6, 7):
-        assert structkv.local_saliency(probs, window).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("heads", "kernel", "count", "kept"),
-    [
-        ("shared", 1, 2, [[1, 4]]),
-        ("shared", 3, 2, [[1, 2]]),  # 8 8 8 6 5 5 0: among the 8s the highest unpooled
-        ("shared", 3, 3, [[0, 1, 2]]),
-        ("shared", 3, 4, [[0, 1, 2, 3]]),  # pooled after the sum over heads it were 4
-        ("shared", 3, 5, [[0, 1, 2, 3, 4]]),
-        ("own", 1, 2, [[1, 2], [0, 4]]),  # 4, and the lowest of zeros
-        ("own", 3, 2, [[1, 2], [3, 4]]),  # 5 5 5: the peak, and the lower of its neighbours
-        ("own", 13, 2, [[1, 2], [0, 4]]),  # all equal
-    ],
-)
-def test_retention_by_hand(heads: str, kernel: int, count: int, kept: list[list[int]]) -> None:
-    """Each query head is pooled over the rows before the window, then heads are added up."""
-    probs = torch.zeros(2, 8, 8)
-    probs[0, 7] = torch.tensor([0.0, 8, 1, 0, 0, 0, 0, 99])
-    probs[1, 7] = torch.tensor([0.0, 0, 0, 0, 5, 0, 0, 99])
-    probs[:, :7] = 9  # queries before the window have no say
-    struct = Struct(0, heads=heads, kernel=kernel, window=1, kv_budget=count + 1)
-    sets = structkv.retained_by(probs, 2, struct)
-    rows = [structkv.retain_rows(*by, 8, 8, struct)[0].tolist() for by in sets]
-    assert rows == [[*mine, 7] for mine in kept]
-
-
-@pytest.mark.parametrize("heads", [1, 5, 16])
-def test_equal_columns_have_equal_scores(heads: int) -> None:
-    """Also where a vectorised sum would have a remainder of columns."""
-    for length in (5, 9, 35, 77):
-        generator = torch.Generator().manual_seed(length)
-        # Far enough apart that float64 rounds.
-        column = torch.rand(heads, length + 8, 1, generator=generator).double() ** 30
-        scores = structkv.local_saliency(column.expand(-1, -1, length + 8), window=8)
-        assert scores.shape == (length,) and (scores == scores[0]).all()
-
-
-@dataclass(frozen=True)
-class BlockCase:
-    centrality: list[float]  # of the rows before the window
-    window: int
-    size: int
-    kept: int  # blocks that a rate of 1/4 would keep
-    rows: list[int]
-    slack: float = float("inf")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        # Sums 3, 4, 2 and a block that the window shares.
-        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 1, [6, 7, 8]),
-        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 2, [6, 7, 8]),  # 6..7 and 8: two blocks
-        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 3, [2, 3, 6, 7, 8], 1 / 4),
-        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 4, [0, 1, 2, 3, 6, 7, 8], 1 / 3),
-        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 5, list(range(9))),
-        BlockCase([1, 2, 0, 4, 2, 0, 9], 2, 2, 9, list(range(9))),
-        # The window has a block to itself.
-        BlockCase([1, 2, 0, 4], 2, 2, 1, [4, 5]),
-        BlockCase([1, 2, 0, 4], 2, 2, 2, [2, 3, 4, 5], 1 / 4),
-        # Among equals the lower block.
-        BlockCase([1, 2, 3, 0, 0, 3, 7, 0], 1, 2, 2, [6, 7, 8], 4 / 7),
-        BlockCase([1, 2, 3, 0, 0, 3, 7, 0], 1, 2, 3, [0, 1, 6, 7, 8], 4 / 7),
-        BlockCase([1, 2, 3, 0, 0, 3, 7, 0], 1, 2, 4, [0, 1, 2, 3, 6, 7, 8], 4 / 7),
-        # Everything is in the window, or in one block.
-        BlockCase([], 5, 2, 1, list(range(5))),
-        BlockCase([1, 2], 1, 4, 1, [0, 1, 2]),
-        BlockCase([1, 5, 3, 2], 1, 1, 3, [1, 2, 4], 1 / 3),
-    ],
-)
-def test_blocks_by_hand(case: BlockCase) -> None:
-    centrality = torch.tensor(case.centrality, dtype=torch.float64)
-    count = len(centrality) + case.window
-    struct = paper(0, kv_rate=0.25, window=case.window, block_size=case.size)
-    # The prompt, not the rows that are here, says how many blocks stay.
-    for prompt_len in (4 * case.size * case.kept, 4 * case.size * (case.kept - 1) + 1):
-        rows, slack = structkv.retain_blocks(centrality, count, prompt_len, struct)
-        assert rows.tolist() == case.rows
-        assert slack == pytest.approx(case.slack)
 
 
 @dataclass(frozen=True)
@@ -513,154 +380,3 @@ def test_a_pivot_that_the_model_has_not(llama: PreTrainedModel) -> None:
     for pivot in (-1, LAYERS):
         with pytest.raises(ValueError, match="4 layers"):
             structkv.generate(llama, prompt_of(40), paper(pivot), max_tokens=1)
-
-
-@pytest.mark.parametrize("window", [1, 8])
-def test_metrics_against_loops(model: PreTrainedModel, window: int) -> None:
-    """Lengths where top tenths round, where there is one key, and where the window is short."""
-    prompts = [prompt_of(n, seed=n) for n in (39, 25, 5, 1)]
-    expected = torch.zeros(3, LAYERS, dtype=torch.float64)
-    for prompt in prompts:
-        with torch.no_grad():
-            attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
-        n = len(prompt)
-        for index, table in enumerate(attentions):
-            heads, rows = table[0].double().tolist(), range(max(0, n - window), n)
-            total = [0.0, 0.0, 0.0]
-            for head in heads:
-                for i in rows:
-                    seen = head[i][: i + 1]
-                    assert not any(head[i][i + 1 :]) and sum(seen) == pytest.approx(1)
-                    mean = sum(seen) / len(seen)
-                    total[0] += -sum(a * math.log(a) for a in seen if a > 0)
-                    total[1] += sum(sorted(seen, reverse=True)[: max(1, int(0.1 * n))])
-                    total[2] += sum((a - mean) ** 2 for a in seen) / len(seen)
-            share = len(heads) * len(rows) * len(prompts)
-            expected[:, index] += torch.tensor(total, dtype=torch.float64) / share
-    actual = structkv.metrics(model, prompts, window)
-    assert tuple(actual) == METRICS
-    for name, values in zip(METRICS, expected, strict=True):
-        torch.testing.assert_close(actual[name], values, rtol=1e-5, atol=1e-6)
-        # A wrong layer must show.
-        assert values.diff().abs().min() > 1e-4
-    assert 1 <= structkv.pivot_of(actual) < LAYERS
-
-
-def test_measures_by_hand() -> None:
-    probs = torch.zeros(1, 12, 12)
-    probs[0, 10, :4] = 0.25
-    probs[0, 11, 3] = 1
-    entropy, sparsity, variance = structkv.measure(probs, window=2)
-    assert entropy == pytest.approx(math.log(4) / 2)
-    assert sparsity == pytest.approx((0.25 + 1) / 2)
-    # 11 and 12 visible keys, and not 12 twice.
-    spread = [4 / 16 / 11 - 1 / 11**2, 1 / 12 - 1 / 12**2]
-    assert variance == pytest.approx(sum(spread) / 2)
-    alone = structkv.measure(torch.ones(3, 1, 1), window=8)
-    assert torch.stack(alone).tolist() == [0, 1, 0]
-    twenty = torch.zeros(1, 20, 20)
-    twenty[0, 19, :4] = torch.tensor([0.4, 0.1, 0.2, 0.3])
-    assert structkv.measure(twenty, window=1)[1] == pytest.approx(0.7)  # two of twenty keys
-
-
-def measured(
-    entropy: list[float], sparsity: list[float], variance: list[float]
-) -> dict[str, torch.Tensor]:
-    values = (entropy, sparsity, variance)
-    return {
-        name: torch.tensor(v, dtype=torch.float64) for name, v in zip(METRICS, values, strict=True)
-    }
-
-
-def test_transition_scores_by_hand() -> None:
-    values = measured([5, 4, 1, 1, 2], [0.1, 0.2, 0.6, 0.6, 0.6], [0, 0, 0, 4, 5])
-    # Differences: entropy -1 -3 0 1, sparsity .1 .4 0 0, variance 0 0 4 1.
-    scores = structkv.transition_scores(values, WEIGHTS)
-    assert math.isnan(scores[0])
-    expected = [
-        0.2 * 2 / 4 + 0.3 * 1 / 4 + 0,
-        0.2 * 1 + 0.3 * 1 + 0,
-        0.2 * 1 / 4 + 0 + 0.5 * 1,
-        0 + 0 + 0.5 * 1 / 4,
-    ]
-    assert scores[1:].tolist() == pytest.approx(expected)
-    assert structkv.pivot_of(values, WEIGHTS) == 4  # 0.55 at layer 3
-    assert structkv.pivot_of(values, (0.2, 0.3, 0.4)) == 3  # 0.45 there, 0.5 at layer 2
-    assert structkv.pivot_of(values, (0.0, 0.0, 1.0)) == 4
-
-
-def test_pivots_at_the_edges() -> None:
-    flat, rising = [2.0] * 5, [0.0, 1.0, 2.0, 3.0, 4.0]
-    # Differences without a range say nothing, and the lowest layer wins.
-    for values in (measured(flat, flat, flat), measured(rising, flat, rising)):
-        assert structkv.transition_scores(values)[1:].tolist() == [0] * 4
-        assert structkv.pivot_of(values) == 2
-    # Only what has a range counts.
-    step = [0.0, 0.0, 0.0, 1.0, 1.0]
-    assert structkv.transition_scores(measured(flat, rising, step))[1:].tolist() == [0, 0, 0.5, 0]
-    # Ties between layers go to the lowest.
-    twice = [0.0, 0.0, 1.0, 1.0, 2.0]
-    assert structkv.pivot_of(measured(flat, flat, twice)) == 3
-    # The last layer's transition cannot be one layer further up.
-    last = [0.0, 0.0, 0.0, 0.0, 1.0]
-    assert structkv.pivot_of(measured(flat, last, flat)) == 4
-    # Entropy is to fall.
-    assert structkv.pivot_of(measured(twice, flat, flat)) == 2
-    assert structkv.pivot_of(measured([0.0, 0.0, -1.0, -1.0, -2.0], flat, flat)) == 3
-    # Models of one layer and of two.
-    assert structkv.pivot_of(measured([1.0], [1.0], [1.0])) == 0
-    assert structkv.pivot_of(measured([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])) == 1
-
-
-def test_online_by_hand() -> None:
-    flat = [0.0] * 8
-    # Variance grows by 1, 3, 2, 1, 5, 0, 0.
-    values = measured(flat, flat, [0.0, 1.0, 4.0, 6.0, 7.0, 12.0, 12.0, 12.0])
-    for (low, high), pivot in {
-        (0, 7): 3,  # at layer 2 the largest is its own; at 3 it lies behind
-        (1, 7): 3,
-        (3, 7): 3,
-        (4, 7): 4,
-        (5, 7): 6,  # at layer 5 the largest is its own again
-        (7, 7): 7,
-        (0, 3): 3,
-        (0, 2): 2,  # the limit
-        (0, 0): 0,
-        (5, 5): 5,
-    }.items():
-        assert structkv.online_pivot(values, WEIGHTS, low, high) == pivot, (low, high)
-    # It takes two differences to compare, and where they are equal the lower is the largest.
-    assert structkv.online_pivot(measured(flat, flat, flat), WEIGHTS, 0, 7) == 2
-    # What grows ever faster is always ahead of it.
-    faster = [float(k * k) for k in range(8)]
-    assert structkv.online_pivot(measured(flat, flat, faster), WEIGHTS, 1, 6) == 6
-    for low, high in ((-1, 3), (4, 3), (3, 8)):
-        with pytest.raises(ValueError, match="8 layers"):
-            structkv.online_pivot(values, WEIGHTS, low, high)
-
-
-def test_online_against_its_definition() -> None:
-    draw = random.Random(0)
-    fired = set()
-    for _ in range(200):
-        # Small integers, for ties and for metrics without a range.
-        values = [[float(draw.randint(0, 3)) for _ in range(7)] for _ in METRICS]
-        weights = tuple(draw.choice((0.0, 0.25, 0.5)) for _ in METRICS)
-        low = draw.randint(0, 6)
-        high = draw.randint(low, 6)
-        pivot = high
-        for layer in reversed(range(max(low, 2), high)):
-            total = [0.0] * layer
-            for series, sign, weight in zip(values, (-1, 1, 1), weights, strict=True):
-                steps = [sign * (b - a) for a, b in pairwise(series[: layer + 1])]
-                least, span = min(steps), max(steps) - min(steps)
-                for k, step in enumerate(steps):
-                    total[k] += weight * ((step - least) / span) if span else 0
-            if total.index(max(total)) + 1 <= layer - 1:
-                pivot = layer
-        assert structkv.online_pivot(measured(*values), weights, low, high) == pivot
-        fired.add((pivot, pivot == high))
-        # Without a limit in the way it never looks ahead.
-        cut = measured(*(series[: pivot + 1] for series in values))
-        assert structkv.online_pivot(cut, weights, min(low, pivot), pivot) == pivot
-    assert len(fired) > 8

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    PreTrainedTokenizerFast,
 )
 
 from .models import BOS, EOS
@@ -33,7 +35,13 @@ _TEXT = {
     "pad_token_id": 0,
     "dtype": "float32",
 }
-_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+}
 _TOKENS = {
     "image_token_id": VOCAB - 4,
     "video_token_id": VOCAB - 3,
@@ -109,6 +117,70 @@ def build(
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(path)
     return Path(path)
+
+
+# By model type: the last words of the vocabulary.
+_WORDS = {"mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]")}
+_QWEN_WORDS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+# Pixels of a part of an image that the encoder returns, in each direction.
+PART = 28
+# Words of a text: those of images come behind, the first of which stands for a part of one.
+TEXT_VOCAB = IMAGE = VOCAB - 4
+
+
+def image_tokens(name: str) -> list[int]:
+    """What stands for an image in a prompt to model `name`, before its processor has seen it."""
+    return [IMAGE] if name in _WORDS else [VOCAB - 2, IMAGE, VOCAB - 1]
+
+
+def add_processor(path: Path, name: str) -> Path:
+    """Writes a tokenizer as `models.add_tokenizer` does, and a processor, to what `build` made."""
+    # They import torchvision.
+    from transformers import (
+        PixtralImageProcessor,
+        PixtralProcessor,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+    )
+
+    special = _WORDS.get(name, _QWEN_WORDS)
+    words = ["<unk>", "<s>", "</s>", *(f"w{token}" for token in range(3, TEXT_VOCAB)), *special]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.add_special_tokens([AddedToken(word, special=True) for word in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    processor: Any
+    if name == "mistral3":
+        images = PixtralImageProcessor(patch_size=PART // 2, size={"longest_edge": 10 * PART})
+        processor = PixtralProcessor(
+            images,
+            tokenizer,
+            patch_size=PART // 2,
+            spatial_merge_size=2,
+            image_token=special[0],
+            image_break_token=special[1],
+            image_end_token=special[2],
+        )
+    else:
+        sizes: Any = {"patch_size": PART // 2, "merge_size": 2}
+        sizes |= {"min_pixels": PART**2, "max_pixels": 256 * PART**2}
+        make: Any = Qwen2_5_VLProcessor if name == "qwen2_5_vl" else Qwen3VLProcessor
+        processor = make(
+            image_processor=Qwen2VLImageProcessor(**sizes),
+            tokenizer=tokenizer,
+            video_processor=Qwen2VLVideoProcessor(**sizes),
+        )
+    processor.save_pretrained(path)
+    return path
 
 
 def wrap(path: Path, model: Path) -> Path:

@@ -42,20 +42,20 @@ def test_media_where_text_alone_is_served(
         messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}, *values]}]
         values = [messages] if path.endswith("batch") else messages
     body = {**BODIES[path], key: values}
-    status = SimpleNamespace(model_name="m", is_text_alone=True)
+    status = SimpleNamespace(model_name="m", text_alone="drop what propagates")
     monkeypatch.setattr(app.state, STATUS, status, raising=False)
     response = post(path, json=body)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert named in message and "serves text alone. Send the request without it" in message
+    assert named in message and "serves text alone: drop what propagates" in message
     assert "serves text alone" not in post(path, json=BODIES[path]).text
     # Of a text model vLLM says so itself.
-    status.is_text_alone = False
+    status.text_alone = None
     assert "serves text alone" not in post(path, json=body).text
 
 
 def test_messages_that_only_look_like_media() -> None:
-    from vllm_kvx.server.text_alone import check_media
+    from vllm_kvx.server.media_check import check_media
 
     deep: Any = PICTURE
     for _ in range(5000):
@@ -67,4 +67,4 @@ def test_messages_that_only_look_like_media() -> None:
         {"content": 7},
         [deep],
     ):
-        check_media({"messages": messages})
+        check_media({"messages": messages}, "why")

@@ -105,6 +105,8 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     refused |= set(reasons(WITH_POLICY, changed(pipeline, "kv_transfer_config", Connector())))
     hybrid = changed(stock, "model_config.is_hybrid", True)
     refused |= set(reasons(WITH_POLICY, changed(hybrid, "kv_transfer_config", Connector())))
+    embeds = changed(stock, MULTIMODAL, SimpleNamespace(enable_mm_embeds=True))
+    refused |= set(reasons(WITH_POLICY, changed(embeds, "kv_transfer_config", Connector())))
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     refused |= set(reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", "nvfp4")))
     assert refused == {row.reason for row in WITH_POLICY}

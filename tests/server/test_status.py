@@ -118,6 +118,7 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
             "parameters": {"propagate": {"method": "speed", "cutoff": 4, "anchors": 1, "tail": 1}},
             "auto": None,
             "request_policies": "layout",
+            "text_alone": None,
             "measured": {"tsp_layer": None, "pivot": None},
             "measured_config": {},
             "tuned_for": None,

@@ -184,7 +184,7 @@ def test_memory_does_not_grow(url: str, log: Path) -> None:
 
 @nightly
 def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
-    """By a server of its own, which ends here. By day that of `tests/server/test_serve.py` does."""
+    """By a server of its own, which ends here. By day `serve/test_serve_status.py` ends another."""
     log, flags = tmp_path / "server.log", [*FLAGS[:2], MODEL, "--kv-policy", "speed-4"]
     flags += ["--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"]
     flags += ["--max-model-len", str(MAX_LEN), *drain.FLAGS]

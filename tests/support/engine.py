@@ -86,12 +86,14 @@ class Engine:
         cache_salt: str | Sequence[str] | None = None,
         adapters: Sequence[Path | None] | None = None,
         transfers: Sequence[dict[str, Any]] | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
         **sampling: Any,
     ) -> list[Answer]:
         """Greedy answers to all prompts, given to the engine at once.
 
         cache_salt: of all prompts, or of each. adapters: the LoRA adapter of each, if it has one.
         transfers: each prompt's ``kv_transfer_params``, of a KV connector between two engines.
+        images: those of each prompt, which the engine then knows with all of their tokens.
         """
         from vllm.inputs import TokensPrompt
 
@@ -100,6 +102,9 @@ class Engine:
         for one, transfer in zip(params, transfers or (), strict=bool(transfers)):
             one.extra_args = {**(one.extra_args or {}), "kv_transfer_params": transfer}
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        for item, its in zip(inputs, images or (), strict=bool(images)):
+            if its:
+                item["multi_modal_data"] = {"image": list(its)}
         if cache_salt is not None:
             salts = repeat(cache_salt) if isinstance(cache_salt, str) else cache_salt
             for item, salt in zip(inputs, salts, strict=False):
@@ -108,7 +113,7 @@ class Engine:
         outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=named)
         return [
             Answer(
-                prompt=prompt,
+                prompt=list(output.prompt_token_ids or ()),
                 tokens=list(choice.token_ids),
                 logprobs=torch.tensor(
                     [
@@ -119,7 +124,7 @@ class Engine:
                 cached=output.num_cached_tokens or 0,
                 transfer=output.kv_transfer_params,
             )
-            for prompt, output in zip(prompts, outputs, strict=True)
+            for output in outputs
             for choice in output.outputs
         ]
 
@@ -130,21 +135,26 @@ class Engine:
         policies: Sequence[str | None] | None = None,
         adapters: Sequence[Path | None] | None = None,
         transfers: Sequence[dict[str, Any]] | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> list[str]:
         """Adds requests without running them; their ids. Arguments are those of `generate`."""
         from vllm.inputs import TokensPrompt
 
         ids, none = [], [None] * len(prompts)
-        each = zip(prompts, policies or none, adapters or none, transfers or none, strict=True)
-        for prompt, name, adapter, transfer in each:
+        given = (policies, adapters, transfers, images)
+        each = zip(prompts, *(one or none for one in given), strict=True)
+        for prompt, name, adapter, transfer, its in each:
             self._submitted += 1
             ids.append(f"submitted-{self._submitted}")
             params = greedy(max_tokens, name)
             if transfer is not None:
                 params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
+            item = TokensPrompt(prompt_token_ids=prompt)
+            if its:
+                item["multi_modal_data"] = {"image": list(its)}
             self.llm.llm_engine.add_request(
                 ids[-1],
-                TokensPrompt(prompt_token_ids=prompt),
+                item,
                 params,
                 lora_request=self.lora_request(adapter),
             )

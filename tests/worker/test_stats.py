@@ -11,7 +11,7 @@ from vllm_kvx.ops.retrieval.costs import Costs
 from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
-from vllm_kvx.worker.decode.step import RetrievalStep, Rules
+from vllm_kvx.worker.decode.step import Mode, RetrievalPass, RetrievalStep, Rules
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step
@@ -63,7 +63,7 @@ def test_dense_layers_are_the_models_first_ones() -> None:
     def counted(sizes: tuple[int, int], first: int) -> np.ndarray:
         stats = PolicyStats(sizes, first_layer=first)
         row = stats.row_of(policy)
-        stats.add_retrieval(np.array([row, row]), seen, seen, budgets)
+        stats.add_retrieval(np.array([row, row]), seen, seen, budgets, seen < 0)
         return stats.retrieval[row]
 
     whole = counted((3, 5), 0)
@@ -80,9 +80,25 @@ def test_layers_that_read_by_anothers_choice_score_nothing() -> None:
     for first, expected in ((0, 100 + 90), (4, 100 + 90)):
         stats = PolicyStats((5, 3) if first == 0 else (1, 3), first_layer=first, reuse_layers=3)
         row = stats.row_of(parse_policy("fier-64:dense_below=0,reuse_layers=3"))
-        stats.add_retrieval(np.array([row]), seen, seen, budgets)
+        stats.add_retrieval(np.array([row]), seen, seen, budgets, seen < 0)
         assert stats.retrieval[row][1] == expected
         assert stats.anew(stats.policies).reuse_layers == 3
+
+
+def test_layers_score_for_themselves_where_scores_do_not_fit_at_once() -> None:
+    """Six layers of 5 and 3 retrieve, and by threes two would choose."""
+    seen, budgets = np.array([[100, 70], [90, 70]]), np.array([64, 64])
+    stats = PolicyStats((5, 3), reuse_layers=3)
+    row = stats.row_of(parse_policy("fier-64:dense_below=0,reuse_layers=3"))
+    rows, none = np.array([row, row]), seen < 0
+    stats.add_retrieval(rows, seen, seen, budgets, ~none)
+    assert stats.retrieval[row][1] == 3 * 100 + 3 * 90 + 6 * 70
+    read = stats.retrieval[row][2]
+    stats.add_retrieval(rows, seen, seen, budgets, none)
+    assert stats.retrieval[row][1:3].tolist() == [990 + 100 + 90 + 2 * 70, 2 * read]
+    several: Any = [[object()], [object(), object()]]
+    found = RetrievalPass((Mode.ALL, Mode.ALL), several, [])
+    assert found.each_chooses.tolist() == [False, True]
 
 
 def test_each_drafted_token_that_retrieves_counts() -> None:
@@ -101,7 +117,7 @@ def test_each_drafted_token_that_retrieves_counts() -> None:
     )
     requests: Any = SimpleNamespace(policy_rows=np.zeros(3, dtype=int), prompt_lens=prompts)
     stats = PolicyStats((LAYERS,))
-    stats.add_retrieval_step(step, requests, unit=1)
+    stats.add_retrieval_step(step, requests, 1, None)
     held = sum(range(99, 103)) + sum(range(197, 201))
     layers = LAYERS - DENSE_LAYERS
     counted = stats.retrieval[0].tolist()

@@ -225,6 +225,24 @@ class _PolicyScheduling(_Base):
         self.sharing.step_room.choose(request, end, running)
         return num_new_tokens
 
+    def _try_schedule_encoder_inputs(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[list[int], int, int, list[int], list[int]]:
+        found = super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, *args, **kwargs
+        )
+        count = found[1]
+        # A chunk then ends before an image for which the encoder has no room in this step. That
+        # may be within the window.
+        if 0 < count < num_new_tokens and self.admission.coming:
+            count = self.admission.clip(request, num_computed_tokens, count)
+        return found[0], count, *found[2:]
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         for request in self._to_shrink:
             self._shrink(request)

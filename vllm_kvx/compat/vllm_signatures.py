@@ -62,6 +62,7 @@ REPLACED = {
         "vllm.engine.arg_utils:EngineArgs.add_cli_args",
         "vllm.engine.arg_utils:EngineArgs.from_cli_args",
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        "vllm.engine.arg_utils:EngineArgs.create_model_config",
         "vllm.plugins:load_endpoint_plugins",
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         "vllm.v1.engine.input_processor:InputProcessor.resolve_watermarking",

@@ -18,6 +18,8 @@ kv_disable: a list of parts that do not run: "split_layers" (see ``worker/split_
 kv_debug: whether scheduler and worker compare their block counts in every step (default false).
 kv_auto: internal. The server says here for which `auto` it chose the policy in kv_policy, and why
     (``server/auto_policy.py``).
+kv_text_alone: internal. The server says here why it serves the text alone of a model that also
+    reads images (``server/text_alone.py``).
 kv_measured: internal. The server hands the layers that it found for ``tsp_layer=auto`` and
     ``pivot=calibrated`` to its processes here (``server/measured_layers.py``): an object of
     parameters and their values.
@@ -55,9 +57,9 @@ STASH_KEY = "kv_stash_tokens"
 DEBUG_KEY = "kv_debug"
 RECALL_KEY = "kv_recall_every"
 SHARE_KEY, EVICTION_KEY = "kv_share", "kv_eviction"
-AUTO_KEY = "kv_auto"
+AUTO_KEY, TEXT_ALONE_KEY = "kv_auto", "kv_text_alone"
 KEYS = (
-    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, AUTO_KEY, DISABLE_KEY),
+    *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, AUTO_KEY, TEXT_ALONE_KEY, DISABLE_KEY),
     *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY, DRAFTS_KEY),
 )
 # Keys of earlier versions, and the parameter of a policy that says the same.

@@ -341,15 +341,6 @@ class Retain(Method, ABC):
         return 0
 
 
-def layer_chooses(layer: int, reuse_layers: int, first: int = 0) -> bool:
-    """Whether a layer makes the choice that it reads by, where so many read by one.
-
-    first: of a pipeline's rank, whose first one has nobody's choice to go by.
-    """
-    above = layer - DENSE_LAYERS
-    return above >= 0 and (above % reuse_layers == 0 or layer == max(first, DENSE_LAYERS))
-
-
 class Retrieve(Method, ABC):
     """Which stored entries does this decode step read? Answered in every decode step.
 

@@ -150,6 +150,11 @@ class Layout:
         return (0, *self.later_starts)
 
     @property
+    def reuse_layers(self) -> int:
+        """See ``Retrieve``; 1 where nothing retrieves."""
+        return 1 if self.sidecar is None else self.sidecar.reuse_layers
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """All KV stages: those with full attention, lowest first, then those that slide."""
         full = (Stage(start) for start in self.stage_starts)

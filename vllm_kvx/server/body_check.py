@@ -12,10 +12,10 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.server import misplaced
+from vllm_kvx.server.media_check import check_media
 from vllm_kvx.server.misplaced import WITH_SAMPLING_PARAMS, WITHOUT_POLICY, XARGS
 from vllm_kvx.server.refusal_reasons import RefusedError, count_for
 from vllm_kvx.server.request_keys import check_keys, check_policy_type, server_key
-from vllm_kvx.server.text_alone import check_media
 
 # Where the app's state has what the server says of its policy; see ``route``.
 STATUS = "kv_policy"
@@ -40,8 +40,8 @@ def check_request_body(request: Request, body: Any, raw: bytes) -> None:
         if twice := misplaced.given_twice(raw):
             raise misplaced.refusal_of_twice(twice)
         check_body(body, path)
-        if status is not None and status.is_text_alone and isinstance(body, dict):
-            check_media(body)
+        if status is not None and status.text_alone and isinstance(body, dict):
+            check_media(body, status.text_alone)
     except RefusedError as error:
         if status is not None:
             count_for(status.model_name)(error.reason)

@@ -91,7 +91,8 @@ COUNTERS = {
         "Entries that decode tokens under retrieval could have read, summed over layers.",
     ),
     "entries_scored": Metric(
-        "kv_entries_scored", "Entries that retrieval scored for decode tokens, summed over layers."
+        "kv_entries_scored",
+        "Entries that retrieval scored for decode tokens, summed over the layers that did.",
     ),
     "entries_read": Metric(
         "kv_entries_read",

@@ -21,6 +21,7 @@ from vllm_kvx.server.start_refusal import (
     RANGES,
     Refusal,
     asked_backend,
+    asked_connector,
 )
 
 if TYPE_CHECKING:
@@ -31,9 +32,14 @@ if TYPE_CHECKING:
 # Under any policy but `full`.
 OF_MODEL: tuple[Refusal, ...] = (
     Refusal(
-        lambda c: _multimodal(c, "enable_mm_embeds"),
-        "policies serve the text of multimodal models alone, and no embeddings of images: drop "
-        "--enable-mm-embeds",
+        lambda c: _multimodal(c, "enable_mm_embeds") and not asked_connector(c),
+        "policies serve images, and no embeddings of images: drop --enable-mm-embeds",
+    ),
+    Refusal(
+        lambda c: _multimodal(c, "enable_mm_embeds") and asked_connector(c),
+        "this model also reads images, and vLLM lets a server that takes KV from others take "
+        "embeddings of images, which policies do not serve: drop --kv-transfer-config and "
+        "--kv-offloading-size, or serve a model of text",
     ),
     Refusal(
         lambda c: _multimodal(c, "mm_encoder_only"),
@@ -41,8 +47,8 @@ OF_MODEL: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.model_config.is_multimodal_raw_input_only_model,
-        "this model takes no text alone, and policies serve text alone: serve another model, or "
-        "drop the KV policy",
+        "this model takes no text alone, and its own kind of input in every step, which policies "
+        "do not know: serve another model, or drop the KV policy",
         MODEL,
     ),
     Refusal(

@@ -26,7 +26,7 @@ from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.metrics import PolicyMetrics
 from vllm_kvx.server.start_metrics import export_auto, export_build_info, export_evaluated
 from vllm_kvx.server.stats import StatsReader
-from vllm_kvx.server.text_alone import is_text_alone
+from vllm_kvx.server.text_alone import why_text_alone
 from vllm_kvx.server.tuned_weights_notice import TunedWeightsNotice
 from vllm_kvx.server.validate import identity_of
 
@@ -82,7 +82,8 @@ class PolicyStatus:
         additional: Any = config.additional_config
         self.auto: dict[str, Any] | None = additional.get(AUTO_KEY)
         self.model_name = str(config.model_config.served_model_name)
-        self.is_text_alone = is_text_alone(config)
+        # Why images are refused, if they are.
+        self.text_alone = why_text_alone(config)
         # Anew: a hub's weights may have come since the start was checked.
         identity = identity_of(config)
         self.kv_cache_dtype = identity.kv_cache_dtype
@@ -133,6 +134,7 @@ class PolicyStatus:
             "parameters": settings.policy.parameters(),
             "auto": self.auto,
             "request_policies": settings.request_policies,
+            "text_alone": self.text_alone,
             "measured": settings.measured.as_dict(),
             "measured_config": settings.measured.as_status(),
             "model_key": self.evaluation_notice.model_key,

@@ -1,49 +1,144 @@
-"""Models that also read images or sound: policies serve their text alone.
+"""Models that also read images or sound: whether a server with a policy serves these, too.
 
-With `--language-model-only` vLLM loads no encoder and takes no image; the rest is a text model,
-which policies run as any other. A server with a policy sets it by itself.
+To policies that only retain or retrieve, the tokens of an image are prompt tokens like others: they
+have keys, and the model runs whole. Policies that propagate run layers on some tokens, past the
+model that puts images in. Where images cannot be served, or were not tried, the server sets vLLM's
+--language-model-only by itself: no encoder is loaded, and the rest is a text model. Why it did so
+goes into ``additional_config``, for the log and for those who send an image all the same.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_kvx.config.quoting import quoted
-from vllm_kvx.server.refusal_reasons import Reason, RefusedError
+from vllm_kvx.config.drafts import DRAFTS_KEY
+from vllm_kvx.config.settings import TEXT_ALONE_KEY
+from vllm_kvx.server.auto_policy import asks_for_auto
+from vllm_kvx.server.validate import is_full_alone, named_policies
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
-# What names of media have in them: image_url, input_audio, video_embeds and so on.
-_MEDIA = ("image", "audio", "video")
-# Of /inference/v1/generate: parts of a message, and what an encoder makes of media.
-_PARTS, _FEATURES = "content_parts", "features"
-# Keys of a body that hold messages, or parts of one.
-_HAVE_PARTS = ("messages", "input", _PARTS)
-# What has parts in a message: its own content, and what a tool put out.
-_CONTENTS = ("content", "output")
-# Lists of lists of messages, their parts, and those of a tool's result have half as many levels.
-_DEEPEST = 16
+# Why a user's own --language-model-only is obeyed.
+ASKED_FOR = "it was started with --language-model-only, which is to be dropped to serve images"
 
 
-def ask_for_text_alone(engine_args: Any) -> bool:
-    """Sets --language-model-only; whether it was not set.
+class _Row(NamedTuple):
+    """What keeps images from a server, by its arguments: what it is, and what to change."""
 
-    Before vLLM makes its configuration, much of which follows from it. Models of text ignore it.
+    applies: Callable[[Any], Any]
+    why: str
+
+
+# By vLLM's EngineArgs.
+_BY_ARGUMENTS = (
+    _Row(
+        lambda args: asks_for_auto(args.additional_config),
+        "auto may stand for a policy that propagates: name the policy in its place, one that only "
+        "retains or retrieves (snapkv, fier and others), to serve images",
+    ),
+    _Row(
+        lambda args: any(p.propagate is not None for p in named_policies(args.additional_config)),
+        "policies that propagate (speed, fastkv, structkv, gemfilter, swiftkv, selfonly) run "
+        "layers on some tokens of a text: drop them from the KV policy and kv_layout to serve "
+        "images; those that only retain or retrieve (snapkv, fier and others) take these",
+    ),
+    _Row(
+        lambda args: any(p.lookahead for p in named_policies(args.additional_config)),
+        "images were not tried beside tokens that lookahead= drafts: leave it out of the KV policy "
+        "and kv_layout to serve images",
+    ),
+    _Row(
+        lambda args: args.speculative_config or _drafts_itself(args.additional_config),
+        "images were not tried beside drafted tokens: drop --speculative-config to serve images",
+    ),
+    _Row(
+        lambda args: args.enable_lora,
+        "images were not tried beside LoRA adapters: drop --enable-lora to serve images",
+    ),
+    _Row(
+        lambda args: args.pipeline_parallel_size > 1,
+        "images were not tried in a pipeline: set --pipeline-parallel-size 1 to serve images",
+    ),
+    _Row(
+        lambda args: args.kv_transfer_config or args.kv_offloading_size,
+        "images were not tried beside a KV connector: drop --kv-transfer-config and "
+        "--kv-offloading-size to serve images",
+    ),
+    _Row(
+        lambda args: args.video_pruning_rate,
+        "videos from which tokens are pruned were not tried: drop --video-pruning-rate to serve "
+        "images",
+    ),
+    _Row(
+        lambda args: args.skip_tokenizer_init,
+        "images are put into prompts by the tokenizer, too: drop --skip-tokenizer-init to serve "
+        "images",
+    ),
+)
+
+# By vLLM's ModelConfig.
+_BY_MODEL = (
+    _Row(
+        lambda model: model.is_mm_prefix_lm,
+        "tokens of an image see those behind them in this model, which policies do not know: "
+        "drop the KV policy to serve images",
+    ),
+    _Row(
+        lambda model: model.using_transformers_backend(),
+        "vLLM runs this model by Transformers' own code, with which images were not tried: set "
+        "--model-impl vllm, if vLLM has this model, to serve images",
+    ),
+)
+
+
+def with_text_alone(make: Callable[[], "VllmConfig"], engine_args: Any) -> "VllmConfig":
+    """What `make` makes of vLLM's `engine_args`, with --language-model-only where it has to be.
+
+    Much of vLLM's configuration follows from it, and whether a model can serve images is not known
+    before vLLM reads the model's own. Models of text ignore it.
     """
-    was_set = bool(engine_args.language_model_only)
-    engine_args.language_model_only = True
-    return not was_set
+    if engine_args.language_model_only or is_full_alone(engine_args.additional_config):
+        return make()
+    why: str | None = None
+    of_model = engine_args.create_model_config
+
+    def create_model_config() -> "ModelConfig":
+        nonlocal why
+        if (why := _first(_BY_ARGUMENTS, engine_args)) is None:
+            model = of_model()
+            if not model.is_multimodal_model or (why := _first(_BY_MODEL, model)) is None:
+                return model
+        engine_args.language_model_only = True
+        return of_model()
+
+    engine_args.create_model_config = create_model_config
+    try:
+        vllm_config = make()
+    finally:
+        del engine_args.create_model_config
+    if why is not None and is_text_alone(vllm_config):
+        # Not in place: in Python it is the caller's, who may start other models with it.
+        config: Any = vllm_config.additional_config
+        vllm_config.additional_config = {**config, TEXT_ALONE_KEY: why}
+        _say(why)
+    return vllm_config
 
 
-def say_text_alone(vllm_config: "VllmConfig") -> None:
-    """Says in the log that a model of several modalities is served as a text model."""
-    if not is_text_alone(vllm_config):
-        return
+def _first(rows: tuple[_Row, ...], config: Any) -> str | None:
+    return next((row.why for row in rows if row.applies(config)), None)
+
+
+def _drafts_itself(config: Any) -> bool:
+    return isinstance(config, Mapping) and config.get(DRAFTS_KEY) is not None
+
+
+def _say(why: str) -> None:
     from vllm.logger import init_logger
 
     init_logger("vllm.kvx").warning(
-        "KV policies serve this model's text alone: its encoder is not loaded, and requests with "
-        "images, audio or video are refused, as with --language-model-only."
+        "This model's text alone is served: its encoder is not loaded, and requests with images, "
+        "audio or video are refused, as with --language-model-only: %s.",
+        why,
     )
 
 
@@ -53,48 +148,22 @@ def is_text_alone(vllm_config: "VllmConfig") -> bool:
     return multimodal is not None and multimodal.language_model_only
 
 
-def check_media(body: dict[str, Any]) -> None:
-    """Looks for images, audio and video in a parsed JSON body.
+def why_text_alone(vllm_config: "VllmConfig") -> str | None:
+    """Why a model of several modalities is served as a text model, and what to change.
 
-    vLLM would advise to allow them by --limit-mm-per-prompt, which is of no use here.
-
-    Raises:
-        RefusedError: there is one.
+    None where it is not.
     """
-    for key in _HAVE_PARTS:
-        for name in _media_in(body.get(key), key == _PARTS):
-            raise _refused(key, f"{quoted(name)} in {key!r}")
-    if body.get(_FEATURES) is not None:
-        raise _refused(_FEATURES, repr(_FEATURES))
+    if not is_text_alone(vllm_config):
+        return None
+    config: Any = vllm_config.additional_config
+    return config.get(TEXT_ALONE_KEY) or ASKED_FOR
 
 
-def _refused(key: str, what: str) -> RefusedError:
-    return RefusedError(
-        Reason.MEDIA,
-        key,
-        f"{what}: this server has a KV policy, and serves text alone. Send the request without it, "
-        "or to a server without --kv-policy",
-    )
-
-
-def _media_in(value: Any, is_part: bool, depth: int = 0) -> Iterator[str]:
-    """What media are called among messages, or parts of one; a tool's result has parts too."""
-    if depth > _DEEPEST:
-        return
-    if isinstance(value, list):
-        for each in value:
-            yield from _media_in(each, is_part, depth + 1)
-    elif isinstance(value, dict):
-        if is_part and (name := _medium(value)):
-            yield name
-        for key in _CONTENTS:
-            yield from _media_in(value.get(key), True, depth + 1)
-
-
-def _medium(part: dict[str, Any]) -> str | None:
-    """What a part calls its medium; None for text."""
-    kind = part.get("type")
-    # vLLM also takes parts by another key than their type.
-    names = [kind] if isinstance(kind, str) else []
-    names += [name for name in part if part[name] is not None]
-    return next((name for name in names if any(medium in name for medium in _MEDIA)), None)
+def check_text_alone(config: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``kv_text_alone`` in ``additional_config`` is no server's own."""
+    why = config.get(TEXT_ALONE_KEY)
+    if why is not None and why not in {row.why for row in (*_BY_ARGUMENTS, *_BY_MODEL)}:
+        raise ValueError(
+            f"{TEXT_ALONE_KEY} is what a server sets where it serves a model's text alone: remove "
+            "it, and set --language-model-only"
+        )

@@ -22,6 +22,7 @@ from vllm_kvx.policy.layout import (
     in_a_pipeline,
 )
 from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.auto_policy import (
@@ -148,12 +149,15 @@ def is_full_alone(config: Any) -> bool:
     """
     if config.get(DRAFTS_KEY) is not None or asks_for_auto(config):
         return False
-    names = config.get(LAYOUT_KEY, ())
+    return all(policy.is_full for policy in named_policies(config))
+
+
+def named_policies(config: Any) -> list[KVPolicy]:
+    """Those in ``additional_config``, the server's own first; none where one does not parse."""
     try:
-        policies = [parse_policy(config[POLICY_KEY]), *map(parse_policy, names)]
+        return [parse_policy(config[POLICY_KEY]), *map(parse_policy, config.get(LAYOUT_KEY, ()))]
     except (PolicyError, TypeError):  # Its own error comes when settings are made of it.
-        return True
-    return all(policy.is_full for policy in policies)
+        return []
 
 
 def _why_not(vllm_config: "VllmConfig", name: str) -> str | None:

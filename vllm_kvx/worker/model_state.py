@@ -84,8 +84,7 @@ class PolicyModelState(DefaultModelState):
         num_windows = num_split_windows(settings, vllm_config.scheduler_config)
         policies = settings.counted_policies()
         sizes = [stages.count(stage) for stage in range(len(self.starts))]
-        reuse = layout.sidecar.reuse_layers if layout.sidecar is not None else 1
-        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first, reuse)
+        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first, layout.reuse_layers)
         self.memory = PrefillBuffers(
             attention,
             num_windows,
@@ -367,26 +366,27 @@ class PolicyModelState(DefaultModelState):
     def _retrieval_pass(
         self, step: Step | None, attn: StepAttention, for_capture: bool
     ) -> RetrievalPass | None:
-        retrieval, num_reqs = self.retrieval, attn.batch.num_reqs_after_padding
+        retrieval, rows = self.retrieval, attn.batch.num_reqs_after_padding
         if retrieval is None:
             return None
         if step is None:
-            return retrieval.graph_pass(None, num_reqs, attn.block_tables) if for_capture else None
-        self.stats.add_retrieval_step(step, self.requests, retrieval.layout.unit)
+            return retrieval.graph_pass(None, rows, attn.block_tables) if for_capture else None
         assert step.retrieval is not None
         if attn.mode == CUDAGraphMode.FULL:
-            keeps = self.waiting.keeps
-            return retrieval.graph_pass(step.retrieval, num_reqs, attn.block_tables, keeps)
-        return retrieval.eager_pass(
-            step.retrieval,
-            step.counts,
-            [step.rows[segment] for segment in self.stage_segments],
-            step.ends,
-            self.requests.prompt_lens[step.requests],
-            step.gaps,
-            attn.block_tables,
-            self.cuts.at_split_layers(step.rows),
-        )
+            now = retrieval.graph_pass(step.retrieval, rows, attn.block_tables, self.waiting.keeps)
+        else:
+            now = retrieval.eager_pass(
+                step.retrieval,
+                step.counts,
+                [step.rows[segment] for segment in self.stage_segments],
+                step.ends,
+                self.requests.prompt_lens[step.requests],
+                step.gaps,
+                attn.block_tables,
+                self.cuts.at_split_layers(step.rows),
+            )
+        self.stats.add_retrieval_step(step, self.requests, retrieval.layout.unit, now)
+        return now
 
     def reset_counters(self) -> None:
         """Forgets what was counted: vLLM's own requests, by which it warms up."""

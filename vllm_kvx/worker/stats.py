@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 
 from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
-from vllm_kvx.policy.axes import DENSE_LAYERS, layer_chooses
+from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.reuse import layer_chooses
+from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.step import Step
@@ -151,28 +153,34 @@ class PolicyStats:
         # `_add_prompt` took every layer for one that computed all.
         self.entries_spared[row] += (prompt.settles_at - selection.count) * above
 
-    def add_retrieval_step(self, step: Step, requests: Requests, unit: int) -> None:
+    def add_retrieval_step(
+        self, step: Step, requests: Requests, unit: int, now: RetrievalPass | None
+    ) -> None:
         """Adds what a step's decode tokens retrieve, drafted ones and the one before them alike.
 
-        unit: tokens that are read together.
+        unit: tokens that are read together. now: the step's pass; None if nothing retrieves.
         """
         retrieval = step.retrieval
         assert retrieval is not None
         decodes = step.ends > requests.prompt_lens[step.requests]
         decodes[retrieval.chunks] = False  # Tokens that run again, after preemption.
         rows, budgets = requests.policy_rows[step.requests], retrieval.budgets * unit
-        self._steps.append((rows, step.stored_lens * decodes, retrieval.lens, budgets))
+        all_choose = np.zeros_like(retrieval.lens, dtype=bool)
+        if now is not None:
+            all_choose[now.each_chooses] = True
+        self._steps.append((rows, step.stored_lens * decodes, retrieval.lens, budgets, all_choose))
         drafts = step.batch.num_draft_tokens_per_req
         if drafts is not None and retrieval.chunks:
             chunks = np.array(retrieval.chunks)
             chunks = chunks[drafts[chunks] > 0]
             counts = drafts[chunks] + 1
             each = np.repeat(chunks, counts)
+            all_choose = np.repeat(all_choose[:, :1], len(each), axis=1)
             after = np.repeat(np.cumsum(counts), counts) - np.arange(len(each)) - 1
             seen = step.stored_lens[:, each] - after
             seen *= step.ends[each] - after > requests.prompt_lens[step.requests][each]
             lens = np.where(seen >= retrieval.rules.floors[each], seen, 0)
-            self._steps.append((rows[each], seen, lens, budgets[each]))
+            self._steps.append((rows[each], seen, lens, budgets[each], all_choose))
         if len(self._steps) >= _STEPS:
             self._add_steps()
 
@@ -190,7 +198,12 @@ class PolicyStats:
             self.add_retrieval(*(np.concatenate(part, axis=-1) for part in parts))
 
     def add_retrieval(
-        self, rows: np.ndarray, seen: np.ndarray, lens: np.ndarray, budgets: np.ndarray
+        self,
+        rows: np.ndarray,
+        seen: np.ndarray,
+        lens: np.ndarray,
+        budgets: np.ndarray,
+        all_choose: np.ndarray,
     ) -> None:
         """Adds a step's decode tokens.
 
@@ -198,6 +211,7 @@ class PolicyStats:
             rows: (R,) policy rows. budgets: (R,) tokens, 0 of policies that do not retrieve.
             seen: (S, R) entries that are there for each request, 0 while its prompt comes in.
             lens: (S, R) entries of stages that retrieve, else 0.
+            all_choose: (S, R) bool, of steps in which each layer of a stage that retrieves chooses.
         """
         starts = np.cumsum(self.stage_sizes) - self.stage_sizes
         dense = np.clip(DENSE_LAYERS - self.first_layer - starts, 0, self.stage_sizes)
@@ -206,10 +220,11 @@ class PolicyStats:
         has = seen.any(axis=0)
         retrieves = lens.any(axis=0)
         per_layer = np.where(lens > 0, np.minimum(lens, budgets), seen)
+        choosing = np.where(all_choose, layers, self._choosing[:, None])
         totals = np.stack(
             [
                 self.stage_sizes @ seen,
-                self._choosing @ lens,
+                (choosing * lens).sum(axis=0),
                 dense @ seen + (layers * per_layer).sum(axis=0),
                 retrieves,
                 has & ~retrieves,

@@ -78,6 +78,7 @@ from support.inside.scheduler import (
     watch_blocks,
     watch_chunks,
     watch_evictions,
+    watch_free_windows,
     watch_quiet_steps,
     watch_stash,
 )

@@ -18,6 +18,20 @@ def free_windows(engine: Any) -> int:
     return 0 if admission is None else admission.free_windows
 
 
+def watch_free_windows(engine: Any) -> list[int]:
+    """Grows by `free_windows` after every schedule."""
+    counts: list[int] = []
+    schedule = engine.scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        counts.append(free_windows(engine))
+        return output
+
+    engine.scheduler.schedule = watched
+    return counts
+
+
 def used_stash_pages(engine: Any) -> int:
     """Stash pages that the scheduler has given to prompts."""
     return used_pages(engine.scheduler)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from reference import wrappers, zoo
-from reference.models import ARCHS, add_tokenizer, build_model
+from reference.models import ARCHS, build_model
 from support import inside
+from support.calibrating import LAYERS, write_prompts
 from support.models import LOOKUP
 from support.nightly import by_day
-from support.prompts import VOCAB, prompt_of
+from support.prompts import prompt_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,14 +32,10 @@ from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.server.measured_layers import layer_of
 from vllm_kvx.tools.calibrate import tsp_layer as calibrate
 from vllm_kvx.tools.calibrate.tsp_layer import choose_max_layer, distances
-from vllm_kvx.tools.checkpoint import loading
 from vllm_kvx.tools.checkpoint.dense_decoder import DenseDecoder
 from vllm_kvx.tools.checkpoint.prompts import read_prompts, shorten, tokenize
 
-LAYERS = 6
 POLICY = FastKV(tsp_rate=0.3, window=4, kernel=5)
-
-
 EXPERTS = ("qwen3_moe", "mixtral")
 WRAPPERS = list(wrappers.WRAPPERS)
 
@@ -53,20 +50,6 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if arch in EXPERTS:
         return zoo.build(tmp_path_factory.mktemp(arch), arch, num_hidden_layers=LAYERS)
     return build_model(tmp_path_factory.mktemp(arch), arch=arch, kv_heads=kv_heads, layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer: the text `w5 w6` is the tokens 5 and 6."""
-    path = build_model(tmp_path_factory.mktemp("tiny"), arch="llama", layers=LAYERS)
-    add_tokenizer(path, VOCAB)
-    return path
-
-
-def write_prompts(path: Path, *prompts: list[int] | str) -> Path:
-    keys = {list: "prompt_token_ids", str: "prompt"}
-    path.write_text("".join(json.dumps({keys[type(p)]: p}) + "\n" for p in prompts))
-    return path
 
 
 @torch.no_grad()
@@ -134,11 +117,11 @@ def test_distances_in_models_that_also_read_images(name: str, tmp_path: Path, de
     )
 
 
-def test_layers_are_the_models(tiny: Path) -> None:
+def test_layers_are_the_models(six_layers: Path) -> None:
     """Every layer's output, and the window's attention, as transformers computes them."""
-    decoder = DenseDecoder.load(str(tiny), device="cpu")
+    decoder = DenseDecoder.load(str(six_layers), device="cpu")
     model = AutoModelForCausalLM.from_pretrained(
-        tiny, dtype=torch.float32, attn_implementation="eager"
+        six_layers, dtype=torch.float32, attn_implementation="eager"
     )
     prompt = prompt_of(50)
     with torch.no_grad():
@@ -204,40 +187,24 @@ def test_long_prompts_lose_their_middle() -> None:
     assert shorten([1, 2, 3], 3) == shorten([1, 2, 3], None) == [1, 2, 3]
 
 
-def test_texts_and_tokens(tiny: Path) -> None:
-    assert tokenize(["w5 w6", [7, 8]], str(tiny)) == [[5, 6], [7, 8]]
+def test_texts_and_tokens(six_layers: Path) -> None:
+    assert tokenize(["w5 w6", [7, 8]], str(six_layers)) == [[5, 6], [7, 8]]
     # Token ids need no tokenizer.
     assert tokenize([[7, 8]], "/no/such/model") == [[7, 8]]
 
 
-@pytest.fixture
-def command(tiny: Path, tmp_path: Path) -> Callable[..., int]:
-    """Runs calibrate on the tiny model; options as keywords, None leaves one out."""
-    prompts = write_prompts(tmp_path / "prompts.jsonl", prompt_of(40), prompt_of(50, seed=1))
-
-    def run(model: Path | str = tiny, *flags: str, **options: Any) -> int:
-        given = {"criterion": "paper", "prompts": prompts, "device": "cpu", **options}
-        argv = ["calibrate", str(model), *flags]
-        for name, value in given.items():
-            if value is not None:
-                argv += [f"--{name.replace('_', '-')}", str(value)]
-        return main(argv)
-
-    return run
-
-
 def test_the_command_stores_what_a_server_finds(
-    tiny: Path,
-    command: Callable[..., int],
+    six_layers: Path,
+    by_paper: Callable[..., int],
     cache: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert command(tiny, "--no-plot", tsp_rate=0.3, window=4, kernel=5, max_layer=3) == 0
+    assert by_paper(six_layers, "--no-plot", tsp_rate=0.3, window=4, kernel=5, max_layer=3) == 0
     out = capsys.readouterr()
     [path] = (cache / "calibration").iterdir()
     record = json.loads(path.read_text())
-    rows = [brute_force(tiny, prompt_of(40 + 10 * i, seed=i), POLICY, 3) for i in range(2)]
+    rows = [brute_force(six_layers, prompt_of(40 + 10 * i, seed=i), POLICY, 3) for i in range(2)]
     assert record["distances"]["mean"] == pytest.approx(np.mean(rows, axis=0), rel=1e-3)
     assert record["distances"]["std"] == pytest.approx(np.std(rows, axis=0), rel=1e-2)
     assert record["tsp_layer"] == np.mean(rows, axis=0).argmin()
@@ -246,13 +213,13 @@ def test_the_command_stores_what_a_server_finds(
     assert expected.items() <= record.items() and record["kernel"] == 5
     source = str(tmp_path / "prompts.jsonl")
     assert record["prompts"] == {"source": source, "count": 2, "tokens": [40, 50]}
-    assert record["model"] == str(tiny) and path.name == f"fastkv-{record['key']}.json"
+    assert record["model"] == str(six_layers) and path.name == f"fastkv-{record['key']}.json"
     assert {"date", "versions"} <= record.keys()
     [marked] = [line for line in out.out.splitlines() if line.endswith("<- tsp_layer")]
     assert marked.split()[0] == str(record["tsp_layer"])
     assert "prompt 2/2, 50 tokens" in out.err
-    config = AutoConfig.from_pretrained(tiny).to_dict()
-    found = layer_of(POLICY, ModelIdentity(str(tiny), config), LAYERS)
+    config = AutoConfig.from_pretrained(six_layers).to_dict()
+    found = layer_of(POLICY, ModelIdentity(str(six_layers), config), LAYERS)
     assert found is not None and found[:2] == (
         record["tsp_layer"],
         f"calibrated by the paper's criterion: {path}",
@@ -261,10 +228,10 @@ def test_the_command_stores_what_a_server_finds(
 
 @pytest.mark.parametrize("arch", EXPERTS)
 def test_the_commands_on_experts(
-    arch: str, command: Callable[..., int], cache: Path, tmp_path: Path
+    arch: str, by_paper: Callable[..., int], cache: Path, tmp_path: Path
 ) -> None:
     model = zoo.build(tmp_path / arch, arch, num_hidden_layers=4)
-    assert command(model, "--no-plot", tsp_rate=0.3, window=4, kernel=5, max_layer=2) == 0
+    assert by_paper(model, "--no-plot", tsp_rate=0.3, window=4, kernel=5, max_layer=2) == 0
     prompts = write_prompts(tmp_path / "diagnosed.jsonl", prompt_of(40))
     for method in ("structkv", "speed"):
         argv = ["diagnose", str(model), "--method", method, "--prompts", str(prompts)]
@@ -273,235 +240,44 @@ def test_the_commands_on_experts(
 
 
 def test_the_curve_is_drawn_where_it_is_wanted(
-    command: Callable[..., int],
+    by_paper: Callable[..., int],
     cache: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("matplotlib")
-    assert command() == 0
+    assert by_paper() == 0
     [picture] = cache.glob("calibration/*.png")
     assert picture.with_suffix(".json").exists() and str(picture) in capsys.readouterr().out
-    assert command(plot=tmp_path / "here.png") == 0
+    assert by_paper(plot=tmp_path / "here.png") == 0
     assert (tmp_path / "here.png").read_bytes()[:4] == b"\x89PNG"
-    assert command(plot=tmp_path / "no" / "where.png") == 2
+    assert by_paper(plot=tmp_path / "no" / "where.png") == 2
     assert "the result is stored, but the plot" in capsys.readouterr().err
 
 
 def test_without_matplotlib(
-    command: Callable[..., int],
+    by_paper: Callable[..., int],
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command() == 0
+    assert by_paper() == 0
     assert "pip install 'vllm-kvx[tools]'" in capsys.readouterr().out
     assert [path.suffix for path in cache.glob("calibration/*")] == [".json"]
 
 
-def test_prompts_are_cut(command: Callable[..., int], cache: Path) -> None:
-    assert command(max_prompt_tokens=45) == 0
+def test_prompts_are_cut(by_paper: Callable[..., int], cache: Path) -> None:
+    assert by_paper(max_prompt_tokens=45) == 0
     [path] = cache.glob("calibration/*.json")
     assert json.loads(path.read_text())["prompts"]["tokens"] == [40, 45]
 
 
-BAD_FILES = {
-    "missing.jsonl": (None, "No such file"),
-    "folder.jsonl": ("directory", "cannot read prompts"),
-    "empty.jsonl": ("\n \n", "holds no prompts"),
-    "empty.txt": ("---\n\n---\n", "holds no prompts"),
-    "binary.txt": (b"\xff\xfe\x00", "not UTF-8"),
-    "prompts.csv": ("a", "*.jsonl or *.txt"),
-    "broken.jsonl": ('{"prompt": "a"}\n{"prompt"', "broken.jsonl:2: not JSON"),
-    "list.jsonl": ("[1, 2]", 'either "prompt" or'),
-    "number.jsonl": ("5", 'either "prompt" or'),
-    "both.jsonl": ('{"prompt": "a", "prompt_token_ids": [1]}', 'either "prompt" or'),
-    "kind.jsonl": ('{"prompt": 5}', "prompt must be a string"),
-    "ids.jsonl": ('{"prompt_token_ids": [1, "2"]}', "must be a list of integers"),
-    "bool.jsonl": ('{"prompt_token_ids": [true]}', "must be a list of integers"),
-    "short.jsonl": (json.dumps({"prompt_token_ids": [5] * 15}), "has 15 tokens; twice the window"),
-    "none.jsonl": ('{"prompt_token_ids": []}', "prompt 1 has 0 tokens"),
-    "vocab.jsonl": (json.dumps({"prompt_token_ids": [VOCAB] * 20}), f"token {VOCAB} is not one of"),
-}
-
-
-def failure(code: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a failed command leaves."""
-    out = capsys.readouterr()
-    assert code == 2 and not out.out
-    [line] = [line for line in out.err.splitlines() if "error:" in line]
-    assert line.startswith("vllm-kvx calibrate: error: ") and "Traceback" not in out.err
-    return line
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_prompt_files(
-    name: str,
-    tmp_path: Path,
-    command: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    content, message = BAD_FILES[name]
-    path = tmp_path / name
-    if content == "directory":
-        path.mkdir()
-    elif content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert message in failure(command(prompts=path), capsys)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_layer": LAYERS - 1}, f"use --max-layer 0 .. {LAYERS - 2}"),
-        ({"max_layer": -1}, f"use --max-layer 0 .. {LAYERS - 2}"),
-        ({"tsp_rate": 1}, "less than 1"),
-        ({"tsp_rate": 0}, "tsp_rate must be a number in (0, 1]"),
-        ({"tsp_rate": "nan"}, "tsp_rate must be a number in (0, 1]"),
-        ({"window": 0}, "window must be an integer"),
-        ({"kernel": 4}, "kernel must be an odd integer"),
-        ({"window": 21}, "prompt 1 has 40 tokens; twice the window, 42"),
-        ({"max_prompt_tokens": 15}, "prompt 1 has 15 tokens"),
-        ({"device": "tpu9"}, "device must be auto, cpu, cuda"),
-        ({"device": "cuda:99"}, "use --device cpu"),
-        ({"prompts": None}, "give them with --prompts FILE"),
-        ({"weights": "0.2,0.3,0.5"}, "--weights has no meaning without --method structkv"),
-    ],
-)
-def test_bad_options(
-    options: dict[str, Any],
-    message: str,
-    command: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert message in failure(command(**options), capsys)
-
-
-def edit_config(model: Path, **changes: Any) -> None:
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def without_weights(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-
-
-def cut_weights(model: Path) -> None:
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-def more_layers_than_weights(model: Path) -> None:
-    edit_config(model, num_hidden_layers=LAYERS + 2)
-
-
-BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda m: (m / "config.json").unlink(), "cannot read the configuration"),
-    "broken config": (lambda m: (m / "config.json").write_text("{"), "cannot read the config"),
-    "unsupported": (
-        lambda m: edit_config(m, architectures=["GPT2LMHeadModel"], model_type="gpt2"),
-        "GPT2LMHeadModel; supported: LlamaForCausalLM, MistralForCausalLM",
-    ),
-    "another language model": (
-        lambda m: edit_config(
-            m,
-            architectures=["Mistral3ForConditionalGeneration"],
-            model_type="mistral3",
-            text_config={"model_type": "ministral3"},
-        ),
-        "has Mistral3ForConditionalGeneration of a ministral3; supported in it: mistral",
-    ),
-    "no architecture": (lambda m: edit_config(m, architectures=None), "has no architecture"),
-    "no weights": (without_weights, "cannot load the weights"),
-    "cut weights": (cut_weights, "cannot load the weights"),
-    "missing layers": (more_layers_than_weights, "of its weights: model.layers.6."),
-    "sliding": (
-        lambda m: edit_config(
-            m, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=45
-        ),
-        "prompt 2 has 50 tokens, more than the model's sliding window: set --max-prompt-tokens 45",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_MODELS)
-def test_bad_models(
-    name: str,
-    tiny: Path,
-    tmp_path: Path,
-    command: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    break_it, message = BAD_MODELS[name]
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in tiny.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    break_it(model)
-    assert message in failure(command(model), capsys)
-
-
-def test_models_that_are_nowhere(
-    tiny: Path,
-    tmp_path: Path,
-    command: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for model in ("/no/such/model", "./nothing", str(tiny / "config.json")):
-        assert f"no model at {model}" in failure(command(model), capsys)
-
-    def offline(*_: Any, **__: Any) -> None:
-        raise OSError("no-such is not a model.\nLong advice\nfollows.")
-
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", offline)
-    line = failure(command("nobody/no-such"), capsys)
-    assert line.endswith("cannot read the configuration of nobody/no-such: no-such is not a model.")
-
-
-def test_texts_need_a_tokenizer(
-    tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare = build_model(tmp_path / "bare", arch="llama", layers=2)
-    prompts = write_prompts(tmp_path / "text.jsonl", "w5 " * 40)
-    assert "give prompt_token_ids" in failure(command(bare, prompts=prompts), capsys)
-
-
-def test_a_cache_that_cannot_be_written(
-    tmp_path: Path,
-    command: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("KVX_CACHE_ROOT", str(tmp_path / "file"))
-    assert "set KVX_CACHE_ROOT to a directory" in failure(command(), capsys)
-
-
-def test_states_out_of_range(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_out_of_range(six_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "distances", lambda *_: [0.1, float("nan")])
     decoder: Any = SimpleNamespace(num_layers=LAYERS)
     with pytest.raises(ToolError, match="not finite"):
         calibrate.measure(decoder, [[5] * 20], POLICY, 1)
-
-
-def test_without_vllm(
-    command: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in ("calibrate.tsp_layer", "checkpoint.prompts", "checkpoint.dense_decoder"):
-        monkeypatch.delitem(sys.modules, f"vllm_kvx.tools.{module}")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "transformers is missing: pip install" in failure(command(), capsys)
-
-
-def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["calibrate"], ["calibrate", "m", "--prompts", "p", "--max-prompt-tokens=0"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(argv)
-        assert stopped.value.code == 2 and "error:" in capsys.readouterr().err
 
 
 def test_the_demo_checkpoint_from_end_to_end(cache: Path, tmp_path: Path) -> None:

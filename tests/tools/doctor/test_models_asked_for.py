@@ -158,8 +158,14 @@ def test_a_model_that_also_reads_images(doctor, tmp_path: Path) -> None:
     found = asked("model")
     assert any("Qwen3VLForConditionalGeneration of 8 layers: every" in each.says for each in found)
     (note,) = (each for each in found if "images" in each.says)
-    assert "policies serve its text alone" in note.says
-    assert lines(asked("model", "flags"), "problem") == []
+    assert "only retain or retrieve take them" in note.says
+    found = asked("model", "flags")
+    assert lines(found, "problem") == []
+    assert any("drop them from the KV policy" in line for line in lines(found, "note"))
+    asked = doctor("snapkv:kv_rate=0.2", model=tmp_path, serve_args=ON_CPU)
+    assert any(
+        "images, audio and video are served" in each.says for each in asked("model", "flags")
+    )
 
 
 def test_nothing_is_measured_where_layers_are_unknown(doctor, tmp_path: Path) -> None:

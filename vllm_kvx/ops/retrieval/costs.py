@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_kvx.ops.retrieval.crossover import NEVER
+from vllm_kvx.ops.retrieval.crossover import NEVER, crossover
 
 # Costs by entry are told for so many.
 KI = 1024
@@ -24,6 +24,15 @@ class Costs:
     fixed: float
     scored: float
     read: float
+
+    def shared(self, choosing: float, attends: float) -> "Costs":
+        """Those of a layer on average, where some layers read what others have chosen.
+
+        choosing: the share of the layers that score and select. attends: the share of `fixed` that
+            is attention's, which every layer takes, as it does `read`.
+        """
+        fixed = self.fixed * (attends + (1 - attends) * choosing)
+        return replace(self, fixed=fixed, scored=self.scored * choosing)
 
     def gain(self, entries: np.ndarray, budgets: np.ndarray) -> np.ndarray:
         """Microseconds that each request saves by retrieving, where others do so already.
@@ -81,6 +90,13 @@ IN_ENGINE_US = 4.28
 # gained 1,072 us, where these costs have them save 888. So a batch retrieves if it saves more than
 # was ever lost.
 BESIDE_STATES_US = 829.0
+# Attention's share of `Costs.fixed`, of the CUDA ops by h200-retrieval-ops.json and of Triton's by
+# h200-retrieval-variants.json (8 KV heads of 128 channels, by the same command), and taken for all
+# shapes. With it these costs have layers that share a choice take what h100-retrieval-reuse.json
+# measured of them, give or take a fifth.
+ATTENDS = {"cuda": 0.38, "triton": 0.46}
+# The budget that `alone_from` is computed for: the largest that ``crossover`` was measured for.
+TABLE_BUDGET = 2048
 # By the backend that scores and selects, and by (KV heads of the rank, bytes of a key and a value
 # of one head): fitted to h200-retrieval-crossover.json and, for Triton,
 # h200-retrieval-crossover-triton.json by `python -m benchmarks.ops.retrieval_costs`.
@@ -116,6 +132,7 @@ def costs(
     *,
     keeps_state: bool = False,
     invariant: bool = False,
+    choosing: float = 1.0,
 ) -> Costs:
     """Those of a layer in an engine.
 
@@ -127,6 +144,8 @@ def costs(
     Args: see ``crossover.crossover``.
         invariant: whether answers may not depend on the batch (vLLM's VLLM_BATCH_INVARIANT): none
             pays then, and contexts retrieve by their own length alone.
+        choosing: the share of the layers that choose what they and others read; costs are then
+            those of a layer on average. In an engine each is taken to lose as much.
     """
     if invariant:
         return _NEVER
@@ -147,8 +166,33 @@ def costs(
         smaller = max(heads * size / (kv_heads * head_bytes), 1)
         found = measured[heads, size]
         found = replace(found, whole_entry=found.whole_entry / smaller)
+    if choosing < 1:
+        found = found.shared(choosing, ATTENDS[backend])
     besides = IN_ENGINE_US + (BESIDE_STATES_US if keeps_state else 0.0)
     return replace(found, fixed=found.fixed + besides)
+
+
+def alone_from(
+    backend: str,
+    reduction: str,
+    kv_heads: int,
+    head_bytes: int,
+    *,
+    keeps_state: bool = False,
+    choosing: float = 1.0,
+) -> int:
+    """Entries from which on one request's step is faster; NEVER if at no length, 0 for all.
+
+    It is what was measured, where every layer chooses. Where some read what others have chosen, it
+    is what these costs have, if that is less: at such lengths nobody has measured them.
+
+    Args: see `costs`, and ``crossover.crossover``.
+    """
+    machine = backend, reduction, kv_heads, head_bytes
+    measured = crossover(*machine, keeps_state=keeps_state)
+    if choosing == 1 or measured in (0, NEVER):
+        return measured
+    return min(measured, costs(*machine, choosing=choosing).pays_from(TABLE_BUDGET, 1))
 
 
 def _of_larger(found: Costs, times: float) -> Costs:

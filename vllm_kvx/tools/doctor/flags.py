@@ -63,6 +63,17 @@ def flags(context: Context) -> Iterator[Finding]:
         yield from _without_policy(context.vllm_config)
     else:
         yield ok(f"vLLM takes these flags, and --kv-policy {config[POLICY_KEY]} runs with them")
+        yield from _media(context.vllm_config)
+
+
+def _media(vllm_config: Any) -> Iterator[Finding]:
+    """Whether images are served, of a model that reads them."""
+    from vllm_kvx.server.text_alone import why_text_alone
+
+    if (why := why_text_alone(vllm_config)) is not None:
+        yield note(f"images, audio and video would be refused: {why}")
+    elif vllm_config.model_config.supports_multimodal_inputs:
+        yield ok("images, audio and video are served as by stock vLLM")
 
 
 def _engine_args(request: Request, directory: str) -> Any:

@@ -75,8 +75,8 @@ def _architecture(context: Context, architecture: str | None) -> Iterator[Findin
         architecture
     ):
         yield note(
-            f"{architecture} reads images or sound too: policies serve its text alone, and a "
-            "server with one refuses the rest"
+            f"{architecture} reads images or sound too: servers whose policies only retain or "
+            "retrieve take them, most of them (`flags` says which), and others its text alone"
         )
 
 

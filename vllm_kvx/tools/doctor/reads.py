@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.reuse import share_that_chooses
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok
 from vllm_kvx.tools.doctor.sizes import Sizes
 
@@ -17,8 +18,8 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
 
     from vllm_kvx.indexes.table import INDEXES
     from vllm_kvx.ops.retrieval.backends import Backends
-    from vllm_kvx.ops.retrieval.costs import Begins, costs
-    from vllm_kvx.ops.retrieval.crossover import NEVER, crossover
+    from vllm_kvx.ops.retrieval.costs import Begins, alone_from, costs
+    from vllm_kvx.ops.retrieval.crossover import NEVER
 
     layout = RetrievalLayout.of(retrieve)
     model, parallel = context.vllm_config.model_config, context.vllm_config.parallel_config
@@ -35,9 +36,10 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
     num_reqs = context.vllm_config.scheduler_config.max_num_seqs
     states = model.is_hybrid
-    alone = retrieve.floor(crossover(*machine, keeps_state=states))
-    least = retrieve.floor(0)
-    taken = costs(*machine, keeps_state=states, invariant=envs.VLLM_BATCH_INVARIANT)
+    share = share_that_chooses(sizes.policy_layers, layout.reuse_layers)
+    alone = retrieve.floor(alone_from(*machine, keeps_state=states, choosing=share))
+    least, invariant = retrieve.floor(0), envs.VLLM_BATCH_INVARIANT
+    taken = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)
     begins = Begins.of(alone, least, retrieve.budget, taken, num_reqs)
     by = f"(dense_below={retrieve.dense_below}; ops: {backends}, {backends.reason})"
     if begins.batch <= sizes.longest:

@@ -87,6 +87,7 @@ class OwnEngine:
         defaults: dict[str, Any] = {
             "enable_prefix_caching": False,
             "enable_trace_replay": True,
+            "language_model_only": True,  # Texts are asked alone.
             "seed": 0,
         }
         if on_cpu():

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve, layer_chooses
+from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.reuse import layer_chooses
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 from vllm_kvx.tools.ideal.devices import Device

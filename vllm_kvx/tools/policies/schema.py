@@ -24,6 +24,7 @@ from vllm_kvx.config.settings import (
     SHARE_KEY,
     SHARES,
     STASH_KEY,
+    TEXT_ALONE_KEY,
 )
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS
 from vllm_kvx.policy.auto import PATTERN as AUTO_PATTERN
@@ -89,6 +90,10 @@ def additional_config(takes_auto: bool = True) -> dict[str, Any]:
         AUTO_KEY: {
             "type": "null",
             "description": "internal: the server sets it where its policy is auto",
+        },
+        TEXT_ALONE_KEY: {
+            "type": "null",
+            "description": "internal: the server sets it where it serves a model's text alone",
         },
     }
     properties = {key: values[key] for key in KEYS}

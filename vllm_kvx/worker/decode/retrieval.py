@@ -16,12 +16,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_kvx.cache.kv_cache_specs import page_shape
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.indexes.table import INDEXES
-from vllm_kvx.ops.retrieval.costs import Begins, costs
-from vllm_kvx.ops.retrieval.crossover import crossover
+from vllm_kvx.ops.retrieval.costs import Begins, alone_from, costs
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
-from vllm_kvx.policy.axes import Retrieve, layer_chooses
+from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
+from vllm_kvx.policy.reuse import layer_chooses, share_that_chooses
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.announce import announce, known
 from vllm_kvx.worker.decode.mixed_step import AttentionGroups, BesideStock
@@ -108,13 +108,13 @@ class Retrieval:
         self.backends = self.scratch.backends
         entry = 2 * impl.head_size * layers[0].layer.kv_cache_torch_dtype.itemsize
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry)
-        states = model.is_hybrid
-        self.crossover = crossover(*machine, keeps_state=states)
-        self.costs = costs(*machine, keeps_state=states, invariant=envs.VLLM_BATCH_INVARIANT)
+        reuse, first, states = layout.reuse_layers, layers[0].index, model.is_hybrid
+        share, invariant = share_that_chooses(num_layers, reuse), envs.VLLM_BATCH_INVARIANT
+        self.crossover = alone_from(*machine, keeps_state=states, choosing=share)
+        self.costs = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
         # By place.
-        reuse, first = layout.reuse_layers, layers[0].index
         self._chooses = [layer_chooses(layer.index, reuse, first) for layer in layers]
         self.begins = Begins.of(
             self.policy.floor(self.crossover),

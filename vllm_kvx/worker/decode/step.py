@@ -115,6 +115,12 @@ class RetrievalPass:
     at_split: Mapping[int, Sequence[RetrievalRows]] = field(default_factory=dict)
     full_groups: Tensor | None = None
 
+    @property
+    def each_chooses(self) -> np.ndarray:
+        """(S,) bool, the stages whose scores do not fit at once: a choice is overwritten by the
+        next batch's, so that no layer can go by another's."""
+        return np.array([len(batches) > 1 for batches in self.batches])
+
     def rows_of(self, layer: HookedLayer) -> Sequence[RetrievalRows]:
         """The batches of one layer."""
         return self.at_split.get(layer.index, self.batches[layer.stage])
