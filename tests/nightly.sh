@@ -14,7 +14,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 kvx_setup test
-# Hands KV over from one engine to another; without it tests/engine/test_disaggregated.py is skipped.
+# Hands KV over from one engine to another; without it tests/engine/test_disaggregated.py and
+# test_handed_over.py are skipped.
 kvx_has nixl "" || kvx_install nixl
 cd "$kvx_root"
 

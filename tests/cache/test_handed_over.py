@@ -72,6 +72,44 @@ def test_a_first_token_that_min_tokens_rules_out_is_drawn_anew() -> None:
         assert not is_used({"token": 8}, min_tokens=min_tokens, stop_token_ids=[8])
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["speed-4", "selfonly-4", "fastkv:tsp_layer=3,tsp_floor=0,kv_rate=1", "gemfilter:layer=3"],
+)
+@pytest.mark.parametrize("more", [0, 1])
+def test_as_many_blocks_come_as_each_stage_keeps(name: str, more: int) -> None:
+    """Under policies that propagate, in layers above too: blocks of 16, of a prompt of 2,000."""
+    policy, length = parse_policy(name), 2000
+    kvs = [RequestKV(storage_of(policy, length, start, BLOCK, 8), policy) for start in (0, 4)]
+    managers: Any = [
+        SimpleNamespace(requests={"a": kv}, kv_cache_group_id=group, block_size=BLOCK)
+        for group, kv in enumerate(kvs)
+    ]
+    counts = [-(-kv.storage.stored_len(length) // BLOCK) for kv in kvs]
+    assert counts[1] < length // BLOCK
+    told = {"policy": str(policy), "token": 8, "sampling": {}, "adapter": None}
+    told |= {"logprob_ids": [], "logprobs": [], "rank": 0}
+    transfer = {"do_remote_prefill": True, "remote_num_tokens": length, KEY: told}
+    transfer["remote_block_ids"] = [[0] * counts[0], [0] * (counts[1] + more)]
+    request, prompts = request_of(transfer, length), HandedOverPrompts(managers, VOCAB)
+    assert prompts.add_request(request, policy) is (more == 0)
+    assert prompts.may_load(request, policy) is (more == 0)
+
+
+def test_a_whole_prompt_comes_without_its_last_state() -> None:
+    """Under `swiftkv` layers above hold all tokens, and the last one is computed anew."""
+    policy = parse_policy("swiftkv-4")
+    kv = RequestKV(storage_of(policy, 128, 4, BLOCK, 8), policy)
+    manager: Any = SimpleNamespace(requests={"a": kv}, kv_cache_group_id=0, block_size=BLOCK)
+    told = {"policy": str(policy), "token": 8, "sampling": {}, "adapter": None}
+    told |= {"logprob_ids": [], "logprobs": [], "rank": 0}
+    prompts = HandedOverPrompts([manager], VOCAB)
+    for its, loads in ((told, True), (told | {"policy": "swiftkv-5"}, False)):
+        request = request_of({"do_remote_prefill": True, KEY: its})
+        assert not prompts.add_request(request, policy)
+        assert prompts.may_load(request, policy) is loads
+
+
 @pytest.mark.parametrize(("asked", "columns"), [(None, 0), (0, 1), (2, 3), (-1, 5)])
 def test_as_many_logprobs_are_told_as_were_asked_for(asked: int | None, columns: int) -> None:
     """Whatever others in the step asked for, whose columns are empty here; as JSON."""

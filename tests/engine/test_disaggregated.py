@@ -3,23 +3,18 @@
 Without its package (`pip install nixl`) these tests are skipped.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
-from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
-from reference.knorm import Norm
-from reference.pyramidkv import Pyramid
-from support.engine import BLOCK, Answer, Engine, keep_in_process, running
+from support.engine import BLOCK, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
-from support.parity import ask, assert_close, assert_parity, in_turn, room_for
-from support.prefiller import PATIENT, Prefiller, prefilling
-from support.prompts import distinct_prompts, prompts_of
+from support.parity import ask, assert_close, assert_parity, room_for
+from support.prefiller import PATIENT, prefilling, wait_for_freed, watch_computed
+from support.prompts import prompts_of
 from vllm.exceptions import VLLMValidationError
 
 from benchmarks.common.nixl import PORT
@@ -29,6 +24,7 @@ pytest.importorskip("nixl", reason="needs nixl, which hands KV blocks over")
 
 TOKENS = 34
 FIER = Read(Retrieve(64, dense_below=0))
+KEPT = Keep(kv_rate=0.25)
 QUEST = Read(Retrieve(64, group=32, pages=True, dense_below=0))
 # Of one token, below, at and above the end of a block.
 LENGTHS = (200, 1, 63, 64, 65, 300)
@@ -66,7 +62,7 @@ def test_what_one_prefills_another_goes_on_with(
             **options,
         ) as engine,
     ):
-        computed = _watch_computed(engine)
+        computed = watch_computed(engine)
         for these, policy in zip(prompts, policies, strict=True):
             # Blocks are free that hold other prompts' entries.
             ask(engine, prompts_of(LENGTHS, seed=99), [FULL] * len(LENGTHS), max_tokens=1)
@@ -81,168 +77,28 @@ def test_what_one_prefills_another_goes_on_with(
             again = ask(engine, these, [policy] * len(these), max_tokens=TOKENS)
             assert_close(again, loaded)
             engine.assert_idle()
-        _wait_for_freed(prefiller)
-
-
-KEPT: list[Policy] = [
-    Keep(kv_rate=0.25),
-    Critical(kv_rate=0.3),
-    Norm(kv_budget=33),
-    Keep(sinks=4, recent=60),
-    Keep(kv_rate=0.1, kv_floor=90),
-    Read(Retrieve(64, dense_below=0), keep=Keep(kv_rate=0.5)),
-]
-# Of some all is kept, which is then handed over as under `full`.
-KEPT_LENGTHS = (200, 65, 128, 333, 1, 97, 64)
-
-
-def test_what_one_keeps_another_goes_on_with(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts that one server compacts, in chunks, beside others; the other runs none of them."""
-    keep_in_process(monkeypatch)
-    monkeypatch.setenv(PORT, str(free_port()))
-    model = tiny()
-    options = {"max_model_len": 512, "max_num_batched_tokens": 128, "enable_prefix_caching": True}
-    config, policies = room_for(KEPT), in_turn(KEPT, len(KEPT_LENGTHS))
-    names = [named(policy) for policy in policies]
-    # No token comes twice in one: in layer 0 a token's keys have one norm.
-    prompts = distinct_prompts(KEPT_LENGTHS)
-    with (
-        prefilling(model, "full", config=config, **options) as prefiller,
-        running(
-            model,
-            "full",
-            config=config,
-            kv_transfer_config=PATIENT | {"kv_load_failure_policy": "recompute"},
-            **options,
-        ) as engine,
-    ):
-        computed = _watch_computed(engine)
-        ask(engine, prompts_of(KEPT_LENGTHS, seed=99), [FULL] * len(prompts), max_tokens=1)
-        computed.clear()
-        transfers = prefiller.prefill(prompts, names)
-        held = [len(transfer["remote_block_ids"][0]) for transfer in transfers]
-        assert sum(held) < sum(len(prompt) // BLOCK for prompt in prompts)
-        loaded = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
-        assert max(computed) <= len(prompts)  # Not one chunk of a prompt.
-        assert_parity(model, loaded, policies)
-        alone = ask(engine, prompts, policies, max_tokens=9)
-        assert_close(alone, loaded)
-        engine.assert_idle()
-        some = slice(3)
-        these = Handed(prompts[some], policies[some], names[some], loaded[some])
-        _end_with_the_first_token(engine, prefiller, these)
-        _sample(engine, prefiller, these)
-        _preempt(engine, prefiller, these)
-        _fail_to_load_and_abort(engine, prefiller, these)
-        engine.assert_idle()
-        _wait_for_freed(prefiller)
-
-
-def test_layers_that_keep_different_shares(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyramidKV's: every KV group hands over blocks of its own number."""
-    keep_in_process(monkeypatch)
-    monkeypatch.setenv(PORT, str(free_port()))
-    model, policy = tiny(), Pyramid(kv_rate=0.3, groups=4)
-    options = {"max_model_len": 512, "max_num_batched_tokens": 128}
-    prompts, policies = prompts_of(LENGTHS), [policy] * len(LENGTHS)
-    with (
-        prefilling(model, named(policy), **options) as prefiller,
-        running(model, named(policy), kv_transfer_config=PATIENT, **options) as engine,
-    ):
-        computed = _watch_computed(engine)
-        transfers = prefiller.prefill(prompts, [None] * len(prompts))
-        held = [[len(group) for group in each["remote_block_ids"]] for each in transfers]
-        assert len(held[-1]) == 4 and held[-1] == sorted(held[-1], reverse=True)
-        assert held[-1][0] > held[-1][-1]
-        loaded = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
-        assert max(computed) <= len(prompts)
-        assert_parity(model, loaded, policies)
-        engine.assert_idle()
-        _wait_for_freed(prefiller)
-
-
-class Handed(NamedTuple):
-    """Prompts, their policies and these policies' names, and the answers that are right."""
-
-    prompts: list[list[int]]
-    policies: list[Policy]
-    names: list[str]
-    answers: list[Answer]
-
-
-def _end_with_the_first_token(engine: Engine, prefiller: Prefiller, these: Handed) -> None:
-    """Answers of one token, and one that the first token ends: nothing runs."""
-    computed = _watch_computed(engine)
-    transfers = prefiller.prefill(these.prompts, these.names)
-    for stops in (False, True):
-        name, first = these.names[stops], these.answers[stops].tokens[0]
-        sampling: dict[str, Any] = {"stop_token_ids": [first]} if stops else {}
-        (found,) = engine.generate(
-            [these.prompts[stops]],
-            9 if stops else 1,
-            [name],
-            transfers=[transfers[stops]],
-            **sampling,
-        )
-        assert found.tokens == [first]
-        assert torch.equal(found.logprobs, these.answers[stops].logprobs[:1])
-    assert not computed
-    # What is aborted before it was scheduled is fetched by nobody, and given back.
-    engine.abort(engine.submit(these.prompts[2:], 5, these.names[2:], transfers=transfers[2:]))
-
-
-def _sample(engine: Engine, prefiller: Prefiller, these: Handed) -> None:
-    """Tokens that are drawn, the first one on the other server, are those of one server."""
-    sampling: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "seed": 11, "logprobs": 2}
-    transfers = prefiller.prefill(these.prompts, these.names, **sampling)
-    told = [transfer["kvx"] for transfer in transfers]
-    assert {len(each["logprobs"]) for each in told} == {3}
-    drawn = engine.generate(these.prompts, 5, these.names, transfers=transfers, **sampling)
-    assert_close(drawn, engine.generate(these.prompts, 5, these.names, **sampling))
-    assert [answer.tokens for answer in drawn] != [answer.tokens[:5] for answer in these.answers]
-
-
-def _preempt(engine: Engine, prefiller: Prefiller, these: Handed) -> None:
-    """Thrown out, they compute their prompts, and what they have answered after them."""
-    transfers = prefiller.prefill(these.prompts, these.names)
-    ids = engine.submit(these.prompts, 9, these.names, transfers=transfers)
-    while len(engine.scheduler.running) < len(ids):
-        engine.step()
-    engine.step(2)
-    engine.throw_out()
-    engine.finish()
-    assert [engine.answered[name] for name in ids] == [answer.tokens for answer in these.answers]
-
-
-def _fail_to_load_and_abort(engine: Engine, prefiller: Prefiller, these: Handed) -> None:
-    """Where a server cannot be reached the other one computes the prompts; then two are fetched
-    and one of them is given up meanwhile."""
-    transfers = prefiller.prefill(these.prompts, these.names)
-    gone = {"remote_engine_id": "gone", "remote_port": free_port()}
-    failed = engine.generate(
-        these.prompts, 9, these.names, transfers=[transfer | gone for transfer in transfers]
-    )
-    assert [answer.tokens for answer in failed] == [answer.tokens for answer in these.answers]
-    ids = engine.submit(these.prompts, 9, these.names, transfers=transfers)
-    engine.step()
-    engine.abort(ids[:1])
-    assert [engine.answered[name] for name in ids[1:]] == [
-        answer.tokens for answer in these.answers[1:]
-    ]
+        wait_for_freed(prefiller)
 
 
 @pytest.mark.parametrize(
-    ("room", "policy", "block_size"),
-    [([FIER], FIER, 2 * BLOCK), ([KEPT[0]], FULL, BLOCK)],
-    ids=["blocks-of-another-length", "one-retains"],
+    ("first", "room", "policy", "block_size"),
+    [
+        (None, [FIER], FIER, 2 * BLOCK),
+        (None, [KEPT], FULL, BLOCK),
+        # Both have four KV groups of two layers, which are not the same ones.
+        (
+            [KEPT, Keep(tsp_layer=1, tsp_rate=0.5)],
+            [KEPT, Keep(tsp_layer=5, tsp_rate=0.5)],
+            KEPT,
+            BLOCK,
+        ),
+    ],
+    ids=["blocks-of-another-length", "one-retains", "groups-of-other-layers"],
 )
 def test_servers_that_do_not_meet(
     tiny: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
+    first: list[Policy] | None,
     room: list[Policy],
     policy: Policy,
     block_size: int,
@@ -251,8 +107,9 @@ def test_servers_that_do_not_meet(
     keep_in_process(monkeypatch)
     monkeypatch.setenv(PORT, str(free_port()))
     model, options = tiny(), {"max_model_len": 512, "max_num_batched_tokens": 128}
+    of_first = {} if first is None else {"config": room_for(first)}
     with (
-        prefilling(model, None, **options) as prefiller,
+        prefilling(model, first and "full", **of_first, **options) as prefiller,
         running(
             model,
             "full",
@@ -263,36 +120,13 @@ def test_servers_that_do_not_meet(
         ) as engine,
     ):
         prompts, policies = prompts_of(LENGTHS), [policy] * len(LENGTHS)
-        transfers = prefiller.prefill(prompts, [None] * len(prompts))
+        asked = None if first is None else named(policy)
+        transfers = prefiller.prefill(prompts, [asked] * len(prompts))
         if policy == FULL:
             with pytest.raises(VLLMValidationError, match="handed over a whole prompt"):
                 ask(engine, prompts[:1], room, transfers=transfers[:1])
-        computed = _watch_computed(engine)
+        computed = watch_computed(engine)
         answers = ask(engine, prompts, policies, max_tokens=9, transfers=transfers)
         assert max(computed) > len(prompts)
         engine.assert_idle()
     assert_parity(model, answers, policies)
-
-
-def _watch_computed(engine: Any) -> list[int]:
-    """Grows by the number of tokens of every step that has any."""
-    counts: list[int] = []
-    schedule = engine.scheduler.schedule
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        if output.total_num_scheduled_tokens:
-            counts.append(output.total_num_scheduled_tokens)
-        return output
-
-    engine.scheduler.schedule = watched
-    return counts
-
-
-def _wait_for_freed(prefiller: Prefiller) -> None:
-    """Blocks are held until the other engine says that it has them."""
-    for _ in range(100):
-        if prefiller.free() == prefiller.blocks:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{prefiller.free()} of {prefiller.blocks} blocks are free")

@@ -9,9 +9,10 @@ import torch
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
+from reference.lookahead import Lookahead
 from reference.pyramidkv import Pyramid
 from support.engine import keep_in_process, running
-from support.expected import FULL, Policy, Read, named
+from support.expected import FULL, Policy, Read, Speed, named
 from support.gpu import EXACT
 from support.parity import ask, assert_parity, in_turn, room_for
 from support.prefiller import prefilling
@@ -70,8 +71,19 @@ KEPT: list[Policy] = [
 KEPT_LENGTHS = (200, 65, 128, 300, 1, 97, 400, 64)
 
 
+# The former by CUDA graphs; of the others layers above keep the entries of chosen tokens.
+DRAFTING: list[Policy] = [Lookahead(Keep(kv_rate=0.2), 4), Lookahead(Critical(kv_rate=0.3), 6)]
+PROPAGATING: list[Policy] = [
+    Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.25),
+    Keep(tsp_layer=3, tsp_rate=0.2, kv_rate=0.5),
+    Speed(4),
+]
+
+
 @pytest.mark.parametrize(
-    "policies", [KEPT, [Pyramid(kv_rate=0.3, groups=4)]], ids=["one-stage", "pyramid"]
+    "policies",
+    [KEPT, [Pyramid(kv_rate=0.3, groups=4)], DRAFTING, PROPAGATING],
+    ids=["one-stage", "pyramid", "drafts", "propagates"],
 )
 def test_what_one_keeps_another_goes_on_with(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, policies: list[Policy]

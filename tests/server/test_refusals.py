@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvx.compat.vllm_signatures import release_line
-from vllm_kvx.server.connector_checks import KEPT_BESIDE_CONNECTORS, WITHOUT_WHOLE_PROMPTS
+from vllm_kvx.server.connector_checks import WITHOUT_WHOLE_PROMPTS
 from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.model_checks import WITH_PROPAGATION
@@ -233,7 +233,6 @@ TABLES = (
     *WITH_PROPAGATION,
     *WITH_PARTIAL_PREFIXES,
     *WITHOUT_WHOLE_PROMPTS,
-    *KEPT_BESIDE_CONNECTORS,
     *WITH_VALUE_NORMS,
     *WITH_DRAFTS,
     *WITH_LOOKAHEAD,

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.server.connector_checks import KEPT_BESIDE_CONNECTORS
+from vllm_kvx.server.connector_checks import WITHOUT_WHOLE_PROMPTS
 from vllm_kvx.server.start_checks import WITH_RETENTION
 from vllm_kvx.server.start_refusal import reasons
 
@@ -122,7 +122,7 @@ def test_rows_of_what_is_kept(stock) -> None:
     on_gpu = changed(stock, "device_config.device_type", "cuda")
     nixl = ThroughHost()
     nixl.kv_buffer_device = "cuda"
-    assert not reasons(KEPT_BESIDE_CONNECTORS, changed(on_gpu, "kv_transfer_config", nixl))
+    assert not reasons(WITHOUT_WHOLE_PROMPTS, changed(on_gpu, "kv_transfer_config", nixl))
     refused = []
     for connector, says in (
         (Connector(), "name it as kv_connector"),
@@ -133,11 +133,11 @@ def test_rows_of_what_is_kept(stock) -> None:
         if says != "drop kv_buffer_device":
             connector.kv_buffer_device = "cuda"
         config = changed(on_gpu, "kv_transfer_config", connector)
-        (found,) = reasons(KEPT_BESIDE_CONNECTORS, config)
+        (found,) = reasons(WITHOUT_WHOLE_PROMPTS, config)
         assert says in found
         refused.append(found)
     masks = changed(on_gpu, "model_config.return_sampling_mask", True)
-    (found,) = reasons(KEPT_BESIDE_CONNECTORS, changed(masks, "kv_transfer_config", nixl))
+    (found,) = reasons(WITHOUT_WHOLE_PROMPTS, changed(masks, "kv_transfer_config", nixl))
     assert "drop --return-sampling-mask" in found
     refused.append(found)
-    assert refused == [row.reason for row in KEPT_BESIDE_CONNECTORS], "a row without a case"
+    assert refused == [row.reason for row in WITHOUT_WHOLE_PROMPTS], "a row without a case"

@@ -138,10 +138,14 @@ def test_adapters_and_events(make_config, policy: str, unequal: bool, reads_weig
         ("snapkv:kv_rate=0.1+fier-64", "NixlConnector", None),
         ("snapkv:kv_rate=0.1+fier-64", "ExampleConnector", "hands over what is kept"),
         ("snapkv:kv_rate=0.1,after=16", "NixlConnector", "leave out after=, or drop"),
-        ("snapkv:kv_rate=0.1,lookahead=16", "NixlConnector", "leave out lookahead=, or drop"),
-        ("speed-4", "OffloadingConnector", "copy blocks of whole prompts"),
-        ("fastkv:tsp_layer=3", "NixlConnector", "which policies that propagate do not leave"),
-        ("speed-4+snapkv:kv_rate=0.1", "NixlConnector", "which policies that propagate"),
+        ("snapkv:kv_rate=0.1,lookahead=16", "NixlConnector", None),
+        ("snapkv:kv_rate=0.1,lookahead=16", "OffloadingConnector", "hands over what is kept"),
+        ("speed-4", "OffloadingConnector", "retain or propagate do not leave"),
+        ("fastkv:tsp_layer=3", "ExampleConnector", "retain or propagate do not leave"),
+        ("fastkv:tsp_layer=3", "NixlConnector", None),
+        ("speed-4+snapkv:kv_rate=0.1", "NixlConnector", None),
+        ("selfonly-4", "NixlConnector", None),
+        ("swiftkv-4", "NixlConnector", None),
     ],
 )
 def test_connectors(make_config, policy: str, connector: str, says: str | None) -> None:

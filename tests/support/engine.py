@@ -192,10 +192,10 @@ class Engine:
         self.llm.llm_engine.abort_request(ids)
         self.finish()
 
-    def throw_out(self) -> None:
-        """Preempts every running request by hand."""
+    def throw_out(self, **how: Any) -> None:
+        """Preempts every running request by hand. how: as vLLM's scheduler is told."""
         while self.scheduler.running:
-            self.scheduler._preempt_request(self.scheduler.running.pop(), 0.0)
+            self.scheduler._preempt_request(self.scheduler.running.pop(), 0.0, **how)
 
     def preemptions(self) -> int:
         """Preemptions so far."""

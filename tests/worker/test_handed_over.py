@@ -3,13 +3,19 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  vLLM's stand-ins for pinned memory.
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.storage import storage_of
 from vllm_kvx.worker import handed_over
+from vllm_kvx.worker.prefill.stash import Stash
+from vllm_kvx.worker.requests import Requests
+from vllm_kvx.worker.split_layers import Cuts
 
 BLOCKS, HEADS, BLOCK, WIDTH, MORE = 5, 2, 4, 6, 10
 PAGE = HEADS * BLOCK * WIDTH + MORE
@@ -30,7 +36,11 @@ def caches(layers: int) -> dict[str, torch.Tensor]:
 class Connector:
     """Remembers what vLLM's would register."""
 
-    def __init__(self, names: Any) -> None:
+    def __init__(self, names: Any, num_groups: int = 1) -> None:
+        layers = list(names)
+        groups = [
+            SimpleNamespace(layer_names=layers[first::num_groups]) for first in range(num_groups)
+        ]
         spec = FullAttentionSpec(
             block_size=BLOCK,
             num_kv_heads=HEADS,
@@ -43,6 +53,7 @@ class Connector:
             _layer_specs=specs,
             device_kv_caches={},
             transfer_topo=None,
+            kv_cache_config=SimpleNamespace(transfer_groups=groups),
             compat_hash=None,
             xfer_handshake_metadata=None,
         )
@@ -116,6 +127,37 @@ def test_servers_that_retain_meet_their_like(monkeypatch: pytest.MonkeyPatch) ->
     assert hashes["fier-64"] == "stock"
     # Whatever they retain by: the policy of each request travels with it.
     assert len({*hashes.values()}) == 2
+
+
+def test_servers_whose_groups_have_other_layers_do_not_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block of one would be read as if it held another's layers."""
+    hashes = set()
+    for num_groups in (1, 2, 3):
+        connector = Connector(caches(3), num_groups)
+        start(connector, monkeypatch, caches(3), "fastkv:tsp_layer=3")
+        hashes.add(connector.connector_worker.compat_hash)
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["snapkv:kv_rate=0.2,lookahead=4", "speed-4", "selfonly-4", "fastkv:tsp_layer=3,kv_rate=1"],
+)
+def test_prompts_that_another_server_has_computed(name: str) -> None:
+    """Nothing of them is to come, and each stage has what it keeps."""
+    policy, length = parse_policy(name), 4000
+    layout = layout_of([policy], 8)
+    cuts = Cuts((0, *layout.row_cuts), frozenset())
+    stash = Stash(length, 1, torch.float32, torch.device("cpu"))
+    requests = Requests(layout, cuts, 8, 4, 1, stash)
+    assert not requests.add(0, "resumes", policy, length, 16, 0, num_computed=length // 2)
+    assert requests.add(1, "comes", policy, length, 16, 0, num_computed=length)
+    assert 1 not in requests.prompts
+    found = requests.stored_lens(np.array([1]), np.array([length]))
+    kept = [storage_of(policy, length, s, 16, 8).stored_len(length) for s in layout.stage_starts]
+    assert found[:, 0].tolist() == kept and min(kept) < length
 
 
 def test_no_connector_yet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ Connectors store and load whole prompts' blocks, which are the same under `full`
 that retrieve. What tokens that such a policy generates leave in the cache is another matter: it is
 what the answers so far made of it, and no prompt's. So a request that comes back after preemption
 loads nothing, and computes these tokens again. What is kept of a prompt under a policy that retains
-is for requests under the same policy alone (``handed_over``).
+or propagates is for requests under the same policy alone (``handed_over``).
 """
 
 from collections.abc import Callable

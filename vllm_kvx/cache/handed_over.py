@@ -1,9 +1,9 @@
-"""Prompts that one server computes and another goes on with, under policies that retain.
+"""Prompts that one server computes and another goes on with, under policies that keep a part.
 
 The server that prefills hands over what is kept of the prompt, and its first token. The server that
-decodes knows the request as one whose prompt is in and compacted and that has one token: as a
-preempted one that finds all of its entries again. Where it cannot use what was handed over it
-computes the prompt itself, and takes nothing.
+decodes knows the request as one whose prompt is in, with what is kept of it, and that has one
+token: as a preempted one that finds all of its entries again. Where it cannot use what was handed
+over it computes the prompt itself, and takes nothing.
 """
 
 import time
@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvx.cache.managers import PolicyKVCacheManager
 from vllm_kvx.config.handed_over import FETCHES, HOLDS, KEY, HandedOver, sampling_of
@@ -38,7 +38,7 @@ def is_to_fetch(request: Request) -> bool:
 
 
 class HandedOverPrompts:
-    """The requests of one scheduler whose compacted prompts come from another server."""
+    """The requests of one scheduler of whose prompts another server has kept a part."""
 
     def __init__(self, managers: Sequence[PolicyKVCacheManager], vocab_size: int) -> None:
         """managers: of all KV groups. vocab_size: of the model, which has no other token ids."""
@@ -55,7 +55,7 @@ class HandedOverPrompts:
 
         Then it has its first token from now on.
         """
-        if not is_to_fetch(request) or not self._is_compacted(request):
+        if not is_to_fetch(request) or not self._lacks_entries(request):
             return False
         told = self._told(request, policy)
         if told is None or not self._fits(request):
@@ -83,11 +83,11 @@ class HandedOverPrompts:
             told = HandedOver.of(request.kv_transfer_params or {})
         except ValueError:
             return False
-        if policy.retain is None:
+        if policy.keeps_prompts:
             return told is None
         # All of such a prompt stays, on both servers.
         is_same = told is not None and told.policy == str(policy)
-        return is_same and not self._is_compacted(request)
+        return is_same and not self._lacks_entries(request)
 
     def remove_request(self, request_id: str) -> None:
         self._coming.pop(request_id, None)
@@ -106,14 +106,14 @@ class HandedOverPrompts:
     def failed(self, scheduler: Scheduler) -> list[Request]:
         """Requests whose entries did not come, and which wait to compute their prompts."""
         requests = [scheduler.requests[name] for name in scheduler.failed_recving_kv_req_ids]
-        failed = [r for r in requests if self._is_compacted(r)]
+        failed = [r for r in requests if self._lacks_entries(r)]
         for request in failed:
             request.num_computed_tokens = 0  # No part of what was kept is a prefix.
         return failed
 
-    def _is_compacted(self, request: Request) -> bool:
-        """Whether entries of the request's prompt go once it is in."""
-        return any(m.requests[request.request_id].storage.compacts for m in self._managers)
+    def _lacks_entries(self, request: Request) -> bool:
+        """Whether some layers have fewer entries than tokens once the request's prompt is in."""
+        return not all(m.requests[request.request_id].is_stock for m in self._managers)
 
     def _told(self, request: Request, policy: KVPolicy) -> HandedOver | None:
         """What the other server says, if this one may go on with it."""
@@ -164,7 +164,7 @@ def tell(
             continue
         policy = policy_of(output.request_id)
         # With further tokens, which no request over HTTP may ask for, there is nothing to offer.
-        if policy.retain is None or request.num_output_tokens != 1:
+        if policy.keeps_prompts or request.num_output_tokens != 1:
             continue
         assert request.sampling_params is not None
         told = HandedOver(
@@ -208,6 +208,15 @@ def _output_of(scheduler: Any, request: Request, told: HandedOver) -> EngineCore
     """The output of a request's first token, with which it may end."""
     waits = request.status
     has_ended = check_stop(request, scheduler.max_model_len)
+    # A request with a grammar is not fetched before this is there.
+    if not scheduler.structured_output_manager.accept_tokens(request, [told.token]):
+        logger.error(
+            "Request %s ends: its grammar does not allow the first token, %d, which another server "
+            "has drawn.",
+            quoted(request.request_id),
+            told.token,
+        )
+        request.status, has_ended = RequestStatus.FINISHED_ERROR, True
     status, request.status = request.status, waits
     logprobs = None
     if told.logprob_ids:

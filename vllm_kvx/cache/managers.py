@@ -186,9 +186,9 @@ class PolicyKVCacheManager(SingleTypeKVCacheManager):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """As many as entries come, where another server has compacted the prompt."""
+        """As many as entries come, where another server has kept a part of the prompt."""
         kv = self.requests.get(request_id)
-        if kv is not None and kv.is_compact:
+        if kv is not None and not kv.is_stock:
             num_external_computed_tokens = kv.storage.stored_len(num_external_computed_tokens)
         before = len(self.req_to_blocks[request_id])
         super().allocate_external_computed_blocks(

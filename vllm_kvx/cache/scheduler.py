@@ -121,6 +121,7 @@ class _PolicyScheduling(_Base):
             self._tell_managers(request, policy)
             if self.connector is not None and self.handed_over.add_request(request, policy):
                 self.admission.prompt_is_in(request.request_id)
+                self.sharing.prompt_is_in(request.request_id)
             if not request.resumable:  # A session's later prompts have no arrival of their own.
                 self.policy_stats.add_request(request, str(policy))
         super().add_request(request)
@@ -325,6 +326,7 @@ class _PolicyScheduling(_Base):
             self.handed_over.first_tokens(self, by_client)
             for request in self.handed_over.failed(self):  # They compute their prompts themselves.
                 self.admission.restart(request)
+                self.sharing.restart(request.request_id)
         self.policy_stats.add_outputs(
             chain.from_iterable(each.outputs for each in by_client.values())
         )

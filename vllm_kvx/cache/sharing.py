@@ -365,6 +365,10 @@ class PrefixSharing:
         if request_id in self._resumes:
             self._coming[request_id] = None
 
+    def prompt_is_in(self, request_id: str) -> None:
+        """Another server has computed the request's prompt."""
+        self._coming.pop(request_id, None)
+
     def remove_request(self, request_id: str) -> None:
         """Forgets a request that ended."""
         self._resumes.pop(request_id, None)

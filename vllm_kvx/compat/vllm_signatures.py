@@ -119,6 +119,7 @@ CALLED = {
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.find_longest_cache_hit",
         "vllm.v1.core.single_type_kv_cache_manager:register_all_kvcache_specs",
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
+        "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
         "vllm.v1.worker.gpu.async_utils:async_copy_to_np",
         "vllm.v1.worker.gpu.attn_utils:build_slot_mappings_by_layer",
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.__init__",

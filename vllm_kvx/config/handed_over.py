@@ -1,13 +1,15 @@
-"""What a server that prefills says of a prompt that it hands over under a policy that retains.
+"""What a server that prefills says of a prompt that it hands over under a policy that keeps a part.
 
 vLLM's routers pass the ``kv_transfer_params`` of the first server's answer on to the second one.
 An object of ours lies in them, plain JSON. What is kept of a prompt cannot give the prompt's last
 state again, which saw all of it, so the first token travels along and is not computed anew.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ HOLDS, FETCHES = "do_remote_decode", "do_remote_prefill"
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "logprobs"),
+    "structured_outputs",
 )
 
 
@@ -100,12 +103,19 @@ def transfer_of(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def sampling_of(params: "SamplingParams") -> dict[str, Any]:
-    """The `SAMPLING` parameters of a request, fit for JSON."""
+    """The `SAMPLING` parameters of a request that vLLM has admitted, fit for JSON.
+
+    Of structured outputs a digest, as schemas may be long.
+    """
     return {name: _plain(getattr(params, name, None)) for name in SAMPLING}
 
 
 def _plain(value: Any) -> Any:
     """`value` as it comes back from JSON; what is empty is None."""
+    if is_dataclass(value) and not isinstance(value, type):
+        # Without what vLLM has noted there of its own.
+        asked = {k: v for k, v in asdict(value).items() if v is not None and k[0] != "_"}
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()} or None
     if isinstance(value, (list, tuple, set)):

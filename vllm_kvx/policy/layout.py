@@ -183,11 +183,6 @@ class Layout:
         return self.shares_whole_prefixes and not self.retain
 
     @property
-    def hands_over_kept(self) -> bool:
-        """Whether what prompts lack in the end has been dropped by retention, once they were in."""
-        return self.retain and not (self.propagates or self.stash or self.projects)
-
-    @property
     def selects(self) -> bool:
         """Whether tokens that a score selects may run in passes of their own.
 

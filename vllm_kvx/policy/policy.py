@@ -77,6 +77,11 @@ class KVPolicy:
         """True if decode tokens attend to less than what prefill computed (retain, retrieve)."""
         return self.retain is not None or self.retrieve is not None
 
+    @property
+    def keeps_prompts(self) -> bool:
+        """True if a prompt has the entries of all its tokens, in all layers, to the end."""
+        return self.retain is None and self.propagate is None
+
     def __str__(self) -> str:
         return "+".join(map(str, self.parts)) or "full"
 

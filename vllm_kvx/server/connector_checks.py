@@ -65,28 +65,15 @@ RETRIEVAL_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
     ),
 )
 
-# Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``),
-# and not by retention alone.
+# Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``).
 WITHOUT_WHOLE_PROMPTS: tuple[Refusal, ...] = (
-    Refusal(
-        lambda c: asked_connector(c),
-        "KV connectors and KV offloading copy blocks of whole prompts, which policies that "
-        "propagate do not leave: drop --kv-transfer-config and --kv-offloading-size, or all "
-        "policies from the KV policy and kv_layout but full, fier and quest, which know "
-        f"{', '.join(CONNECTORS)}, and those that only retain (snapkv, criticalkv), which know "
-        f"{NIXL}",
-        CONNECTOR,
-    ),
-)
-
-# Where retention alone leaves some entries of prompts (``Layout.hands_over_kept``).
-KEPT_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: asked_connector(c) not in (None, NIXL),
         "KV connectors and KV offloading store blocks of whole prompts, which policies that retain "
-        f"do not leave, and only {NIXL} hands over what is kept: name it as kv_connector, drop "
-        "--kv-transfer-config and --kv-offloading-size, or drop all policies but full, fier and "
-        f"quest from the KV policy and kv_layout, which know {', '.join(CONNECTORS)}",
+        f"or propagate do not leave, and only {NIXL} hands over what is kept: name it as "
+        "kv_connector, drop --kv-transfer-config and --kv-offloading-size, or drop all policies "
+        "but full, fier and quest from the KV policy and kv_layout, which know "
+        f"{', '.join(CONNECTORS)}",
         CONNECTOR,
     ),
     Refusal(
@@ -121,11 +108,6 @@ def beside_connectors(policy: "KVPolicy") -> str | None:
         return (
             f"{policy} waits for generated tokens, and a prompt is handed over before there are "
             "any: leave out after=, or drop --kv-transfer-config"
-        )
-    if policy.lookahead:
-        return (
-            f"{policy} drafts tokens behind prompts, which was never tried beside a KV connector: "
-            "leave out lookahead=, or drop --kv-transfer-config"
         )
     return None
 

@@ -1,7 +1,7 @@
 """What a request may not ask for whose prompt one server computes and another goes on with.
 
-Under a policy that retains, what is handed over is what was kept of the prompt, together with the
-first token, which that cannot give again.
+Under a policy that retains or propagates, what is handed over is what was kept of the prompt,
+together with the first token, which that cannot give again.
 """
 
 from typing import TYPE_CHECKING
@@ -31,28 +31,28 @@ def check_handed_over(policy: KVPolicy, sampling_params: "SamplingParams") -> No
     params = transfer_of(sampling_params.extra_args)
     if not (params.get(HOLDS) or params.get(FETCHES)):
         return
-    retains = policy.retain is not None
+    leaves_part = not policy.keeps_prompts
     if params.get(FETCHES):
         told = HandedOver.of(params)
         _check_policies(policy, told)
         if told is not None:
             _check_first_token(told, sampling_params)
-    elif retains and sampling_params.max_tokens != 1:
+    elif leaves_part and sampling_params.max_tokens != 1:
         raise ValueError(
             f"max_tokens={sampling_params.max_tokens} with {HOLDS}: under {policy} a server that "
             "prefills hands a prompt over with one token, and no more: ask it with max_tokens=1"
         )
-    if retains:
+    if leaves_part:
         _check_features(policy, sampling_params)
 
 
 def _check_policies(policy: KVPolicy, told: HandedOver | None) -> None:
     if told is None:
-        if policy.retain is not None:
+        if not policy.keeps_prompts:
             raise ValueError(
-                f"the server that prefilled handed over a whole prompt, of which {policy} cannot "
-                "choose any more what to keep: start it with the same KV policy, and ask it under "
-                f"the same; or ask this server alone, without {TRANSFER}"
+                f"the server that prefilled handed over a whole prompt, which {policy} cannot go "
+                "on from: start it with the same KV policy, and ask it under the same; or ask this "
+                f"server alone, without {TRANSFER}"
             )
     elif told.policy != str(policy):
         raise ValueError(
@@ -84,19 +84,14 @@ def _check_first_token(told: HandedOver, sampling_params: "SamplingParams") -> N
 
 
 def _check_features(policy: KVPolicy, sampling_params: "SamplingParams") -> None:
-    instead = f"leave it out, or ask one server alone, without {TRANSFER}"
+    alone = f"ask one server alone, without {TRANSFER}"
+    instead = f"leave it out, or {alone}"
     if sampling_params.n != 1:
         raise ValueError(f"n={sampling_params.n}: one first token is handed over: {instead}")
-    if sampling_params.structured_outputs is not None:
-        raise ValueError(
-            "structured outputs: the grammar would not know of the first token, which the server "
-            f"that prefills has drawn under {policy}: {instead}"
-        )
     if getattr(sampling_params, "logprob_token_ids", None) is not None:
         raise ValueError(f"logprob_token_ids: those of the first token stay behind: {instead}")
-    if policy.num_generated or policy.lookahead:
-        key = "after=" if policy.num_generated else "lookahead="
+    if policy.num_generated:
         raise ValueError(
-            f"{policy}: {key} was never tried where one server prefills and another decodes: "
-            f"leave {key} out, or ask one server alone, without {TRANSFER}"
+            f"{policy} waits for generated tokens, and a prompt is handed over before there are "
+            f"any: leave after= out, or {alone}"
         )

@@ -34,7 +34,6 @@ from vllm_kvx.server.auto_policy import (
     with_choice,
 )
 from vllm_kvx.server.connector_checks import (
-    KEPT_BESIDE_CONNECTORS,
     WITHOUT_WHOLE_PROMPTS,
     beside_connectors,
 )
@@ -210,9 +209,7 @@ def _layout_problems(
         problems += where_rows_leave(vllm_config, settings)
     if not layout.shares_whole_prefixes:
         rows += applying(WITH_PARTIAL_PREFIXES, vllm_config)
-    if layout.hands_over_kept:
-        rows += applying(KEPT_BESIDE_CONNECTORS, vllm_config)
-    elif not layout.keeps_prompts:
+    if not layout.keeps_prompts:
         rows += applying(WITHOUT_WHOLE_PROMPTS, vllm_config)
     if asked_connector(vllm_config):
         problems += dict.fromkeys(filter(None, map(beside_connectors, settings.policies)))

@@ -5,8 +5,8 @@ sidecar it is told of keys and values alone: their length, with the whole page a
 reads from and for servers whose pages have another sidecar, or none, as the other connectors do.
 Sidecars are written again where a prompt arrives (``Sidecars.plan``).
 
-Under policies that retain, what arrives is what was kept, which the scheduler knows to use
-(``cache/handed_over.py``). Servers without such policies do not, so the two do not meet.
+Under policies that retain or propagate, what arrives is what was kept, which the scheduler knows
+to use (``cache/handed_over.py``). Servers without such policies do not, so the two do not meet.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_kvx.policy.layout import Layout
 
-# Of what retaining servers hand over, which both of them have to know.
-_FORMAT = "vllm-kvx, entries that are kept, 1"
+# Of what servers hand over that keep a part, which both of them have to know.
+_FORMAT = "vllm-kvx, entries that are kept, 2"
 
 
 def hand_over_entries(runner: Any, layout: Layout) -> None:
@@ -58,8 +58,8 @@ def _change(connector: Any, layout: Layout) -> None:
             # What it does to blocks that have come it does to entries.
             worker.device_kv_caches = kv_caches
         _want_equal_blocks(worker.transfer_topo)
-        if layout.retain:
-            _meet_servers_that_retain(worker)
+        if not layout.keeps_prompts:
+            _meet_servers_that_keep_a_part(worker)
 
     connector.register_kv_caches = register_kv_caches
 
@@ -82,13 +82,16 @@ def _want_equal_blocks(topology: Any) -> None:
     topology.block_size_ratio = block_size_ratio
 
 
-def _meet_servers_that_retain(worker: Any) -> None:
+def _meet_servers_that_keep_a_part(worker: Any) -> None:
     """Others would take what was kept for a whole prompt, or hand over one, and are not met.
 
-    NIXL compares hashes when it meets another server. It treats one that it does not meet as a
-    load that failed.
+    Nor are servers whose KV groups have other layers: a block holds those of its group, one behind
+    the other, and would be read as if it held this one's. NIXL compares hashes when it meets
+    another server. It treats one that it does not meet as a load that failed.
     """
-    worker.compat_hash = hashlib.sha256(f"{worker.compat_hash} {_FORMAT}".encode()).hexdigest()
+    groups = [group.layer_names for group in worker.kv_cache_config.transfer_groups]
+    told = f"{worker.compat_hash} {_FORMAT} {groups}"
+    worker.compat_hash = hashlib.sha256(told.encode()).hexdigest()
     worker.xfer_handshake_metadata.compatibility_hash = worker.compat_hash
     topology = worker.transfer_topo
     own = topology.tp_size
@@ -97,7 +100,7 @@ def _meet_servers_that_retain(worker: Any) -> None:
         if remote != own:
             raise ValueError(
                 f"the server that prefills runs on {remote} ranks, and this one, whose KV policies "
-                f"retain, on {own}: start both with one --tensor-parallel-size"
+                f"keep a part of prompts, on {own}: start both with one --tensor-parallel-size"
             )
         return 1
 

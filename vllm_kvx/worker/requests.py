@@ -79,7 +79,7 @@ class Requests:
         row: int,
         num_computed: int = 0,
     ) -> bool:
-        """Whether another server has compacted the prompt.
+        """Whether another server has computed the prompt, and kept a part of it.
 
         row: the policy's in the counters. block_size: entries of a KV cache block. num_computed:
         tokens whose entries are there.
@@ -122,8 +122,8 @@ class Requests:
             self.num_layers,
             self._split_layers,
         )
-        # Here a prompt that is compacted never begins behind its end.
-        is_in = prompt is not None and num_computed >= prompt.settles_at
+        # A prompt of which a server has kept a part itself never begins behind its end.
+        is_in = num_computed >= prompt_len and any(s.changes or s.prefill.size for s in storages)
         if is_in:
             self.compact(index, storages)
         elif prompt is not None:

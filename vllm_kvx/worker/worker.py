@@ -92,7 +92,7 @@ class _PolicyWorking(_Base):
         hooks.scratch_bytes += sum(hook.carried_bytes for hook in hooks.windows)
         _keep_prompts_off_graphs(runner)
         capture_sets(runner, runner.model_state.retrieval, runner.model_state.waiting)
-        if runner.model_state.retrieval is not None or layout.retain:
+        if runner.model_state.retrieval is not None or not layout.keeps_prompts:
             hand_over_entries(runner, layout)
         if layout.lookahead or layout.own_drafts:
             capture_row_graphs(runner, settings)
