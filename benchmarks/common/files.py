@@ -17,7 +17,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def kind_of(content: Any) -> str | None:
-    """What wrote a file: compare, serving, within, turns, evaluate, speed_sweep; None is another."""
+    """What wrote a file, such as compare, serving, within or evaluate; None is another."""
     if not isinstance(content, dict):
         return None
     marks = {

@@ -3,8 +3,8 @@
     python -m benchmarks.engine.merge OUT.json A.json B.json
 
 Takes files of `benchmarks.engine.compare`, of `benchmarks.serving`, or of its `within`, with the
-same model, settings and kind of GPU. Engines and servers keep the run that measured them. Where two files have
-the same case, that of the later file stays, unless it failed there.
+same model, settings and kind of GPU. Engines and servers keep the run that measured them. Where two
+files have the same case, that of the later file stays, unless it failed there.
 """
 
 import json

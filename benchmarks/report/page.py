@@ -4,9 +4,9 @@
     python -m benchmarks.report --check
 
 Writes docs/results/report.md, its plots in docs/results/report/, answers-and-gains.md beside it,
-once it is measured what-one-gpu-serves.md, and the table of policies in README.md. `--check` writes nothing, and fails when they are not what the
-files give. No figure is written by hand: a new file in benchmarks/results and this command are all
-that a new figure takes.
+once it is measured what-one-gpu-serves.md, and the table of policies in README.md. `--check` writes
+nothing, and fails when they are not what the files give. No figure is written by hand: a new file
+in benchmarks/results and this command are all that a new figure takes.
 """
 
 import argparse
@@ -97,9 +97,9 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
         lines += tables.glance_of_load(here, there, kept, layers)
         add(pictures.plots(f"{gpu}, {model}", here, there))
     lines += ["", "## Under load", "", *_LOAD.strip().splitlines()]
+    lines += _within_limits(files)
     for lengths in under.all_lengths(loads):
         lines += ["", f"### {lengths} tokens in and out", "", *under.under_load(loads, lengths)]
-    lines += _within_limits(files)
     lines += _beside_others(loads)
     lines += ["", "## While a long prompt comes in", ""]
     lines += [

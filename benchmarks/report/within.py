@@ -151,7 +151,7 @@ def _missed(measured: Mapping[str, Any]) -> str:
 
 
 def answers_of(server: str, layers: int, kept: Sequence[Kept]) -> str:
-    """What real checkpoints keep under the setting that a model of so many layers is served with."""
+    """What real checkpoints keep under the setting of a server, whose model has so many layers."""
     policy, dtype = split_name(server)
     if policy is None and dtype is None:
         return ""

@@ -20,8 +20,6 @@ from vllm_kvx.tools.ideal.work import full_work, least_time, work_of
 WITHIN = "within"
 # What brackets the limit: the next rate up or down.
 _STEP = 1.5
-# Rates further from the first one by more than this are not tried: something else is wrong.
-_FARTHEST = 16.0
 # Digits of a rate, so that settings have short names.
 _DIGITS = 3
 _FEWEST = 16
@@ -163,11 +161,14 @@ def bounds(held: Mapping[float, bool]) -> Bounds:
     return Bounds(max(below, default=None), high)
 
 
-def next_rate(held: Mapping[float, bool], first: float, precision: float) -> float | None:
+def next_rate(
+    held: Mapping[float, bool], first: float, precision: float, farthest: float
+) -> float | None:
     """The rate to try next; None if the limit is known, or too far from `first`.
 
     A factor brackets the limit; from then on the middle of the bracket, as a ratio, is tried, until
-    its ends are apart by `precision` at most, as a share of the lower one.
+    its ends are apart by `precision` at most, as a share of the lower one. Rates that are further
+    from `first` than by the factor `farthest` are not tried.
     """
     low, high = bounds(held)
     if low is None and high is None:
@@ -182,7 +183,7 @@ def next_rate(held: Mapping[float, bool], first: float, precision: float) -> flo
     else:
         rate = math.sqrt(low * high)
     rate = _round(rate)
-    near = first / _FARTHEST <= rate <= first * _FARTHEST
+    near = first / farthest <= rate <= first * farthest
     return rate if near and rate not in held else None
 
 

@@ -53,18 +53,23 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--within", nargs="+", default=limits, help=f"limits in ms; default: {' '.join(limits)}")
     add("--share", type=float, default=0.9, help="of the requests, which have to be within them")
     add("--precision", type=float, default=0.08, help="of the rate, as a share of it")
-    add("--seconds", type=float, help="prompts come in for so long; default: twice as long as a "
-        "request within the limits may take, at least 60")  # fmt: skip
+    add("--farthest", type=float, default=16.0, help="factor from the first rate, not tried beyond")
+    longest = "twice as long as a request within the limits may take, at least 60"
+    add("--seconds", type=float, help=f"prompts come in for so long; default: {longest}")
     add_server_options(parser)
     args = parser.parse_args(argv)
     try:
         args.limits = Limits.parse(args.within, args.share, args.seconds)
-        args.loads = list({str(load): load for load in map(Load.parse, args.loads)}.values())
+        args.loads = list(map(Load.parse, args.loads))
+        if len(set(map(str, args.loads))) < len(args.loads):
+            raise ValueError("--loads has the same lengths twice: give one rate to begin with")
         check_names(args)
     except ValueError as error:
         parser.error(str(error))
     if not 0.01 <= args.precision <= 1:
         parser.error(f"--precision {args.precision:g}: give 0.01 to 1, 0.08 is 8%")
+    if args.farthest < 1:
+        parser.error(f"--farthest {args.farthest:g}: a factor is 1 or more")
     return args
 
 
@@ -83,7 +88,7 @@ class Search:
 
     def next(self) -> Setting | None:
         """What to run; None when the limit is known or out of reach."""
-        rate = next_rate(self.held, self._first, self._args.precision)
+        rate = next_rate(self.held, self._first, self._args.precision, self._args.farthest)
         return None if rate is None else self.load.at(rate, self._args.limits)
 
     def __str__(self) -> str:
