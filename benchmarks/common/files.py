@@ -17,7 +17,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def kind_of(content: Any) -> str | None:
-    """What wrote a file: compare, serving, turns, evaluate, speed_sweep; None is another."""
+    """What wrote a file, such as compare, serving, within or evaluate; None is another."""
     if not isinstance(content, dict):
         return None
     marks = {
@@ -27,6 +27,10 @@ def kind_of(content: Any) -> str | None:
         "evaluate": ("cells", "model", "tasks"),
         "speed_sweep": ("cutoffs",),
     }
+    settings = content.get("settings")
+    is_within = isinstance(settings, dict) and "within" in settings
+    if is_within and all(key in content for key in marks["serving"]):
+        return "within"
     known = (kind for kind, keys in marks.items() if all(k in content for k in keys))
     untuned = any(isinstance(each, dict) and "by_cutoff" in each for each in content.values())
     return next(known, "speed_untuned" if untuned else None)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine.merge OUT.json A.json B.json
 
-Takes files of `benchmarks.engine.compare`, or of `benchmarks.serving`, with the same model,
-settings and kind of GPU. Engines and servers keep the run that measured them. Where two files have
-the same case, that of the later file stays, unless it failed there.
+Takes files of `benchmarks.engine.compare`, of `benchmarks.serving`, or of its `within`, with the
+same model, settings and kind of GPU. Engines and servers keep the run that measured them. Where two
+files have the same case, that of the later file stays, unless it failed there.
 """
 
 import json
@@ -18,7 +18,11 @@ from benchmarks.engine.compare import derive
 from benchmarks.engine.shapes import shape_of
 
 # By kind: where its engines are, and what of an engine is merged one by one.
-_PARTS = {"compare": ("engines", "cases"), "serving": ("servers", "settings")}
+_PARTS = {
+    "compare": ("engines", "cases"),
+    "serving": ("servers", "settings"),
+    "within": ("servers", "settings"),
+}
 
 
 def merge(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -26,7 +30,9 @@ def merge(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kinds = {kind_of(content) for content in contents}
     kind = next(iter(kinds), None)
     if len(kinds) != 1 or kind not in _PARTS:
-        raise ValueError("give files of benchmarks.engine.compare, or files of benchmarks.serving")
+        raise ValueError(
+            "give files of benchmarks.engine.compare, of benchmarks.serving, or of its within"
+        )
     for key in ("model", "settings"):
         if any(content[key] != contents[0][key] for content in contents):
             raise ValueError(f"the files differ in their {key}")

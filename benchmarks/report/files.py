@@ -94,7 +94,7 @@ def read(folder: Path) -> tuple[list[File], dict[str, str]]:
         kind = kind_of(content)
         if kind is None:
             others[name] = "no figures of a policy that this page has a table for"
-        elif kind in ("compare", "serving", "turns") and not _has_gpu(content):
+        elif kind in ("compare", "serving", "within", "turns") and not _has_gpu(content):
             others[name] = "measured without a GPU"
         else:
             if kind == "compare":

@@ -3,10 +3,10 @@
     python -m benchmarks.report
     python -m benchmarks.report --check
 
-Writes docs/results/report.md, its plots in docs/results/report/, answers-and-gains.md beside it and
-the table of policies in README.md. `--check` writes nothing, and fails when they are not what the
-files give. No figure is written by hand: a new file in benchmarks/results and this command are all
-that a new figure takes.
+Writes docs/results/report.md, its plots in docs/results/report/, answers-and-gains.md beside it,
+once it is measured what-one-gpu-serves.md, and the table of policies in README.md. `--check` writes
+nothing, and fails when they are not what the files give. No figure is written by hand: a new file
+in benchmarks/results and this command are all that a new figure takes.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from benchmarks.common.files import RESULTS, ROOT
 from benchmarks.common.names import STOCK
 from benchmarks.report import loads as under
 from benchmarks.report import plots as pictures
-from benchmarks.report import readme, tables, tradeoffs
+from benchmarks.report import readme, tables, tradeoffs, within
+from benchmarks.report.cells import MISSING
 from benchmarks.report.files import File, Kept, Load, figures_of, kept_of, loads_of, read
 from benchmarks.report.plots import Plot
 
@@ -96,6 +97,7 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
         lines += tables.glance_of_load(here, there, kept, layers)
         add(pictures.plots(f"{gpu}, {model}", here, there))
     lines += ["", "## Under load", "", *_LOAD.strip().splitlines()]
+    lines += _within_limits(files)
     for lengths in under.all_lengths(loads):
         lines += ["", f"### {lengths} tokens in and out", "", *under.under_load(loads, lengths)]
     lines += _beside_others(loads)
@@ -136,6 +138,13 @@ def _places(files: Sequence[File]) -> list[tuple[str | None, str]]:
     return sorted(set(places), key=lambda place: (-places.count(place), str(place)))
 
 
+def _within_limits(files: Sequence[File]) -> list[str]:
+    """Where rates within limits of TTFT and TPOT are, or that there are none."""
+    there = bool(within.of_kind(files))
+    where = f"[what one GPU serves]({within.NAME})" if there else f"{MISSING} yet"
+    return ["", f"The highest rate within limits of TTFT and TPOT: {where}."]
+
+
 def _beside_others(loads: Sequence[Load]) -> list[str]:
     """What others publish in these settings; nothing until they are measured here."""
     lines = []
@@ -161,11 +170,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="its plots lie in a folder beside")
     parser.add_argument("--readme", type=Path, default=README, help="where the table stands")
     args = parser.parse_args(argv)
-    folder, beside = args.page.with_suffix(""), args.page.with_name(TRADEOFFS)
+    folder = args.page.with_suffix("")
     files, others = read(args.results)
     text, plots = page(files, others, folder.name)
     plots += readme.plots(files)
-    tradeoff = "\n".join(tradeoffs.page(files)) + "\n"
+    pages = {args.page: text}
+    for name, lines in ((TRADEOFFS, tradeoffs.page(files)), (within.NAME, within.page(files))):
+        pages[args.page.with_name(name)] = "".join(f"{line}\n" for line in lines)
     old = args.readme.read_text(encoding="utf-8")
     try:
         new = readme.with_table(old, readme.table(files))
@@ -176,8 +187,9 @@ def main(argv: list[str]) -> int:
     if args.check:
         wrong = [plot.name for plot in plots if not pictures.is_drawn(plot, folder)]
         wrong += sorted(stale)
-        for path, wanted in ((args.page, text), (beside, tradeoff)):
-            if not path.exists() or path.read_text(encoding="utf-8") != wanted:
+        for path, wanted in pages.items():
+            there = path.read_text(encoding="utf-8") if path.exists() else ""
+            if there != wanted:
                 wrong.append(path.name)
         if old != new:
             wrong.append(args.readme.name)
@@ -190,8 +202,11 @@ def main(argv: list[str]) -> int:
     for plot in plots:
         if not pictures.is_drawn(plot, folder):
             pictures.draw(plot, folder)
-    args.page.write_text(text, encoding="utf-8")
-    beside.write_text(tradeoff, encoding="utf-8")
+    for path, wanted in pages.items():
+        if wanted:
+            path.write_text(wanted, encoding="utf-8")
+        else:
+            path.unlink(missing_ok=True)
     print(f"{args.page}: {len(plots)} plots")
     if new is None:
         return 1

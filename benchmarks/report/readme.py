@@ -138,7 +138,7 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
         tuned = [
             (each.cutoff / each.layers, each)
             for each in kept
-            if each.cutoff and each.layers and _is_plain(each.weights)
+            if each.cutoff and each.layers and is_plain(each.weights)
         ]
         return _nearest(tuned, int(match[1]) / layers)
     same = [each for each in kept if same_method(each.policy) == same_method(policy)]
@@ -163,7 +163,7 @@ def _on_other_tasks(each: Kept, other: Kept) -> bool:
     return each.model == other.model and bool(tasks) and tasks.isdisjoint(others)
 
 
-def _is_plain(weights: str) -> bool:
+def is_plain(weights: str) -> bool:
     """Whether they were tuned, with every batch under the cut: see `files.Report`."""
     return weights.startswith("tuned") and "full depth" not in weights
 

@@ -88,21 +88,21 @@ def page(files: Sequence[File]) -> list[str]:
     models = [
         model
         for model in dict.fromkeys(each.model for each in kept)
-        if all(any(_is_of(k, name) and k.model == model for k in kept) for name in NEEDED)
+        if all(any(is_of(k, name) and k.model == model for k in kept) for name in NEEDED)
     ]
     for model in models:
         lines += ["", f"## {model}", "", *_table([k for k in kept if k.model == model], found)]
     return lines if models else [*lines, "", f"{MISSING.capitalize()}."]
 
 
-def _is_of(kept: Kept, name: str) -> bool:
+def is_of(kept: Kept, name: str) -> bool:
     return SETS[name](frozenset(kept.file.content.get("tasks", ())))
 
 
 def _table(kept: Sequence[Kept], found: Sequence[Figure]) -> list[str]:
     """A row for each policy of one model, and what is not measured."""
     layers = layers_of(kept[0].model)
-    sets = [name for name in SETS if any(_is_of(each, name) for each in kept)]
+    sets = [name for name in SETS if any(is_of(each, name) for each in kept)]
     gains = _gains(found)
     rows, few, without = list[list[str]](), list[str](), list[str]()
     named: dict[str, str] = {}  # By what a policy is today; the youngest file's name for it.
@@ -110,7 +110,7 @@ def _table(kept: Sequence[Kept], found: Sequence[Figure]) -> list[str]:
         named[str(parse_policy(each.policy))] = each.policy
     for policy in order(named.values()):
         own = [each for each in kept if named[str(parse_policy(each.policy))] == policy]
-        of_sets = [_best(each for each in own if _is_of(each, name)) for name in sets]
+        of_sets = [best(each for each in own if is_of(each, name)) for name in sets]
         answered = dict(zip(sets, of_sets, strict=True))
         mine = gains.get(setting(policy, layers), {})
         if not answered["files"] and not (answered["generated"] and mine):
@@ -118,12 +118,12 @@ def _table(kept: Sequence[Kept], found: Sequence[Figure]) -> list[str]:
         rows.append(
             [
                 f"`{policy}`",
-                *map(_answers, of_sets),
+                *map(answers, of_sets),
                 *(_gain(mine.get(case)) for case in CASES),
             ]
         )
-        small = [best for name in NEEDED if (best := answered[name]) and best.n < ENOUGH]
-        few += [f"`{policy}` (n {best.n})" for best in small]
+        asked = [answered[name] for name in NEEDED]
+        few += [f"`{policy}` (n {each.n})" for each in asked if each and each.n < ENOUGH]
         lacking = [words(case) for case in CASES if case not in mine]
         if lacking:
             what = "all" if len(lacking) == len(CASES) else "; ".join(lacking)
@@ -137,7 +137,7 @@ def _table(kept: Sequence[Kept], found: Sequence[Figure]) -> list[str]:
     return lines
 
 
-def _best(kept: Iterable[Kept]) -> Kept | None:
+def best(kept: Iterable[Kept]) -> Kept | None:
     """The evaluation with most questions; of those under today's floor, where there are any."""
     every = list(kept)
     today = [each for each in every if each.file.date >= FLOOR_SINCE]
@@ -154,7 +154,7 @@ def _gains(found: Sequence[Figure]) -> dict[str, dict[str, Figure]]:
     return gains
 
 
-def _answers(each: Kept | None) -> str:
+def answers(each: Kept | None) -> str:
     if each is None:
         return MISSING
     middle, low, high = (100 * share for share in each.of_full)

@@ -21,7 +21,7 @@ from benchmarks.common.about import about, command_line
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.shapes import SHAPES
-from benchmarks.serving.load import MODEL
+from benchmarks.serving.client import MODEL
 
 
 def main() -> None:

@@ -34,7 +34,8 @@ from benchmarks.common.server import cpu_environment, free_port, serving
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.shapes import SHAPES
-from benchmarks.serving.load import MODEL, VLLM, environment, own_flags
+from benchmarks.serving.client import MODEL, VLLM, environment
+from benchmarks.serving.load import own_flags
 from vllm_kvx.tools.ideal.shape import Shape
 
 _TRANSFER = "kv_transfer_params"

@@ -22,35 +22,28 @@ tokenised to the very tokens that it was made of.
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.about import about, check_plugin, command_line, gpu
 from benchmarks.common.files import write_json
 from benchmarks.common.names import STOCK, file_name, served, split_name
-from benchmarks.common.server import ROOT, ServerError, serving
+from benchmarks.common.server import ServerError, serving
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.shapes import SHAPES
-from benchmarks.serving.figures import PRESETS, Gauges, Setting, figures, is_whole, pool_of_log
+from benchmarks.serving.client import MODEL, VLLM, bench, environment, get, wait_until_idle
+from benchmarks.serving.figures import PRESETS, Setting, figures, is_whole, pool_of_log
 from vllm_kvx.tools.ideal.shape import Shape
 
-VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-# The name under which every server offers its model.
-MODEL = "model"
 _START_S = 400.0
-_READ_EVERY_S = 0.5
 # In less no server is up and has measured anything.
 _LEAST_S = 60.0
 
@@ -58,33 +51,44 @@ _LEAST_S = 60.0
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.serving", description=__doc__.split("\n")[0])
     add = parser.add_argument
+    add("--settings", nargs="+", default=[], help="PROMPTSxINPUT/OUTPUT@LOAD, 64x8192/1024@1.5")
+    add("--preset", nargs="+", choices=PRESETS, default=[], help="settings by name")
+    add("--setting-limit", type=float, default=420, help="seconds for one setting")
+    add_server_options(parser)
+    args = parser.parse_args(argv)
+    texts = [*args.settings, *(text for name in args.preset for text in PRESETS[name])]
+    try:
+        args.settings = list(dict.fromkeys(Setting.parse(text) for text in texts))
+        check_names(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if not args.settings:
+        parser.error("give --settings or --preset")
+    return args
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """What servers there are, with which flags, and where their results go."""
+    add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(SHAPES)} (dummy weights), or a checkpoint")
     add("--servers", nargs="+", required=True, help=f"{STOCK}, policies; @fp8: with such a cache")
-    add("--settings", nargs="+", default=[], help="PROMPTSxINPUT/OUTPUT@LOAD, 64x8192/1024@1.5")
     add("--layout", nargs="+", default=[], help="policies that servers with one are asked for, too")
-    add("--preset", nargs="+", choices=PRESETS, default=[], help="settings by name")
     add("--out", type=Path, required=True, help="results; what it has is not measured again")
     add("--logs", type=Path, help="folder of the servers' and clients' logs; default: beside --out")
     add("--seed", type=int, default=0)
     add("--time-limit", type=float, help="seconds, after which the server is stopped")
-    add("--setting-limit", type=float, default=420, help="seconds for one setting")
     add("--commit", help="what is measured, where the tree is no git checkout")
     add("--dtype", default="bfloat16")
     add("--max-num-batched-tokens", type=int, default=8192, help="prefill chunk")
     add("--max-num-seqs", type=int, default=256)
     add("--max-model-len", type=int, help="default: the model's, at most 131072")
     add("--server-args", default="", metavar="FLAGS", help="further flags of vllm serve, quoted")
-    args = parser.parse_args(argv)
-    texts = [*args.settings, *(text for name in args.preset for text in PRESETS[name])]
-    try:
-        args.settings = list(dict.fromkeys(Setting.parse(text) for text in texts))
-        for name in (*args.servers, *args.layout):
-            split_name(name)
-    except ValueError as error:
-        parser.error(str(error))
-    if not args.settings:
-        parser.error("give --settings or --preset")
-    return args
+
+
+def check_names(args: argparse.Namespace) -> None:
+    """Raises ValueError for a server or a policy of the layout whose name is none."""
+    for name in (*args.servers, *args.layout):
+        split_name(name)
 
 
 def common_flags(args: argparse.Namespace, shape: Shape, dummy: bool) -> list[str]:
@@ -118,165 +122,38 @@ def asked_of(name: str, layout: Sequence[str]) -> dict[str, str | None]:
     return {name: None, **others}
 
 
-def bench_flags(
-    setting: Setting, seed: int, policy: str | None = None, first: bool = True
-) -> list[str]:
-    """What `vllm bench serve` is told of a setting, and of the policy that requests name.
-
-    first: on its server. Only then a request is sent ahead, which is not counted: all that policies
-    run was compiled when the server started, and 4,096 output tokens take a small setting's time.
-    """
-    load = ["--request-rate", "inf" if setting.rate is None else f"{setting.rate:g}"]
-    if setting.users:
-        load += ["--max-concurrency", str(setting.users)]
-    if policy:
-        load += ["--extra-body", json.dumps({"vllm_xargs": {"kv_policy": served(policy)}})]
-    return [
-        *("--dataset-name", "random", "--num-prompts", str(setting.prompts)),
-        *("--random-input-len", str(setting.input), "--random-output-len", str(setting.output)),
-        *("--seed", str(seed), "--num-warmups", str(int(first))),
-        *("--ignore-eos", "--temperature", "0"),
-        *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"),
-        *load,
-    ]
-
-
-def bench(
-    url: str,
-    tokenizer: str,
-    setting: Setting,
-    seed: int,
-    seconds: float,
-    log: Path,
-    policy: str | None = None,
-    first: bool = True,
-) -> dict[str, Any]:
-    """One run of `vllm bench serve` against a server, beside which its metrics are read.
-
-    `bench` is what it wrote, `server` what the metrics said, `error` what went wrong.
-    """
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, log.open("a") as output:
-        result = Path(folder) / "result.json"
-        command = [
-            *(*VLLM, "bench", "serve", "--base-url", url, "--model", MODEL),
-            *("--tokenizer", tokenizer, "--disable-tqdm"),
-            *("--save-result", "--result-filename", str(result)),
-            *bench_flags(setting, seed, policy, first),
-        ]
-        output.write(f"\n== {setting} {policy or ''}\n")
-        output.flush()
-        with metrics_of(url) as gauges, client(command, output) as process:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-            over = process.poll() is None
-        found: dict[str, Any] = {"server": gauges.as_json()}
-        if result.exists():
-            found["bench"] = json.loads(result.read_text())
-            # Folders of this machine say nothing.
-            for key in ("model_id", "tokenizer_id", "errors"):
-                found["bench"].pop(key, None)
-        if over:
-            found["error"] = [f"not done after {seconds:.0f} s"]
-        elif process.returncode or "bench" not in found:
-            found["error"] = [f"exit status {process.returncode}", *_last_lines(log)]
-        elif found["bench"]["completed"] != setting.prompts:
-            found["error"] = [f"{found['bench']['completed']} of {setting.prompts} answered"]
-    return {**found, "took_s": round(time.monotonic() - began, 1)}
-
-
-@contextlib.contextmanager
-def client(command: list[str], output: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process of a session of its own, which is ended with all that it started."""
-    process = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@contextlib.contextmanager
-def metrics_of(url: str) -> Iterator[Gauges]:
-    """Reads the server's metrics every half second, and once more at the end."""
-    gauges, end = Gauges(), threading.Event()
-
-    def read() -> None:
-        # A busy server may answer late; the next reading has the same counters.
-        with contextlib.suppress(OSError):
-            gauges.read(_get(f"{url}/metrics"))
-
-    def run() -> None:
-        while not end.wait(_READ_EVERY_S):
-            read()
-
-    read()
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield gauges
-    finally:
-        end.set()
-        thread.join()
-        read()
-
-
-def environment() -> dict[str, str]:
-    """This environment; servers and clients find this checkout and ask no hub."""
-    path = os.environ.get("PYTHONPATH")
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
 def pool(url: str, log: Path) -> dict[str, Any]:
     """The KV pool by vLLM's log and, under a policy, by what vllm-kvx says of it."""
     found = pool_of_log(log.read_text(errors="replace"))
     with contextlib.suppress(urllib.error.HTTPError):
-        layout = json.loads(_get(f"{url}/v1/kv_policy"))["layout"]
+        layout = json.loads(get(f"{url}/v1/kv_policy"))["layout"]
         wanted = ("num_blocks", "pool_prompt_tokens", "stock_pool_tokens")
         found.update({key: layout[key] for key in wanted if key in layout})
     return found
 
 
-def wait_until_idle(url: str, end: float) -> None:
-    """Until a killed client's requests have left the server, at most a minute or until `end`."""
-    end = min(end, time.monotonic() + 60)
-    while time.monotonic() < end:
-        gauges = Gauges()
-        with contextlib.suppress(OSError):
-            gauges.read(_get(f"{url}/metrics"))
-            if not gauges.as_json()["most_running"]:
-                return
-        time.sleep(_READ_EVERY_S)
-
-
-def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        text: str = answer.read().decode()
-        return text
-
-
-def _last_lines(log: Path) -> list[str]:
-    return [line[:300] for line in log.read_text(errors="replace").splitlines() if line][-12:]
-
-
 class Results:
     """The results file; rewritten on every change, so that a stopped run keeps what it measured."""
 
-    def __init__(self, args: argparse.Namespace, argv: list[str], shape: Shape, dummy: bool):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        argv: list[str],
+        shape: Shape,
+        dummy: bool,
+        module: str = "benchmarks.serving",
+        subject: str = "Servers with and without policies under load",
+        **asked: Any,
+    ):
+        """asked: further settings, which a file has to have in common with all its runs."""
         self.path: Path = args.out
+        self.shape = shape
         info = {"name": args.model if dummy else Path(args.model).name, "dummy_weights": dummy}
         model = {**info, **shape.as_dict()}
-        settings = {"seed": args.seed, "flags": common_flags(args, shape, dummy)}
-        command = command_line("benchmarks.serving", argv)
+        settings = {"seed": args.seed, "flags": common_flags(args, shape, dummy), **asked}
+        command = command_line(module, argv)
         name = f"{info['name']}{' with random weights' if dummy else ''}"
-        what = f"Servers with and without policies under load, {name}."
+        what = f"{subject}, {name}."
         self.head = about(what, command, args.commit)
         self.content: dict[str, Any] = {"about": self.head, "model": model, "settings": settings}
         self.content.update(runs=[], servers={})
@@ -323,49 +200,67 @@ def measure(args: argparse.Namespace, results: Results, name: str, model: str, e
     if not wanted:
         print(f"{name}: measured before", flush=True)
         return True
-    if time.monotonic() > end - _LEAST_S:
-        print(f"{name}: no time left", flush=True)
-        return False
-    began = time.monotonic()
-    logs = args.logs or results.path.parent
-    logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{results.path.stem}.{file_name(name)}.log"
-    flags = [*results.content["settings"]["flags"], *own_flags(name, args.layout)]
-    served = [model, "--served-model-name", MODEL, *flags]
-    start = min(_START_S, end - time.monotonic())
-    print(f"{name}: starting, {len(wanted)} settings", flush=True)
     well = True
     try:
-        with serving(served, log, environment(), start, VLLM) as url:
-            seconds = round(time.monotonic() - began, 1)
-            facts = {"start_s": seconds, "pool": pool(url, log)}
-            if len(asked) > 1:
-                facts["room_for"] = list(args.layout)
-            results.add(name, {**facts, "error": None}, {})
-            print(f"{name}: up after {seconds:.0f} s", flush=True)
+        with up(args, results, name, model, end, f"{len(wanted)} settings") as (url, log):
             for index, (label, setting) in enumerate(wanted):
                 left = end - time.monotonic()
                 if left < 1:
                     print(f"{label}: no time left for {setting}", flush=True)
                     return False
                 limit = min(args.setting_limit, left)
-                bench_log = log.with_suffix(".bench.log")
                 policy = asked[label]
                 first = index == 0
-                found = bench(url, model, setting, args.seed, limit, bench_log, policy, first)
+                found = bench(url, model, setting, args.seed, limit, log, policy, first)
                 results.add(label, {"asked_of": name} if policy else {}, {str(setting): found})
                 well &= is_whole(found, setting)
-                print(f"{label} {setting}: {_line(found)}", flush=True)
+                print(f"{label} {setting}: {line_of(found)}", flush=True)
                 if "error" in found:
                     wait_until_idle(url, end)
     except ServerError as error:
-        results.add(name, {"error": str(error).splitlines()[-20:]}, {})
         print(f"{name}: {error}", flush=True)
         return False
     return well
 
 
-def _line(found: Mapping[str, Any]) -> str:
+@contextlib.contextmanager
+def up(
+    args: argparse.Namespace, results: Results, name: str, model: str, end: float, work: str
+) -> Iterator[tuple[str, Path]]:
+    """A server, whose facts the results get; yields its address and a file for its clients' logs.
+
+    work: what it is started for, in words.
+
+    Raises:
+        ServerError: no time is left; or it did not come up, which the results say, too, as they do
+            of one that is raised while it is up.
+    """
+    if time.monotonic() > end - _LEAST_S:
+        raise ServerError("no time left")
+    began = time.monotonic()
+    logs = args.logs or results.path.parent
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{results.path.stem}.{file_name(name)}.log"
+    flags = [*results.content["settings"]["flags"], *own_flags(name, args.layout)]
+    arguments = [model, "--served-model-name", MODEL, *flags]
+    start = min(_START_S, end - time.monotonic())
+    print(f"{name}: starting, {work}", flush=True)
+    try:
+        with serving(arguments, log, environment(), start, VLLM) as url:
+            seconds = round(time.monotonic() - began, 1)
+            facts = {"start_s": seconds, "pool": pool(url, log)}
+            if len(asked_of(name, args.layout)) > 1:
+                facts["room_for"] = list(args.layout)
+            results.add(name, {**facts, "error": None}, {})
+            print(f"{name}: up after {seconds:.0f} s", flush=True)
+            yield url, log.with_suffix(".bench.log")
+    except ServerError as error:
+        results.add(name, {"error": str(error).splitlines()[-20:]}, {})
+        raise
+
+
+def line_of(found: Mapping[str, Any]) -> str:
+    """What was measured, for whoever watches."""
     if "error" in found:
         return f"ERROR {found['error'][0]}, {found['took_s']:.0f} s"
     numbers = figures(found)
@@ -376,8 +271,15 @@ def _line(found: Mapping[str, Any]) -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    args = parse_args(argv)
+def run_servers(
+    args: argparse.Namespace,
+    results_of: Callable[[Shape, bool], Results],
+    measure: Callable[[argparse.Namespace, Results, str, str, float], bool],
+) -> int:
+    """Measures every server of a command in turn; the exit status, 0 if all went well.
+
+    results_of: takes the model's shape, and whether its weights are random.
+    """
     end = time.monotonic() + (args.time_limit or float("inf"))
     if any(split_name(name)[0] for name in args.servers):
         check_plugin()
@@ -388,9 +290,14 @@ def main(argv: list[str]) -> int:
         dummy = "load_format" in options
         if dummy:
             write_tokenizer(Path(folder), shape.vocab)
-        results = Results(args, argv, shape, dummy)
+        results = results_of(shape, dummy)
         well = [measure(args, results, name, options["model"], end) for name in args.servers]
     return 0 if all(well) else 1
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    return run_servers(args, lambda shape, dummy: Results(args, argv, shape, dummy), measure)
 
 
 if __name__ == "__main__":

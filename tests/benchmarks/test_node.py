@@ -15,7 +15,7 @@ from benchmarks.common import node
 from benchmarks.common.node import PLANS, Step, check, main, read_plan
 from benchmarks.engine import compare, own_drafts
 from benchmarks.ops import int8_cache, retrieval_step
-from benchmarks.serving import disaggregated, turns
+from benchmarks.serving import disaggregated, turns, within
 from benchmarks.serving import load as serving
 from benchmarks.tuning import sweep as speed_sweep
 from benchmarks.tuning.trials import options_of
@@ -180,6 +180,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "benchmarks.serving": serving.parse_args,
     "benchmarks.serving.disaggregated": disaggregated.parse_args,
     "benchmarks.serving.turns": turns.parse_args,
+    "benchmarks.serving.within": within.parse_args,
 }
 
 

@@ -6,48 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.result_files import about, compared, evaluated, loaded, searched, tuned
 
 from benchmarks.common.files import kind_of
-from benchmarks.engine.compare import derive
-from benchmarks.engine.shapes import SHAPES
 from benchmarks.report import page as report
 from benchmarks.report import readme, tables
 from benchmarks.report.files import File, read, same_method
 from vllm_kvx.tools.tasks.table import GROUPS
 
 NO_TABLE = f"# A project\n\n{readme.BEGIN}\n{readme.END}\n\nMore.\n"
-SETTINGS = ["4x8192/1024@inf", "4x8192/1024@c1", "4x8192/1024@1", "4x8192/1024@2"]
 
 
 def test_the_page_is_what_the_files_give() -> None:
     """If this fails, run python -m benchmarks.report."""
     assert report.main(["--check"]) == 0
-
-
-def about(device: str | None = None, date: str = "2026-01-01") -> dict[str, Any]:
-    """The head of a result file."""
-    head = {"what": "w", "command": "c", "date": date, "commit": "abc", "device": device}
-    return {**head, "versions": None}
-
-
-def loaded(speeds: dict[str, float], gpu: str | None = "NVIDIA H200, 1") -> dict[str, Any]:
-    """A file of `benchmarks.serving`: every server's requests/s, alone and together."""
-
-    def measured(speed: float) -> dict[str, Any]:
-        times = {f"{q}_{name}_ms": 10.0 / speed for q in ("p50", "p99") for name in ("ttft", "itl")}
-        bench = {"request_throughput": speed, "output_throughput": 1024 * speed, "completed": 4}
-        bench |= times | {"mean_tpot_ms": 8.0 / speed}
-        return {"bench": bench, "server": {"most_running": 4, "preemptions": 0}, "run": 0}
-
-    servers = {
-        name: {"settings": {text: measured(speed) for text in SETTINGS}, "pool": {"tokens": 90000}}
-        for name, speed in speeds.items()
-    }
-    model = {"name": "llama-3.1-8b", **SHAPES["llama-3.1-8b"].as_dict()}
-    run = {"gpu": gpu, "date": "2026-01-01", "commit": "abc", "command": "c"}
-    settings = {"flags": ["--max-num-seqs", "256"], "seed": 0}
-    head = {"about": about(gpu), "model": model, "settings": settings}
-    return {**head, "runs": [run], "servers": servers}
 
 
 @pytest.fixture
@@ -103,27 +75,6 @@ def test_servers_under_load_are_held_against_stock(write: Any) -> None:
     assert "ttft-nvidia" not in page
 
 
-def evaluated(kept: dict[str, float], **facts: Any) -> dict[str, Any]:
-    """A file of `vllm-kvx evaluate`: the share that each policy kept."""
-
-    def cell(policy: str, share: float) -> dict[str, Any]:
-        of_full = [share, share - 0.1, share + 0.1]
-        score = [share / 2, 0.0, 1.0]
-        both = {"policy": policy, "task": "all", "length": "all", "n": 40}
-        return both | {"score": score, "of_full": of_full}
-
-    cells = [cell("full", 1.0), *(cell(policy, share) for policy, share in kept.items())]
-    return {"about": about(), "model": "small", "tasks": [], "cells": cells, **facts}
-
-
-def tuned(cutoff: int, share: float, yardstick: str = "full (original)") -> dict[str, Any]:
-    """A file of `benchmarks.tuning.sweep` with one cutoff of a model of 20 layers."""
-    report = evaluated({f"speed-{cutoff}": share}, original="small", yardstick=yardstick)
-    report["cells"][0]["policy"] = yardstick
-    data = {"data": {"tokens": 2_000_000}, "training": {"epochs": 1.5}, "layers": 20}
-    return {"about": about(), "cutoffs": {str(cutoff): {"record": data, "report": report}}}
-
-
 def test_answers_name_weights_cutoff_and_model(write: Any) -> None:
     load = loaded({"stock": 2.0, "speed-24": 3.0, "fier-2048": 2.5, "fastkv:tsp_layer=15": 3.0})
     asked = {"fier-512": 0.9, "fier-64": 0.5, "fastkv:tsp_layer=9": 0.6, "fastkv:tsp_layer=11": 0.8}
@@ -161,24 +112,6 @@ def test_answers_over_another_cache_are_others(write: Any) -> None:
     assert "90.0 [80-100]" not in write(load=load, asked=over)
 
 
-def compared(engines: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """A file of `benchmarks.engine.compare`: medians by engine and case."""
-    cases = {
-        name: {
-            "cases": {case: {"median": median} for case, median in medians.items()},
-            "pool": {"tokens": 9},
-        }
-        for name, medians in engines.items()
-    }
-    settings = {"engine": {"dtype": "bfloat16"}, "tokens": 129, "steps": 64}
-    model = {"name": "llama-3.1-8b", **SHAPES["llama-3.1-8b"].as_dict()}
-    run = {"gpu": "NVIDIA H200, 1", "date": "2026-01-01", "commit": "abc", "command": "c"}
-    content = {"about": about("NVIDIA H200, 1"), "model": model, "settings": settings}
-    content |= {"runs": [run], "engines": cases}
-    derive(content, SHAPES["llama-3.1-8b"])
-    return content
-
-
 def test_gains_over_stock_with_another_cache_stand_in_their_own_table(write: Any) -> None:
     medians = {"stock@fp8": {"ttft:32768": 2.0}, "fastkv@fp8": {"ttft:32768": 1.0}}
     page = write(longest=compared(medians))
@@ -213,6 +146,48 @@ def test_gains_stand_beside_answers_of_the_same_setting_alone(write: Any, tmp_pa
     # Two names of one policy are one row; what has one set and no gain has none.
     assert "| 0.50x, H200" in row(page, "| `snapkv", "x, H200")
     assert "fier-64" not in page
+
+
+def test_what_one_gpu_serves_within_limits(write: Any, tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "results" / "what-one-gpu-serves.md"
+    said = "The highest rate within limits of TTFT and TPOT: "
+    assert f"{said}not measured yet" in write() and not page.exists()
+    file = searched(
+        {
+            "stock": {"0.8": 1.0, "0.9": 0.7},
+            "snapkv:kv_rate=0.2": {"1.2": 0.9, "1.3": 0.5},
+            "speed-24": {"1": 1.0},
+            "fier-64": {"1": 0.2},
+            "stock@fp8": {},
+        }
+    )
+    # A setting of other lengths, that ended without an answer; another server's has none.
+    over = {"error": ["not done after 90 s"], "within": {"held": False}, "run": 0}
+    file["servers"]["stock"]["settings"]["16x32768/4096@0.1"] = over
+    asked = {"snapkv:kv_rate=0.2": 0.8, "snapkv:kv_rate=0.1": 0.5}
+    generated = {"tasks": list(GROUPS["generated"]), "model": "qwen2.5-coder-1.5b"}
+    half = evaluated({"fier-64": 0.5}, tasks=["other"])
+    report = write(rates=file, a=evaluated(asked, **generated), b=tuned(15, 0.7), c=half)
+    assert f"{said}[what one GPU serves](what-one-gpu-serves.md)" in report
+    # Rates that were only tried are no loads of the report.
+    assert "`snapkv:kv_rate=0.2` | 1.2 requests/s" not in report
+    text = page.read_text()
+    assert "## 8K/1K on one NVIDIA H200: llama-3.1-8b, 2026-01-01" in text
+    assert "90% of the requests: TTFT of 2 s and mean TPOT of 30 ms at most." in text
+    short, long = (part.split("## ")[0] for part in text.split("on one NVIDIA H200")[1:])
+    assert "| `stock` | 0.8 |  | 1.50 | 21.0 | 0.9 | TTFT 30%, TPOT 0% |  |" in short
+    line = row(short, "| `snapkv:kv_rate=0.2` | 1.2 | 1.50x |")
+    assert "| generated: 80.0 [70-90], n 40, no floor" in line and "50.0" not in line
+    # 15 of 20 layers are 24 of 32. Rates that are not known on both sides have no ratio.
+    line = row(short, "| `speed-24` | 1 or more | not measured |")
+    assert "tuned: 70.0 [60-80], n 40" in line and "small, cut at 15 of 20 layers" in line
+    assert "TTFT 80%, TPOT 0% | not measured |" in row(short, "| `fier-64` | less than 1 | not m")
+    assert "| not measured | not measured |" in row(short, "| `stock@fp8` |")
+    assert "| less than 0.1 |" in long and "| stopped: not done after 90 s |" in long
+    assert "| not measured |" in row(long, "| `speed-24` |")
+    (tmp_path / "results" / "rates.json").unlink()
+    write()
+    assert not page.exists()
 
 
 def test_of_equal_cutoffs_the_youngest_file_and_its_first_stand(write: Any) -> None:
@@ -280,7 +255,7 @@ def test_the_same_method_on_another_model() -> None:
 
 
 def test_kinds_of_files() -> None:
-    assert kind_of(loaded({})) == "serving"
+    assert kind_of(loaded({})) == "serving" and kind_of(searched({})) == "within"
     assert kind_of({"model": {}, "settings": {}, "runs": [], "engines": {}}) == "compare"
     assert kind_of({"cells": [], "model": "m", "tasks": []}) == "evaluate"
     assert kind_of({"what": "x"}) is kind_of([]) is None

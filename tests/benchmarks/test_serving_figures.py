@@ -15,6 +15,7 @@ from benchmarks.common import names
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving import load as serving
+from benchmarks.serving.client import bench_flags
 from benchmarks.serving.figures import (
     PRESETS,
     Gauges,
@@ -64,12 +65,12 @@ def test_names_of_servers() -> None:
     flags = serving.own_flags("fier-64", ["speed-4"])
     assert flags == ["--kv-policy", "fier-64", "--additional-config", '{"kv_layout": ["speed-4"]}']
     assert serving.own_flags("stock", ["speed-4"]) == []
-    named = serving.bench_flags(Setting(2, 8, 8), 0, "speed-4")
+    named = bench_flags(Setting(2, 8, 8), 0, "speed-4")
     assert json.loads(named[named.index("--extra-body") + 1]) == {
         "vllm_xargs": {"kv_policy": "speed-4"}
     }
     assert named[named.index("--num-warmups") + 1] == "1"
-    later = serving.bench_flags(Setting(2, 8, 8), 0, first=False)
+    later = bench_flags(Setting(2, 8, 8), 0, first=False)
     assert later[later.index("--num-warmups") + 1] == "0"
     for bad in ("@fp8", "stock@", ""):
         with pytest.raises(ValueError, match="write stock or a policy"):
