@@ -132,7 +132,8 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
 
     A layer is the nearest one in share of the model's layers. `speed-K` has all runs that tuned
     for it without batches at full depth; all other policies have one evaluation, and those of the
-    same model by tasks that have none in common with it and with each other.
+    same model by tasks that have none in common with it and with each other. Those of several turns
+    ask the same tasks again, and have a column of their own elsewhere.
     """
     if match := re.fullmatch(r"speed-(\d+)", policy):
         tuned = [
@@ -141,7 +142,11 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
             if each.cutoff and each.layers and is_plain(each.weights)
         ]
         return _nearest(tuned, int(match[1]) / layers)
-    same = [each for each in kept if same_method(each.policy) == same_method(policy)]
+    same = [
+        each
+        for each in kept
+        if same_method(each.policy) == same_method(policy) and not _has_turns(each)
+    ]
     if match := _LAYER.search(policy):
         shares = []
         for each in same:
@@ -155,6 +160,10 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
         if all(_on_other_tasks(each, other) for other in found):
             found.append(each)
     return found
+
+
+def _has_turns(kept: Kept) -> bool:
+    return (kept.file.content.get("turns") or 1) > 1
 
 
 def _on_other_tasks(each: Kept, other: Kept) -> bool:
