@@ -28,6 +28,7 @@ TEXT_ALONE: list[tuple[str, dict[str, Any], str]] = [
     (f"{KEEP},lookahead=4", {"model": "mistral3"}, "leave it out of the KV policy and kv_layout"),
     ("fier-64", {"speculative_config": NGRAM}, "drop --speculative-config"),
     ("full", {"speculative_config": SELF, "model": "mistral3"}, "drop --speculative-config"),
+    (KEEP, {"spec_method": "ngram", "spec_tokens": 2}, "and --spec-method"),
     (KEEP, {"enable_lora": True}, "drop --enable-lora"),
     (KEEP, {"pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),
     ("fier-64", {"kv_transfer_config": CONNECTOR}, "drop --kv-transfer-config"),
@@ -99,19 +100,23 @@ def test_language_model_only_is_obeyed(make_config: Callable[..., Any], wrapper:
     assert why_text_alone(config) == ASKED_FOR
 
 
-def test_the_arguments_stay_those_of_the_caller(wrapper: str) -> None:
+@pytest.mark.parametrize("policy", ["speed-4", "auto"])
+def test_the_arguments_stay_those_of_the_caller(wrapper: str, policy: str) -> None:
     """In Python several models may be started with one configuration."""
     from support.configs import engine_args
     from vllm.engine.arg_utils import EngineArgs
 
-    ours = {"kv_policy": "speed-4"}
+    ours = {"kv_policy": policy}
     args = EngineArgs(**engine_args(wrapper, additional_config=ours))
     config = args.create_engine_config()
-    assert ours == {"kv_policy": "speed-4"}
-    assert args.create_model_config().multimodal_config is not None
-    # A further API server is given what was found.
+    assert ours == {"kv_policy": policy}
+    assert not args.language_model_only
+    assert args.create_model_config().supports_multimodal_inputs
+    # A further API server is given what was found, and not auto but what was chosen for it.
     args.additional_config = config.additional_config
-    assert why_text_alone(args.create_engine_config()) == why_text_alone(config)
+    further = args.create_engine_config()
+    assert not further.model_config.supports_multimodal_inputs
+    assert why_text_alone(further) == why_text_alone(config) != ASKED_FOR
 
 
 def test_models_of_text_have_no_reason(make_config: Callable[..., Any]) -> None:

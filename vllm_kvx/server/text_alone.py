@@ -29,6 +29,14 @@ class _Row(NamedTuple):
     why: str
 
 
+def _drafts(args: Any) -> bool:
+    """Whether any flag asks for drafts, or the model is to draft for itself."""
+    config = args.additional_config
+    itself = isinstance(config, Mapping) and config.get(DRAFTS_KEY) is not None
+    flags = args.speculative_config, args.spec_method, args.spec_model, args.spec_tokens
+    return itself or any(flags)
+
+
 # By vLLM's EngineArgs.
 _BY_ARGUMENTS = (
     _Row(
@@ -48,8 +56,9 @@ _BY_ARGUMENTS = (
         "and kv_layout to serve images",
     ),
     _Row(
-        lambda args: args.speculative_config or _drafts_itself(args.additional_config),
-        "images were not tried beside drafted tokens: drop --speculative-config to serve images",
+        _drafts,
+        "images were not tried beside drafted tokens: drop --speculative-config and --spec-method, "
+        "--spec-model and --spec-tokens to serve images",
     ),
     _Row(
         lambda args: args.enable_lora,
@@ -97,14 +106,16 @@ def with_text_alone(make: Callable[[], "VllmConfig"], engine_args: Any) -> "Vllm
     Much of vLLM's configuration follows from it, and whether a model can serve images is not known
     before vLLM reads the model's own. Models of text ignore it.
     """
-    if engine_args.language_model_only or is_full_alone(engine_args.additional_config):
+    given = engine_args.additional_config
+    # A further API server is given what the first has found, and the policy in the place of auto.
+    why: str | None = given.get(TEXT_ALONE_KEY)
+    if engine_args.language_model_only or (why is None and is_full_alone(given)):
         return make()
-    why: str | None = None
     of_model = engine_args.create_model_config
 
     def create_model_config() -> "ModelConfig":
         nonlocal why
-        if (why := _first(_BY_ARGUMENTS, engine_args)) is None:
+        if why is None and (why := _first(_BY_ARGUMENTS, engine_args)) is None:
             model = of_model()
             if not model.is_multimodal_model or (why := _first(_BY_MODEL, model)) is None:
                 return model
@@ -116,8 +127,10 @@ def with_text_alone(make: Callable[[], "VllmConfig"], engine_args: Any) -> "Vllm
         vllm_config = make()
     finally:
         del engine_args.create_model_config
+        # It is the caller's in Python, who may start other models with these arguments.
+        engine_args.language_model_only = False
     if why is not None and is_text_alone(vllm_config):
-        # Not in place: in Python it is the caller's, who may start other models with it.
+        # Not in place, for the same reason.
         config: Any = vllm_config.additional_config
         vllm_config.additional_config = {**config, TEXT_ALONE_KEY: why}
         _say(why)
@@ -126,10 +139,6 @@ def with_text_alone(make: Callable[[], "VllmConfig"], engine_args: Any) -> "Vllm
 
 def _first(rows: tuple[_Row, ...], config: Any) -> str | None:
     return next((row.why for row in rows if row.applies(config)), None)
-
-
-def _drafts_itself(config: Any) -> bool:
-    return isinstance(config, Mapping) and config.get(DRAFTS_KEY) is not None
 
 
 def _say(why: str) -> None:
