@@ -123,7 +123,8 @@ class Requests:
             self._split_layers,
         )
         # A prompt of which a server has kept a part itself never begins behind its end.
-        is_in = num_computed >= prompt_len and any(s.changes or s.prefill.size for s in storages)
+        lacks = any(s.changes or s.prefill.size or s.prefill.grows for s in storages)
+        is_in = lacks and num_computed >= prompt_len
         if is_in:
             self.compact(index, storages)
         elif prompt is not None:

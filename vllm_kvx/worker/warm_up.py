@@ -104,7 +104,8 @@ def _run_experts(runner: Any) -> None:
         return  # These take more than tokens and positions.
     most, began = runner.max_num_tokens, time.monotonic()
     counts = _expert_rows(most)
-    rows_of_positions = (3,) if runner.model_config.uses_mrope else ()
+    model = runner.model_config
+    rows_of_positions = (model.mrope_num_dims,) if model.uses_mrope else ()
     ids = torch.zeros(most, dtype=torch.int32, device=runner.device)
     positions = torch.zeros((*rows_of_positions, most), dtype=torch.int64, device=runner.device)
     for rows in counts:

@@ -115,6 +115,12 @@ def test_short_prompts_save_nothing() -> None:
     assert {each.why for each in left_out} == {"it saves nothing of such prompts"}
 
 
+def test_nothing_is_drafted_behind_prompts_that_stay_whole() -> None:
+    server, short = server_of(LLAMA, "h100", None), Workload(500, 100, 1)
+    found = gains_of("snapkv:kv_rate=0.2,lookahead=32", short, server)
+    assert found is not None and set(found.as_json().values()) == {1.0}
+
+
 def test_rates_below_a_floor_are_one_policy() -> None:
     server, short = server_of(LLAMA, "h100", None), Workload(1000, 100, 1)
     names = ["snapkv:kv_rate=0.4", "snapkv:kv_rate=0.2", "criticalkv:kv_rate=0.2", "snapkv"]

@@ -149,7 +149,7 @@ def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
     batch = int(batch_of(shape, full, output, server.pool, workload.concurrency))
     whole, steps = (seconds_of(each, batch, output / 2) for each in (full, work))
     prompts = [prefill_flops(shape, each, kv) / server.device.flops for each in (full, work)]
-    drafts = parsed.lookahead * seconds_of(full, 1)
+    drafts = parsed.num_drafted(length) * seconds_of(full, 1)
     requests = [
         least_time(
             *(shape, each, output, server.device, server.pool, workload.concurrency),
