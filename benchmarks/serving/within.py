@@ -131,6 +131,8 @@ def measure(args: argparse.Namespace, results: Results, name: str, model: str, e
                             *(url, model, setting, args.seed, seconds, log, policy, first),
                             more=args.limits.flags,
                         )
+                        # Of a server that ended a run says nothing.
+                        _check_health(url)
                         judge(found, setting, args.limits, seconds < limit)
                         facts = {"asked_of": name} if policy else {}
                         results.add(search.name, facts, {str(setting): found})
@@ -141,7 +143,6 @@ def measure(args: argparse.Namespace, results: Results, name: str, model: str, e
                         # Other rates would fail, too.
                         if WITHIN not in found:
                             raise ServerError(f"{setting} cannot tell: {found['error'][0]}")
-                        _check_health(url)
         except ServerError as error:
             print(f"{name}: stopped, {error}", flush=True)
     for search in searches:
