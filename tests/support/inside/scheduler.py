@@ -20,16 +20,7 @@ def free_windows(engine: Any) -> int:
 
 def watch_free_windows(engine: Any) -> list[int]:
     """Grows by `free_windows` after every schedule."""
-    counts: list[int] = []
-    schedule = engine.scheduler.schedule
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        counts.append(free_windows(engine))
-        return output
-
-    engine.scheduler.schedule = watched
-    return counts
+    return _watch(engine, free_windows)
 
 
 def used_stash_pages(engine: Any) -> int:
@@ -254,13 +245,18 @@ def watch_chunks(engine: Any) -> dict[str, list[int]]:
 
 def watch_stash(engine: Any) -> list[int]:
     """Grows by the stash pages in use after every schedule."""
-    used: list[int] = []
+    return _watch(engine, used_stash_pages)
+
+
+def _watch(engine: Any, count: Callable[[Any], int]) -> list[int]:
+    """Grows by what `count` says of the engine after every schedule."""
+    counts: list[int] = []
     schedule = engine.scheduler.schedule
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
-        used.append(used_stash_pages(engine))
+        counts.append(count(engine))
         return output
 
     engine.scheduler.schedule = watched
-    return used
+    return counts
