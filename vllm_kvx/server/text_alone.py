@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 # Why a user's own --language-model-only is obeyed.
-ASKED_FOR = "it was started with --language-model-only, which is to be dropped to serve images"
+ASKED_FOR = (
+    "it was started with --language-model-only; without that it serves images, or says at start "
+    "why it cannot"
+)
 
 
 class _Row(NamedTuple):

@@ -98,6 +98,7 @@ def test_what_waits_and_what_is_drafted_is_counted() -> None:
     )  # Of a few more entries.
     assert waits.ttft == plain.ttft == 1 and drafts.tpot == plain.tpot
     assert drafts.pool == plain.pool
+    assert waits.pool == pytest.approx(1 / (share + (1 - share) / plain.pool), rel=0.01)
     server, length = server_of(LLAMA, "h100", None), WORKLOAD.input
     full = full_work(server.shape.layers, length)
     prompt = prefill_flops(server.shape, full) / server.device.flops

@@ -130,7 +130,8 @@ def server_of(
 def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
     """What a policy gains; None where its name leaves a layer to measurement.
 
-    With `after=n` the first n tokens of an answer read all entries. With `lookahead=n` a prompt is
+    With `after=n` the first n tokens of an answer read all entries, and the pool holds all of them
+    until then: on average a request takes that much more of it. With `lookahead=n` a prompt is
     read n times more before the first token, beside nothing else.
     """
     shape, length, output = server.shape, workload.input, workload.output
@@ -150,18 +151,21 @@ def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
     whole, steps = (seconds_of(each, batch, output / 2) for each in (full, work))
     prompts = [prefill_flops(shape, each, kv) / server.device.flops for each in (full, work)]
     drafts = parsed.num_drafted(length) * seconds_of(full, 1)
+    stored = [sum(each.stored) for each in (full, work)]
+    held = stored[1] + waits / output * (stored[0] - stored[1])
+    pool = server.pool
     requests = [
         least_time(
-            *(shape, each, output, server.device, server.pool, workload.concurrency),
+            *(shape, each, output, server.device, entries, workload.concurrency),
             weight_bytes=server.weight_bytes,
             kv_bytes=kv,
         )
-        for each in (full, work)
+        for each, entries in ((full, pool), (work, pool * stored[1] / held))
     ]
     waiting = waits * (seconds_of(full, 1) - seconds_of(work, 1))
     return Gains(
         ttft=prompts[0] / (prompts[1] + drafts),
         tpot=whole * output / (waits * whole + (output - waits) * steps),
-        pool=sum(full.stored) / sum(work.stored),
+        pool=stored[0] / held,
         requests=requests[0] / (requests[1] + waiting + drafts),
     )
