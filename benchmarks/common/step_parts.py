@@ -89,7 +89,7 @@ class Steps:
         )
         if len(begins) <= skip:
             raise ValueError(
-                f"the trace has {len(begins)} steps (marks {STEP!r}), and {skip} do not count"
+                f"no step: {len(begins)} are marked {STEP}, of which {skip} do not count"
             )
         begins = begins[skip:]
         launches = {
@@ -119,8 +119,9 @@ class Steps:
 def of_rank(steps: Steps) -> dict[str, Any]:
     """Figures of one rank, milliseconds and calls of a step.
 
-    parts: by name, the time of its kernels, how many there are, how many of them CUDA graphs launch,
-    and the names of those that take most; kernels overlap, so that parts may exceed device_busy_ms.
+    parts: by name, the time of its kernels, how many there are, how many of them CUDA graphs
+    launch, and the names of those that take most; kernels overlap, so that parts together may
+    exceed device_busy_ms.
     graph_launches, single_launches: by the host. pauses: see ``pauses_of``. The others:
     ``trace.summary``, where `parts` is called `host_parts`. Without a device there are only those.
     """

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.answers import kvpress_yardstick, reuse, sparse_prefill
 from benchmarks.common import node
 from benchmarks.common.node import PLANS, Step, check, main, read_plan
-from benchmarks.engine import compare, own_drafts
+from benchmarks.engine import compare, own_drafts, ranks
 from benchmarks.ops import int8_cache, retrieval_step
 from benchmarks.serving import disaggregated, turns, within
 from benchmarks.serving import load as serving
@@ -175,6 +175,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "benchmarks.answers.sparse_prefill": sparse_prefill.parse_args,
     "benchmarks.engine.compare": compare.parse_args,
     "benchmarks.engine.own_drafts": own_drafts.parse_args,
+    "benchmarks.engine.ranks": ranks.parse_args,
     "benchmarks.ops.int8_cache": int8_cache.parse_args,
     "benchmarks.ops.retrieval_step": retrieval_step.parse_args,
     "benchmarks.serving": serving.parse_args,
