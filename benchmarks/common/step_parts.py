@@ -21,9 +21,9 @@ PARTS = [
     ("score", r"score_kernel|score_pages_kernel|_merge_stats_kernel"),
     ("select", r"kvx::select_kernel|_tally_kernel|_emit_kernel|_find_kernel"),
     ("attend", r"attend_kernel|_combine_kernel$"),
+    ("kv_store", r"reshape_and_cache|concat_and_cache"),
     ("attention", r"flash::|flash_|fmha|attention"),
     ("one_bit_keys", r"_write_groups_kernel"),
-    ("kv_store", r"reshape_and_cache|concat_and_cache"),
     (
         "inputs",
         r"_gather_block_tables|_compute_slot|_prepare_|_post_update|_combine_sampled|_apply_write"
@@ -88,9 +88,7 @@ class Steps:
             if event.get("cat") == "user_annotation" and event["name"] == STEP
         )
         if len(begins) <= skip:
-            raise ValueError(
-                f"no step: {len(begins)} are marked {STEP}, of which {skip} do not count"
-            )
+            raise ValueError(f"no step: {len(begins)} are marked {STEP}, {skip} do not count")
         begins = begins[skip:]
         launches = {
             event["args"]["correlation"]: event

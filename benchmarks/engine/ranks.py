@@ -177,7 +177,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.engine.ranks")
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(SHAPES)} (dummy weights), or a checkpoint")
-    add("--ranks", nargs="+", type=int, default=[1, 2], help="tensor_parallel_size, in turns")
+    add("--ranks", nargs="+", type=int, default=[1, 2], help="tensor_parallel_size, one by one")
     add("--servers", nargs="+", required=True, help=f"{STOCK}, or policies; @fp8: such a cache")
     add("--cases", nargs="+", default=["1x130000"], help="REQUESTSxTOKENS, maybe @ and a policy")
     add("--layout", nargs="+", default=[], help="policies that servers with one make room for, too")
@@ -197,10 +197,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     try:
         for server in args.servers:
             split_name(server)
-        for text in args.cases:
-            Case.parse(f"decode:{text}")
     except ValueError as error:
-        parser.error(str(error).replace("decode:", ""))
+        parser.error(str(error))
+    for text in args.cases:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(@.+)?", text):
+            parser.error(f"--cases {text}: write REQUESTSxTOKENS, maybe @ and a policy: 1x130000")
     return args
 
 
@@ -230,8 +231,8 @@ def main(argv: Sequence[str]) -> int:
         "servers": {server: {} for server in args.servers},
     }
     well = True
-    for server in args.servers:
-        for ranks in args.ranks:
+    for ranks in args.ranks:
+        for server in args.servers:
             entry: dict[str, Any] = {}
             start = time.monotonic()
             if args.time_limit and start - began + longest > args.time_limit:

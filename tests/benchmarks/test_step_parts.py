@@ -69,7 +69,7 @@ def test_first_steps_may_not_count() -> None:
     steps = Steps.of(trace(), skip=1)
     assert len(steps.begins) == 2 and len(steps.runs) == 8
     assert of_rank(steps)["device_busy_ms"] == pytest.approx(0.52)
-    with pytest.raises(ValueError, match="no step: 3 are marked execute_model, of which 3"):
+    with pytest.raises(ValueError, match="no step: 3 are marked execute_model, 3 do not"):
         Steps.of(trace(), skip=3)
 
 
@@ -142,7 +142,7 @@ def test_gains_are_over_stock_at_as_many_ranks() -> None:
 def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", "tiny", "--servers", "stock", "--out", "x.json"]
     for more, message in (
-        (["--cases", "64"], "'64': write"),
+        (["--cases", "64"], "--cases 64: write REQUESTSxTOKENS"),
         (["--ranks", "0"], "--steps and --ranks must be at least 1"),
         (["--servers", "stock@"], "write stock or a policy"),
     ):
