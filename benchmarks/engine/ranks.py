@@ -47,6 +47,8 @@ SAMPLES = 3
 SETTLE = 2
 # The scheduler goes on while this process asks for a profile.
 AHEAD = 256
+# Whose version counts besides: with it vLLM may fuse all-reduces and norms.
+PACKAGES = ("flashinfer",)
 
 
 def options_of(args: argparse.Namespace, server: str, ranks: int, folder: str) -> dict[str, Any]:
@@ -113,8 +115,20 @@ def measure(llm: Any, args: argparse.Namespace, case: Case, folder: Path) -> dic
     return {
         "step_ms": round(step_ms, 4),
         "samples_ms": [round(each, 4) for each in times],
-        "waits": waits_of(ranks) if len(ranks) > 1 else None,
+        "waits": (waits_of(ranks) or None) if len(ranks) > 1 else None,
         "ranks": figures,
+    }
+
+
+def resolved(config: Any) -> dict[str, Any]:
+    """What vLLM made of the settings that say how a step runs. config: its ``VllmConfig``."""
+    compilation = config.compilation_config
+    return {
+        "cudagraph_mode": str(compilation.cudagraph_mode).rpartition(".")[2],
+        "fuse_allreduce_rms": bool(compilation.pass_config.fuse_allreduce_rms),
+        "custom_all_reduce": not config.parallel_config.disable_custom_all_reduce,
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "block_size": config.cache_config.block_size,
     }
 
 
@@ -134,6 +148,7 @@ def run(args: argparse.Namespace, server: str, ranks: int) -> dict[str, Any]:
         began = time.monotonic()
         llm = LLM(**model, **options_of(args, server, ranks, folder))
         entry: dict[str, Any] = {"start_s": round(time.monotonic() - began, 1), "cases": {}}
+        entry["resolved"] = resolved(llm.llm_engine.vllm_config)
         for text in args.cases:
             case = Case.parse(f"decode:{text}")
             if split_name(server)[0] is None:
@@ -222,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
     info = {"name": args.model, "dummy_weights": "load_format" in model, **shape.as_dict()}
     what = f"Where decode steps go on {Path(args.model).name}, by part, server and number of ranks."
     content: dict[str, Any] = {
-        "about": about(what, command_line("benchmarks.engine.ranks", argv), args.commit),
+        "about": about(what, command_line("benchmarks.engine.ranks", argv), args.commit, PACKAGES),
         "gpu": None if on_cpu() else gpu(),
         "model": info,
         "engine": args.engine,

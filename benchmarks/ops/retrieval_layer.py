@@ -106,6 +106,8 @@ class Heads:
 
 
 LLAMA_8B = Heads(32, 8, 128)
+# Of two ranks, each.
+LLAMA_8B_OF_2 = Heads(16, 4, 128)
 # vLLM makes its blocks so long, beside layers that keep a state.
 QWEN3_NEXT = Heads(16, 2, 256, block_size=544)
 

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.ops.retrieval_layer import (
     LLAMA_8B,
+    LLAMA_8B_OF_2,
     ON_GPU,
     QWEN3_NEXT,
     Call,
@@ -37,7 +38,11 @@ from benchmarks.ops.retrieval_layer import (
 from benchmarks.ops.saliency import bytes_per_us
 from vllm_kvx.ops.retrieval import retrieve
 
-SHAPES = {"llama-3.1-8b": LLAMA_8B, "qwen3-next": QWEN3_NEXT}
+SHAPES = {
+    "llama-3.1-8b": LLAMA_8B,
+    "llama-3.1-8b-of-2": LLAMA_8B_OF_2,
+    "qwen3-next": QWEN3_NEXT,
+}
 CASES = ("1x32768", "16x32768", "1x130000", "6x130000", "6of8x130000")
 # The graph goes over its layers several times. What retrieval reads of them all is several times
 # what L2 holds.
