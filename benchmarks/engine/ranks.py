@@ -84,11 +84,12 @@ def traces_of(folder: Path, prefix: str) -> list[list[dict[str, Any]]]:
     return [found[rank] for rank in sorted(found)]
 
 
-def measure(llm: Any, args: argparse.Namespace, case: Case, folder: Path) -> dict[str, Any]:
-    """A case's figures on a server, by step."""
+def measure(
+    llm: Any, args: argparse.Namespace, case: Case, folder: Path, name: str
+) -> dict[str, Any]:
+    """A case's figures on a server, by step. name: of its traces in `folder`."""
     import numpy as np
 
-    name = f"decode-{case.batch}x{case.length}-{case.policy is None}"
     prompts = [
         np.random.default_rng((args.seed, case.length, index))
         .integers(0, args.vocab, case.length)
@@ -154,7 +155,8 @@ def run(args: argparse.Namespace, server: str, ranks: int) -> dict[str, Any]:
             if split_name(server)[0] is None:
                 case, text = case.stock, text.partition("@")[0]
             if text not in entry["cases"]:
-                entry["cases"][text] = measure(llm, args, case, Path(folder))
+                name = f"case{len(entry['cases'])}"
+                entry["cases"][text] = measure(llm, args, case, Path(folder), name)
         llm.llm_engine.engine_core.shutdown()
     return entry
 
@@ -203,7 +205,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--max-num-batched-tokens", type=int, default=8192, help="prefill chunk")
     add("--enforce-eager", action="store_true")
     add("--engine-args", type=json.loads, default={}, help="JSON: further arguments of vllm.LLM")
-    add("--time-limit", type=float, help="seconds; no server starts that would last beyond")
+    add("--time-limit", type=float, help="seconds; a server that would last longer is left out")
     add("--commit", help="what is measured, where the tree is no git checkout")
     add("--out", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -251,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
             entry: dict[str, Any] = {}
             start = time.monotonic()
             if args.time_limit and start - began + longest > args.time_limit:
-                entry["error"] = "left out: --time-limit"
+                entry["left_out"] = "--time-limit"
             else:
                 try:
                     entry = run_alone(args, server, ranks)
@@ -263,9 +265,9 @@ def main(argv: Sequence[str]) -> int:
             write_json(args.out, content)
             for text, row in entry.get("cases", {}).items():
                 print(f"{server}, {ranks} ranks, {text}: {told(row)}", flush=True)
-            if "error" in entry:
-                well = False
-                print(f"{server}, {ranks} ranks: {entry['error']}", flush=True)
+            if "cases" not in entry:
+                well &= "left_out" in entry
+                print(f"{server}, {ranks} ranks: {entry}", flush=True)
     return 0 if well else 1
 
 
