@@ -1,6 +1,8 @@
 """What a benchmark adds to vLLM's workers: marks in the trace of their profiler."""
 
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.common.decode_steps import mark
 
@@ -14,7 +16,14 @@ class StepMarks:
     def mark_step_parts(self: Any) -> None:
         """From now on a profile shows the calls that a decode step consists of, as host parts.
 
-        Not earlier than profiles need it: a mark takes the host a microsecond or two.
+        Not while steps are timed without one: a mark takes the host a microsecond or two.
         """
+        runner = self.model_runner
+        self.step_marks = ExitStack()
         for name in ("execute_model", "sample_tokens"):
-            setattr(self.model_runner, name, mark(name, getattr(self.model_runner, name)))
+            marked = mark(name, getattr(runner, name))
+            self.step_marks.enter_context(patch.object(runner, name, marked))
+
+    def unmark_step_parts(self: Any) -> None:
+        """Undoes `mark_step_parts`."""
+        self.step_marks.close()

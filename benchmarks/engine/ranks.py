@@ -105,6 +105,7 @@ def measure(
     llm.start_profile(name, max_iterations=SETTLE + PROFILED)
     decoding.run(SETTLE + PROFILED + 2)
     llm.stop_profile()
+    llm.collective_rpc("unmark_step_parts")
     decoding.end()
     ranks = [Steps.of(events, SETTLE) for events in traces_of(folder, name)]
     if not ranks:

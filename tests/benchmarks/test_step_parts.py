@@ -1,9 +1,12 @@
 """Where a rank's decode steps go: kernels by part, pauses, and waits for other ranks."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.common.step_marks import StepMarks
 from benchmarks.common.step_parts import Steps, of_rank, part_of, waits_of
 from benchmarks.engine import ranks
 
@@ -120,6 +123,21 @@ def test_without_a_device() -> None:
 )
 def test_parts_by_name(kernel: str, part: str) -> None:
     assert part_of(kernel).startswith(part)
+
+
+def test_a_step_is_marked_once() -> None:
+    """However many cases a server is profiled in."""
+    runner = SimpleNamespace(execute_model=lambda: "ran", sample_tokens=lambda: "sampled")
+    worker: Any = type("Worker", (StepMarks,), {"model_runner": runner})()
+    before = dict(vars(runner))
+    for _ in range(2):
+        worker.mark_step_parts()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert runner.execute_model() == "ran"
+        names = [event.name for event in profile.events() or ()]
+        assert names.count("execute_model") == 1
+        worker.unmark_step_parts()
+        assert vars(runner) == before
 
 
 def test_gains_are_over_stock_at_as_many_ranks() -> None:
