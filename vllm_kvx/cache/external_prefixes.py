@@ -16,10 +16,26 @@ from vllm.v1.request import Request
 def limit_external_hits(connector: Any, may_load: Callable[[Request], bool]) -> None:
     """Makes a scheduler's connector find nothing for requests that may load nothing."""
     stock = connector.get_num_new_matched_tokens
+    is_lmcache = type(connector).__name__ == "LMCacheMPConnector"
 
     def get_num_new_matched_tokens(request: Request, *args: Any) -> tuple[int | None, bool]:
-        # It is asked all the same, since it may note that the request is there.
-        found: tuple[int | None, bool] = stock(request, *args)
-        return found if may_load(request) else (0, False)
+        if may_load(request):
+            found: tuple[int | None, bool] = stock(request, *args)
+            return found
+        if is_lmcache:
+            _pass_lmcache_by(connector, request)
+        else:  # It is asked all the same, since it may note that the request is there.
+            stock(request, *args)
+        return 0, False
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+
+
+def _pass_lmcache_by(connector: Any, request: Request) -> None:
+    """Has LMCache treat the request as one whose load failed, which computes its prompt.
+
+    LMCache takes what it has found for loaded, and would store what lies behind that before it is
+    computed.
+    """
+    tracker = connector._get_or_create_request_tracker(request)
+    tracker.state = type(tracker.state).BYPASS_LMCACHE

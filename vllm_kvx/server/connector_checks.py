@@ -1,5 +1,8 @@
 """What a server with policies refuses of KV connectors, and what to change: one row each."""
 
+import os
+from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from vllm_kvx.config.policy_layers import is_mixed
@@ -13,9 +16,14 @@ if TYPE_CHECKING:
 
 # KV connectors that a policy was tried with, or whose code was read for what it copies.
 NIXL = "NixlConnector"
-CONNECTORS = ("OffloadingConnector", "ExampleConnector", NIXL)
+LMCACHE = "LMCacheMPConnector"
+CONNECTORS = ("OffloadingConnector", "ExampleConnector", NIXL, LMCACHE)
 # Whether the former leaves generated tokens alone; it does unless told otherwise.
 _PROMPTS = "offload_prompt_only"
+# The same of LMCache, whose own connector it is that vLLM takes unless a variable is set.
+_ANSWERS, _UPSTREAM = "lmcache.mp.save_decode_cache", "LMCACHE_USE_UPSTREAM_MP"
+# Whether LMCache stores blocks when they are about to be evicted; it does at once unless told.
+_LAZY = "lmcache.mp.lazy_offload"
 # Whether NIXL hands blocks back from servers that decode; it does not unless told.
 _BACK = "bidirectional_kv_xfer"
 # Whether NIXL meets servers of the same kind alone; it does unless told otherwise.
@@ -41,6 +49,18 @@ BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         "attention: drop --kv-transfer-config and --kv-offloading-size",
         CONNECTOR,
     ),
+    Refusal(
+        lambda c: asked_connector(c) == LMCACHE and c.lora_config,
+        "LMCache finds prompts by their tokens and cache_salt, whichever adapter computed them: "
+        "drop --enable-lora, or --kv-transfer-config and --kv-offloading-backend",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == LMCACHE and _is_told(c, _LAZY),
+        "LMCache was never tried with policies where it stores blocks as they are evicted: drop "
+        f"{_LAZY} from --kv-transfer-config",
+        CONNECTOR,
+    ),
 )
 
 # Where prompts retrieve.
@@ -49,6 +69,18 @@ RETRIEVAL_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         lambda c: _stores_answers(c),
         "tokens that are generated under retrieval leave other entries than a prompt's would, and "
         f"no request may load these: drop {_PROMPTS} from --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == LMCACHE and _is_told(c, _ANSWERS),
+        "tokens that are generated under retrieval leave other entries than a prompt's would, and "
+        f"no request may load these: drop {_ANSWERS} from --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == LMCACHE and not _is_told(c, _ANSWERS) and _stores_all(),
+        f"{LMCACHE} is to store prompts alone, which LMCache's own does from 0.5.6 on: pip install "
+        f"lmcache, and leave {_UPSTREAM} unset",
         CONNECTOR,
     ),
     Refusal(
@@ -116,6 +148,24 @@ def _stores_answers(c: "VllmConfig") -> bool:
     """Whether a KV connector was told to store generated tokens, too."""
     config = c.kv_transfer_config
     return config is not None and not config.get_from_extra_config(_PROMPTS, True)
+
+
+def _is_told(c: "VllmConfig", key: str) -> bool:
+    """Whether a KV connector was told to do what it leaves by default."""
+    config = c.kv_transfer_config
+    return config is not None and bool(config.get_from_extra_config(key, False))
+
+
+def _stores_all() -> bool:
+    """Whether vLLM would take a connector for LMCache that cannot leave generated tokens out."""
+    if os.environ.get(_UPSTREAM):
+        return True
+    try:
+        module = import_module("lmcache.integration.vllm.lmcache_mp_metadata")
+        store = module.LMCacheMPRequestMetadata.GetStoreMetadata
+    except (ImportError, AttributeError):
+        return True
+    return "save_decode_cache" not in signature(store).parameters
 
 
 def _hands_answers_back(c: "VllmConfig") -> bool:
