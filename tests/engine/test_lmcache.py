@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from reference.fier import Retrieve
-from support.engine import BLOCK, Engine, keep_in_process, running
+from support.engine import Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
-from support.lmcache_server import lmcache_server, settle
+from support.lmcache_server import CHUNK, lmcache_server, settle
 from support.parity import ask, assert_close, assert_parity, room_for
 from support.prompts import prompts_of
 
@@ -17,8 +17,7 @@ pytest.importorskip("lmcache", reason="needs lmcache, whose server keeps prompts
 # More than a group's, some of which is written by decode steps.
 TOKENS = 34
 FIER = Read(Retrieve(64, dense_below=0))
-QUEST = Read(Retrieve(64, group=32, pages=True, dense_below=0))
-LENGTHS = (200, 70, 170, 300, 96)
+LENGTHS = (200, 70, 170, 300, 128)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,25 @@ def connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, connector: dict[str, Any]) -> Iterator[Engine]:
+def of_stock(model: Path, connector: dict[str, Any]) -> list[list[int]]:
+    """Prompts that an engine without policies has stored, whose blocks are longer."""
+    prompts = prompts_of(LENGTHS, seed=31)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        keep_in_process(monkeypatch)
+        with running(
+            model,
+            "full",
+            config=room_for([FULL, FIER]),
+            kv_transfer_config=connector,
+            block_size=CHUNK,
+        ) as stock:
+            stock.generate(prompts, 1)
+            settle(stock)
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, connector: dict[str, Any], of_stock: list[list[int]]) -> Iterator[Engine]:
     """Without prefixes of its own."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         keep_in_process(monkeypatch)
@@ -54,8 +71,8 @@ def stored(engine: Engine, prompts: list[list[int]], policy: Policy) -> Any:
 
 
 def lens(prompts: list[list[int]]) -> list[int]:
-    """What is loaded of each: whole blocks, and no prompt to its last token."""
-    return [len(p) // BLOCK * BLOCK - (len(p) % BLOCK == 0) for p in prompts]
+    """What is loaded of each: whole chunks, and no prompt to its last token."""
+    return [len(p) // CHUNK * CHUNK - (len(p) % CHUNK == 0) for p in prompts]
 
 
 @pytest.mark.parametrize(("before", "after"), [(FULL, FIER), (FIER, FULL), (FIER, FIER)])
@@ -76,11 +93,11 @@ def test_what_one_stores_another_loads(
 
 def test_answers_are_not_stored(engine: Engine, model: Path) -> None:
     """What follows on an answer under retrieval finds the prompt of that, and no more."""
-    prompts = prompts_of((160, 64), seed=21)
+    prompts = prompts_of((192, 64), seed=21)
     asked = stored(engine, prompts, FIER)
     longer = [a.prompt + a.tokens + [3, 5, 7] for a in asked]
     answers = ask(engine, longer, [FIER] * 2, max_tokens=4)
-    assert [answer.cached for answer in answers] == [160, 64]
+    assert [answer.cached for answer in answers] == [192, 64]
     assert_parity(model, answers, FIER)
     settle(engine)
     engine.assert_idle()
@@ -98,8 +115,6 @@ def test_one_that_comes_back_loads_nothing(engine: Engine, model: Path) -> None:
         for request in engine.scheduler.requests.values():
             found = engine.scheduler.connector.get_num_new_matched_tokens(request, 0)
             assert found == (0, False)
-        settle_lookups = engine.scheduler.connector.scheduler_adapter._pending_lookups
-        assert not settle_lookups
     engine.finish()
     assert [engine.answered[i] for i in ids] == [answer.tokens for answer in undisturbed]
     settle(engine)
@@ -111,28 +126,10 @@ def test_one_that_comes_back_loads_nothing(engine: Engine, model: Path) -> None:
     engine.assert_idle()
 
 
-def test_a_stock_server_meets_one_with_policies(
-    engine: Engine, model: Path, connector: dict[str, Any]
-) -> None:
-    """Prompts of a server without policies, whose pages have no tail, are loaded here."""
-    prompts = prompts_of(LENGTHS, seed=31)
-    with running(model, None, kv_transfer_config=connector) as stock:
-        stock.generate(prompts, 1)
-        settle(stock)
-    loaded = ask(engine, prompts, [FIER] * len(prompts), max_tokens=TOKENS)
-    assert [answer.cached for answer in loaded] == lens(prompts)
+def test_what_a_stock_server_stores(engine: Engine, model: Path, of_stock: list[list[int]]) -> None:
+    """Its pages have no tail, and LMCache's chunks are of tokens, not of blocks."""
+    loaded = ask(engine, of_stock, [FIER] * len(of_stock), max_tokens=TOKENS)
+    assert [answer.cached for answer in loaded] == lens(of_stock)
     assert_parity(model, loaded, FIER)
-
-
-def test_pages_of_quest(model: Path, connector: dict[str, Any]) -> None:
-    """Its sidecar has another length, and what `full` and `fier` have stored is its own, too."""
-    prompts = prompts_of(LENGTHS, seed=41)
-    with running(
-        model, "full", config=room_for([FULL, QUEST]), kv_transfer_config=connector
-    ) as engine:
-        stored(engine, prompts, FULL)
-        loaded = ask(engine, prompts, [QUEST] * len(prompts), max_tokens=TOKENS)
-        assert [answer.cached for answer in loaded] == lens(prompts)
-        assert_parity(model, loaded, QUEST)
-        settle(engine)
-        engine.assert_idle()
+    settle(engine)
+    engine.assert_idle()

@@ -12,6 +12,7 @@ from benchmarks.common.processes import start, stop
 from benchmarks.common.server import free_port
 from support.engine import BLOCK, Engine
 
+CHUNK = 2 * BLOCK  # Tokens that it stores as one.
 _UP = "cache server is running..."
 # Seconds to wait for the server, and for what it stores.
 _PATIENCE = 60.0
@@ -21,10 +22,10 @@ _PATIENCE = 60.0
 def lmcache_server(log: Path) -> Iterator[dict[str, Any]]:
     """Yields the ``kv_transfer_config`` of engines that use the server, while it runs.
 
-    Chunks are one block long, so that short prompts have some.
+    Chunks are short, so that short prompts have some.
     """
     port = free_port()
-    options = f"--port {port} --chunk-size {BLOCK} --l1-size-gb 0.25 --eviction-policy LRU"
+    options = f"--port {port} --chunk-size {CHUNK} --l1-size-gb 0.25 --eviction-policy LRU"
     # Engines on GPUs hand it their memory; those on CPUs copy by themselves.
     options += " --supported-transfer-mode auto --disable-observability"
     module = [sys.executable, "-m", "lmcache.v1.multiprocess.server"]
