@@ -33,17 +33,11 @@ def connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
 
 @pytest.fixture(scope="module")
 def of_stock(model: Path, connector: dict[str, Any]) -> list[list[int]]:
-    """Prompts that an engine without policies has stored, whose blocks are longer."""
+    """Prompts that an engine without policies has stored."""
     prompts = prompts_of(LENGTHS, seed=31)
     with pytest.MonkeyPatch.context() as monkeypatch:
         keep_in_process(monkeypatch)
-        with running(
-            model,
-            "full",
-            config=room_for([FULL, FIER]),
-            kv_transfer_config=connector,
-            block_size=CHUNK,
-        ) as stock:
+        with running(model, None, kv_transfer_config=connector) as stock:
             stock.generate(prompts, 1)
             settle(stock)
     return prompts
@@ -127,7 +121,7 @@ def test_one_that_comes_back_loads_nothing(engine: Engine, model: Path) -> None:
 
 
 def test_what_a_stock_server_stores(engine: Engine, model: Path, of_stock: list[list[int]]) -> None:
-    """Its pages have no tail, and LMCache's chunks are of tokens, not of blocks."""
+    """Its pages have no tail."""
     loaded = ask(engine, of_stock, [FIER] * len(of_stock), max_tokens=TOKENS)
     assert [answer.cached for answer in loaded] == lens(of_stock)
     assert_parity(model, loaded, FIER)

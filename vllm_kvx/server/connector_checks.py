@@ -78,9 +78,9 @@ RETRIEVAL_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         CONNECTOR,
     ),
     Refusal(
-        lambda c: asked_connector(c) == LMCACHE and not _is_told(c, _ANSWERS) and _stores_all(),
+        lambda c: asked_connector(c) == LMCACHE and not _is_told(c, _ANSWERS) and _is_other(),
         f"{LMCACHE} is to store prompts alone, which LMCache's own does from 0.5.6 on: pip install "
-        f"lmcache, and leave {_UPSTREAM} unset",
+        f"-U lmcache, and leave {_UPSTREAM} unset",
         CONNECTOR,
     ),
     Refusal(
@@ -156,16 +156,22 @@ def _is_told(c: "VllmConfig", key: str) -> bool:
     return config is not None and bool(config.get_from_extra_config(key, False))
 
 
-def _stores_all() -> bool:
-    """Whether vLLM would take a connector for LMCache that cannot leave generated tokens out."""
+def _is_other() -> bool:
+    """Whether vLLM would take a connector that cannot leave generated tokens out, or a request.
+
+    That is vLLM's own, or an older one of LMCache's (``external_prefixes`` has what it passes by).
+    """
     if os.environ.get(_UPSTREAM):
         return True
     try:
         module = import_module("lmcache.integration.vllm.lmcache_mp_metadata")
         store = module.LMCacheMPRequestMetadata.GetStoreMetadata
+        return not (
+            "save_decode_cache" in signature(store).parameters
+            and hasattr(module.LMCacheMPRequestState, "BYPASS_LMCACHE")
+        )
     except (ImportError, AttributeError):
         return True
-    return "save_decode_cache" not in signature(store).parameters
 
 
 def _hands_answers_back(c: "VllmConfig") -> bool:
