@@ -1,5 +1,6 @@
 """Prompts that an LMCache server keeps, whose connector copies keys and values on a CPU, too."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,12 @@ def test_one_that_comes_back_loads_nothing(engine: Engine, model: Path) -> None:
     while any(not request.num_output_tokens for request in engine.scheduler.requests.values()):
         engine.step()
     engine.throw_out()
+    connector = engine.scheduler.connector
     for _ in range(20):
         for request in engine.scheduler.requests.values():
-            found = engine.scheduler.connector.get_num_new_matched_tokens(request, 0)
-            assert found == (0, False)
+            assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+            assert not connector.request_trackers[request.request_id].num_lmcache_hit_tokens
+        time.sleep(0.005)  # For an answer of the server's, were it asked.
     engine.finish()
     assert [engine.answered[i] for i in ids] == [answer.tokens for answer in undisturbed]
     settle(engine)
