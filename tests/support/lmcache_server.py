@@ -36,6 +36,7 @@ def lmcache_server(log: Path) -> Iterator[dict[str, Any]]:
             assert process.poll() is None and time.monotonic() < until, told
             time.sleep(0.05)
         extra = {"lmcache.mp.port": port, "lmcache.mp.mq_timeout": _PATIENCE}
+        # Where one process cannot open another one's GPU memory: engine_driven.
         if mode := os.environ.get("KVX_LMCACHE_MODE"):
             extra["lmcache.mp.mp_transfer_mode"] = mode
         yield {
