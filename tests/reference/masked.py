@@ -290,14 +290,15 @@ def _replaced(layers: Any, forward: Callable[..., Tensor]) -> Iterator[None]:
 
 
 # What layers store in the place of keys and values; none where they are stored as they are.
-_stores: list[Callable[[int, Tensor], Tensor]] = []
+_stores: list[Callable[[int, int, Tensor], Tensor]] = []
 
 
 @contextmanager
-def storing(store: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+def storing(store: Callable[[int, int, Tensor], Tensor]) -> Iterator[None]:
     """Layers attend to `store` of keys and values while the block runs.
 
-    store: layer index and entries (G, n, D) -> the same, rounded as a quantized cache does.
+    store: layer index, 0 for keys or 1 for values, and entries (G, n, D) -> the same, rounded as a
+        quantized cache does.
     """
     _stores.append(store)
     try:
@@ -340,7 +341,7 @@ def _attention(
     """transformers' attention interface: (1, heads, n, D) each -> (1, n, H, D)."""
     layer, keys, values = module.layer_idx, key[0], value[0]
     for store in _stores:
-        keys, values = store(layer, keys), store(layer, values)
+        keys, values = store(layer, 0, keys), store(layer, 1, values)
     out = _in_force[-1](
         Call(
             module,
