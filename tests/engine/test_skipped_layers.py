@@ -21,7 +21,7 @@ from support import cpu_fp8
 from support.engine import Answer, Engine, running
 from support.expected import FULL, Policy, Read, expect, load, named
 from support.nightly import by_day
-from support.parity import ask, in_turn, room_for
+from support.parity import ask, assert_identical, in_turn, room_for
 from support.prompts import prompts_of
 from torch import Tensor
 
@@ -119,7 +119,7 @@ def assert_near(
     every = [str(layer) for layer in range(LAYERS)]
     for wrong in (rounds((), scaled), rounds(every)):
         for name, differs in away(model, some, theirs, wrong).items():
-            assert differs.median() > max(0.01, 5 * near[name].median()), (name, differs)
+            assert differs.median() > max(0.005, 3 * near[name].median()), (name, differs)
 
 
 def test_chunks_in_one_batch_and_from_the_prefix_cache(model: Path) -> None:
@@ -150,3 +150,20 @@ def test_preempted(model: Path, retrieve: Retrieve) -> None:
         assert engine.preempted, "the pool was meant to be too small"
         engine.assert_idle()
     assert_near(model, answers, each)
+
+
+def test_full_is_stock(model: Path) -> None:
+    """Bit for bit, on a server that retains and retrieves."""
+    prompts, options = prompts_of((2, 97, 200)), over_fp8()
+    with running(model, None, **options) as engine:
+        stock = engine.generate(prompts, max_tokens=6)
+    with running(model, "full", config=room_for(POLICIES), **options) as engine:
+        assert_identical(engine.generate(prompts, max_tokens=6), stock)
+        layout = engine.stats()["layout"]
+    # A page of float32 is four of fp8, and 1-bit keys and their scales are as large beside each.
+    (group,) = layout["groups"]
+    assert len(group["layers"]) == LAYERS and group["block_size"] == 32
+    entries, sidecar = 2 * 2 * 32 * 32, 2 * (32 * 4 + 2 * 32 * 2)
+    whole = entries * (3 * 4 + 3 * 1)
+    ratio = layout["pool_prompt_tokens"] / layout["stock_pool_tokens"]
+    assert ratio == pytest.approx(whole / (whole + LAYERS * sidecar), rel=1e-2)
