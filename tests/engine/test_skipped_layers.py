@@ -17,8 +17,8 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.knorm import Norm
 from reference.masked import storing
-from support import cpu_fp8
-from support.engine import Answer, Engine, running
+from support import cpu_fp8, inside
+from support.engine import Answer, running
 from support.expected import FULL, Policy, Read, expect, load, named
 from support.nightly import by_day
 from support.parity import ask, assert_identical, in_turn, room_for
@@ -60,11 +60,6 @@ def over_fp8(skipped: Sequence[str] = SKIPPED, **options: Any) -> dict[str, Any]
         "max_model_len": 512,
         **options,
     }
-
-
-def use_scales(engine: Engine) -> None:
-    for hook in engine.runner.model_state.hooks.layers:
-        hook.layer._k_scale_float, hook.layer._v_scale_float = SCALES
 
 
 def rounds(skipped: Sequence[str], scaled: bool = False) -> Callable[[int, int, Tensor], Tensor]:
@@ -128,11 +123,11 @@ def test_chunks_in_one_batch_and_from_the_prefix_cache(model: Path) -> None:
     prompts, policies = prompts_of(lengths), in_turn(POLICIES, len(lengths))
     options = over_fp8(enable_prefix_caching=True, max_num_seqs=16)
     with running(model, "full", config=room_for(POLICIES), **options) as engine:
-        use_scales(engine)
+        inside.set_cache_scales(engine, *SCALES)
         answers = ask(engine, prompts, policies, max_tokens=6)
         again = ask(engine, [[*prompt, 7, 8, 9] for prompt in prompts], policies, max_tokens=4)
         engine.assert_idle()
-        dtypes = [hook.layer.kv_cache.dtype for hook in engine.runner.model_state.hooks.layers]
+        dtypes = inside.cache_dtypes(engine)
     assert [str(i) for i, dtype in enumerate(dtypes) if dtype == torch.float32] == [*SKIPPED]
     assert any(answer.cached for answer in again)
     assert_near(model, [*answers, *again], policies * 2, scaled=True)

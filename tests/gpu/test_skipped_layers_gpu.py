@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.engine import running
 from support.gpu import COMPILED
-from support.inside import count_graph_replays
+from support.inside import cache_dtypes, count_graph_replays
 from support.models import LOOKUP
 from support.parity import assert_identical
 from support.prompts import lookups
@@ -38,8 +38,8 @@ def test_checkpoint_answers() -> None:
     options = OVER_FP8 | {"enable_prefix_caching": True}
     with running(LOOKUP, POLICIES[0], config={"kv_layout": POLICIES}, **options) as engine:
         counts = count_graph_replays(engine)
-        layers = [hook.layer for hook in engine.runner.model_state.hooks.layers]
-        skip = [str(i) for i, each in enumerate(layers) if each.kv_cache.dtype == torch.bfloat16]
+        dtypes = cache_dtypes(engine)
+        skip = [str(layer) for layer, dtype in enumerate(dtypes) if dtype == torch.bfloat16]
         for name in POLICIES:
             for turn in ("", " again"):
                 answers = engine.generate(prompts, max_tokens=4, policies=[name] * len(prompts))

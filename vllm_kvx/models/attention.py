@@ -11,8 +11,6 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from vllm_kvx.config.cache_dtype import skipped_layers
-
 # Attributes that one layer's attention must share with all others: scratch of scores and moves is
 # one layer's, whichever runs.
 _SHAPE = ("num_heads", "num_kv_heads", "head_size", "head_size_v")
@@ -43,8 +41,9 @@ def attention_layers(config: VllmConfig) -> list[Attention]:
     if not found:
         raise _cannot("none of its layers has full attention")
     layers = [found[number] for number in sorted(found)]
-    # What the user has skip a quantized cache was checked at start.
-    alike = _SHAPE if skipped_layers(config) else (*_SHAPE, "kv_cache_dtype")
+    # Where the user has layers skip a quantized cache, that was checked at start.
+    skips = config.cache_config.kv_cache_dtype_skip_layers
+    alike = _SHAPE if skips else (*_SHAPE, "kv_cache_dtype")
     for name in alike:
         if len(values := {getattr(layer, name) for layer in layers}) > 1:
             raise _cannot(f"its layers have unequal {name}: {', '.join(map(str, values))}")

@@ -90,9 +90,6 @@ class ScoredLayer(Protocol):
     stage: int
     group: int
 
-    @property
-    def entry_bytes(self) -> int: ...
-
     def view(self, query: Tensor, early_queries: Tensor, paged: PagedKV) -> LayerView: ...
 
 
@@ -227,7 +224,7 @@ class PassWork:
             copy_blocks(paged, targets.sources, targets.blocks)
         for each, policy_rows in self._waiting.pop(hook.index):
             move_entries(paged, *each)
-            moved = each.num_moves.sum(dim=0) * hook.entry_bytes
+            moved = each.num_moves.sum(dim=0) * paged.entry_bytes
             memory.moved.index_add_(0, policy_rows, moved)
 
     def targets(self, group: int) -> _Targets:
