@@ -24,6 +24,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(allowed) == len(validate.WITH_RETENTION) - 1
     monkeypatch.setattr(validate, "WITH_RETENTION", allowed)
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: _ISA)
+    # From vLLM 0.33 on it is asked.
+    taken = classmethod(lambda *_: True)
+    monkeypatch.setattr(cpu_attn.CPUAttentionBackend, "supports_kv_cache_dtype", taken)
     builder: Any = cpu_attn.CPUAttentionMetadataBuilder
     impl: Any = cpu_attn.CPUAttentionBackendImpl
     init, forward, store = builder.__init__, impl.forward, impl.do_kv_cache_update
