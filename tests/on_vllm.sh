@@ -38,6 +38,7 @@ SMOKE=(
     "$ENGINES/test_fastkv_parity.py::test_layers_and_rates"
     "$ENGINES/test_fier_cache.py::test_prefixes"
     "$ENGINES/test_full_is_stock.py::test_server_of_full_alone_is_stock"
+    "$ENGINES/test_skipped_layers.py::test_preempted"
     "$ENGINES/test_prefill_cadence.py"
     "$ENGINES/test_warm_up.py"
 )

@@ -37,6 +37,10 @@ from vllm_kvx.policy.spec import parse_policy
         ({"extraArgs": ["-tp=4"]}, "-tp is the chart's own"),
         ({"extraArgs": ["--max-model-len=100"]}, "--max-model-len is the chart's own"),
         ({"extraArgs": ["--quantization=fp8"]}, "set prepare.engineArgs.quantization too"),
+        (
+            {"extraArgs": ["--kv-cache-dtype=fp8", "--kv-cache-dtype-skip-layers", "0"]},
+            "set prepare.engineArgs.kv_cache_dtype_skip_layers too",
+        ),
         ({"maxModelLen": 16384}, "prepare.lengths: prompts of 16384 tokens"),
         ({"router": {"policy": "sessions"}}, "router"),
         # What a server would refuse at its start, or Kubernetes when it is applied.

@@ -1,5 +1,6 @@
 """What a model's attention may be, and what it is refused for."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,17 +42,27 @@ class Subclass(Attention):
     pass
 
 
-def found(monkeypatch: pytest.MonkeyPatch, **layers: Any) -> list[Attention]:
+def found(
+    monkeypatch: pytest.MonkeyPatch, skipped: Sequence[str] = (), **layers: Any
+) -> list[Attention]:
     named = {
         f"model.layers.{name.removeprefix('n').replace('_', '.')}": x for name, x in layers.items()
     }
     monkeypatch.setattr(module, "get_layers_from_vllm_config", lambda *_: named)
-    return attention_layers(None)  # type: ignore[arg-type]
+    cache = SimpleNamespace(kv_cache_dtype_skip_layers=list(skipped))
+    return attention_layers(SimpleNamespace(cache_config=cache))  # type: ignore[arg-type]
 
 
 def test_layers_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     some, other = layer(), layer()
     assert found(monkeypatch, n1_attn=some, n0_attn=other) == [other, some]
+
+
+def test_kv_cache_types_differ_where_layers_skip_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {"n0_attn": layer(), "n1_attn": layer(kv_cache_dtype="fp8")}
+    assert found(monkeypatch, ["0"], **layers) == list(layers.values())
+    with pytest.raises(ValueError, match="unequal kv_cache_dtype: "):
+        found(monkeypatch, **layers)
 
 
 def test_layers_that_slide_or_keep_a_state_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The index beside the keys, written against its reference; interpreted on CPU."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -51,23 +52,28 @@ class TestSidecar:
             assert ours[0] is None or torch.equal(ours[0], signs)
             assert torch.equal(ours[1], scales) and torch.equal(ours[2], zeros)
 
-    def test_layers_of_other_segments_and_groups(self, device: str) -> None:
+    @pytest.mark.parametrize("skips", [(), (0, 2)], ids=["alike", "some skip fp8"])
+    def test_layers_of_other_segments_and_groups(self, skips: Sequence[int], device: str) -> None:
         """Each layer by the block table of its KV group, and only jobs of its segment."""
-        shape = Shape((96, 70), heads=2, kv_heads=2, head_dim=32, spare=32)
+        plain = Shape((96, 70), heads=2, kv_heads=2, head_dim=32, spare=32)
+        over_fp8 = replace(plain, cache_dtype=torch.float8_e4m3fn, spare=0) if skips else plain
+        shapes = [plain if number in skips else over_fp8 for number in range(4)]
         # By layer: KV group and segment. Two KV groups make up the first segment.
         groups, segments = [0, 1, 2, 0], [0, 0, 1, 0]
         seeds = [3, 4, 5, 3]
-        layers = [Layer.of(shape, seed, device) for seed in seeds]
+        layers = [Layer.of(shape, seed, device) for shape, seed in zip(shapes, seeds, strict=True)]
         tables = [layers[i].tables for i in (0, 1, 2)]
         jobs = [(0, 0, 0), (0, 0, 2), (1, 1, 1), (0, 1, 1), (1, 0, 0)]
-        writer = shape.index.writer([(x.paged, x.sidecar) for x in layers], groups, segments)
+        index_of_all = plain.index
+        writer = index_of_all.writer([(x.paged, x.sidecar) for x in layers], groups, segments)
 
         def expect(index: int) -> Tensor:
-            layer = Layer.of(shape, seeds[index], device)
+            layer = Layer.of(shapes[index], seeds[index], device)
             for segment, request, group in jobs:
                 if segment == segments[index]:
                     table = layer.tables[request]
-                    shape.index.write_in_torch(layer.paged, layer.sidecar, table, group, group + 1)
+                    where = layer.paged, layer.sidecar, table
+                    index_of_all.write_in_torch(*where, group, group + 1)
             return layer.raw
 
         untouched = [layer.raw.clone() for layer in layers]
@@ -118,9 +124,3 @@ class TestSidecar:
         page = PageShape(2, 32, 32, 32)
         with pytest.raises(ValueError, match=f"no room for {ONE_BIT.page_bytes(page)} more"):
             ONE_BIT.view(torch.zeros(3, 2, 32, 64), page)
-
-    def test_layers_must_be_alike(self) -> None:
-        shape = Shape((32,), heads=2, kv_heads=2, head_dim=32)
-        layers = [Layer.of(s, 0, "cpu") for s in (shape, replace(shape, spare=32))]
-        with pytest.raises(ValueError, match="layers differ"):
-            shape.index.writer([(x.paged, x.sidecar) for x in layers], [0, 0], [0, 0])

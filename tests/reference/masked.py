@@ -289,6 +289,24 @@ def _replaced(layers: Any, forward: Callable[..., Tensor]) -> Iterator[None]:
             del layer.__dict__["forward"]
 
 
+# What layers store in the place of keys and values; none where they are stored as they are.
+_stores: list[Callable[[int, int, Tensor], Tensor]] = []
+
+
+@contextmanager
+def storing(store: Callable[[int, int, Tensor], Tensor]) -> Iterator[None]:
+    """Layers attend to `store` of keys and values while the block runs.
+
+    store: layer index, 0 for keys or 1 for values, and entries (G, n, D) -> the same, rounded as a
+        quantized cache does.
+    """
+    _stores.append(store)
+    try:
+        yield
+    finally:
+        _stores.pop()
+
+
 # The call whose soft cap and sinks the next `attention` is to apply.
 _unapplied: list[Call] = []
 # The innermost block of `_attending` is the one in force.
@@ -321,13 +339,16 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, heads, n, D) each -> (1, n, H, D)."""
+    layer, keys, values = module.layer_idx, key[0], value[0]
+    for store in _stores:
+        keys, values = store(layer, 0, keys), store(layer, 1, values)
     out = _in_force[-1](
         Call(
             module,
-            module.layer_idx,
+            layer,
             query[0],
-            key[0],
-            value[0],
+            keys,
+            values,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             options.get("sliding_window"),
             options.get("softcap"),

@@ -56,7 +56,6 @@ CASES = [
     ("model_config.model_class_overrides", {"a": "b"}, "--model-class-overrides"),
     ("model_config.get_sliding_window", lambda: 64, "--disable-sliding-window"),
     ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
-    ("cache_config.kv_cache_dtype_skip_layers", ["0"], "--kv-cache-dtype-skip-layers"),
     ("scheduler_config.disable_hybrid_kv_cache_manager", True, "--disable-hybrid-kv-cache"),
     ("scheduler_config.scheduler_cls", "their.Scheduler", "--scheduler-cls"),
     ("compilation_config.cudagraph_mode", CUDAGraphMode.FULL, "FULL_AND_PIECEWISE"),

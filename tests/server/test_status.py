@@ -54,7 +54,7 @@ class Engine:
                 hf_text_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 8}),
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
+            cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
             quant_config=None,
             speculative_config=None,
             parallel_config=SimpleNamespace(
@@ -224,18 +224,20 @@ def test_retrieval_is_told_and_measured() -> None:
     asyncio.run(main())
 
 
-def test_a_quantized_kv_cache_is_told() -> None:
+@pytest.mark.parametrize(("skipped", "dtype"), [([], "fp8"), (["1", "0"], "fp8-skip-0-1")])
+def test_a_quantized_kv_cache_is_told(skipped: list[str], dtype: str) -> None:
     async def main() -> None:
-        engine = Engine("speed-4", model="fp8", kv_layout=["full"])
+        engine = Engine("fier-64", model=dtype, kv_layout=["full"])
         engine.vllm_config.cache_config.cache_dtype = "fp8"
+        engine.vllm_config.cache_config.kv_cache_dtype_skip_layers = skipped
         client = await serve(engine)
         answer = (await client.get("/v1/kv_policy")).json()
-        assert answer["kv_cache_dtype"] == "fp8"
+        assert answer["kv_cache_dtype"] == dtype
         for policy, said in answer["answers_kept"].items():
-            assert f"--policies {policy}@fp8 --save" in said["says"]
+            assert f"--policies {policy}@{dtype} --save" in said["says"]
             # As the alert's command takes it.
-            assert sample("policy_evaluated", "fp8", f"{policy}@fp8") == 0
-        assert set(answer["answers_kept"]) == {"speed-4", "full"}
+            assert sample("policy_evaluated", dtype, f"{policy}@{dtype}") == 0
+        assert set(answer["answers_kept"]) == {"fier-64", "full"}
 
     asyncio.run(main())
 

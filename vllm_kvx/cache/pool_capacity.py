@@ -7,8 +7,10 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
+    iter_layer_specs,
 )
 
 from vllm_kvx.cache.group_size import blocks_per_token
@@ -34,12 +36,21 @@ def stage_of(spec: object) -> tuple[int, int]:
     return (0 if isinstance(spec, FirstStageAttentionSpec) else VLLMS_OWN), 0
 
 
+def layer_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
+    """The spec of a KV group's layers, which differ only in their entries' dtype, if at all.
+
+    Where some skip a quantized cache vLLM wraps the specs of all in one, on workers alone. It is
+    that of the lowest layer then, as on the scheduler.
+    """
+    return next(iter(iter_layer_specs(group.kv_cache_spec)))
+
+
 def policy_groups(config: KVCacheConfig) -> list[KVCacheGroupSpec]:
     """The KV groups of policy layers."""
     return [
         group
         for group in config.kv_cache_groups
-        if isinstance(group.kv_cache_spec, FirstStageAttentionSpec | LaterStageAttentionSpec)
+        if isinstance(layer_spec(group), FirstStageAttentionSpec | LaterStageAttentionSpec)
     ]
 
 
@@ -85,15 +96,18 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
     needed = blocks_per_token(
         settings.policy,
         prompt_len,
-        [(stage_of(group.kv_cache_spec)[1], group.kv_cache_spec.block_size) for group in groups],
+        [(stage_of(layer_spec(group))[1], group.kv_cache_spec.block_size) for group in groups],
         settings.num_layers,
     )
     group_layers = max(len(group.layer_names) for group in config.kv_cache_groups)
-    spec = groups[0].kv_cache_spec
-    # Stock pages have no sidecar.
+    spec = layer_spec(groups[0])
+    # Stock pages have no sidecar. Those of layers that skip a quantized cache are larger, sidecars
+    # are not.
     stock_blocks = usable
     if isinstance(spec, AttentionSpec):
-        stock_blocks = usable * spec.page_size_bytes // spec.unpadded_page_size_bytes
+        block = config.kv_cache_tensors[0].size // config.num_blocks
+        sidecars = group_layers * (spec.page_size_bytes - spec.unpadded_page_size_bytes)
+        stock_blocks = usable * block // (block - sidecars)
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     beside, beside_stock = (
         sum(_blocks_beside(spec, prompt_len, policy, settings.num_layers) for spec in specs)

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from vllm_kvx.cache.messages import StateBlocks
-from vllm_kvx.cache.pool_capacity import policy_groups
+from vllm_kvx.cache.pool_capacity import layer_spec, policy_groups
 
 logger = init_logger("vllm.kvx.cache")
 
@@ -43,7 +43,7 @@ class StateRows:
     def of(cls, kv_cache_config: KVCacheConfig, config: VllmConfig) -> "StateRows":
         """The same on scheduler and workers."""
         groups, model = policy_groups(kv_cache_config), config.model_config
-        spec = groups[0].kv_cache_spec
+        spec = layer_spec(groups[0])
         assert isinstance(spec, AttentionSpec)
         if not overlays(config.cache_config.cache_dtype, slides(kv_cache_config)):
             return cls(0, 0, 0)

@@ -78,8 +78,7 @@ class Index(Scorer[SidecarT], ABC):
     ) -> Writer:
         """Writes by a kernel. layers: in model order; groups, stages: KV group and stage of each.
 
-        Raises:
-            ValueError: the layers' pages are not laid out alike.
+        Their pages may differ, where some skip a quantized cache.
         """
 
     @abstractmethod

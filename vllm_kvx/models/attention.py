@@ -11,9 +11,9 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-# Attributes that one layer's attention must share with all others: scores and moves run on all
-# layers of a step at once.
-_SHAPE = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype")
+# Attributes that one layer's attention must share with all others: scratch of scores and moves is
+# one layer's, whichever runs.
+_SHAPE = ("num_heads", "num_kv_heads", "head_size", "head_size_v")
 
 
 # Layers whose memory does not grow with the context: vLLM's own specs, managers and lengths serve
@@ -41,7 +41,10 @@ def attention_layers(config: VllmConfig) -> list[Attention]:
     if not found:
         raise _cannot("none of its layers has full attention")
     layers = [found[number] for number in sorted(found)]
-    for name in _SHAPE:
+    # Where the user has layers skip a quantized cache, that was checked at start.
+    skips = config.cache_config.kv_cache_dtype_skip_layers
+    alike = _SHAPE if skips else (*_SHAPE, "kv_cache_dtype")
+    for name in alike:
         if len(values := {getattr(layer, name) for layer in layers}) > 1:
             raise _cannot(f"its layers have unequal {name}: {', '.join(map(str, values))}")
     if layers[0].head_size != layers[0].head_size_v:

@@ -73,6 +73,11 @@ class PagedKV:
         """D, the channels of a key or a value."""
         return self.keys.shape[3]
 
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one head's key and value."""
+        return 2 * self.head_dim * self.keys.element_size()
+
     def dense_keys(self, block_table: Tensor, num_keys: int) -> Tensor:
         """Copies out one request's first `num_keys` keys, in order.
 

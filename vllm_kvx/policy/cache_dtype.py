@@ -1,5 +1,9 @@
 """KV cache dtypes that policies run over, and how a name says that one changes answers."""
 
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 # The policy without a part: stock attention over all entries.
 FULL = "full"
 # Whose entries are stored as they are, whatever scales a checkpoint has.
@@ -9,6 +13,14 @@ FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 KV_CACHE_DTYPES = ("auto", *UNSCALED, *FP8)
 _LOSSLESS = (None, "auto", *UNSCALED)
 
+# vLLM's option of the layers that keep the model's dtype, and what it takes beside their numbers.
+SKIP_LAYERS = "kv_cache_dtype_skip_layers"
+SLIDING_WINDOW = "sliding_window"
+_SKIP = "-skip-"
+_SKIPPED = rf"([0-9]+|{SLIDING_WINDOW})"
+# A regular expression of what may stand behind the @ of a name.
+DTYPE_PATTERN = rf"[a-z0-9_]+({_SKIP}{_SKIPPED}(-{_SKIPPED})*)?"
+
 
 def at_dtype(dtype: str | None) -> str:
     """What a policy's name has behind it over such a KV cache: `@fp8`; see `dtype_name`."""
@@ -17,13 +29,48 @@ def at_dtype(dtype: str | None) -> str:
 
 
 def dtype_name(dtype: str | None) -> str:
-    """What names and records call such a KV cache: `fp8`.
+    """What names and records call such a KV cache: `fp8`, or `fp8-skip-0-1`.
 
     Nothing for 16-bit ones, which are taken as lossless, and for `auto`: see `dtype_of_engine`.
     """
-    if dtype is None or dtype in _LOSSLESS:
+    quantized, skipped = split_skipped(dtype or "auto")
+    if quantized in _LOSSLESS:
         return ""
-    return "fp8" if dtype == "fp8_e4m3" else dtype
+    return with_skipped("fp8" if quantized == "fp8_e4m3" else quantized, skipped)
+
+
+def with_skipped(dtype: str, skipped: Iterable[str]) -> str:
+    """One name of a dtype and of the layers that keep the model's own: `fp8-skip-0-1`.
+
+    skipped: as vLLM takes them, numbers of layers or `sliding_window`, in any order.
+    """
+    each = sorted(set(skipped), key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
+    return f"{dtype}{_SKIP}{'-'.join(each)}" if each else dtype
+
+
+def split_skipped(name: str) -> tuple[str, list[str]]:
+    """The dtype and the skipped layers that `with_skipped` made `name` of."""
+    dtype, _, skipped = name.partition(_SKIP)
+    return dtype, skipped.split("-") if skipped else []
+
+
+def cache_options(name: str) -> dict[str, Any]:
+    """The options of an engine whose KV cache has such a name."""
+    dtype, skipped = split_skipped(name)
+    more = {SKIP_LAYERS: skipped} if skipped else {}
+    return {"kv_cache_dtype": dtype, **more}
+
+
+def dtype_in(options: Mapping[str, Any]) -> str | None:
+    """The name of the KV cache that options of an engine ask for; None where they do not say."""
+    dtype: str | None = options.get("kv_cache_dtype")
+    skipped = options.get(SKIP_LAYERS)
+    return with_skipped(dtype or "auto", map(str, skipped)) if skipped else dtype
+
+
+def is_dtype_name(name: str) -> bool:
+    """Whether it is formed as what may stand behind the @ of a name."""
+    return re.fullmatch(DTYPE_PATTERN, name) is not None
 
 
 def split_dtype(name: str) -> tuple[str, str | None]:

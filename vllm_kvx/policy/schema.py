@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from vllm_kvx.policy.axes import Method
+from vllm_kvx.policy.cache_dtype import DTYPE_PATTERN
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import Limits
 from vllm_kvx.policy.spec import MAX_LENGTH
@@ -36,7 +37,7 @@ def definitions() -> dict[str, Any]:
     return {
         POLICY: policy | {"allOf": [*_names(""), *refs]},
         SERVED: {"allOf": [{"$ref": f"#/definitions/{POLICY}"}, {"not": bare_part}]},
-        POLICY_AT_DTYPE: at_dtype | {"allOf": [*_names("(@[a-z0-9_]+)?"), *refs]},
+        POLICY_AT_DTYPE: at_dtype | {"allOf": [*_names(f"(@{DTYPE_PATTERN})?"), *refs]},
         **methods,
     }
 

@@ -16,7 +16,7 @@ BY_TEXT = ("ngram", "ngram_gpu", "draft_model")
 BY_STATES = ("eagle", "eagle3", "mtp")
 
 
-def _has_layers(c: "VllmConfig") -> bool:
+def has_layers(c: "VllmConfig") -> bool:
     """Whether the drafter has attention layers of its own."""
     drafter = c.speculative_config
     return drafter is not None and drafter.method in ("draft_model", *BY_STATES)
@@ -70,7 +70,7 @@ WITH_DRAFTS: tuple[Refusal, ...] = (
         DRAFTS,
     ),
     Refusal(
-        lambda c: _has_layers(c) and is_mixed(c.model_config),
+        lambda c: has_layers(c) and is_mixed(c.model_config),
         "some layers of this model slide over a window or keep a state, and a drafter with layers "
         "of its own was never tried beside them: set the method of --speculative-config to ngram, "
         "or drop it",

@@ -142,11 +142,6 @@ WITH_POLICY: tuple[Refusal, ...] = (
         CACHE_DTYPE,
     ),
     Refusal(
-        lambda c: c.cache_config.kv_cache_dtype_skip_layers,
-        "KV cache types that differ by layer are not supported yet: drop "
-        "--kv-cache-dtype-skip-layers",
-    ),
-    Refusal(
         lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager and not _unifies(c),
         "a policy's layers need KV cache groups of their own: drop "
         "--disable-hybrid-kv-cache-manager",

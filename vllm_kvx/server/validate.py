@@ -43,6 +43,8 @@ from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.measured_layers import find_measured, parts_of
 from vllm_kvx.server.model_checks import WITH_PROPAGATION, beside_sliding_layers
 from vllm_kvx.server.pipeline_checks import where_rows_leave
+from vllm_kvx.server.skipped_layers import beside_skipped_layers
+from vllm_kvx.server.skipped_layers import line_of as line_of_cache
 from vllm_kvx.server.start_checks import (
     ALWAYS,
     WITH_PARTIAL_PREFIXES,
@@ -127,6 +129,7 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
         if config.get(AUTO_KEY) is not None:
             _log_choice(config[AUTO_KEY])
         _log(settings, sources)
+        _log_cache(vllm_config)
         _log_answers(identity, settings)
         _log_short_chunks(vllm_config, settings)
     return vllm_config
@@ -203,6 +206,7 @@ def _layout_problems(
     rows: list[Refusal] = []
     if layout.retain or layout.window or layout.sidecar:
         rows += applying(WITH_RETENTION, vllm_config)
+    problems += beside_skipped_layers(vllm_config, settings)
     if layout.propagates:
         rows += applying(WITH_PROPAGATION, vllm_config)
         problems += beside_sliding_layers(settings)
@@ -318,6 +322,13 @@ def _add_request_check(vllm_config: "VllmConfig", settings: KVSettings, in_pytho
     hands_over = asked_connector(vllm_config) is not None
     check = class_path(settings, str(model.served_model_name), in_python, hands_over)
     model.logits_processors = [*(model.logits_processors or []), check]
+
+
+def _log_cache(vllm_config: "VllmConfig") -> None:
+    from vllm.logger import init_logger
+
+    if (line := line_of_cache(vllm_config)) is not None:
+        init_logger("vllm.kvx").info("%s", line)
 
 
 def _log_choice(choice: Mapping[str, Any]) -> None:

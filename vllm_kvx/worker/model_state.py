@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_kvx.cache.admission import num_split_windows
-from vllm_kvx.cache.pool_capacity import VLLMS_OWN, stage_of
+from vllm_kvx.cache.pool_capacity import VLLMS_OWN, layer_spec, stage_of
 from vllm_kvx.config.settings import KVSettings, request_policy
 from vllm_kvx.models.attention import check_softmax
 from vllm_kvx.models.decoder import SegmentedModel
@@ -131,7 +131,7 @@ class PolicyModelState(DefaultModelState):
         self.block_tables, self.kv_cache_config = block_tables, kv_cache_config
         groups = kv_cache_config.kv_cache_groups
         self.shared = SharedAttnMetadata(groups, super().prepare_attn)
-        self.group_stages = [stage_of(group.kv_cache_spec)[0] for group in groups]
+        self.group_stages = [stage_of(layer_spec(group))[0] for group in groups]
         ours = [g for g, stage in enumerate(self.group_stages) if stage != VLLMS_OWN]
         show_by_slots(block_tables, ours)
         self._vllms_own = [g for g in range(len(groups)) if g not in ours]
@@ -140,7 +140,7 @@ class PolicyModelState(DefaultModelState):
         self._stages = torch.tensor(stages, dtype=torch.int32, device=self.device)
         self.hooks.bind(kv_cache_config, self.settings.layout)
         if self.retrieval is not None:
-            spec = groups[self._first_group].kv_cache_spec
+            spec = layer_spec(groups[self._first_group])
             assert isinstance(spec, AttentionSpec)
             self.retrieval.bind(spec, block_tables)
         self.prefix_states = PrefixStates.of(

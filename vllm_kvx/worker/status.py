@@ -39,7 +39,7 @@ def stats_of(state: PolicyModelState) -> dict[str, Any]:
 def _by_policy(state: PolicyModelState) -> dict[str, dict[str, Any]]:
     """By policy name, all that is counted by policy."""
     memory, stash = state.memory, state.stash
-    moved = (memory.moved * state.hooks.layers[0].entry_bytes).tolist()
+    moved = memory.moved.tolist()
     retention, detector = memory.timer.seconds_by_row, memory.detector_timer.seconds_by_row
     recall = state.retrieval.sampler.by_row() if state.retrieval is not None else {}
     stashed: dict[int, int] = {}

@@ -205,7 +205,9 @@ class CompilesAhead:
         The layers must have their KV caches.
         """
         settings, hooks = state.settings, state.hooks
-        hook, window, device = hooks.layers[0], settings.layout.window, state.device
+        window, device = settings.layout.window, state.device
+        # One of each dtype, where some layers skip a quantized cache.
+        kinds = {hook.layer.kv_cache_dtype: hook for hook in hooks.layers}.values()
         # Without either, the attention backend may have a cache that is not addressed here.
         scores = settings.layout.retain or bool(window)
         if device.type != "cuda" or not (scores or state.retrieval is not None):
@@ -224,8 +226,9 @@ class CompilesAhead:
                 full_groups = torch.empty(1, 3, dtype=torch.int32, device=device)
                 writer.write(full_groups, tables.block_table_ptrs, tables.block_table_strides)
             if scores:
-                kernels = PromptKernels(hook, hooks.dtype, window, device)
-                kernels.launch(policies, settings.num_layers, attends)
+                for hook in kinds:
+                    kernels = PromptKernels(hook, hooks.dtype, window, device)
+                    kernels.launch(policies, settings.num_layers, attends)
 
         return cls(launch, device)
 

@@ -140,7 +140,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- range .Values.extraArgs -}}
 {{- $flag := splitList "=" . | first | replace "_" "-" -}}
-{{- $keyword := get (dict "--trust-remote-code" "trust_remote_code" "--quantization" "quantization" "-q" "quantization" "--dtype" "dtype") $flag -}}
+{{- $keyword := get (dict "--trust-remote-code" "trust_remote_code" "--quantization" "quantization" "-q" "quantization" "--dtype" "dtype" "--kv-cache-dtype-skip-layers" "kv_cache_dtype_skip_layers") $flag -}}
 {{- if and $keyword (not (hasKey $.Values.prepare.engineArgs $keyword)) -}}
 {{- fail (printf "extraArgs: the job of `prepare` would measure another engine than one with %s: set prepare.engineArgs.%s too, or prepare.enabled=false" $flag $keyword) -}}
 {{- end -}}

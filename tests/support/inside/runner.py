@@ -246,6 +246,17 @@ def fill_free_blocks(engine: Any, byte: int) -> None:
         hook.layer.kv_cache.view(torch.uint8)[free] = byte
 
 
+def cache_dtypes(engine: Any) -> list[torch.dtype]:
+    """Of each policy layer's KV cache, as vLLM has allocated it."""
+    return [hook.layer.kv_cache.dtype for hook in engine.runner.model_state.hooks.layers]
+
+
+def set_cache_scales(engine: Any, key: float, value: float) -> None:
+    """The scales that a checkpoint may bring for an fp8 cache, in every policy layer."""
+    for hook in engine.runner.model_state.hooks.layers:
+        hook.layer._k_scale_float, hook.layer._v_scale_float = key, value
+
+
 def value_factors(engine: Any) -> list[Tensor]:
     """Of each layer's output projection, (H, D, D) float32, as criticalkv reads it."""
     from vllm_kvx.models.attention import attention_layers, output_projections

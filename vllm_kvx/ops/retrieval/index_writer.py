@@ -1,6 +1,6 @@
-"""Writes what retrieval scores, in one launch for the groups of several layers."""
+"""Writes what retrieval scores, in one launch for the groups of layers whose pages are alike."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from vllm_kvx.ops.retrieval.index_layout import Sidecar
 
 
 class SidecarWriter:
-    """Quantises groups of several layers in one launch.
+    """Quantises groups of several layers in one launch, or in one for each kind of page.
 
-    The layers' pages must be alike: shape, strides, dtype. Their addresses are fixed once vLLM has
-    allocated its cache.
+    Layers may skip a quantized KV cache, and have pages of another dtype and size. The pages'
+    addresses are fixed once vLLM has allocated its cache.
     """
 
     def __init__(
@@ -30,23 +30,26 @@ class SidecarWriter:
 
         has_codes: keys get 1-bit codes beside the scales and zeros of their groups.
         """
-        keys, first = [paged.keys for paged, _ in layers], layers[0]
-        for paged, sidecar in layers:
-            alike = paged.keys.stride() == first[0].keys.stride()
-            if not alike or sidecar.scales.stride() != first[1].scales.stride():
-                raise ValueError("layers differ in how their KV cache pages are laid out")
-        self.paged, self.sidecar = first
-        device = keys[0].device
-
-        def column(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        self._key_ptrs = column([k.data_ptr() for k in keys])
-        self._code_ptrs = column([s.codes.data_ptr() for _, s in layers])
-        self._scale_ptrs = column([s.scales.data_ptr() for _, s in layers])
-        self._groups = column(list(groups))
-        self._stages = column(list(stages))
-        self.num_layers, self._has_codes = len(layers), has_codes
+        kinds: dict[Hashable, list[int]] = {}
+        for number, (paged, sidecar) in enumerate(layers):
+            keys = paged.keys
+            kind = keys.dtype, keys.stride(), sidecar.codes.stride(), sidecar.scales.stride()
+            kinds.setdefault(kind, []).append(number)
+        self._writers = [
+            _AlikeWriter(
+                [layers[number] for number in numbers],
+                [groups[number] for number in numbers],
+                [stages[number] for number in numbers],
+                has_codes,
+            )
+            for numbers in kinds.values()
+        ]
+        # By layer, its writer and its place among that one's layers.
+        self._places = {
+            number: (writer, place)
+            for writer, numbers in zip(self._writers, kinds.values(), strict=True)
+            for place, number in enumerate(numbers)
+        }
 
     def write(
         self,
@@ -64,9 +67,50 @@ class SidecarWriter:
         """
         if not full_groups.shape[0]:
             return
+        where = full_groups, block_table_ptrs, block_table_strides
+        if layer is None:
+            for writer in self._writers:
+                writer.write(*where, 0, writer.num_layers)
+        else:
+            writer, place = self._places[layer]
+            writer.write(*where, place, 1)
+
+
+class _AlikeWriter:
+    """Quantises groups of layers whose pages are alike: shape, strides, dtype."""
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[PagedKV, Sidecar]],
+        groups: Sequence[int],
+        stages: Sequence[int],
+        has_codes: bool,
+    ) -> None:
+        keys = [paged.keys for paged, _ in layers]
+        self.paged, self.sidecar = layers[0]
+        device = keys[0].device
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        self._key_ptrs = column([k.data_ptr() for k in keys])
+        self._code_ptrs = column([s.codes.data_ptr() for _, s in layers])
+        self._scale_ptrs = column([s.scales.data_ptr() for _, s in layers])
+        self._groups = column(list(groups))
+        self._stages = column(list(stages))
+        self.num_layers, self._has_codes = len(layers), has_codes
+
+    def write(
+        self,
+        full_groups: Tensor,
+        block_table_ptrs: Tensor,
+        block_table_strides: Tensor,
+        first: int,
+        count: int,
+    ) -> None:
+        """Quantises `full_groups` in the `count` layers from the one at place `first` on."""
         shape, keys = self.sidecar.shape, self.paged.keys
         codes, scales = self.sidecar.codes, self.sidecar.scales
-        first, count = (0, self.num_layers) if layer is None else (layer, 1)
         dummy = torch.empty(1, dtype=keys.dtype, device=keys.device)
         _write_groups_kernel[(full_groups.shape[0], shape.num_kv_heads, count)](
             full_groups,

@@ -12,6 +12,7 @@ from vllm_kvx.cache.group_size import (
     group_by_vllm,
     group_layers,
 )
+from vllm_kvx.config.cache_dtype import skipped_layers
 from vllm_kvx.config.policy_layers import num_kv_heads
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
@@ -30,7 +31,8 @@ class Sizes:
     """A server's sizes. Bytes and heads are those of one rank.
 
     layers: of the model. kv_heads, head_dim: of its cache. hidden: of its states.
-    entry_bytes: of one number in the cache. state_bytes: of one number of a hidden state.
+    entry_bytes: of one number in the cache, but in `skipping` layers, which skip a quantized one
+        and have `state_bytes`. state_bytes: of one number of a hidden state.
     block_size: tokens of a KV block. longest: tokens of the longest prompt. step: tokens of a step.
     memory_share: of a GPU's memory that vLLM takes. ranks: tensor parallel.
     kv_layers: what its layers hold, where some slide or keep a state; else None.
@@ -50,6 +52,7 @@ class Sizes:
     ranks: int
     from_server: bool
     kv_layers: KVLayers | None = None
+    skipping: int = 0
 
     @classmethod
     def of(cls, context: Context) -> "Sizes":
@@ -81,6 +84,7 @@ class Sizes:
             memory_share=cache.gpu_memory_utilization,
             ranks=config.parallel_config.tensor_parallel_size,
             from_server=True,
+            skipping=len(skipped_layers(config)),
         )
         token = sizes.page_bytes() / sizes.block_size
         states = _state_bytes(config)
@@ -113,9 +117,10 @@ class Sizes:
         """The layers that policies are about."""
         return self.layers if self.kv_layers is None else self.kv_layers.full
 
-    def page_bytes(self) -> int:
-        """Bytes of a layer's keys and values in one block, in stock vLLM."""
-        return 2 * self.block_size * self.kv_heads * self.head_dim * self.entry_bytes
+    def page_bytes(self) -> float:
+        """Bytes of a layer's keys and values in one block, in stock vLLM, on average."""
+        more = (self.state_bytes - self.entry_bytes) * self.skipping / self.layers
+        return 2 * self.block_size * self.kv_heads * self.head_dim * (self.entry_bytes + more)
 
     def sidecar_bytes(self, layout: Layout) -> int:
         """Bytes that a page holds besides, for retrieval.

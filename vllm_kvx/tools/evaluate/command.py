@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import vllm_kvx
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.cache_dtype import FP8
+from vllm_kvx.policy.cache_dtype import FP8, cache_options, dtype_in, split_skipped
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.records.folder import check_writable
 from vllm_kvx.records.model_key import model_name
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     for model in models:
         suite.check(model.text_config.max_position_embeddings)
         check_rows(model.rows)
-    check_yardstick({rows[0]: FULL_ROW.over(args.engine_args.get("kv_cache_dtype"))}, rows)
+    check_yardstick({rows[0]: FULL_ROW.over(dtype_in(args.engine_args))}, rows)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
     speed = None
@@ -219,7 +219,7 @@ def check_rows(rows: Mapping[Row, KVPolicy]) -> None:
         dtype = row.cache_dtype
         if dtype is None or not on_cpu():
             continue
-        if dtype not in FP8:
+        if split_skipped(dtype)[0] not in FP8:
             why = "vLLM's CPU attention has no such KV cache"
         elif policy.is_lossy_decode:
             why = "retention and retrieval cannot address 8-bit keys on CPU"
@@ -260,7 +260,7 @@ def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) ->
         "original_key": original and original.key,
         "original_config_key": original and original.identity.config_key,
         "text": args.text and str(Path(args.text).resolve()),
-        "kv_cache_dtype": args.engine_args.get("kv_cache_dtype"),
+        "kv_cache_dtype": dtype_in(args.engine_args),
         "quantization": args.engine_args.get("quantization"),
         "seed": args.seed,
         "dtype": dtype,
@@ -318,7 +318,7 @@ def engines_of(
             options["enable_prefix_caching"] = True
         options |= args.engine_args
         members = {row: model.rows[row] for row in rows}
-        cache = {} if (dtype := rows[0].cache_dtype) is None else {"kv_cache_dtype": dtype}
+        cache = {} if (dtype := rows[0].cache_dtype) is None else cache_options(dtype)
         try:
             with ExitStack() as stack:
                 with bar.starting(rows, left):

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from vllm_kvx.policy.cache_dtype import KV_CACHE_DTYPES, split_dtype
+from vllm_kvx.policy.cache_dtype import (
+    KV_CACHE_DTYPES,
+    dtype_name,
+    is_dtype_name,
+    split_dtype,
+    split_skipped,
+)
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
@@ -32,7 +38,7 @@ def read_policies(names: Sequence[str], num_layers: int) -> dict[Row, KVPolicy]:
         policy.check_model(num_layers)
         if "@" in name:
             _check_dtype(name, policy, dtype)
-        row = Row(plain, "fp8" if dtype == "fp8_e4m3" else dtype)
+        row = Row(plain, dtype and (dtype_name(dtype) or dtype))
         policies.setdefault(row, policy)
     return policies
 
@@ -40,6 +46,13 @@ def read_policies(names: Sequence[str], num_layers: int) -> dict[Row, KVPolicy]:
 def _check_dtype(name: str, policy: KVPolicy, dtype: str | None) -> None:
     """Raise PolicyError unless the policy runs over such a KV cache; `full` does over vLLM's."""
     taken: tuple[str, ...] = KV_CACHE_DTYPES
+    if dtype is not None and is_dtype_name(dtype):
+        dtype, skipped = split_skipped(dtype)
+        if skipped and not dtype_name(dtype):
+            raise PolicyError(
+                f"{name!r}: layers skip a quantized KV cache alone: write fp8 in the place of "
+                f"{dtype}, or leave {'-'.join(skipped)} out"
+            )
     if policy.is_full and dtype not in taken:
         from vllm.config.cache import CacheDType
 
@@ -48,7 +61,8 @@ def _check_dtype(name: str, policy: KVPolicy, dtype: str | None) -> None:
     if dtype not in taken:
         raise PolicyError(
             f"{name!r}: behind the @ stands a KV cache dtype of vLLM over which {policy} runs: "
-            f"write one of {', '.join(taken)}"
+            f"write one of {', '.join(taken)}, or one with the layers that it leaves as they are, "
+            "such as fp8-skip-0-1"
         )
 
 

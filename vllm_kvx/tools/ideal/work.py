@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.cache_dtype import split_skipped
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.reuse import layer_chooses
@@ -243,6 +244,15 @@ def decode_bytes(
 def entry_bytes(dtype: str | None, weight_bytes: float = 2) -> float | None:
     """Bytes of a cached value; None or `auto`: the model's dtype. None where it is not known."""
     return weight_bytes if dtype in (None, "auto") else KV_BYTES.get(dtype)
+
+
+def mean_entry_bytes(name: str | None, num_layers: int) -> float | None:
+    """The same on average, where some layers may skip the cache: `fp8-skip-0-1`."""
+    dtype, skipped = split_skipped(name or "auto")
+    most, whole = entry_bytes(dtype), entry_bytes("auto")
+    if most is None or whole is None:
+        return None
+    return most + (whole - most) * len(skipped) / num_layers
 
 
 def prefill_ratio(

@@ -17,6 +17,7 @@ from typing import Any
 import vllm_kvx
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import Method
+from vllm_kvx.policy.cache_dtype import dtype_in
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import servable
 from vllm_kvx.records import recommendation as records
@@ -39,7 +40,7 @@ from vllm_kvx.tools.evaluate.groups import grouped
 from vllm_kvx.tools.evaluate.questions import Suite, load_tokenizer
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import Store
-from vllm_kvx.tools.ideal.work import entry_bytes, full_work, prefill_flops, with_windows
+from vllm_kvx.tools.ideal.work import full_work, mean_entry_bytes, prefill_flops, with_windows
 from vllm_kvx.tools.recommend import report
 from vllm_kvx.tools.recommend.defaults import (
     CORE_FLOPS,
@@ -222,8 +223,8 @@ def server_for(args: argparse.Namespace, text_config: Mapping[str, Any]) -> Serv
 
     here = None if on_cpu() else torch.cuda.get_device_name()
     weights = quantized_bytes(text_config) if text_config.get("quantization_config") else 2.0
-    dtype = args.engine_args.get("kv_cache_dtype")
-    if (kv := entry_bytes(dtype)) is None:
+    dtype = dtype_in(args.engine_args)
+    if (kv := mean_entry_bytes(dtype, text_config["num_hidden_layers"])) is None:
         raise ToolError(f"gains over a KV cache of {dtype} cannot be counted: leave it out")
     return server_of(text_config, args.device, here, weights, kv)
 
@@ -308,7 +309,7 @@ def facts_of(
         "config_key": identity.config_key,
         # Whose prompts: answers to other ones are not of the same run.
         "text": args.prompts and text_of(Path(args.prompts)),
-        "kv_cache_dtype": args.engine_args.get("kv_cache_dtype"),
+        "kv_cache_dtype": dtype_in(args.engine_args),
         "quantization": args.engine_args.get("quantization"),
         "seed": args.seed,
         "dtype": args.engine_args.get("dtype", "float32" if on_cpu() else "auto"),

@@ -26,7 +26,7 @@ from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.announce import announce, known
 from vllm_kvx.worker.decode.mixed_step import AttentionGroups, BesideStock
 from vllm_kvx.worker.decode.recall import RecallSampler
-from vllm_kvx.worker.decode.room import capacity_of, fits, score_bytes
+from vllm_kvx.worker.decode.room import capacity_of, entry_bytes, fits, score_bytes
 from vllm_kvx.worker.decode.sidecars import Sidecars
 from vllm_kvx.worker.decode.step import (
     HookedLayer,
@@ -106,8 +106,7 @@ class Retrieval:
             dtype=cast(torch.dtype, model.dtype),
         )
         self.backends = self.scratch.backends
-        entry = 2 * impl.head_size * layers[0].layer.kv_cache_torch_dtype.itemsize
-        machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry)
+        machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
         reuse, first, states = layout.reuse_layers, layers[0].index, model.is_hybrid
         share, invariant = share_that_chooses(num_layers, reuse), envs.VLLM_BATCH_INVARIANT
         self.crossover = alone_from(*machine, keeps_state=states, choosing=share)

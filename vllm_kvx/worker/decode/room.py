@@ -1,10 +1,14 @@
-"""Room for scores, allocated before vLLM sizes the KV pool."""
+"""Sizes that retrieval goes by; among them room for scores, taken before vLLM sizes the pool."""
+
+from collections.abc import Sequence
+from statistics import mode
 
 import numpy as np
 import torch
 
 from vllm_kvx.ops.retrieval.rows import room_of
 from vllm_kvx.policy.storage import IntArray
+from vllm_kvx.worker.decode.step import HookedLayer
 
 # The share of the device's memory that scores get. It holds several scores for every entry of the
 # pool, since rows that share a prompt have scores of their own.
@@ -31,6 +35,12 @@ def capacity_of(
     longest = int(room_of(np.array([max_model_len]), unit)[0])
     tokens = num_bytes // (4 * kv_heads)
     return min(max_num_reqs * longest, max(2 * longest, tokens // unit // 4 * 4))
+
+
+def entry_bytes(layers: Sequence[HookedLayer]) -> int:
+    """Bytes of one KV head's key and value in most layers: some may skip a quantized cache."""
+    sizes = [each.layer.kv_cache_torch_dtype.itemsize for each in layers]
+    return int(2 * layers[0].layer.impl.head_size * mode(sizes))
 
 
 def fits(lens: IntArray, unit: int, capacity: int) -> bool:

@@ -46,8 +46,8 @@ class PrefillBuffers:
         max_window: W. num_kv_heads: G of this rank.
         private: by request id and KV group, the new blocks of what stays of prompts in the step.
         token_ids: (request states, tokens) int32, vLLM's own; None before the first step.
-        moved: (rows,) int64, entries of one KV head that retention copied to another slot, by the
-            policies' rows in the counters.
+        moved: (rows,) int64, bytes that retention copied to another slot, by the policies' rows in
+            the counters.
         timer, detector_timer: device time of all of it, and of centrality and metrics.
     """
 
@@ -224,7 +224,8 @@ class PassWork:
             copy_blocks(paged, targets.sources, targets.blocks)
         for each, policy_rows in self._waiting.pop(hook.index):
             move_entries(paged, *each)
-            memory.moved.index_add_(0, policy_rows, each.num_moves.sum(dim=0))
+            moved = each.num_moves.sum(dim=0) * paged.entry_bytes
+            memory.moved.index_add_(0, policy_rows, moved)
 
     def targets(self, group: int) -> _Targets:
         """The blocks that entries of a KV group move to: their own, if no others are given."""
