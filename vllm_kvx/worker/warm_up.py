@@ -1,7 +1,7 @@
 """Every policy of a server runs before the server is ready: no request waits for a compiler."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import distributed
 from vllm.distributed.parallel_state import get_dp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from vllm_kvx.config.settings import POLICY_KEY, KVSettings
@@ -23,6 +24,8 @@ logger = init_logger("vllm.kvx.worker")
 PROMPT_TOKENS = 4096
 # Below this, windows fill a prompt and nothing would be selected.
 _FEWEST = 64
+# Up to so many rows experts run on each number of them.
+_ALL_BELOW = 96
 
 
 def warm_up(
@@ -103,7 +106,7 @@ def _run_experts(runner: Any) -> None:
     if runner.parallel_config.pipeline_parallel_size > 1 or runner.lora_config is not None:
         return  # These take more than tokens and positions.
     most, began = runner.max_num_tokens, time.monotonic()
-    counts = _expert_rows(most)
+    counts = _expert_rows(most, _expert_kinds(runner.model))
     model = runner.model_config
     rows_of_positions = (model.mrope_num_dims,) if model.uses_mrope else ()
     ids = torch.zeros(most, dtype=torch.int32, device=runner.device)
@@ -121,16 +124,35 @@ def _run_experts(runner: Any) -> None:
     logger.info("Experts ran on up to %d rows, in %.1f s.", counts[-1], took)
 
 
-def _expert_rows(most: int) -> list[int]:
+def _expert_kinds(model: torch.nn.Module) -> set[tuple[int, int]]:
+    """Experts, of all ranks and of this one, and how many of them a row takes, in each layer."""
+    layers = [each for each in model.modules() if isinstance(each, RoutedExperts)]
+    return {
+        (experts, layer.top_k)
+        for layer in layers
+        for experts in (layer.global_num_experts, layer.local_num_experts)
+    }
+
+
+def _expert_rows(most: int, kinds: Collection[tuple[int, int]]) -> list[int]:
     """Numbers of rows, at most `most`, for which experts' kernels may differ.
 
-    vLLM's tiles change beyond powers of two, and beyond half as many more. Triton compiles a kernel
-    anew where the pairs of rows and experts are no multiple of 16.
+    vLLM's tiles change with the rows, nowhere twice between a power of two, half as many more, and
+    the next power. Triton compiles a kernel anew where one of its sizes is a multiple of 16 and was
+    none before: the pairs of rows and experts, and these with the room that tiles of 16 rows and
+    more leave for every expert. Below 96 rows both change with nearly every row.
+
+    kinds: numbers of experts, and how many of them a row takes.
     """
-    sizes = [2**power for power in range(most.bit_length())]
-    limits = {limit for size in sizes for limit in (size, size * 3 // 2)}
-    counts = {1} | {limit + more for limit in limits for more in (1, 2)}
-    return sorted(count for count in counts if count <= most)
+    aligned: dict[tuple[bool, ...], int] = {}
+    for rows in range(16):
+        pairs = [(rows * taken, experts) for experts, taken in sorted(kinds)]
+        key = tuple(size % 16 == 0 for each, experts in pairs for size in (each, each - experts))
+        aligned.setdefault(key, rows)
+    powers = [2**power for power in range(6, most.bit_length())]
+    limits = [limit for size in powers for limit in (size, size * 3 // 2) if limit >= _ALL_BELOW]
+    counts = {limit + (rows or 16) for limit in limits for rows in aligned.values()}
+    return sorted({count for count in (*range(1, _ALL_BELOW + 1), *counts) if count <= most})
 
 
 @contextmanager
