@@ -12,7 +12,9 @@ from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
 # Where it has been measured, and was faster than three launches: on Hopper, up to so many rows, and
 # so many pairs of a row and a KV head, as each gets its part of the multiprocessors
-# (benchmarks/results/ops/h200-retrieval-one-launch.json).
+# (benchmarks/results/ops/h200-retrieval-step-one-launch.json, with 8 KV heads; with 4
+# h200-retrieval-step-one-launch-of-2.json). For more rows its first version
+# took two to four times as long as three (h200-retrieval-one-launch.json).
 CAPABILITY = (9, 0)
 MAX_ROWS, MAX_PAIRS = 4, 32
 # CTAs of a row and KV head whose parts of the result one of them merges.
